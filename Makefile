@@ -1,0 +1,43 @@
+# Everything runs from a bare clone with Python (3.11 or newer) and make; the first call fills .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup train test test-full check static bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "shardwise needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0" -e ".[dev]"
+	@touch $(READY)
+
+# Train the tutorial's transformer on two local ranks (one a GPU where there are any).
+train: $(READY)
+	$(BIN)/shardwise train $(ARGS)
+
+# The tests, without those marked slow.
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+# All tests.
+test-full: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+# What must be clean before a commit.
+check: static test
+
+static: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+# One JSON line a case; see benchmarks/.
+bench: $(READY)
+	@for file in benchmarks/bench_*.py; do $(BIN)/python $$file $(ARGS) || exit 1; done
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist

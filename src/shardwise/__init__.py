@@ -1,0 +1,84 @@
+"""PyTorch FSDP2 made right the first time, for any `nn.Module`.
+
+Public names load on first use: importing shardwise does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.comparing import Parity as Parity
+    from shardwise.comparing import parity as parity
+    from shardwise.config.schema import GroupOverride as GroupOverride
+    from shardwise.config.schema import MeshConfig as MeshConfig
+    from shardwise.config.schema import PrecisionConfig as PrecisionConfig
+    from shardwise.config.schema import PrefetchConfig as PrefetchConfig
+    from shardwise.config.schema import RunConfig as RunConfig
+    from shardwise.config.schema import ShardConfig as ShardConfig
+    from shardwise.errors import CheckpointError as CheckpointError
+    from shardwise.errors import ConfigError as ConfigError
+    from shardwise.errors import EnvironmentProblem as EnvironmentProblem
+    from shardwise.errors import PlanError as PlanError
+    from shardwise.errors import ShardError as ShardError
+    from shardwise.errors import ShardwiseError as ShardwiseError
+    from shardwise.planning.plan import Plan as Plan
+    from shardwise.planning.planner import plan as plan
+    from shardwise.sharding.activation import checkpoint_activations as checkpoint_activations
+    from shardwise.sharding.apply import shard as shard
+    from shardwise.sharding.compiling import compile_blocks as compile_blocks
+    from shardwise.sharding.full_params import full_params as full_params
+    from shardwise.sharding.full_params import iter_full_tensors as iter_full_tensors
+    from shardwise.sharding.materialize import materialize as materialize
+    from shardwise.sharding.mesh import init_distributed as init_distributed
+    from shardwise.sharding.precision import cast_inputs as cast_inputs
+    from shardwise.sharding.prepare import prepare_fully_shard as prepare_fully_shard
+    from shardwise.sharding.recovery import recover as recover
+    from shardwise.training.gradient_norm import clip_grad_norm_ as clip_grad_norm_
+    from shardwise.training.data import lockstep as lockstep
+    from shardwise.training.ema import EMA as EMA
+    from shardwise.training.loop import fit as fit
+    from shardwise.training.step import accumulate as accumulate
+    from shardwise.training.step import token_mean as token_mean
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "shardwise.comparing": ("Parity", "parity"),
+    "shardwise.config.schema": (
+        "GroupOverride", "MeshConfig", "PrecisionConfig", "PrefetchConfig", "RunConfig", "ShardConfig",
+    ),
+    "shardwise.errors": (
+        "CheckpointError", "ConfigError", "EnvironmentProblem", "PlanError", "ShardError", "ShardwiseError",
+    ),
+    "shardwise.planning.plan": ("Plan",),
+    "shardwise.planning.planner": ("plan",),
+    "shardwise.sharding.activation": ("checkpoint_activations",),
+    "shardwise.sharding.apply": ("shard",),
+    "shardwise.sharding.compiling": ("compile_blocks",),
+    "shardwise.sharding.full_params": ("full_params", "iter_full_tensors"),
+    "shardwise.sharding.materialize": ("materialize",),
+    "shardwise.sharding.mesh": ("init_distributed",),
+    "shardwise.sharding.precision": ("cast_inputs",),
+    "shardwise.sharding.prepare": ("prepare_fully_shard",),
+    "shardwise.sharding.recovery": ("recover",),
+    "shardwise.training.gradient_norm": ("clip_grad_norm_",),
+    "shardwise.training.data": ("lockstep",),
+    "shardwise.training.ema": ("EMA",),
+    "shardwise.training.loop": ("fit",),
+    "shardwise.training.step": ("accumulate", "token_mean"),
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_HOME_OF)]  # pyright: ignore
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

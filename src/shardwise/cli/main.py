@@ -1,0 +1,89 @@
+"""The `shardwise` command: its subcommands, and how each kind of failure ends the process. No torch."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.parity import parity
+from shardwise.cli.train import train
+from shardwise.errors import ShardwiseError
+
+EXIT_BUG = 70
+
+app = typer.Typer(
+    name="shardwise",
+    help="PyTorch FSDP2 made right: plan how a model is sharded, shard it, train it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # errors are ours to print, in `main`
+)
+app.command()(train)
+app.command()(parity)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardwise {metadata.version('shardwise')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and exit: 0 fine, 1 findings, 2 wrong input, 3 environment, 70 a bug of ours."""
+    try:
+        app(arguments)  # exits by itself, also for wrong options and Ctrl-C
+    except ShardwiseError as error:
+        _show(error)
+        sys.exit(error.exit_code)
+    except Exception as error:
+        _show_bug(error)
+        sys.exit(EXIT_BUG)
+
+
+def _show(error: ShardwiseError) -> None:
+    from rich.console import Console
+
+    from shardwise.report.terminal import print_error
+
+    print_error(Console(stderr=True), error)
+    for note in getattr(error, "__notes__", []):  # which rank; its traceback is for bugs, not for rules
+        typer.echo(f"  {note.splitlines()[0]}", err=True)
+
+
+def _show_bug(error: Exception) -> None:
+    notes = getattr(error, "__notes__", [])
+    if notes:
+        # The traceback of the rank that failed says it all; ours would only show how ranks are started.
+        typer.echo("\n".join(notes).rstrip(), err=True)
+    else:
+        traceback.print_exception(error)
+    versions = f"shardwise {metadata.version('shardwise')}, Python {sys.version.split()[0]}, {_torch()}"
+    typer.echo(
+        "\nshardwise did not expect this. If it does not come from your own code, report the lines above,"
+        f"\nthe command, and: {versions}",
+        err=True,
+    )
+
+
+def _torch() -> str:
+    try:
+        return f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        return "no torch"
+
+
+if __name__ == "__main__":
+    main()

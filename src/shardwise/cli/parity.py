@@ -1,0 +1,78 @@
+"""`shardwise parity`: does the sharded model train like one process? No torch until it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.options import Format, FormatOption, ModelArgument, NprocOption, SetOption
+
+if TYPE_CHECKING:
+    from shardwise.comparing import Parity
+    from shardwise.config.schema import RunConfig
+
+
+def parity(
+    model: ModelArgument,
+    nproc: NprocOption = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:CALLABLE", help="Makes a batch from rank, step and seed; else one is invented."
+        ),
+    ] = None,
+    settings: SetOption = None,
+    format: FormatOption = Format.TEXT,
+) -> None:
+    """Train a model sharded and in one process, and name the first thing that differs."""
+    from shardwise.cli.running import run_on_ranks
+    from shardwise.config.load import load
+    from shardwise.config.schema import RunConfig
+
+    values = {"model": model, "batch_size": 2, "sequence_length": 16}
+    config = load(RunConfig, values, settings or ())
+    verdict = run_on_ranks("shardwise.cli.parity:compare_on_rank", nproc, (config, steps, batch))
+    if verdict is not None:
+        typer.echo(json.dumps(verdict.to_dict()) if format is Format.JSON else str(verdict))
+        raise typer.Exit(0 if verdict.equal else 1)
+
+
+def compare_on_rank(config: RunConfig, steps: int, batch: str | None) -> Parity:
+    """Compare on this rank.
+
+    Ranks:
+        Collective.
+    """
+    import torch
+
+    from shardwise.comparing import parity as compare
+    from shardwise.models.batches import make_batch
+    from shardwise.models.load import find_callable, load_model
+    from shardwise.sharding.mesh import init_distributed, shutdown
+
+    mesh = init_distributed(config.mesh)
+    described = load_model(config.model)
+
+    def invent(rank: int, step: int, seed: int) -> Any:
+        # One stream of batches a rank, none of them shared by two ranks or two steps.
+        generator = torch.Generator().manual_seed((seed * 1000 + step) * 10_000 + rank)
+        return make_batch(
+            described,
+            generator=generator,
+            batch_size=config.batch_size,
+            sequence_length=config.sequence_length,
+        )
+
+    verdict = compare(
+        lambda: load_model(config.model),
+        find_callable(batch) if batch else invent,
+        config=config.shard,
+        steps=steps,
+        mesh=mesh,
+        seed=config.seed,
+    )
+    shutdown()
+    return verdict

@@ -1,0 +1,416 @@
+"""The only file that names private torch or compares torch versions; everything else sees these few functions."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def fsdp_state(module: nn.Module) -> Any | None:
+    """FSDP2's own state of `module`, or None when `fully_shard` was not applied to it."""
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
+def fsdp_states(model: nn.Module) -> list[Any]:
+    """Every FSDP2 state in the tree, once each (a state may serve several modules), root first."""
+    states: dict[int, Any] = {}
+    for module in model.modules():
+        if (state := fsdp_state(module)) is not None:
+            states.setdefault(id(state), state)
+    return list(states.values())
+
+
+def state_param_groups(state: Any) -> list[Any]:
+    """The parameter groups of one FSDP2 state."""
+    if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.12: several per module
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def param_groups(model: nn.Module) -> list[Any]:
+    """Every FSDP2 parameter group in the tree, root's first."""
+    return [group for state in fsdp_states(model) for group in state_param_groups(state)]
+
+
+def sharded_parameters(group: Any) -> Iterator[nn.Parameter]:
+    """The DTensor parameters that a group shards, whatever is registered on the modules right now."""
+    for fsdp_param in group.fsdp_params:
+        yield fsdp_param.sharded_param
+
+
+def unsharded_parameters(group: Any) -> Iterator[nn.Parameter]:
+    """The gathered, plain parameters of a group that exist by now (they outlive their storage)."""
+    for fsdp_param in group.fsdp_params:
+        if (parameter := getattr(fsdp_param, "_unsharded_param", None)) is not None:
+            yield parameter
+
+
+def is_gathered(group: Any) -> bool:
+    """Whether the group's plain parameters are registered on its modules now."""
+    return not group.is_sharded
+
+
+def reshard_group(group: Any) -> None:
+    """Register the sharded parameters again and free the gathered ones."""
+    group._to_sharded()
+
+
+def take_over_hooks(module: nn.Module) -> None:
+    """Remove the forward hooks that `fully_shard` put on a module; the caller runs them from its own."""
+    state = fsdp_state(module)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+
+
+def reduces_gradients(group: Any) -> bool:
+    """Whether this backward's gradients become final: reduced over all ranks, replicas included."""
+    return group.reduce_grads and group.all_reduce_grads
+
+
+def gather_group(group: Any) -> None:
+    """Gather a group's parameters now and register them."""
+    group.unshard()
+    group.wait_for_unshard()
+
+
+def start_gather(group: Any) -> None:
+    """Start gathering; the next forward waits for it. The modules keep their shards until then."""
+    group.unshard(async_op=True)
+
+
+def reduce_when_backward_ends(group: Any) -> None:
+    """Keep a group gathered until backward is over, instead of freeing it when its first input has a gradient."""
+    group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
+
+
+def before_post_backward(group: Any, callback: Callable[[], None]) -> None:
+    """Call `callback` just before a group collects its gradients for reduction."""
+    _mend_group(group)  # the mending must see what callbacks add, so it is the innermost
+    post_backward = group.post_backward
+
+    def call_then_reduce(*unused: Any) -> None:
+        callback()
+        post_backward(*unused)
+
+    group.post_backward = call_then_reduce
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward pass right now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `tensor` is a view of, for autograd's purposes."""
+    return tensor._base
+
+
+def enter_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Run FSDP2's pre-forward hook of `module` by hand."""
+    return fsdp_state(module)._pre_forward(module, args, kwargs)
+
+
+def leave_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Run FSDP2's post-forward hook of `module` by hand."""
+    return fsdp_state(module)._post_forward(module, args, output)
+
+
+def pre_backward(module: nn.Module) -> None:
+    """Gather a module's parameters for backward, as FSDP2's hook on its output would."""
+    fsdp_state(module)._pre_backward(torch.empty(0))
+
+
+def on_backward_end(module: nn.Module, callback: Callable[[], None]) -> None:
+    """Call `callback` after FSDP2 has finished each backward that entered `module`'s tree.
+
+    FSDP2 queues the bound method of whichever state meets the backward first, so every state is given it.
+    """
+    for state in fsdp_states(module):
+        finish = state._root_post_backward_final_callback
+
+        def finish_then_call(finish: Callable[[], None] = finish) -> None:
+            finish()
+            callback()
+
+        state._root_post_backward_final_callback = functools.wraps(finish)(finish_then_call)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind a tensor; also tells meta tensors apart, whose data pointer is 0."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_settled(group: Any) -> bool:
+    """Whether a group stands sharded with no gather on its way: nothing holds weights of before the step."""
+    return group.is_sharded and group._all_gather_result is None
+
+
+def settle(group: Any) -> None:
+    """Finish a gather that is on its way, then free what was gathered and register the shards again."""
+    group.wait_for_unshard()
+    group._to_sharded()
+
+
+def local_part(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """The view of `full` that this rank holds of `parameter`."""
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        full = full.narrow(dim, min(start, full.size(dim)), length)
+    return full
+
+
+def dtensor_like(local: torch.Tensor, parameter: DTensor) -> DTensor:
+    """`local` as the part of a DTensor placed like `parameter`; unlike `from_local` it stays on its device."""
+    meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def allocate_shard(fsdp_param: Any) -> None:
+    """Give a sharded parameter on meta zeroed storage, padded and pinned as FSDP2 needs it."""
+    old = fsdp_param.sharded_param
+    padded = torch.zeros(
+        fsdp_param.padded_sharded_param_size, dtype=old.dtype, device=shard_device(fsdp_param)
+    )
+    if fsdp_param.pin_memory:
+        padded = padded.pin_memory()
+    dim = fsdp_param.fsdp_placement.dim
+    length = fsdp_param.sharded_size[dim] if fsdp_param.sharded_size.numel() else 0
+    replace_in_place(old, dtensor_like(padded.narrow(dim, 0, length), old))
+    fsdp_param._sharded_param_data = padded.view(-1)
+
+
+def replace_in_place(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give `old` the storage and device of `new`; every holder of `old` (ties, optimizers) sees it."""
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)  # marks that a user set on the parameter
+    torch.utils.swap_tensors(old, new)
+
+
+def is_aliased(tensor: torch.Tensor) -> bool:
+    """Whether another tensor (a view, `.data`) holds the same storage."""
+    # One count is the tensor's, one that of the storage object made here.
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
+
+
+def shard_device(fsdp_param: Any) -> torch.device:
+    """Where the group keeps this parameter's shard: the CPU when offloading, else its compute device."""
+    return torch.device("cpu") if fsdp_param.offload_to_cpu else fsdp_param.device
+
+
+@contextlib.contextmanager
+def gradient_sync(model: nn.Module, *, reduce: bool, all_reduce: bool, is_last: bool) -> Iterator[None]:
+    """Set FSDP2's accumulation switches in the whole tree, and put back what was there on leaving."""
+    groups = [(group, group.reduce_grads, group.all_reduce_grads) for group in param_groups(model)]
+    # Before the first forward every state has a context of its own; afterwards all share the root's.
+    contexts = {id(state._state_ctx): state._state_ctx for state in fsdp_states(model)}.values()
+    last = [(context, context.is_last_backward) for context in contexts]
+    try:
+        for group, *_ in groups:
+            group.reduce_grads, group.all_reduce_grads = reduce, reduce and all_reduce
+        for context, _ in last:
+            context.is_last_backward = is_last
+        yield
+    finally:
+        for group, reduce_before, all_reduce_before in groups:
+            group.reduce_grads, group.all_reduce_grads = reduce_before, all_reduce_before
+        for context, is_last_before in last:
+            context.is_last_backward = is_last_before
+
+
+def mend_accumulation(model: nn.Module) -> None:
+    """Make FSDP2's accumulation right for parameters that not every micro-step uses; repeatable.
+
+    Up to torch 2.13 (1) a group that has never run raises an AttributeError while reduction is off, (2) a
+    parameter whose first gradient comes with the last micro-step has another dtype than the accumulated ones
+    and fails an assertion (pytorch#196996), (3) HSDP's partial sums are dropped, or added to the wrong
+    parameters, when the micro-steps did not use the same parameters.
+    """
+    for group in param_groups(model):
+        _mend_group(group)
+
+
+def _mend_group(group: Any) -> None:
+    if not hasattr(group, "_shardwise_partial"):
+        group._shardwise_partial = []  # the parameters in `_partial_reduce_output`, in its order
+        group.post_backward = functools.partial(_mended_post_backward, group, group.post_backward)
+
+
+def _mended_post_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    gathered = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+    if not gathered and not group.reduce_grads:
+        group._training_state = type(group._training_state).POST_BACKWARD
+        return
+    if group.reduce_grads:
+        _give_one_dtype(group, gathered)
+        _complete_partial_sums(group, gathered)
+    post_backward(*unused)
+
+
+def _give_one_dtype(group: Any, gathered: list[Any]) -> None:
+    """Where some gradients wait in the reduce dtype, bring the others to it."""
+    if all(param.unsharded_accumulated_grad is None for param in gathered):
+        return
+    for param in gathered:
+        if param.unsharded_accumulated_grad is not None:
+            continue
+        param.to_accumulated_grad_if_needed()
+        if _is_reduced_as_zero(group, param):
+            zeros = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype, requires_grad=False)
+            param.unsharded_accumulated_grad = zeros
+
+
+def _complete_partial_sums(group: Any, gathered: list[Any]) -> None:
+    """Make this reduction and the HSDP partial sum before it cover the same parameters."""
+    if not group._is_hsdp:
+        return
+    before = group._shardwise_partial if group._partial_reduce_output is not None else []
+    now = {param for param in gathered if _has_gradient(param) or _is_reduced_as_zero(group, param)}
+    either = now.union(before)
+    both = [param for param in group.fsdp_params if param in either]
+    if before and len(before) < len(both):
+        group._partial_reduce_output = _spread_partial_sum(group, before, both)
+    for param in either - now:
+        param._unsharded_param.grad = torch.zeros_like(param._unsharded_param, requires_grad=False)
+    group._shardwise_partial = [] if group.all_reduce_grads else both
+
+
+def _spread_partial_sum(group: Any, before: list[Any], both: list[Any]) -> torch.Tensor:
+    """The partial sum of `before`, with zeros where a parameter of `both` has none yet."""
+    # The sum was written on this stream and is read on it next.
+    with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
+        partial = group._partial_reduce_output
+        parts = dict(zip(before, partial.split([_shard_numel(param) for param in before]), strict=True))
+        return torch.cat([parts.get(param, partial.new_zeros(_shard_numel(param))) for param in both])
+
+
+def _shard_numel(param: Any) -> int:
+    return param.padded_sharded_param_size.numel()
+
+
+def _has_gradient(param: Any) -> bool:
+    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
+
+
+def _is_reduced_as_zero(group: Any, param: Any) -> bool:
+    unused_too = getattr(group, "reduce_scatter_unused_params", False)  # torch >= 2.12
+    return unused_too and param._unsharded_param.requires_grad and not _has_gradient(param)
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Forget every gradient of the tree: reduced ones, and those that still wait unreduced."""
+    for group in param_groups(model):
+        group._partial_reduce_output = None
+        for param in group.fsdp_params:
+            param.sharded_param.grad = None
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def states_under(root: Any) -> list[Any]:
+    """The states that a root gathered under it at its first forward, itself included; else none."""
+    return list(root._state_ctx.all_states) if root._is_root else []
+
+
+def is_nested_state(state: Any) -> bool:
+    """Whether a module further up is the FSDP2 root that this state works for."""
+    return state._is_root is False
+
+
+def reset_iteration(state: Any) -> None:
+    """Bring a root's tree back to where a forward can start: nothing in flight, everything sharded."""
+    if state._is_root is None:  # no forward has run yet: there is nothing to reset but an early unshard()
+        for group in state_param_groups(state):
+            group._to_sharded()
+    elif hasattr(state, "_reset_iter_state"):  # torch >= 2.13
+        state._reset_iter_state()
+    else:
+        _reset_iteration_by_hand(state)
+
+
+def _reset_iteration_by_hand(state: Any) -> None:
+    idle = type(state._training_state).IDLE
+    stream = state._device_handle.current_stream()
+    comm = state._comm_ctx
+    for pending in (comm.all_gather_state, comm.reduce_scatter_state):
+        if pending is not None and pending.event is not None:
+            stream.wait_event(pending.event)
+    comm.all_gather_state = comm.reduce_scatter_state = None
+    comm.post_forward_order.clear()
+    for nested in state._state_ctx.all_states:
+        nested._modules_to_run_forward.clear()
+        nested._training_state = idle
+        for group in state_param_groups(nested):
+            group.finalize_backward()  # waits for the group's collectives and forgets them
+            group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._training_state = idle
+            group._to_sharded()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def was_left_midway(state: Any) -> bool:
+    """Whether an earlier backward of this tree raised: its last callback is queued but can no longer run."""
+    return state._state_ctx.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1
+
+
+@contextlib.contextmanager
+def untouched_by_fsdp(model: nn.Module, refuse: Callable[..., NoReturn]) -> Iterator[None]:
+    """Let other parameters stand in the tree: FSDP2 does not adopt them, and calls `refuse` for a gather."""
+    with contextlib.ExitStack() as stack:
+        for group in param_groups(model):
+            stack.enter_context(_shadowed(group, "unshard", refuse))
+            for param in group.fsdp_params:
+                stack.enter_context(_shadowed(param, "reset_sharded_param", lambda: None))
+        yield
+
+
+@contextlib.contextmanager
+def _shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an instance attribute over a method, and take it away again."""
+    earlier = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if earlier is not None:
+            setattr(owner, name, earlier)
+
+
+def fill_unused_gradient(group: Any, fsdp_param: Any) -> bool | None:
+    """Give a gathered, trainable parameter without a gradient a zero one.
+
+    Returns:
+        Whether it was filled; None when there is nothing to do: frozen, never gathered, or not reduced now.
+    """
+    parameter = getattr(fsdp_param, "_unsharded_param", None)
+    if parameter is None or not fsdp_param.sharded_param.requires_grad:
+        return None
+    if fsdp_param.unsharded_accumulated_grad is not None or parameter.grad is not None:
+        return False
+    if not group.reduce_grads:
+        return None
+    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+    return True
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """The device on which a sharded model computes."""
+    return fsdp_state(model)._device

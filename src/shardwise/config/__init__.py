@@ -1,0 +1,1 @@
+"""What the user wants: frozen dataclasses, and the loader that fills them from YAML."""

@@ -1,0 +1,209 @@
+"""From YAML and `--set a.b=c` to a checked config; every problem is reported at once. No torch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from shardwise.errors import ConfigError
+
+C = TypeVar("C")
+_FIX = "shardwise train --print-config shows every setting with its default"
+
+
+class _Problems(list[str]):
+    """Collects `path: what is wrong`; raises once, with all of them."""
+
+    def add(self, path: Iterable[str | int], text: str) -> None:
+        self.append(f"{'.'.join(map(str, path)) or 'the whole config'}: {text}")
+
+    def raise_any(self, name: str) -> None:
+        if self:
+            num = f"{len(self)} problem{'s' if len(self) > 1 else ''}"
+            raise ConfigError(f"{num} in {name}", where="\n".join(self), fix=_FIX)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML keeps the last of two equal keys without a word; a reader would not notice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value!r} occurs twice", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def load(
+    cls: type[C], source: str | Path | Mapping[str, Any] | None = None, overrides: Iterable[str] = ()
+) -> C:
+    """Read a config.
+
+    Args:
+        cls: A dataclass of `config.schema`.
+        source: A YAML file, a mapping, or None for the defaults.
+        overrides: `a.b=value` each, applied in turn; the value is read as YAML.
+
+    Raises:
+        ConfigError: With one line for each problem, and the nearest name where one is mistyped.
+
+    Ranks:
+        Local.
+    """
+    name = str(source) if isinstance(source, (str, Path)) else "the config"
+    values = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else _read(source)
+    problems = _Problems()
+    for override in overrides:
+        _apply(values, override, problems)
+    try:
+        config = TypeAdapter(cls).validate_python(values)
+    except ValidationError as error:
+        _explain(error, cls, problems)
+        problems.raise_any(name)
+        raise AssertionError("a validation error without a problem") from error
+    problems.raise_any(name)
+    return config
+
+
+def to_yaml(config: object) -> str:
+    """The config as YAML that `load` reads back; what only Python can express is left out."""
+    return yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: str | Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        values = yaml.load(Path(path).read_text(), _UniqueKeyLoader)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(
+            f"cannot read {path}: {reason.lower()}",
+            where=str(path),
+            fix="name an existing YAML file, or none",
+        ) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        text = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"not YAML: {text}", where=f"{path}{line}", fix=_FIX) from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        what = type(values).__name__
+        raise ConfigError(
+            f"{path} holds a {what}, not settings",
+            where=str(path),
+            why="a run file maps names to values",
+            fix=_FIX,
+        )
+    return values
+
+
+def _apply(values: dict[str, Any], override: str, problems: _Problems) -> None:
+    """Set one `a.b=value`, making mappings on the way."""
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        problems.append(f"--set {override}: not of the form a.b=value")
+        return
+    place: Any = values
+    for depth, key in enumerate(keys[:-1]):
+        inner = place[int(key)] if isinstance(place, list) and _is_index(place, key) else None
+        if isinstance(place, dict):
+            inner = place.setdefault(key, {})
+        if not isinstance(inner, (dict, list)):
+            problems.append(f"--set {override}: {'.'.join(keys[: depth + 1])} holds no settings of its own")
+            return
+        place = inner
+    last: Any = keys[-1]
+    if isinstance(place, list):
+        if not _is_index(place, last):
+            problems.append(f"--set {override}: {'.'.join(keys[:-1])} is a list of {len(place)}")
+            return
+        last = int(last)
+    try:
+        place[last] = yaml.load(text, _UniqueKeyLoader)
+    except yaml.YAMLError:
+        problems.append(f"--set {override}: the value is not YAML; put it in quotes")
+
+
+def _is_index(items: list[Any], key: str) -> bool:
+    return key.isdigit() and int(key) < len(items)
+
+
+def _explain(error: ValidationError, cls: type, problems: _Problems) -> None:
+    """One line a field: pydantic reports each branch of a union by itself."""
+    by_path: dict[tuple[str | int, ...], list[str]] = {}
+    for item in error.errors():
+        path, owner = _locate(cls, item["loc"])
+        text = item["msg"][0].lower() + item["msg"][1:]
+        if item["type"] == "unexpected_keyword_argument":
+            text = "unknown setting" + _suggestion(str(path[-1]), owner)
+        elif item["type"] != "missing":
+            text = f"{text.partition(', unable to ')[0]}, got {item['input']!r}"
+        by_path.setdefault(path, []).append(text)
+    for path, texts in by_path.items():
+        problems.add(path, " or ".join(_without_repeats(texts)))
+
+
+def _without_repeats(texts: list[str]) -> list[str]:
+    """`input should be 'a', got 1` and `input should be 'b', got 1` share their start and end."""
+    start, got = "input should be ", texts[0].rpartition(", got ")[2]
+    if len(texts) > 1 and all(text.startswith(start) and text.endswith(f", got {got}") for text in texts):
+        wanted = dict.fromkeys(text[len(start) : -len(f", got {got}")] for text in texts)
+        return [f"{start}{' or '.join(wanted)}, got {got}"]
+    return list(dict.fromkeys(texts))
+
+
+def _locate(cls: type, loc: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], type | None]:
+    """The path a user would write, without pydantic's names of union branches, and the class it ends in."""
+    path: list[str | int] = []
+    candidates: list[type] = [cls]
+    owner: type | None = cls
+    for position, part in enumerate(loc):
+        if isinstance(part, int):
+            path.append(part)
+            continue
+        holder = next((kind for kind in candidates if part in typing.get_type_hints(kind)), None)
+        if holder is not None:
+            path.append(part)
+            owner = holder
+            candidates = _dataclasses_in(typing.get_type_hints(holder)[part])
+        elif position == len(loc) - 1 and candidates:
+            path.append(part)  # a name that no dataclass here knows: the typo itself
+            owner = candidates[0]
+    return tuple(path), owner
+
+
+def _dataclasses_in(hint: Any) -> list[type]:
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and not isinstance(hint, types.GenericAlias):
+        return [hint]
+    return [found for argument in typing.get_args(hint) for found in _dataclasses_in(argument)]
+
+
+def _suggestion(name: str, owner: type | None) -> str:
+    names = [field.name for field in dataclasses.fields(owner)] if owner is not None else []  # pyrefly: ignore
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f" (did you mean {near[0]!r}?)" if near else f" (there are: {', '.join(names)})"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        pairs = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {name: _plain(inner) for name, inner in pairs if not callable(inner)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return {key: _plain(inner) for key, inner in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,189 @@
+"""Every setting a user can choose, as frozen dataclasses. Plain Python: no torch, no I/O, nothing mutates."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from shardwise.errors import ConfigError
+
+STRICT: dict[str, Any] = {"extra": "forbid"}  # read by config.load; a typo is an error
+
+DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshConfig:
+    """How ranks are laid out: `replicate` groups of `shard` ranks, each of `tensor` ranks."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    shard: int | None = None
+    """Ranks that hold one copy of the parameters between them; None means all that are left."""
+    replicate: int = 1
+    """Copies of the parameters. More than one is hybrid sharding (HSDP)."""
+    tensor: int = 1
+    """Ranks that share one layer's matrices (tensor parallelism)."""
+    device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mtia", "npu"] = "auto"
+    """Device of the shards; `auto` takes the accelerator when there is one."""
+
+    def sizes(self, num_ranks: int) -> dict[str, int]:
+        """Axis name to size, outermost first, for `num_ranks` ranks; raise unless they fit exactly."""
+        for name in ("replicate", "tensor"):
+            _check_positive(f"mesh.{name}", getattr(self, name))
+        if self.shard is not None:
+            _check_positive("mesh.shard", self.shard)
+        outer = self.replicate * self.tensor
+        shard = self.shard if self.shard is not None else max(num_ranks // outer, 1)
+        needed = outer * shard
+        if needed != num_ranks:
+            shape = f"{self.replicate} x {shard}" + (f" x {self.tensor}" if self.tensor > 1 else "")
+            fitting = num_ranks // outer
+            fixes = [f"start {needed} rank{'s' if needed > 1 else ''}"]
+            if fitting >= 1 and fitting * outer == num_ranks:
+                fixes.append(f"set mesh.shard = {fitting}")
+            raise ConfigError(
+                f"a {shape} mesh needs {needed} ranks, got {num_ranks}",
+                where="mesh.replicate, mesh.shard" + (", mesh.tensor" if self.tensor > 1 else ""),
+                why="every rank belongs to exactly one cell of the mesh",
+                fix=", or ".join(fixes),
+            )
+        axes = {"replicate": self.replicate, "shard": shard, "tensor": self.tensor}
+        return {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig:
+    """In which dtypes a group is gathered, computed and reduced. Storage is the model's own dtype."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    param_dtype: Literal["auto", "storage"] | DtypeName = "auto"
+    """Dtype of gathered parameters. `auto`: bfloat16 on GPUs that have it, float16 on older ones,
+    storage on CPU. `storage`: as the model holds them."""
+    reduce_dtype: Literal["auto"] | DtypeName = "auto"
+    """Dtype of the gradient reduction. `auto` is float32 (float64 for float64 models)."""
+    output_dtype: DtypeName | None = None
+    """Dtype a group's floating-point outputs are cast to; None leaves them."""
+    cast_inputs: bool = True
+    """Cast a group's floating-point inputs to its `param_dtype`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefetchConfig:
+    """How many groups ahead parameters are gathered explicitly. 0 leaves it to FSDP2's implicit prefetch."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    forward: int = 0
+    """Groups gathered ahead of the running one in forward."""
+    backward: int = 0
+    """Groups gathered ahead of the running one in backward."""
+    early_root: bool = False
+    """Gather the root's parameters as soon as `optimizer.step()` ends instead of when `model(...)` starts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupOverride:
+    """Settings for the modules a pattern matches; fields left at None keep what they would have been."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    pattern: str
+    """Module FQN with `*`, or a class name: `*.router`, `model.norm`, `LlamaRMSNorm`."""
+    param_dtype: Literal["storage"] | DtypeName | None = None
+    """As in `precision.param_dtype`. A module inside a group becomes an island group of its own."""
+    reduce_dtype: DtypeName | None = None
+    """As in `precision.reduce_dtype`."""
+    output_dtype: DtypeName | None = None
+    """As in `precision.output_dtype`."""
+    cast_inputs: bool | None = None
+    """As in `precision.cast_inputs`."""
+    reshard_after_forward: bool | int | None = None
+    """As in `ShardConfig.reshard_after_forward`."""
+    offload: bool | None = None
+    """As in `ShardConfig.offload`."""
+    forward_prefetch: int | None = None
+    """As in `prefetch.forward`."""
+    backward_prefetch: int | None = None
+    """As in `prefetch.backward`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardConfig:
+    """How a model is sharded. The default decides everything and says why in the plan."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    group_by: Literal["auto", "children", "attribute", "root"] = "auto"
+    """Where groups come from when no class, pattern, size or predicate is given: `auto` finds repeated
+    blocks and big leaves, `children` takes the root's direct children, `attribute` modules marked with
+    `_fsdp_wrap`, `root` makes a single group (seldom wise)."""
+    block_classes: tuple[str, ...] = ()
+    """Class names whose instances are groups."""
+    block_patterns: tuple[str, ...] = ()
+    """Module FQN patterns (`model.layers.*`) that are groups. `*` stays within one name, `**` spans dots."""
+    min_group_params: int | None = None
+    """Make a group of each smallest module that holds at least this many parameters."""
+    wrap_if: Callable[..., Any] | None = None
+    """`wrap_if(module)` or `wrap_if(fqn, module)`: truthy makes it a group. Python only, not YAML."""
+    ignored: tuple[str, ...] = ()
+    """Patterns of parameters or modules left unsharded; gradients are averaged over ranks all the same."""
+    entry_points: tuple[str, ...] = ()
+    """`module.fqn:method` (`:method` for the root): methods called from outside instead of `forward`."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Dtypes of every group unless overridden."""
+    reshard_after_forward: bool | int | None = None
+    """Free gathered parameters after forward. None: yes, except in the root. An int: keep them sharded over
+    that many ranks until backward."""
+    offload: bool = False
+    """Keep shards, gradients and optimizer state in CPU memory."""
+    pin_memory: bool | None = None
+    """Pin offloaded shards; None pins when there is an accelerator to copy to."""
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    """Explicit prefetching."""
+    overrides: tuple[GroupOverride, ...] = ()
+    """Per-pattern settings; the last match wins."""
+    shard_dim: Literal["auto", "first"] = "auto"
+    """`auto` takes dim 0 unless another dimension wastes less padding; `first` is always dim 0."""
+    mixed_storage: Literal["split", "upcast"] = "split"
+    """What to do with trainable parameters of several dtypes in one group: split it, or upcast to the widest."""
+    allow_16bit_storage: bool = False
+    """Silence the warning about trainable parameters stored in 16 bits."""
+    unused_parameters: Literal["auto", "reduce", "skip"] = "auto"
+    """Parameters without a gradient on some rank: `reduce` sends zeros so that ranks stay in step, `skip` leaves
+    them out (torch's behaviour), `auto` reduces where the model's code can leave one out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """One training run: `shardwise train RUN.yaml`."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    model: str = "tutorial"
+    """A reference model, a local Hugging Face folder or config, or `module:callable`."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """How ranks are laid out."""
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    """How the model is sharded."""
+    steps: int = 60
+    """Optimizer steps."""
+    batch_size: int = 8
+    """Sequences per rank and step."""
+    sequence_length: int = 64
+    """Tokens per sequence."""
+    learning_rate: float = 3e-3
+    """AdamW's peak learning rate."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+    micro_steps: int = 1
+    """Micro-batches accumulated into one step."""
+    seed: int = 0
+    """Seed of weights and data."""
+
+
+def _check_positive(where: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(
+            f"{where} is {value}", where=where, why="a mesh axis has at least one rank", fix=f"set {where} = 1 or more"
+        )

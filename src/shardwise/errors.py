@@ -1,0 +1,58 @@
+"""Every error a user can see, in one shape: what happened, where, why, how to fix. No torch, no I/O."""
+
+
+class ShardwiseError(Exception):
+    """Base of all errors raised on purpose.
+
+    Args:
+        what: One sentence, present tense, naming the offending value.
+        where: A config path, `file:line`, module name or rank.
+        why: The rule that was broken.
+        fix: The smallest change that makes it work, ready to paste.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
+        self.what, self.where, self.why, self.fix = what, where, why, fix
+        rows = [("where", where), ("why", why), ("fix", fix)]
+        super().__init__("\n".join([what, *(_row(name, text) for name, text in rows if text)]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors travel between ranks by pickle; keyword-only arguments need this.
+        return _rebuild, (type(self), self.what, self.where, self.why, self.fix)
+
+
+class ConfigError(ShardwiseError):
+    """A config file, keyword or command-line value is wrong."""
+
+
+class PlanError(ShardwiseError):
+    """The model cannot be sharded as asked; raised before anything is changed."""
+
+
+class ShardError(ShardwiseError):
+    """Sharding, or using a sharded model, went against a rule."""
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint cannot be written, read or trusted."""
+
+
+class SourceError(ShardwiseError):
+    """A source file cannot be read or rewritten."""
+
+
+class EnvironmentProblem(ShardwiseError):
+    """The machine, launcher or process group is not what the run needs."""
+
+    exit_code = 3
+
+
+def _row(name: str, text: str) -> str:
+    """`  why:   text`, further lines of the text aligned under the first."""
+    return f"  {name + ':':<6} " + text.replace("\n", "\n" + " " * 9)
+
+
+def _rebuild(kind: type[ShardwiseError], what: str, where: str, why: str, fix: str) -> ShardwiseError:
+    return kind(what, where=where, why=why, fix=fix)

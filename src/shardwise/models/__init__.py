@@ -1,0 +1,1 @@
+"""Reference models of published shapes, and the resolver of a MODEL argument."""

@@ -1,0 +1,1 @@
+"""What will happen to a model, written down before anything does."""

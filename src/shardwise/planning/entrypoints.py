@@ -1,0 +1,61 @@
+"""Find how a model's modules are entered, by reading its source and, given example inputs, by tracing it."""
+
+from typing import Any
+
+from torch import nn
+
+from shardwise.planning import source_statements as _statements  # noqa: F401  fills the tables of the reader
+from shardwise.planning.calls import Calls
+from shardwise.planning.places import Places, has_forward, is_holder
+from shardwise.planning.source_entries import public_entries
+from shardwise.planning.source_facts import Entry, FactBook
+from shardwise.planning.tracing import trace_calls
+
+
+def find_calls(model: nn.Module, example_inputs: Any = None) -> Calls:
+    """Find who calls what in `model`, without hints and without running its code on real data.
+
+    Args:
+        model: Any module, on any device; the meta device is enough.
+        example_inputs: A tuple of positional arguments, a dict of keyword arguments, or the only argument. With
+            it the forward is traced on fake tensors; what the trace saw of the forward then stands.
+
+    Ranks:
+        Local. The result is the same on every rank that holds the same model and code.
+    """
+    if example_inputs is None:
+        return read_calls(model)
+    traced = trace_calls(model, example_inputs)
+    if not traced.complete:
+        return read_calls(model).merge(Calls(notes=traced.notes))
+    forward, methods = _read(model)
+    return traced.merge(forward.without(traced)).merge(methods)
+
+
+def read_calls(model: nn.Module) -> Calls:
+    """Find who calls what by reading the source of the model's classes. Nothing of the model is run."""
+    forward, methods = _read(model)
+    return forward.merge(methods)
+
+
+def _read(model: nn.Module) -> tuple[Calls, Calls]:
+    """What happens below the root's forward, and what only its other public methods do."""
+    places = Places(model)
+    book = FactBook(places)
+    if has_forward(model):
+        book.follow(Entry(model, "forward"))
+    forward_only = book.calls()
+    public, notes = public_entries(model, book)
+    book.notes += notes
+    _assume_the_rest(book, places)
+    everything = book.calls(public)
+    return forward_only, everything
+
+
+def _assume_the_rest(book: FactBook, places: Places) -> None:
+    """Modules that nothing was found to enter: the user's script may call them, so read them as if it did."""
+    for name, module in places.modules.items():
+        if not name or is_holder(module) or id(module) in places.internal:
+            continue
+        if not book.is_touched(module):
+            book.assume(module)

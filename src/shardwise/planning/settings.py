@@ -1,0 +1,98 @@
+"""Settings of each group: the config's, changed by the overrides whose pattern covers it."""
+
+from dataclasses import dataclass, replace
+
+from shardwise.config.schema import GroupOverride, ShardConfig
+from shardwise.errors import ConfigError, PlanError
+from shardwise.planning.dtypes import Compute, choose_reduce
+from shardwise.planning.tree import Node, Tree
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What `fully_shard` and the prefetch setters are told for one group."""
+
+    param_dtype: str | None
+    reduce_dtype: str | None
+    output_dtype: str | None
+    cast_inputs: bool
+    reshard_after_forward: bool | int
+    offload: bool
+    pin_memory: bool
+    forward_prefetch: int
+    backward_prefetch: int
+
+
+class SettingsOf:
+    """Looks up the settings for groups of one model."""
+
+    def __init__(self, tree: Tree, config: ShardConfig, compute: Compute, *, pin_memory: bool) -> None:
+        self._config, self._compute, self._pin_memory = config, compute, pin_memory
+        self._covered: list[tuple[GroupOverride, set[int]]] = [
+            (override, {id(node) for match in tree.matching(override.pattern) for node in match.walk()})
+            for override in config.overrides
+        ]
+
+    def group(self, nodes: tuple[Node, ...], storage: list[str], *, is_root: bool) -> Settings:
+        """Settings of a group of these modules, whose trainable parameters are stored in `storage` dtypes."""
+        config = self._config
+        reshard = config.reshard_after_forward
+        settings = Settings(
+            param_dtype=self._compute.dtype,
+            reduce_dtype=choose_reduce(config.precision, storage),
+            output_dtype=config.precision.output_dtype if is_root else None,
+            cast_inputs=config.precision.cast_inputs,
+            reshard_after_forward=(not is_root) if reshard is None else _for_root(reshard, is_root),
+            offload=config.offload,
+            pin_memory=config.offload and self._pin_memory,
+            forward_prefetch=config.prefetch.forward,
+            backward_prefetch=config.prefetch.backward,
+        )
+        for override, covered in self._covered:
+            if all(id(node) in covered for node in nodes):
+                settings = self._changed(settings, override)
+        return settings
+
+    def _changed(self, settings: Settings, override: GroupOverride) -> Settings:
+        names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_inputs", "reshard_after_forward", "offload")
+        names += ("forward_prefetch", "backward_prefetch")
+        given = {name: value for name in names if (value := getattr(override, name)) is not None}
+        if given.get("param_dtype") == "storage":
+            given["param_dtype"] = None
+        changed = replace(settings, **given)
+        return replace(changed, pin_memory=changed.offload and self._pin_memory)
+
+
+def _for_root(reshard: bool | int, is_root: bool) -> bool | int:
+    # An int keeps a smaller sharding until backward; the root is needed right at its start.
+    return False if is_root and reshard is not True and not isinstance(reshard, bool) else reshard
+
+
+def check_config(config: ShardConfig, axes: dict[str, int]) -> None:
+    """Refuse settings that cannot hold on this mesh.
+
+    Raises:
+        PlanError: An int `reshard_after_forward` that does not divide the shard axis, or a negative prefetch.
+    """
+    num_shards = axes.get("shard", 1)
+    asked = [("reshard_after_forward", config.reshard_after_forward)]
+    asked += [(f"overrides: {o.pattern}.reshard_after_forward", o.reshard_after_forward) for o in config.overrides]
+    for where, value in asked:
+        if value is None or isinstance(value, bool):
+            continue
+        if value < 2 or value >= num_shards or num_shards % value:
+            factors = [n for n in range(2, num_shards) if num_shards % n == 0]
+            raise PlanError(
+                f"reshard_after_forward = {value} does not fit a shard axis of {num_shards} ranks",
+                where=where,
+                why="parameters are kept over that many ranks until backward, so it must divide the axis, without rest",
+                fix=f"choose one of {factors}, True or False" if factors else "use True or False on this mesh",
+            )
+    for name in ("forward", "backward"):
+        if getattr(config.prefetch, name) < 0:
+            raise ConfigError(
+                f"prefetch.{name} is {getattr(config.prefetch, name)}",
+                where=f"prefetch.{name}",
+                why="it counts groups gathered ahead",
+                fix=f"set prefetch.{name} = 0 or more",
+            )

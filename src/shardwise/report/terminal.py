@@ -1,0 +1,91 @@
+"""What people see in a terminal: progress bars and errors, drawn by rich on the caller's Console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+from shardwise.errors import ShardwiseError
+
+_ROWS = ("where", "why", "fix")
+_PLAIN_LINES = 10
+
+
+class TerminalProgress:
+    """One bar in a terminal; in a file or pipe, about ten lines that say the same."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars: Bars | None = None
+        self._label, self._total, self._done = "", 0, 0
+
+    def start(self, total: int, label: str) -> None:
+        """Draw an empty bar."""
+        self._label, self._total, self._done = label, total, 0
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
+            self._bars = Bars(*columns, console=self._console)
+            self._bars.add_task(label, total=total, note="")
+            self._bars.start()
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        """Move the bar and replace its note."""
+        before, self._done = self._done, self._done + steps
+        if self._bars is not None:
+            self._bars.update(self._bars.task_ids[0], advance=steps, note=note)
+        elif self._crossed_a_tenth(before) or before == 0:
+            self._print(f"{self._label} {self._done}/{self._total}  {note}".rstrip())
+
+    def finish(self, note: str = "") -> None:
+        """Leave the bar as it stands and print the last note under it."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+        if note:
+            self._print(note)
+
+    def _crossed_a_tenth(self, before: int) -> bool:
+        lines = min(_PLAIN_LINES, max(self._total, 1))
+        return before * lines // max(self._total, 1) != self._done * lines // max(self._total, 1)
+
+    def _print(self, line: str) -> None:
+        # No wrapping or markup: a log line stays one line, and a [path] is not a style.
+        self._console.print(Text(line), soft_wrap=True)
+
+
+@contextmanager
+def progress_on(console: Console) -> Iterator[TerminalProgress]:
+    """A progress bar that is taken down even when the work fails."""
+    progress = TerminalProgress(console)
+    try:
+        yield progress
+    finally:
+        progress.finish()
+
+
+def print_error(console: Console, error: ShardwiseError) -> None:
+    """Print an error as its rows: what in bold red, then where, why and fix."""
+    console.print(_error_text(error), soft_wrap=True)
+
+
+def _error_text(error: ShardwiseError) -> Text:
+    text = Text()
+    text.append("error: ", style="bold red")
+    text.append(error.what, style="red")
+    for name in _ROWS:
+        row = getattr(error, name)
+        if row:
+            text.append(f"\n  {name + ':':<6} ", style="bold green" if name == "fix" else "bold")
+            text.append(row.replace("\n", "\n" + " " * 9))
+    return text

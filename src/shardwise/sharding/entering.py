@@ -1,0 +1,203 @@
+"""Enter and leave sharded modules: one gather per call, however the module is entered and whatever it returns."""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise import compat
+from shardwise.sharding.recovery import recover
+from shardwise.sharding.replicated import Replicated
+
+
+class Entry:
+    """Counts entries into one group, so that FSDP2's hooks run once per outermost call.
+
+    Without it a `forward` that dispatches to a registered method enters the hooks twice: on torch 2.5 backward then
+    fails, and on every torch the inner exit frees parameters that the outer call still needs.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.depth = module, 0
+        compat.take_over_hooks(module)
+        # Before the user's own hooks, and after them on the way out, as FSDP2's are.
+        module.register_forward_pre_hook(self._enter_call, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._leave_call, always_call=True)
+
+    def before(self) -> None:
+        """Called before the outermost entry gathers."""
+
+    def after(self, output: Any) -> None:
+        """Called once the outermost entry has left."""
+
+    def failed(self) -> None:
+        """Called when the outermost entry ends by an exception."""
+
+    def add_method(self, owner: nn.Module, name: str) -> None:
+        """Make `owner.name(...)` an entry too."""
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def enter_method(*args: Any, **kwargs: Any) -> Any:
+            if self.depth:
+                return method(*args, **kwargs)
+            args, kwargs = self._enter(args, kwargs)
+            try:
+                output = method(*args, **kwargs)
+            except BaseException:
+                self._fail()
+                raise
+            return self._leave(args, output)
+
+        setattr(owner, name, enter_method)
+
+    def _enter_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.depth:
+            self.depth += 1
+            return None
+        return self._enter(args, kwargs)
+
+    def _leave_call(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if output is None and sys.exc_info()[1] is not None:  # `always_call` brought us here, not a return
+            self._fail()
+            return None
+        if self.depth > 1:
+            self.depth -= 1
+            return None
+        return self._leave(args, output)
+
+    def _enter(self, args: Any, kwargs: Any) -> Any:
+        self.before()
+        entered = compat.enter_forward(self.module, args, kwargs)
+        self.depth = 1
+        return entered
+
+    def _leave(self, args: Any, output: Any) -> Any:
+        self.depth = 0
+        output = self._register_backward(args, output)
+        self.after(output)
+        return output
+
+    def _fail(self) -> None:
+        self.depth = 0
+        self.failed()
+
+    def _register_backward(self, args: Any, output: Any) -> Any:
+        """Run FSDP2's post-forward, and see that backward gathers again whatever was returned.
+
+        FSDP2 hooks the output tensors it finds. An in-place operation on a returned view replaces the hooked tensor in
+        the graph, and tensors inside plain objects are not found at all.
+        """
+        missed = [*_views(output), *_hidden(output)] if torch.is_grad_enabled() else []
+        if not missed:
+            return compat.leave_forward(self.module, args, output)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+            left = compat.leave_forward(self.module, args, output)
+        for tensor in missed:
+            base = compat.base_of_view(tensor)
+            node = (tensor if base is None else base).grad_fn
+            if node is not None:
+                node.register_prehook(lambda gradients: compat.pre_backward(self.module))
+        return left
+
+
+class RootEntry(Entry):
+    """The outermost module: also shows replicated parameters, holds held groups, and leaves no stale weights."""
+
+    def __init__(self, module: nn.Module, held: Iterable[Any], replicated: Replicated) -> None:
+        super().__init__(module)
+        self.held, self.replicated = tuple(held), replicated
+        for group in self.held:
+            compat.reduce_when_backward_ends(group)
+
+    def before(self) -> None:
+        if compat.was_left_midway(compat.fsdp_state(self.module)):
+            recover(self.module)  # an earlier backward raised
+        self.replicated.show()
+
+    def _enter(self, args: Any, kwargs: Any) -> Any:
+        entered = super()._enter(args, kwargs)
+        self._gather_held()
+        return entered
+
+    def after(self, output: Any) -> None:
+        self.replicated.hide()
+        if torch.is_grad_enabled():
+            if self.held:
+                for tensor in _tensors(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(self._gather_held)
+        elif not compat.in_backward():
+            # FSDP2 leaves the root gathered. Without a backward to follow, parameters() would list the gathered
+            # copies: an optimizer built now would train those, and a step would leave them stale.
+            for group in (*compat.state_param_groups(compat.fsdp_state(self.module)), *self.held):
+                compat.reshard_group(group)
+
+    def failed(self) -> None:
+        self.replicated.hide()
+        if not compat.in_backward():
+            recover(self.module)
+
+    def _gather_held(self, *_: Any) -> None:
+        for group in self.held:
+            compat.gather_group(group)
+
+
+def guard_outside_call(root: Entry, module: nn.Module) -> None:
+    """Let a part of the model that is no group be called by itself: it enters through the root."""
+    entered: list[bool] = []
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        entered.append(not root.depth)
+        return root._enter(args, kwargs) if not root.depth else None
+
+    def leave(_: nn.Module, args: Any, output: Any) -> Any:
+        if not entered.pop():
+            return None
+        if output is None and sys.exc_info()[1] is not None:
+            return root._fail()
+        return root._leave(args, output)
+
+    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def _views(output: Any) -> Iterator[torch.Tensor]:
+    for tensor in _tensors(output):
+        if tensor.requires_grad and compat.base_of_view(tensor) is not None:
+            yield tensor
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Tensors in the containers that FSDP2 looks into."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, list | tuple | set):
+        for value in output:
+            yield from _tensors(value)
+    elif hasattr(output, "__dataclass_fields__") and not isinstance(output, type):
+        for name in output.__dataclass_fields__:
+            yield from _tensors(getattr(output, name, None))
+
+
+def _hidden(output: Any, find: Callable[[Any], Iterator[torch.Tensor]] = _tensors) -> Iterator[torch.Tensor]:
+    """Tensors held by plain objects, which FSDP2 does not look into."""
+    if output is None or isinstance(output, torch.Tensor | nn.Module | str | bytes | int | float | type):
+        return
+    if isinstance(output, dict):
+        for value in output.values():
+            yield from _hidden(value)
+    elif isinstance(output, list | tuple | set):
+        for value in output:
+            yield from _hidden(value)
+    elif not hasattr(output, "__dataclass_fields__"):
+        for value in list(getattr(output, "__dict__", {}).values()):
+            yield from (tensor for tensor in find(value) if tensor.requires_grad)

@@ -1,0 +1,252 @@
+"""Full, plain parameters of a sharded model: all at once in place, or one after another."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardwise import compat
+from shardwise.errors import ConfigError, ShardError
+from shardwise.ranks import raise_together
+from shardwise.sharding.gathering import gather_in_buckets
+from shardwise.sharding.layout import local_part, local_tensor
+
+_BUCKET_BYTES = 256 * 1024**2
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
+
+_Slots = dict[nn.Parameter, list[tuple[nn.Module, str]]]  # a tied parameter has several
+
+
+@contextmanager
+def full_params(
+    model: nn.Module, *, writeback: bool = False, rank0_only: bool = False, recurse: bool = True
+) -> Iterator[None]:
+    """Register full, plain parameters in place of the sharded ones, until the block ends.
+
+    They have the dtype in which the model stores its parameters (not the compute dtype), are tied where the
+    model's are, and have no gradients. `state_dict()` and `load_state_dict()` work on them. A forward that
+    FSDP2 would gather parameters for is refused.
+
+    Args:
+        model: Sharded by shardwise or by hand, or not at all.
+        writeback: Keep what the block changed. Otherwise changes are dropped, as they are when it raises.
+        rank0_only: Only the first rank holds the values; elsewhere parameters are on the meta device, where
+            reading fails and writing does nothing. With `writeback`, the first rank's values reach all.
+        recurse: False leaves out the modules that are sharded as groups of their own.
+
+    Raises:
+        ShardError: The model is not materialised, a forward was started inside, or a parameter was replaced
+            by one of another shape.
+
+    Ranks:
+        Collective, on entering and, with `writeback`, on leaving. Without `rank0_only` every rank writes back
+        its part of its own copy: make the same change on every rank.
+    """
+    reshard(model)
+    _refuse_meta(model)
+    slots = _find_slots(model, recurse)
+    own: dict[nn.Parameter, nn.Parameter] = {}
+    with compat.untouched_by_fsdp(model, _refuse_gather):
+        error: BaseException | None = None
+        try:
+            own = _gather_parameters(slots, rank0_only)
+            _register(slots, own)
+            yield
+        except Exception as caught:
+            error = caught
+        finally:
+            changed = {parameter: _registered(slots[parameter], own[parameter]) for parameter in own}
+            _register(slots, {parameter: parameter for parameter in slots})
+    if writeback:
+        raise_together(error or _find_reshaped(slots, changed, model))
+        _write_back(changed, rank0_only)
+    elif error is not None:
+        raise error
+
+
+def iter_full_tensors(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = _BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    rank0_only: bool = False,
+    include_buffers: bool = True,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield `(name, full tensor)` for everything in the model's state dict, a bucket at a time.
+
+    Names are those of the unsharded model, without the prefixes of torch.compile and activation
+    checkpointing. A tied tensor comes once, under its first name. Tensors that are not sharded are yielded as
+    they are and share the model's memory: copy before you change one.
+
+    Args:
+        model: Sharded by shardwise or by hand, or not at all.
+        bucket_bytes: Gathered by one collective; at most about twice that is held besides the model.
+        dtype: Cast floating-point tensors to it, before they travel.
+        rank0_only: Yield on the first rank only; the others take part and get nothing.
+        include_buffers: Also yield persistent buffers; this rank's own.
+
+    Raises:
+        ConfigError: `bucket_bytes` is not positive.
+        ShardError: The model is not materialised.
+
+    Ranks:
+        Collective, lazily: consume it to the end, or stop at the same item, on every rank.
+    """
+    if bucket_bytes < 1:
+        raise ConfigError(
+            f"bucket_bytes is {bucket_bytes}",
+            where="iter_full_tensors(bucket_bytes=...)",
+            why="a bucket holds at least one tensor",
+            fix="leave it out, or pass a positive number of bytes",
+        )
+    reshard(model)
+    _refuse_meta(model)
+    return _full_tensors(model, bucket_bytes, dtype, rank0_only, include_buffers)
+
+
+def reshard(model: nn.Module) -> None:
+    """Register the sharded parameters everywhere, and forget gathered ones: they may be of before a change.
+
+    Ranks:
+        Local.
+    """
+    for group in compat.param_groups(model):
+        compat.settle(group)
+
+
+def _full_tensors(
+    model: nn.Module, bucket_bytes: int, dtype: torch.dtype | None, rank0_only: bool, include_buffers: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    named: dict[torch.Tensor, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) or (include_buffers and isinstance(value, torch.Tensor)):
+            named.setdefault(value, _unwrapped_name(name))
+    keep = not rank0_only or _is_first_rank(list(named))
+    pairs = ((name, tensor) for tensor, name in named.items())
+    for name, full in gather_in_buckets(pairs, bucket_bytes=bucket_bytes, dtype=dtype, keep=keep):
+        if full is not None:
+            yield name, full
+
+
+def _find_slots(model: nn.Module, recurse: bool) -> _Slots:
+    slots: _Slots = {}
+    waiting = [model]
+    seen: set[nn.Module] = set()
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                slots.setdefault(parameter, []).append((module, name))
+        children = [child for child in module._modules.values() if child is not None]
+        waiting.extend(child for child in reversed(children) if recurse or not isinstance(child, FSDPModule))
+    return slots
+
+
+def _gather_parameters(slots: _Slots, rank0_only: bool) -> dict[nn.Parameter, nn.Parameter]:
+    keep = not rank0_only or _is_first_rank(list(slots))
+    named = ((str(index), parameter) for index, parameter in enumerate(slots))
+    gathered = gather_in_buckets(named, bucket_bytes=_BUCKET_BYTES, keep=keep)
+    own: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter, (_, full) in zip(slots, gathered, strict=True):
+        if full is None:
+            full = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        elif full.untyped_storage().data_ptr() == local_tensor(parameter).untyped_storage().data_ptr():
+            full = full.clone()  # whole anyway, and the block must not change the model's own
+        own[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+    return own
+
+
+def _register(slots: _Slots, chosen: dict[nn.Parameter, nn.Parameter]) -> None:
+    for parameter, places in slots.items():
+        for module, name in places:
+            module._parameters[name] = chosen[parameter]
+
+
+def _registered(places: list[tuple[nn.Module, str]], own: nn.Parameter) -> torch.Tensor:
+    """What stands in a parameter's places at the end of the block: ours, unless one was replaced."""
+    current = [module._parameters.get(name) for module, name in places]
+    replaced = [tensor for tensor in current if tensor is not None and tensor is not own]
+    return replaced[0] if replaced else own
+
+
+def _find_reshaped(
+    slots: _Slots, changed: dict[nn.Parameter, torch.Tensor], model: nn.Module
+) -> ShardError | None:
+    for parameter, new in changed.items():
+        if new.shape != parameter.shape:
+            module, name = slots[parameter][0]
+            fqn = next((path for path, other in model.named_modules() if other is module), "")
+            return ShardError(
+                f"a parameter of shape {tuple(parameter.shape)} was replaced by one of {tuple(new.shape)}",
+                where=f"{fqn}.{name}".lstrip("."),
+                why="full_params writes values back into the shards, whose shapes are fixed",
+                fix="change the shape before the model is sharded",
+            )
+    return None
+
+
+@torch.no_grad()
+def _write_back(changed: dict[nn.Parameter, torch.Tensor], rank0_only: bool) -> None:
+    meshes = [parameter.device_mesh for parameter in changed if isinstance(parameter, DTensor)]
+    for parameter, new in changed.items():
+        if rank0_only:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else next(iter(meshes), None)
+            new = _from_first_rank(new, mesh, parameter)
+        local_tensor(parameter).copy_(local_part(new.detach(), parameter))
+
+
+def _from_first_rank(tensor: torch.Tensor, mesh: DeviceMesh | None, parameter: nn.Parameter) -> torch.Tensor:
+    """The first rank's values, on every rank of the mesh."""
+    if mesh is None:
+        return tensor
+    device = mesh.device_type
+    if tensor.is_meta:
+        tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    sent = tensor.detach().to(device=device, dtype=parameter.dtype).contiguous()
+    # Along one axis after the other: the first row has it after the first axis, everybody after the last.
+    for axis in range(mesh.ndim):
+        dist.broadcast(sent, group_src=0, group=mesh.get_group(axis))
+    return sent
+
+
+def _is_first_rank(tensors: list[torch.Tensor]) -> bool:
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            coordinate = tensor.device_mesh.get_coordinate()
+            return coordinate is not None and not any(coordinate)
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _unwrapped_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ShardError(
+                "a parameter on the meta device has no values to gather",
+                where=name,
+                why="the model was built on the meta device and not materialised since",
+                fix="shardwise.materialize(model)",
+            )
+
+
+def _refuse_gather(*_args: object, **_kwargs: object) -> NoReturn:
+    raise ShardError(
+        "a sharded module's forward was started inside full_params",
+        where="with full_params(model): ...",
+        why="its hooks would gather the shards over the full parameters that stand there",
+        fix="leave the block first, or call a submodule that is not sharded as a group of its own",
+    )

@@ -1,0 +1,137 @@
+"""What FSDP2 leaves undone when backward ends: gradients outside its groups, and parameters some ranks did not use."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwise import compat
+
+
+class UnusedParameters:
+    """Sends zeros for parameters that got no gradient here, and remembers which those were.
+
+    FSDP2 reduces what has a gradient. Where a router left an expert out on one rank only, ranks would reduce buffers of
+    different sizes.
+    """
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self._tracked = [param for group in groups for param in group.fsdp_params]
+        self._used: set[int] = set()
+        self._filled: set[int] = set()
+        for group in groups:
+            compat.before_post_backward(group, lambda group=group: self._fill(group))
+
+    def _fill(self, group: Any) -> None:
+        for param in group.fsdp_params:
+            filled = compat.fill_unused_gradient(group, param)
+            if filled is None:
+                continue
+            if not filled:
+                self._used.add(id(param))
+            elif param.sharded_param.grad is None:
+                self._filled.add(id(param))
+
+    def flags(self, device: torch.device) -> torch.Tensor:
+        """One per tracked parameter: whether it got a gradient on this rank."""
+        return torch.tensor([float(id(param) in self._used) for param in self._tracked], device=device)
+
+    def settle(self, counts: torch.Tensor | None) -> None:
+        """Take away the zeros of parameters that no rank used, as one process would have no gradient for them."""
+        if counts is not None:
+            for param, count in zip(self._tracked, counts.tolist(), strict=True):
+                if count == 0 and id(param) in self._filled:
+                    param.sharded_param.grad = None
+        self._used.clear()
+        self._filled.clear()
+
+
+class BackwardEnd:
+    """One collective after backward: averages gradients outside the groups and agrees on unused parameters."""
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, parameters: Sequence[nn.Parameter], unused: UnusedParameters | None
+    ) -> None:
+        self._groups = compat.param_groups(model)
+        self._process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        self._num_ranks = mesh.size()
+        self._parameters, self._unused = list(parameters), unused
+        if (self._parameters or unused is not None) and self._num_ranks > 1:
+            compat.on_backward_end(model, self._finish)
+
+    def _finish(self) -> None:
+        if not all(compat.reduces_gradients(group) for group in self._groups[:1]):
+            return  # accumulating: the last micro-step averages the sum
+        trainable = [parameter for parameter in self._parameters if parameter.requires_grad]
+        locals_ = [_local_gradient(parameter) for parameter in trainable]
+        device = next((g.device for g in self._groups), torch.device("cpu"))
+        present = torch.tensor([float(gradient is not None) for gradient in locals_], device=device)
+        flags = self._unused.flags(device) if self._unused is not None else present.new_empty(0)
+        for dtype, members in _buckets(trainable).items():
+            self._average(members, trainable, locals_, dtype)
+        counts = torch.cat([present, flags])
+        self._sum(counts)
+        held = counts[: len(trainable)].tolist()
+        for parameter, count in zip(trainable, held, strict=True):
+            if count == 0:
+                parameter.grad = None  # nobody used it: as in one process
+        if self._unused is not None:
+            self._unused.settle(counts[len(trainable) :])
+
+    def _average(
+        self, members: list[int], trainable: list[nn.Parameter], locals_: list[torch.Tensor | None], dtype: torch.dtype
+    ) -> None:
+        """Average the gradients of `members` in one buffer of a dtype wide enough."""
+        flat: list[torch.Tensor] = []
+        for index in members:
+            gradient = locals_[index]
+            if gradient is None:
+                gradient = torch.zeros_like(_local(trainable[index]), requires_grad=False)
+                locals_[index] = gradient
+            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            flat.append(real.reshape(-1).to(dtype))
+        buffer = torch.cat(flat)
+        self._sum(buffer)
+        buffer /= self._num_ranks
+        for index, piece in zip(members, buffer.split([part.numel() for part in flat]), strict=True):
+            gradient = locals_[index]
+            assert gradient is not None
+            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            real.copy_(piece.view_as(real))
+            _set_gradient(trainable[index], gradient)
+
+    def _sum(self, tensor: torch.Tensor) -> None:
+        if tensor.numel():
+            for group in self._process_groups:
+                dist.all_reduce(tensor, group=group)
+
+
+def _buckets(parameters: list[nn.Parameter]) -> dict[torch.dtype, list[int]]:
+    """Indices by the dtype they are averaged in: 16-bit gradients are summed in float32."""
+    buckets: dict[torch.dtype, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        real = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
+        wide = torch.float64 if real is torch.float64 else torch.float32
+        buckets.setdefault(wide, []).append(index)
+    return buckets
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    return None if parameter.grad is None else _local(parameter.grad)
+
+
+def _set_gradient(parameter: nn.Parameter, local: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        return  # it was averaged in place
+    if isinstance(parameter, DTensor):
+        parameter.grad = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
+    else:
+        parameter.grad = local

@@ -1,0 +1,233 @@
+"""Join the process group and lay the ranks out as a named mesh. A single process takes the same path."""
+
+import socket
+import weakref
+from collections import defaultdict
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.config.schema import MeshConfig
+from shardwise.errors import EnvironmentProblem, ShardError
+from shardwise.launching import Launch, read_launch
+
+DATA_PARALLEL_AXES = ("replicate", "shard")
+_MODEL_PARALLEL_AXES = {"tensor", "tp", "pipeline", "pp", "context", "cp", "expert", "ep", "sequence", "sp"}
+
+_LATEST: DeviceMesh | None = None
+_GROUP_OF_LATEST: weakref.ref[dist.ProcessGroup] | None = None
+
+
+def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> DeviceMesh:
+    """Join the other ranks and return the mesh they form.
+
+    Reads what the launcher left in the environment; without a launcher this process is the only rank and needs
+    neither environment variables nor a port. A process group that exists already is used as it is.
+
+    Args:
+        config: The axes and the device; the default shards over all ranks, on the accelerator if there is one.
+        timeout_s: How long a collective may wait for the slowest rank.
+
+    Returns:
+        A mesh whose axes are those of `replicate`, `shard`, `tensor` larger than one, and always `shard`.
+
+    Raises:
+        ConfigError: The axes do not multiply to the number of ranks.
+        EnvironmentProblem: The device is absent, or two ranks would use the same one.
+
+    Ranks:
+        Collective. Call on every rank, before anything is built.
+    """
+    config = config or MeshConfig()
+    if dist.is_initialized():
+        device_type = _device_of_group(config)
+        sizes = config.sizes(dist.get_world_size())
+    else:
+        launch = read_launch()
+        sizes = config.sizes(launch.world_size)
+        device_type = _device_asked_for(config)
+        _start_group(launch, device_type, timeout_s)
+    return _make_mesh(device_type, sizes)
+
+
+def default_mesh() -> DeviceMesh:
+    """The mesh of the last `init_distributed`; else all ranks of the process group; else a new single rank.
+
+    Ranks:
+        Collective, the first time.
+    """
+    latest = _latest_mesh()
+    return latest if latest is not None else init_distributed()
+
+
+def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The one or two axes of `mesh` over which parameters are sharded and replicated.
+
+    Raises:
+        ShardError: More than two axes are left once tensor parallelism and its like are taken away, or none.
+
+    Ranks:
+        Local.
+    """
+    names = mesh.mesh_dim_names
+    if names is None:
+        if mesh.ndim == 1:
+            return mesh
+        raise ShardError(
+            f"the {mesh.ndim}-D mesh has no axis names",
+            where="mesh",
+            why="which axis replicates and which one shards is known by its name",
+            fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard"))',
+        )
+    kept = tuple(name for name in names if name not in _MODEL_PARALLEL_AXES)
+    if not 1 <= len(kept) <= 2:
+        raise ShardError(
+            f"the mesh has {len(kept)} data-parallel axes: {', '.join(kept) or 'none'}",
+            where=f"mesh axes {', '.join(names)}",
+            why="FSDP2 shards over one axis and replicates over at most one more",
+            fix='name the axes ("replicate", "shard", "tensor"), or leave the first out',
+        )
+    return mesh if kept == names else mesh[kept]
+
+
+def shutdown() -> None:
+    """Leave the process group and forget the mesh; nothing happens where there is none.
+
+    Ranks:
+        Collective. The last thing a script does.
+    """
+    _remember(None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device_asked_for(config: MeshConfig) -> str:
+    """The device type to use in a new process group."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = accelerator.type if accelerator is not None else "cpu"
+    if config.device == "auto":
+        return found
+    if config.device not in ("cpu", found):
+        raise EnvironmentProblem(
+            f"mesh.device is {config.device}, but this process sees {'no accelerator' if found == 'cpu' else found}",
+            where="mesh.device",
+            why="shards live on the device that is asked for, on every rank",
+            fix=f"set mesh.device = {found}, or install the torch build for {config.device} and check the driver",
+        )
+    return config.device
+
+
+def _device_of_group(config: MeshConfig) -> str:
+    """The device type an existing process group can serve."""
+    backends = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
+    # gloo names cuda too but cannot reduce-scatter on it.
+    usable = [device for device, backend in backends.items() if device == "cpu" or backend != "gloo"]
+    if config.device == "auto":
+        wanted = _device_asked_for(config)
+        return wanted if wanted in usable else usable[0]
+    device_type = _device_asked_for(config)
+    if device_type not in usable:
+        raise EnvironmentProblem(
+            f"mesh.device is {device_type}, but the process group was made for {', '.join(usable)}",
+            where="mesh.device",
+            why="a process group that exists already is used as it is",
+            fix=f'init_process_group("{_backends(device_type)}"), or let init_distributed make the group',
+        )
+    return device_type
+
+
+def _start_group(launch: Launch, device_type: str, timeout_s: float) -> None:
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(_device_index(launch, torch.accelerator.device_count()))
+    dist.init_process_group(
+        _backends(device_type),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        init_method=launch.init_method,
+        # A single rank meets nobody: a store in memory, no port, and the same backends as a large run.
+        store=None if launch.init_method else dist.HashStore(),
+    )
+    if device_type == "cuda" and launch.world_size > 1:
+        card = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        cards: list[str] = [""] * launch.world_size
+        dist.all_gather_object(cards, f"{socket.gethostname()} GPU {card}")
+        try:
+            refuse_shared_cards(cards)
+        except EnvironmentProblem:
+            dist.destroy_process_group()
+            raise
+
+
+def _backends(device_type: str) -> str:
+    """CPU tensors need gloo beside the accelerator's backend: offloading, clipping and objects use them."""
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+def _device_index(launch: Launch, num_devices: int) -> int:
+    """Which of the visible devices is this rank's; a launcher may show each rank its own one only."""
+    if launch.local_rank < num_devices:
+        return launch.local_rank
+    if num_devices == 1:
+        return 0
+    raise EnvironmentProblem(
+        f"local rank {launch.local_rank} has no device: {num_devices} are visible",
+        where=f"rank {launch.rank}",
+        why="each rank of a machine drives one device of its own",
+        fix=f"start {num_devices} ranks on this machine, or set mesh.device = cpu",
+    )
+
+
+def refuse_shared_cards(cards: list[str]) -> None:
+    """Raise if two ranks name the same card; NCCL would hang or fail without saying so.
+
+    Args:
+        cards: What each rank drives, by rank.
+
+    Ranks:
+        Local, on what all ranks know: every rank raises the same.
+    """
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank, card in enumerate(cards):
+        ranks_of[card].append(rank)
+    for card, ranks in ranks_of.items():
+        if len(ranks) > 1:
+            raise EnvironmentProblem(
+                f"ranks {ranks} are all on {card}",
+                where=f"ranks {ranks}",
+                why="NCCL needs a GPU for each rank",
+                fix="start as many ranks as there are GPUs, or set mesh.device = cpu",
+            )
+
+
+def _make_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
+    latest = _latest_mesh()
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    if latest is not None and (latest.device_type, latest.shape, latest.mesh_dim_names) == (
+        device_type,
+        shape,
+        names,
+    ):
+        return latest  # each new mesh would make process groups of its own
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    _remember(mesh)
+    return mesh
+
+
+def _latest_mesh() -> DeviceMesh | None:
+    """The remembered mesh, unless its process group is gone or was made anew."""
+    if _LATEST is None or _GROUP_OF_LATEST is None or not dist.is_initialized():
+        return None
+    return _LATEST if _GROUP_OF_LATEST() is dist.group.WORLD else None
+
+
+def _remember(mesh: DeviceMesh | None) -> None:
+    global _LATEST, _GROUP_OF_LATEST
+    _LATEST = mesh
+    _GROUP_OF_LATEST = (
+        weakref.ref(dist.group.WORLD) if mesh is not None and dist.group.WORLD is not None else None
+    )

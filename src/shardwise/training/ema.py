@@ -1,0 +1,193 @@
+"""A moving average of a sharded model's weights, itself sharded: no rank ever holds a full tensor."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import CheckpointError, ConfigError, ShardError
+from shardwise.sharding.full_params import reshard
+from shardwise.sharding.layout import local_part, local_tensor
+
+
+class EMA:
+    """An exponential moving average of a model's trainable parameters.
+
+    After each `update()` the average is `decay * average + (1 - decay) * parameter`. It lies where the shards
+    lie, in their dtype; averages of 16-bit parameters are kept in float32, since the steps of a slow average
+    are smaller than what 16 bits can add. Frozen parameters are left out.
+
+    Args:
+        model: Sharded by shardwise or by hand, or not at all. Materialised.
+        decay: Between 0 and 1, or a function of the number of updates made before this one.
+        include_buffers: Also average floating-point buffers, and copy the others.
+
+    Ranks:
+        Local throughout: no method communicates. Call them on every rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, decay: float | Callable[[int], float], *, include_buffers: bool = False
+    ) -> None:
+        self.model = model
+        self.decay = decay
+        self.num_updates = 0
+        self._include_buffers = include_buffers
+        self._is_swapped = False
+        if not callable(decay):
+            _check_decay(decay)
+        with torch.no_grad():
+            self._shadow = {name: _make_shadow(tensor) for name, tensor in self._find_averaged().items()}
+
+    def update(self) -> None:
+        """Move the average towards the parameters; call it after `optimizer.step()`.
+
+        Raises:
+            ShardError: The average stands in the model now (`swap`), or parameters have come or gone.
+        """
+        self._refuse_if_swapped("update")
+        decay = self.decay(self.num_updates) if callable(self.decay) else self.decay
+        _check_decay(decay)
+        with torch.no_grad():
+            for shadows, values in self._alike_pairs():
+                if shadows[0].is_floating_point() or shadows[0].is_complex():
+                    values = [value.to(shadow.dtype) for shadow, value in zip(shadows, values, strict=True)]
+                    torch._foreach_lerp_(shadows, values, 1.0 - decay)
+                else:
+                    torch._foreach_copy_(shadows, values)
+        self.num_updates += 1
+
+    @contextmanager
+    def swap(self) -> Iterator[None]:
+        """Put the average in the model's parameters until the block ends, then put the parameters back.
+
+        For evaluation and saving, not for training: what the block changes in the parameters is dropped.
+
+        Raises:
+            ShardError: The average stands in the model already, or parameters have come or gone.
+        """
+        self._refuse_if_swapped("swap")
+        pairs = self._pairs()
+        with torch.no_grad():
+            backup = [(value, value.clone()) for _, value in pairs]
+            for shadow, value in pairs:
+                value.copy_(shadow)
+        self._is_swapped = True
+        try:
+            yield
+        finally:
+            # A forward in the block may have left the averaged root gathered; the next one would use it.
+            reshard(self.model)
+            with torch.no_grad():
+                for value, saved in backup:
+                    value.copy_(saved)
+            self._is_swapped = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, as DTensors under the parameters' names, and the number of updates.
+
+        They are the live tensors, as in a module's state dict. `torch.distributed.checkpoint` can save and
+        load it, also on another number of ranks.
+        """
+        return {"num_updates": self.num_updates, "shadow": dict(self._shadow)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over averages: DTensors placed like the parameters, or full plain tensors.
+
+        Raises:
+            CheckpointError: Names or shapes differ, or a DTensor is placed in another way. Nothing is loaded.
+        """
+        loaded = state_dict["shadow"]
+        _check_matches(self._shadow, loaded)
+        with torch.no_grad():
+            for name, shadow in self._shadow.items():
+                new = loaded[name]
+                part = local_tensor(new) if isinstance(new, DTensor) else local_part(new, shadow)
+                local_tensor(shadow).copy_(part)
+        self.num_updates = int(state_dict["num_updates"])
+
+    def _find_averaged(self) -> dict[str, torch.Tensor]:
+        reshard(self.model)  # a gathered root would show plain copies that no optimizer updates
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                found[name] = parameter
+        if self._include_buffers:
+            found.update(self.model.named_buffers())
+        return found
+
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's part of every average, with its part of the model's value."""
+        reshard(self.model)
+        current = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        missing = sorted(self._shadow.keys() - current.keys())
+        if missing:
+            raise ShardError(
+                f"{len(missing)} averaged parameters are no longer in the model",
+                where=", ".join(missing[:5]),
+                why="the average was made of parameters under these names",
+                fix="build the EMA after the model has its final form",
+            )
+        return [(local_tensor(shadow), local_tensor(current[name])) for name, shadow in self._shadow.items()]
+
+    def _alike_pairs(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """The pairs by device and dtype, as fused operations want them."""
+        groups: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for shadow, value in self._pairs():
+            shadows, values = groups.setdefault((shadow.device, shadow.dtype, value.dtype), ([], []))
+            shadows.append(shadow)
+            values.append(value)
+        yield from groups.values()
+
+    def _refuse_if_swapped(self, method: str) -> None:
+        if self._is_swapped:
+            raise ShardError(
+                f"EMA.{method} was called while the average stands in the model",
+                where="with ema.swap(): ...",
+                why="the parameters there are the average itself",
+                fix=f"call {method} outside the block",
+            )
+
+
+def _make_shadow(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
+        return tensor.to(torch.float32)
+    return tensor.clone()
+
+
+def _check_decay(decay: float) -> None:
+    if not 0.0 <= decay <= 1.0:
+        raise ConfigError(
+            f"decay is {decay}",
+            where="EMA(decay)",
+            why="the average is decay * average + (1 - decay) * parameter",
+            fix="pass a number from 0 to 1, as in 0.999",
+        )
+
+
+def _check_matches(shadow: dict[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
+    problems = [f"{name}: missing" for name in sorted(shadow.keys() - loaded.keys())]
+    problems += [f"{name}: not in this model" for name in sorted(loaded.keys() - shadow.keys())]
+    for name in sorted(shadow.keys() & loaded.keys()):
+        ours, theirs = shadow[name], loaded[name]
+        if ours.shape != theirs.shape:
+            problems.append(f"{name}: shape {tuple(theirs.shape)}, expected {tuple(ours.shape)}")
+        elif isinstance(theirs, DTensor) and not _is_placed_like(theirs, ours):
+            problems.append(f"{name}: placed {theirs.placements} on {theirs.device_mesh}")
+    if problems:
+        raise CheckpointError(
+            f"{len(problems)} of the averages cannot be loaded",
+            where="\n".join(problems[:20]),
+            why="an average belongs to the parameter of the same name, shape and placement",
+            fix="load it with torch.distributed.checkpoint, which reshards, or pass full tensors",
+        )
+
+
+def _is_placed_like(theirs: DTensor, ours: torch.Tensor) -> bool:
+    if not isinstance(ours, DTensor):
+        return False
+    return (theirs.device_mesh, theirs.placements) == (ours.device_mesh, ours.placements)

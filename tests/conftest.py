@@ -1,0 +1,24 @@
+"""Checks after every test that it left nothing behind, and ends the ranks with the session."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.leaks import leaks_since, restore, take_snapshot
+from tests.ranks import shut_down_pools
+
+
+@pytest.fixture(autouse=True)
+def leave_nothing_behind() -> Iterator[None]:
+    """Fail the test that leaks a process, a thread, an environment variable or a process group."""
+    before = take_snapshot()
+    yield
+    leaks = leaks_since(before)
+    restore(before)
+    if leaks:
+        pytest.fail("the test leaked:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+def pytest_sessionfinish() -> None:
+    """End every rank, also when the session was interrupted."""
+    shut_down_pools()

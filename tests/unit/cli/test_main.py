@@ -1,0 +1,117 @@
+"""The command line as a user meets it: output, exit status, and nothing printed twice."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwise.config.load import load
+from shardwise.config.schema import RunConfig
+
+TINY = ["--set", "steps=8", "--set", "batch_size=4", "--set", "sequence_length=32"]
+
+
+def shardwise(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardwise.cli.main", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=180)
+
+
+def test_help_is_quick():
+    shardwise("--help")  # once, so that the files are in memory
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert shardwise("--help").returncode == 0
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) <= 0.5
+
+
+def test_version_is_printed():
+    result = shardwise("--version")
+    assert result.returncode == 0
+    assert result.stdout.startswith("shardwise 0.")
+
+
+def test_unknown_option_is_wrong_input():
+    assert shardwise("train", "--bogus").returncode == 2
+
+
+def test_config_problem_is_printed_once_as_rows():
+    result = shardwise("train", "--set", "mesh.shrad=2", "--set", "steps=x")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: 2 problems in the config\n  where: ")
+    assert result.stderr.count("did you mean 'shard'?") == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_printed_config_is_the_run():
+    result = shardwise("train", "--print-config", "--set", "steps=5")
+    assert result.returncode == 0
+    assert load(RunConfig, yaml.safe_load(result.stdout)) == RunConfig(steps=5)
+
+
+def test_error_on_a_rank_is_printed_once_with_its_rank():
+    result = shardwise("train", "--nproc", "2", "--set", "mesh.shard=3")
+    assert result.returncode == 2
+    assert result.stderr.count("a 1 x 3 mesh needs 3 ranks, got 2") == 1
+    assert "(raised on rank" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_unexpected_error_says_how_to_report_it(tmp_path: Path):
+    (tmp_path / "broken.py").write_text("def build():\n    raise LookupError('what now')\n")
+    result = shardwise("train", "--nproc", "1", "--set", "model=broken:build", cwd=tmp_path)
+    assert result.returncode == 70
+    assert result.stderr.count("LookupError: what now") == 1
+    assert "in build" in result.stderr
+    assert "report the lines above" in result.stderr
+
+
+def test_training_learns_and_reports_progress():
+    result = shardwise("train", "--nproc", "2", "--format", "json", *TINY)
+    assert result.returncode == 0, result.stderr
+    training = json.loads(result.stdout)
+    assert training["num_ranks"] == 2
+    assert len(training["losses"]) == 8
+    assert training["losses"][-1] < training["losses"][0] - 0.3
+    assert training["tokens"] == 8 * 4 * 32 * 2
+    assert "training tutorial 8/8" in result.stderr
+
+
+def test_training_on_one_rank_prints_a_summary():
+    result = shardwise("train", "--nproc", "1", *TINY)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("trained tutorial (")
+    assert "on 1 rank:" in result.stdout
+
+
+@pytest.mark.parametrize("model", ["tutorial", "llama3-debug"])
+def test_parity_of_a_reference_model(model: str):
+    result = shardwise("parity", model, "--nproc", "2", "--format", "json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert json.loads(result.stdout)["equal"] is True
+
+
+def test_parity_of_a_wrong_model_exits_with_one(tmp_path: Path):
+    (tmp_path / "wrong.py").write_text(
+        "import os, torch\n"
+        "class Wrong(torch.nn.Linear):\n"
+        "    calls = 0\n"
+        "    def forward(self, tokens):\n"
+        "        Wrong.calls += 1  # what one process shares between batches must not matter\n"
+        "        return super().forward(tokens) * Wrong.calls\n"
+        "def build():\n"
+        "    return Wrong(4, 4)\n"
+        "def batch(rank, step):\n"
+        "    return torch.ones(2, 4) * (rank + step + 1)\n"
+    )
+    result = shardwise("parity", "wrong:build", "--batch", "wrong:batch", "--nproc", "2", cwd=tmp_path)
+    assert result.returncode == 1, result.stderr
+    assert "DIFFERENT" in result.stdout

@@ -1,0 +1,108 @@
+"""Configs from YAML and --set: every problem at once, nearest names, and back to YAML."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwise.config.load import load, to_yaml
+from shardwise.config.schema import GroupOverride, MeshConfig, RunConfig, ShardConfig
+from shardwise.errors import ConfigError
+
+
+def problems_of(source: object, overrides: tuple[str, ...] = ()) -> list[str]:
+    with pytest.raises(ConfigError) as failure:
+        load(RunConfig, source, overrides)  # pyrefly: ignore
+    assert failure.value.exit_code == 2
+    assert failure.value.fix
+    return failure.value.where.splitlines()
+
+
+def test_no_file_gives_the_defaults():
+    assert load(RunConfig) == RunConfig()
+
+
+def test_file_and_overrides_are_read_in_turn(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 5\nmesh: {replicate: 2}\nshard: {overrides: [{pattern: '*.norm'}]}\n")
+    overrides = ["steps=6", "steps=7", "mesh.shard=4", "learning_rate=3e-4", "shard.overrides.0.offload=true"]
+    config = load(RunConfig, file, overrides)
+    assert (config.steps, config.learning_rate) == (7, 3e-4)
+    assert config.mesh == MeshConfig(replicate=2, shard=4)
+    assert config.shard.overrides == (GroupOverride(pattern="*.norm", offload=True),)
+
+
+def test_mapping_is_not_changed_by_overrides():
+    values = {"mesh": {"shard": 2}}
+    load(RunConfig, values, ["mesh.shard=4"])
+    assert values == {"mesh": {"shard": 2}}
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path):
+    file = tmp_path / "bad.yaml"
+    file.write_text(
+        "steps: many\nlearning_rat: 3\nmesh: {shrad: 4, replicate: two}\n"
+        "shard: {precision: {param_dtype: int7}, overrides: [{patern: x}]}\n"
+    )
+    assert set(problems_of(file, ("steps.x=1", "bogus", "a=1"))) == {
+        "--set steps.x=1: steps holds no settings of its own",
+        "--set bogus: not of the form a.b=value",
+        "steps: input should be a valid integer, got 'many'",
+        "learning_rat: unknown setting (did you mean 'learning_rate'?)",
+        "mesh.shrad: unknown setting (did you mean 'shard'?)",
+        "mesh.replicate: input should be a valid integer, got 'two'",
+        "shard.precision.param_dtype: input should be 'auto' or 'storage' or 'float64', 'float32', "
+        "'bfloat16' or 'float16', got 'int7'",
+        "shard.overrides.0.patern: unknown setting (did you mean 'pattern'?)",
+        "shard.overrides.0.pattern: field required",
+        f"a: unknown setting (there are: {', '.join(field.name for field in fields(RunConfig))})",
+    }
+
+
+def test_number_of_problems_and_the_file_are_named(tmp_path: Path):
+    file = tmp_path / "bad.yaml"
+    file.write_text("steps: x\nseed: y\n")
+    with pytest.raises(ConfigError, match=r"^2 problems in .*bad\.yaml"):
+        load(RunConfig, file)
+
+
+def test_key_written_twice_is_refused_with_its_line(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 5\nseed: 1\nsteps: 6\n")
+    with pytest.raises(ConfigError, match="the key 'steps' occurs twice") as failure:
+        load(RunConfig, file)
+    assert failure.value.where == f"{file}:3"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: [1", "not YAML"), ("- 1\n", "holds a list"), ("just words", "holds a str")]
+)
+def test_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str, message: str):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(RunConfig, file)
+
+
+def test_absent_file_is_named():
+    with pytest.raises(ConfigError, match=r"cannot read no\.yaml: no such file or directory"):
+        load(RunConfig, "no.yaml")
+
+
+def test_empty_file_is_the_default(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("# nothing\n")
+    assert load(RunConfig, file) == RunConfig()
+
+
+def test_yaml_reads_back_as_the_same_config():
+    override = GroupOverride(pattern="*.router", param_dtype="float32")
+    shard = ShardConfig(reshard_after_forward=4, overrides=(override,), ignored=("*.scale",))
+    config = RunConfig(mesh=MeshConfig(shard=2), shard=shard)
+    assert load(RunConfig, yaml.safe_load(to_yaml(config))) == config
+
+
+def test_what_only_python_can_say_is_left_out_of_yaml():
+    config = RunConfig(shard=ShardConfig(wrap_if=lambda module: True))
+    assert load(RunConfig, yaml.safe_load(to_yaml(config))) == replace(config, shard=ShardConfig())

@@ -1,0 +1,63 @@
+"""README.md shows the tree of src/shardwise as it is."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENTRY = re.compile(r"^(?P<indent> *)(?P<names>[\w./]+(?:, [\w./]+)*)(?:\s{2,}|\s*$)")
+
+
+def tree_in(text: str) -> set[str]:
+    """The paths under src/shardwise that the README's tree block names, folders with a trailing slash."""
+    block = next(
+        block for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) if "src/shardwise/" in block
+    )
+    paths: set[str] = set()
+    folders: list[tuple[int, str]] = []
+    inside = False
+    for line in block.splitlines():
+        match = ENTRY.match(line)
+        if match is None:
+            continue
+        indent, names = len(match["indent"]), match["names"].split(", ")
+        if names == ["src/shardwise/"]:
+            inside, folders = True, [(indent, "")]
+            continue
+        if inside and indent <= folders[0][0]:
+            inside = False
+        if not inside:
+            continue
+        while indent <= folders[-1][0]:
+            folders.pop()
+        for name in names:
+            paths.add(folders[-1][1] + name)
+        if names[0].endswith("/"):
+            folders.append((indent, folders[-1][1] + names[0]))
+    return paths
+
+
+def tree_on_disk() -> set[str]:
+    base = ROOT / "src/shardwise"
+    files = {str(path.relative_to(base)) for path in base.rglob("*.py") if path.name != "__init__.py"}
+    folders = {f"{path.parent.relative_to(base)}/" for path in base.rglob("*/__init__.py")}
+    return files | folders | {"__init__.py"}
+
+
+def test_tree_in_readme_is_the_tree_on_disk():
+    shown, real = tree_in((ROOT / "README.md").read_text()), tree_on_disk()
+    assert sorted(shown - real) == [], "README.md shows what is not there"
+    assert sorted(real - shown) == [], "README.md does not show what is there"
+
+
+def test_tree_is_read_with_its_folders():
+    lines = ["```", "src/shardwise/", "  a.py   what a does", "  b/     what b does", "    c.py  x"]
+    text = "\n".join([*lines, "    d.py, e.py  y", "tests/", "  f.py  z", "```"])
+    assert tree_in(text) == {"a.py", "b/", "b/c.py", "b/d.py", "b/e.py"}
+
+
+@pytest.mark.parametrize("command", ["make train", "make test"])
+def test_readme_names_commands_that_exist(command: str):
+    assert command in (ROOT / "README.md").read_text()
+    assert re.search(rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
