@@ -35,9 +35,9 @@ static: $(READY)
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
-# One JSON line a case; see benchmarks/.
+# One JSON line a case; see benchmarks/README.md. ARGS=--toy tries them out, ARGS=--save keeps the results.
 bench: $(READY)
-	@for file in benchmarks/bench_*.py; do $(BIN)/python $$file $(ARGS) || exit 1; done
+	@for name in step planning clip; do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist

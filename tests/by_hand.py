@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-FP32 = {"atol": 2e-6, "rtol": 1e-5}  # reductions over ranks sum in another order
+M = TypeVar("M", bound=nn.Module)
+
+FP32: dict[str, Any] = {"atol": 2e-6, "rtol": 1e-5}  # reductions over ranks sum in another order
 
 
 class Block(nn.Module):
@@ -32,7 +34,7 @@ class Tiny(nn.Module):
     def __init__(self, width: int = 6, num_blocks: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(7, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.blocks: Any = nn.ModuleList(Block(width) for _ in range(num_blocks))
         self.frozen = nn.Linear(width, width)
         self.gain = nn.Parameter(torch.ones(1))
         self.head = nn.Linear(width, 7, bias=False)
@@ -74,11 +76,17 @@ def mesh_2d() -> DeviceMesh:
 
 
 def shard_by_hand(model: Tiny, mesh: DeviceMesh, **settings: Any) -> Tiny:
-    """One group per block, and the root."""
+    """A copy with one group per block, and the root."""
     model = copy.deepcopy(model)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, **settings)
-    return fully_shard(model, mesh=mesh, **settings)
+        shard_module(block, mesh, **settings)
+    return shard_module(model, mesh, **settings)
+
+
+def shard_module(module: M, mesh: DeviceMesh, **settings: Any) -> M:
+    """`fully_shard`, typed as what it returns: the module itself."""
+    fully_shard(module, mesh=mesh, **settings)
+    return module
 
 
 def reference_gradients(
@@ -99,9 +107,7 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(
-    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: float
-) -> None:
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: Any) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(

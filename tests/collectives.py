@@ -1,6 +1,6 @@
 """Record every collective of a stretch of code: its kind, its bytes, and which FSDP group it served."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,11 +36,13 @@ class Trace:
 
     collectives: list[Collective] = field(default_factory=list)
 
-    def count(self, kind: str, served: str | None = None, in_backward: bool | None = None) -> int:
-        """How many of a kind, for one group if named, in forward or backward if given."""
+    def count(
+        self, kind: str, *, served: Collection[str] | None = None, in_backward: bool | None = None
+    ) -> int:
+        """How many of a kind, for the group of these parameters if given, in forward or backward if given."""
         return sum(
             each.kind == kind
-            and served in (None, each.served)
+            and (served is None or each.served in served)
             and in_backward in (None, each.in_backward)
             for each in self.collectives
         )

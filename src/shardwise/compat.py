@@ -2,12 +2,16 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -124,9 +128,36 @@ def leave_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return fsdp_state(module)._post_forward(module, args, output)
 
 
+def is_recomputing(module: nn.Module) -> bool:
+    """Whether the forward of `module` now running is activation checkpointing's recomputation."""
+    return fsdp_state(module)._training_state.name == "PRE_BACKWARD"
+
+
+def replace_post_backward_hook(group: Any, register: Callable[[Any, Any, Any], tuple[Any, Any]]) -> None:
+    """Let `register(group, args, kwargs)` hang the group's post-backward on the inputs of a call."""
+    group._register_post_backward_hook = functools.partial(register, group)
+
+
+def reduce_after_backward_of(group: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors as seen through a node that runs the group's post-backward when their gradients are known."""
+    return RegisterPostBackwardFunction.apply(group, *tensors)
+
+
 def pre_backward(module: nn.Module) -> None:
     """Gather a module's parameters for backward, as FSDP2's hook on its output would."""
     fsdp_state(module)._pre_backward(torch.empty(0))
+
+
+def on_backward_start(module: nn.Module, callback: Callable[[], None]) -> None:
+    """Call `callback` before backward enters `module`, each time it does."""
+    state = fsdp_state(module)
+    pre_backward = state._pre_backward
+
+    def call_then_enter(gradient: torch.Tensor) -> torch.Tensor:
+        callback()
+        return pre_backward(gradient)
+
+    state._pre_backward = functools.wraps(pre_backward)(call_then_enter)
 
 
 def on_backward_end(module: nn.Module, callback: Callable[[], None]) -> None:
@@ -177,8 +208,8 @@ def dtensor_like(local: torch.Tensor, parameter: DTensor) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def allocate_shard(fsdp_param: Any) -> None:
-    """Give a sharded parameter on meta zeroed storage, padded and pinned as FSDP2 needs it."""
+def allocate_shard(fsdp_param: Any) -> torch.Tensor:
+    """Give a sharded parameter on meta zeroed storage, padded and pinned as FSDP2 needs it; return it."""
     old = fsdp_param.sharded_param
     padded = torch.zeros(
         fsdp_param.padded_sharded_param_size, dtype=old.dtype, device=shard_device(fsdp_param)
@@ -187,16 +218,24 @@ def allocate_shard(fsdp_param: Any) -> None:
         padded = padded.pin_memory()
     dim = fsdp_param.fsdp_placement.dim
     length = fsdp_param.sharded_size[dim] if fsdp_param.sharded_size.numel() else 0
-    replace_in_place(old, dtensor_like(padded.narrow(dim, 0, length), old))
+    fsdp_param.sharded_param = replace_in_place(old, dtensor_like(padded.narrow(dim, 0, length), old))
     fsdp_param._sharded_param_data = padded.view(-1)
+    return fsdp_param.sharded_param
 
 
-def replace_in_place(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give `old` the storage and device of `new`; every holder of `old` (ties, optimizers) sees it."""
+def replace_in_place(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Give `old` the storage and device of `new`, so that every holder of `old` (ties, optimizers) sees it.
+
+    Returns:
+        `old`; or a new tensor that must be registered in its place, where torch cannot swap them.
+    """
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)  # marks that a user set on the parameter
+    if weakref.getweakrefs(old):  # recurrent layers hold their weights weakly
+        return new
     torch.utils.swap_tensors(old, new)
+    return old
 
 
 def is_aliased(tensor: torch.Tensor) -> bool:
@@ -414,3 +453,38 @@ def fill_unused_gradient(group: Any, fsdp_param: Any) -> bool | None:
 def compute_device(model: nn.Module) -> torch.device:
     """The device on which a sharded model computes."""
     return fsdp_state(model)._device
+
+
+@contextmanager
+def fake_tensor_mode() -> Iterator[Any]:
+    """A context in which tensors have shapes and devices but no memory; real ones inside it count as fake."""
+    from torch._subclasses import fake_tensor
+
+    # An operator that fake tensors cannot follow is an answer, not something to print a traceback about.
+    logger = fake_tensor.log
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        logger.disabled = disabled
+
+
+def watch_operators(seen: Callable[[str, list[torch.Tensor]], None]) -> Any:
+    """A context that reports the name and the tensor arguments of every operator before it runs."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
+            seen(func.overloadpacket.__name__, tensors)
+            return func(*args, **(kwargs or {}))
+
+    return Watch()
+
+
+def all_gather_flat(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gather equal parts into one flat tensor; torch 2.13 renamed it and warns about the old name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, part, group=group)

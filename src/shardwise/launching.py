@@ -281,13 +281,15 @@ def _undisturbed() -> Iterator[None]:
     """Give back the environment, signal handlers and log levels that the elastic agent takes."""
     environment = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # we report the failure ourselves, once
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)  # we report the failure ourselves, once
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         os.environ.clear()

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ConfigError
-from shardwise.training.step import accumulate
+from shardwise.training.step import AccumulationMode, accumulate
 from tests.by_hand import (
     Tiny,
     assert_same,
@@ -20,6 +20,7 @@ from tests.by_hand import (
     mesh_1d,
     mesh_2d,
     shard_by_hand,
+    shard_module,
     tiny,
     tokens,
 )
@@ -51,7 +52,9 @@ def reference(model: Tiny, num_ranks: int, skips: list[tuple[int, ...]]) -> dict
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def run(model: Tiny, rank: int, mode: str, skips: list[tuple[int, ...]]) -> list[tuple[int, int]]:
+def run(
+    model: Tiny, rank: int, mode: AccumulationMode, skips: list[tuple[int, ...]]
+) -> list[tuple[int, int]]:
     """Accumulate, and return how many (reduce-scatters, all-reduces) each micro-step made."""
     counts = []
     for step, skip in enumerate(skips):
@@ -63,7 +66,7 @@ def run(model: Tiny, rank: int, mode: str, skips: list[tuple[int, ...]]) -> list
 
 @ranks(2)
 @pytest.mark.parametrize("mode", ["comm", "memory", "hsdp"])
-def test_gradients_equal_single_process_on_one_axis(rank: int, mode: str):
+def test_gradients_equal_single_process_on_one_axis(rank: int, mode: AccumulationMode):
     reference_model = tiny()
     model = shard_by_hand(reference_model, mesh_1d(2))
     counts = run(model, rank, mode, [()] * 3)
@@ -80,7 +83,9 @@ def test_gradients_equal_single_process_on_one_axis(rank: int, mode: str):
         ("hsdp", [(3, 0), (3, 0), (3, 3)]),
     ],
 )
-def test_gradients_equal_single_process_on_two_axes(rank: int, mode: str, expected: list[tuple[int, int]]):
+def test_gradients_equal_single_process_on_two_axes(
+    rank: int, mode: AccumulationMode, expected: list[tuple[int, int]]
+):
     reference_model = tiny()
     model = shard_by_hand(reference_model, mesh_2d())
     assert run(model, rank, mode, [()] * 3) == expected
@@ -94,7 +99,9 @@ def test_gradients_equal_single_process_on_two_axes(rank: int, mode: str, expect
     [[(), (1,), (0,)], [(0,), (), (1,)], [(0, 1), (0,), ()], [(), (), (0, 1)]],
     ids=["one-each", "late-first", "growing", "none-last"],
 )
-def test_blocks_unused_in_some_micro_steps_still_add_up(rank: int, mode: str, skips: list[tuple[int, ...]]):
+def test_blocks_unused_in_some_micro_steps_still_add_up(
+    rank: int, mode: AccumulationMode, skips: list[tuple[int, ...]]
+):
     """HSDP's partial sums are lost or misplaced without our mending."""
     reference_model = tiny()
     model = shard_by_hand(reference_model, mesh_2d())
@@ -120,12 +127,12 @@ class TwoPaths(nn.Module):
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("paths", ["left right", "right left left", "left left"])
 def test_parameters_of_one_group_may_come_and_go(
-    rank: int, mode: str, policy: MixedPrecisionPolicy, paths: str
+    rank: int, mode: AccumulationMode, policy: MixedPrecisionPolicy, paths: str
 ):
     """Under bf16 torch fails with 'expects uniform gradient dtype' (pytorch#196996) if one comes late."""
     torch.manual_seed(0)
     reference_model = TwoPaths()
-    model = fully_shard(copy.deepcopy(reference_model), mesh=mesh_2d(), mp_policy=policy)
+    model = shard_module(copy.deepcopy(reference_model), mesh_2d(), mp_policy=policy)
     inputs = torch.randn(4, 3, 5)
     order = paths.split()
     for step, path in enumerate(order):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +26,7 @@ from tests.by_hand import (
     mesh_2d,
     reference_gradients,
     shard_by_hand,
+    shard_module,
     tiny,
     tokens,
 )
@@ -112,13 +113,13 @@ def test_any_mix_of_meshes_and_placements(rank: int, norm_type: float):
 
 @ranks(4)
 def test_tensor_parallel_beside_fsdp_only(rank: int):
-    """torch's own clip fails here: 'All operands in aten.stack.default must have the same mesh'."""
+    """The clip of torch fails here: 'All operands in aten.stack.default must have the same mesh'."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.LayerNorm(6))
     model = copy.deepcopy(reference)
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["shard"])
+    shard_module(model, mesh["shard"])
     inputs = torch.randn(2, 5, 6)
     model(inputs[mesh.get_local_rank("shard")]).pow(2).mean().backward()
     reference(inputs).pow(2).mean().backward()
@@ -153,6 +154,7 @@ def test_non_finite_norm_reaches_every_rank(rank: int, bad: float, norm_type: fl
     fresh = parameter(whole, mesh_1d(2), [Shard(0)])
     with pytest.raises(ShardError, match="norm is"):
         clip_grad_norm_([fresh], 1.0, norm_type, error_if_nonfinite=True)
+    assert fresh.grad is not None
     torch.testing.assert_close(full(fresh.grad), whole, equal_nan=True)
 
 

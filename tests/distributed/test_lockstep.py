@@ -56,9 +56,9 @@ def failing(at: int) -> Iterator[int]:
 def test_error_of_one_loader_is_raised_on_every_rank(rank: int, at: int):
     seen = []
     kind = OSError if rank == 1 else ShardError
+    batches = lockstep(failing(at) if rank == 1 else iter(range(10)))
     with pytest.raises(kind, match=f"shard {at} is unreadable") as caught:
-        for batch in lockstep(failing(at) if rank == 1 else iter(range(10))):
-            seen.append(batch)
+        seen.extend(batches)
     assert seen == list(range(at)), "batches before the failure are delivered"
     if rank == 0:
         assert "rank 1" in str(caught.value)

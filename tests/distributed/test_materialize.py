@@ -1,5 +1,6 @@
-"""materialize(): the same weights on any number of ranks, every tensor written, never the whole model at once."""
+"""materialize(): the same weights on any number of ranks, every tensor written, never all of it at once."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise import ShardConfig, shard
+from shardwise.config.schema import MeshConfig
 from shardwise.errors import ShardError
 from shardwise.sharding.materialize import materialize
+from shardwise.sharding.mesh import init_distributed
 from tests.ranks import ranks
 
 
@@ -161,6 +164,8 @@ def test_ties_and_optimizers_built_before_survive(rank: int):
     materialize(model)
     assert model.get_parameter("head.weight") is model.get_parameter("embed.weight")
     before = values(model)
+    # Drawn once, by the embedding (a deviation of 1), not again by the head (at most 0.36).
+    assert before["embed.weight"].std() > 0.7
     tokens = torch.arange(10).view(2, 5)
     model(tokens).square().mean().backward()
     optimizer.step()
@@ -238,7 +243,7 @@ def test_unwritten_tensors_are_named_once_on_every_rank(rank: int):
     assert sorted(caught.value.where.splitlines()) == [
         "counts",
         "gain",
-        "layers.*.1.table (3, the first is layers.0.1.table)",
+        "layers.0.1.table … layers.2.1.table (3)",
         "level",
         "mask",
     ]
@@ -283,12 +288,13 @@ class TopDown(nn.Module):
         nn.init.trunc_normal_(self.first.weight, std=0.02)
         self.second.weight.data.copy_(self.first.weight.data * 2)
         self.first.bias.data = torch.linspace(0, 1, 5)
-        kept = [layer.weight.data for layer in self.third]
+        a, b, c = (layer.get_parameter("weight") for layer in self.third)
+        kept = [a.data, b.data, c.data]
         for number, weight in enumerate(kept):
             weight.normal_()
             weight[number] = number
-        self.third[2].weight.copy_(self.third[0].weight + self.third[1].weight)
-        self.second.bias.copy_(torch.zeros_like(self.second.bias) + self.third[2].weight.sum())
+        c.copy_(a + b)
+        self.second.bias.copy_(torch.zeros_like(self.second.bias) + c.sum())
 
 
 @ranks(2)
@@ -321,7 +327,7 @@ def test_tensors_that_have_values_are_kept(rank: int):
     with torch.no_grad():
         tower.ff.weight.fill_(7.0)
     expected = values(tower)
-    model.get_submodule("blocks")[1] = tower
+    model.get_submodule("blocks").register_module("1", tower)
 
     def init(module: nn.Module) -> None:
         for parameter in module.parameters():
@@ -342,7 +348,9 @@ def test_init_that_differs_between_ranks_is_refused_or_synchronised(rank: int):
         if isinstance(module, nn.Linear):
             nn.init.constant_(module.weight, dist.get_rank() + 1.0)
 
-    with pytest.raises(ShardError, match=r"back\.weight differs between ranks"):
+    with pytest.raises(
+        ShardError, match=r"blocks\.0\.attention\.out_proj\.weight differs between ranks, and 5"
+    ):
         materialize(sharded(), init)
     model = materialize(sharded(), init, sync_from_rank_zero=True)
     assert torch.equal(values(model)["blocks.1.ff.weight"], torch.ones(7, 8))
@@ -354,7 +362,7 @@ def test_unsharded_model_with_values_is_synchronised_before_sharding(rank: int):
     model = Net()
     with torch.no_grad():
         model.scale.get_buffer("mask").fill_(rank == 0)
-    with pytest.raises(ShardError, match="embed.weight differs between ranks"):
+    with pytest.raises(ShardError, match=r"embed\.weight differs between ranks"):
         materialize(model)
     materialize(model, sync_from_rank_zero=True)
     torch.manual_seed(0)
@@ -369,11 +377,11 @@ def test_replicas_that_differ_are_refused(rank: int):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = materialize(sharded(mesh))
     weight = model.get_parameter("blocks.0.back.weight")
+    assert isinstance(weight, DTensor)
     with torch.no_grad():
-        if rank == 3:  # the second shard of the second replica
+        if rank == 3:  # the second shard of the second replica: ranks 0 and 2 cannot see it
             weight.to_local().add_(1)
-    message = "back.weight|another part of the mesh"
-    with pytest.raises(ShardError, match=message):
+    with pytest.raises(ShardError, match=r"blocks\.0\.back\.weight differs between ranks\n"):
         materialize(model)
     materialize(model, sync_from_rank_zero=True)
     materialize(model)
@@ -385,7 +393,9 @@ def test_initialiser_that_fails_on_one_rank_raises_on_all(rank: int):
         if rank == 1 and isinstance(module, nn.Embedding):
             raise OSError("no such file")
 
-    with pytest.raises(ShardError, match=r"an initialiser of Embedding failed: OSError: no such file") as caught:
+    with pytest.raises(
+        ShardError, match=r"an initialiser of Embedding failed: OSError: no such file"
+    ) as caught:
         materialize(sharded(), init)
     assert caught.value.where == "embed"
 
@@ -407,30 +417,99 @@ def test_meta_left_over_is_named(rank: int):
 
 
 class Wide(nn.Module):
-    """Eight layers of 1 MiB."""
+    """Eight layers of 1 MiB, which the root can initialise, too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(8))
 
+    def init_weights(self) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith("weight"):
+                parameter.data.normal_()
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.5)
 
+
+@pytest.mark.parametrize("from_the_top", [False, True])
 @ranks(2)
-def test_peak_memory_is_the_shard_and_one_module(rank: int, tmp_path: Path):
+def test_peak_memory_is_the_shard_and_one_module(rank: int, from_the_top: bool, tmp_path: Path):
     """Judged by torch's allocator: the whole model is 8 MiB, this rank's part 4 MiB, one module 1 MiB."""
     mebibyte = 2**20
     model = on_meta(Wide)
     for layer in model.get_submodule("layers").children():
         fully_shard(layer)
     fully_shard(model)
-    trace = tmp_path / f"{rank}.json"
+    init = (
+        (lambda module: module.init_weights() if isinstance(module, Wide) else None) if from_the_top else None
+    )
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
-        materialize(model)
+        materialize(model, init)
+    trace = tmp_path / f"{rank}.json"
     profile.export_chrome_trace(str(trace))
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
-    totals = [event["args"]["Total Allocated"] for event in events]
-    start = totals[0] - events[0]["args"]["Bytes"]
-    peak = max(totals) - start
-    assert 5 * mebibyte <= peak <= 6 * mebibyte + 64 * 1024, peak / mebibyte
-    assert totals[-1] - start <= 4 * mebibyte + 64 * 1024
+    changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
+    allocated = list(itertools.accumulate(changes))
+    # Gathering a tensor makes its collective's output and one copy; checking makes a quarter of one.
+    limit = (7 if from_the_top else 5.5) * mebibyte
+    assert 5 * mebibyte <= max(allocated) <= limit, max(allocated) / mebibyte
+    assert allocated[-1] <= 4.1 * mebibyte
+
+
+@ranks(4)
+def test_ranks_along_a_tensor_axis_draw_the_same_numbers(rank: int):
+    """The model is sharded over pairs of ranks; both pairs must hold the same model."""
+    mesh = init_distributed(MeshConfig(tensor=2))
+    try:
+        model = sharded(mesh)
+        torch.manual_seed(rank)
+        found = values(materialize(model))
+        torch.manual_seed(0)
+        assert_same(found, values(materialize(on_meta(Net))))
+    finally:
+        init_distributed()
+
+
+class Normed(nn.Module):
+    """Parametrised: what is stored is not what `reset_parameters` writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(6, 5))
+        self.second = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).exp()
+
+
+@ranks(2)
+def test_weight_norm_is_initialised_through_its_inverse(rank: int):
+    model = on_meta(Normed)
+    fully_shard(model)
+    torch.manual_seed(9)
+    found = values(materialize(model))
+    torch.manual_seed(9)
+    assert_same(found, values(materialize(on_meta(Normed))))
+    norm = found["first.parametrizations.weight.original0"]
+    direction = found["first.parametrizations.weight.original1"]
+    torch.testing.assert_close(norm, direction.norm(dim=1, keepdim=True))
+    assert direction.abs().max() <= 6**-0.5
+    model(torch.ones(2, 6)).sum().backward()
+
+
+@ranks(2)
+def test_recurrent_layers_keep_their_list_of_weights(rank: int):
+    def build() -> nn.Module:
+        return nn.LSTM(4, 3)
+
+    model = on_meta(build)
+    fully_shard(model)
+    torch.manual_seed(2)
+    found = values(materialize(model))
+    torch.manual_seed(2)
+    plain = materialize(on_meta(build))
+    assert_same(found, values(plain))
+    batch = torch.ones(5, 2, 4)
+    assert torch.equal(model(batch)[0], plain(batch)[0])

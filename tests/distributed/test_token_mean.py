@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from shardwise.errors import ConfigError
-from shardwise.training.step import accumulate, mean_over_ranks, token_mean
-from tests.by_hand import assert_same, full_gradients, mesh_1d, mesh_2d
+from shardwise.training.step import AccumulationMode, accumulate, mean_over_ranks, token_mean
+from tests.by_hand import assert_same, full_gradients, mesh_1d, mesh_2d, shard_module
 from tests.ranks import ranks
 
 # Rows of each micro-step on each rank: very different lengths, and none at all.
@@ -41,11 +38,11 @@ def reference(num_ranks: int) -> tuple[float, dict[str, torch.Tensor]]:
     total = sum(sum(lengths) for lengths in LENGTHS[:num_ranks])
     loss = sum(summed_loss(model, rank, step) for rank in range(num_ranks) for step in range(2)) / total
     loss.backward()  # pyrefly: ignore[missing-attribute]
-    return float(loss), {name: p.grad for name, p in model.named_parameters()}  # pyrefly: ignore
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}  # pyrefly: ignore
 
 
-def train(rank: int, num_ranks: int, mode: str, mesh, num_tokens) -> None:
-    model = fully_shard(build(), mesh=mesh)
+def train(rank: int, num_ranks: int, mode: AccumulationMode, mesh, num_tokens) -> None:
+    model = shard_module(build(), mesh)
     logged = torch.zeros(())
     for step in range(2):
         with accumulate(model, step, 2, mode):
@@ -60,14 +57,14 @@ def train(rank: int, num_ranks: int, mode: str, mesh, num_tokens) -> None:
 @ranks(2)
 @pytest.mark.parametrize("mode", ["comm", "memory"])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_every_token_counts_the_same_on_one_axis(rank: int, mode: str, as_tensor: bool):
+def test_every_token_counts_the_same_on_one_axis(rank: int, mode: AccumulationMode, as_tensor: bool):
     num_tokens = sum(LENGTHS[rank])
     train(rank, 2, mode, mesh_1d(2), torch.tensor(num_tokens) if as_tensor else num_tokens)
 
 
 @ranks(4)
 @pytest.mark.parametrize("mode", ["comm", "memory", "hsdp"])
-def test_every_token_counts_the_same_on_two_axes(rank: int, mode: str):
+def test_every_token_counts_the_same_on_two_axes(rank: int, mode: AccumulationMode):
     train(rank, 4, mode, mesh_2d(), sum(LENGTHS[rank]))
 
 
@@ -104,4 +101,4 @@ def test_single_process_needs_no_process_group():
     loss = token_mean(weight * 12, 4)
     loss.backward()
     assert (loss.item(), weight.grad.item()) == (6.0, 3.0)  # pyrefly: ignore
-    assert copy.copy(mean_over_ranks(loss)).item() == 6.0
+    assert mean_over_ranks(loss).item() == 6.0

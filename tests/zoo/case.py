@@ -22,6 +22,8 @@ class Case:
     runs_again: tuple[str, ...] = ()
     """FQN patterns of modules that the model itself runs several times in a pass, so that their group is
     gathered several times too."""
+    blocks: tuple[str, ...] = ()
+    """FQN patterns of the blocks, where `largest_unit` would look too deep (blocks made of small blocks)."""
     together: tuple[str, ...] = ()
     """FQN patterns of modules that must share one group although each is a block: the reason is the case's own."""
     min_groups: int = 2

@@ -75,7 +75,14 @@ def images(seed: int) -> Tensor:
 CASES = [
     Case(name="unet", build=unet, make_batch=unet_batch, four_ranks=True),
     Case(name="autoencoder", build=autoencoder, make_batch=images),
-    Case(name="autoencoder_methods", build=autoencoder, make_batch=images, loss=autoencoder_loss, four_ranks=True),
+    Case(
+        name="autoencoder_methods",
+        build=autoencoder,
+        make_batch=images,
+        loss=autoencoder_loss,
+        runs_again=("",),  # the root is entered by `encode` and again by `decode`
+        four_ranks=True,
+    ),
     Case(name="diffusion_transformer", build=diffusion_transformer, make_batch=diffusion_transformer_batch, slow=True),
     Case(name="stable_diffusion_3", build=stable_diffusion_3, make_batch=stable_diffusion_3_batch, slow=True),
 ]

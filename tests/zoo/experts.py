@@ -131,9 +131,54 @@ class ByBranch(nn.Module):
         return x
 
 
+class LayerDrop(nn.Module):
+    """Skips layers at random, differently on every rank, as speech models do in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Expert() for _ in range(4)])
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.training and torch.rand([]) < 0.5:
+                continue
+            x = x + layer(x)
+        return self.head(x)
+
+
+class EarlyExit(nn.Module):
+    """Stops when the input says so: ranks run different numbers of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Expert() for _ in range(4)])
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        depth = int(x[:, -1].max())
+        for i, layer in enumerate(self.layers):
+            if i > depth:
+                break
+            x = x + layer(x)
+        return self.head(x)
+
+
+class BySlice(EarlyExit):
+    """The same, as a slice of the list."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: int(x[:, -1].max()) + 1]:
+            x = x + layer(x)
+        return self.head(x)
+
+
 CASES = [
     Case(name="experts_by_index", build=by_index, make_batch=routed_batch, four_ranks=True),
     Case(name="experts_by_mask", build=by_mask, make_batch=routed_batch, four_ranks=True),
     Case(name="experts_by_all", build=by_all, make_batch=routed_batch, four_ranks=True),
+    Case(name="layer_drop", build=LayerDrop, make_batch=routed_batch, four_ranks=True),
+    Case(name="early_exit", build=EarlyExit, make_batch=routed_batch),
+    Case(name="layers_by_slice", build=BySlice, make_batch=routed_batch),
     Case(name="branch_by_data", build=ByBranch, make_batch=routed_batch, four_ranks=True),
 ]

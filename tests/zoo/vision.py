@@ -1,10 +1,9 @@
 """Image models of transformers: transformers over patches, convolutions with batch statistics, dense prediction."""
 
-import torch
 import transformers as hf
-from torch import Tensor, nn
+from torch import nn
 
-from tests.zoo.case import Case, generator, normal, pixel_batch
+from tests.zoo.case import Case, pixel_batch
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4)
 
@@ -20,5 +19,11 @@ def resnet() -> nn.Module:
 
 CASES = [
     Case(name="vit", build=vit, make_batch=pixel_batch(), four_ranks=True),
-    Case(name="resnet", build=resnet, make_batch=pixel_batch(size=32), four_ranks=True),
+    Case(
+        name="resnet",
+        build=resnet,
+        make_batch=pixel_batch(size=32),
+        blocks=("resnet.encoder.stages.*.layers.*",),
+        four_ranks=True,
+    ),
 ]

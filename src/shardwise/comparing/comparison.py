@@ -42,6 +42,8 @@ class Comparison:
     reference_losses: list[float] = field(default_factory=list)
     slack: dict[str, Tensor] = field(default_factory=dict)
     """How far optimizer steps may have driven each entry apart, given the gradients so far."""
+    drift: float = 0.0
+    """How far rounding has driven a parameter apart, through the optimizer."""
 
     def compare_start(self) -> None:
         """Compare weights and ties before the first step.
@@ -69,7 +71,8 @@ class Comparison:
         self._compare_gradients(expected, before, step + 1)
         self.optimizer.step()
         theirs = dict(self.reference.model.named_parameters())
-        self._compare("parameter", step + 1, self._whole_parameters(theirs), theirs, mistaken=before)
+        gaps = self._compare("parameter", step + 1, self._whole_parameters(theirs), theirs, mistaken=before)
+        self.drift = max([self.drift, *(gap.furthest for gap in gaps.values() if gap.within)])
         buffers = self.reference.buffers[self.reference.rank]
         self._compare("buffer", step + 1, registered_buffers(self.model), buffers)
         self.optimizer.zero_grad(set_to_none=True)
@@ -79,7 +82,7 @@ class Comparison:
         self.reference_losses.append(sum(theirs) / len(theirs))
         mine = torch.tensor(theirs[self.reference.rank], dtype=torch.float64)
         scale = max(abs(loss) for loss in theirs)
-        gap = measure(torch.tensor(ours, dtype=torch.float64), mine, self.tolerance.relative, floor=scale)
+        gap = measure(torch.tensor(ours, dtype=torch.float64), mine, self.tolerance.at(step), floor=scale)
         self._judge("loss", step, {"": gap}, 1)
 
     def _compare_gradients(self, expected: ReferenceStep, before: dict[str, Tensor], step: int) -> None:
@@ -100,16 +103,21 @@ class Comparison:
     def _compare(
         self, quantity: Quantity, step: int, ours: Tensors, theirs: Tensors, *, floor: float = 0.0,
         mistaken: Tensors | None = None,
-    ) -> None:  # fmt: skip
+    ) -> dict[str, Gap]:  # fmt: skip
         """Measure every pair. `mistaken` is what the sharded run holds after the usual mistake."""
-        slack = self.slack if quantity == "parameter" else {}
         gaps = {
-            name: measure(ours.get(name), value, self.tolerance.relative, floor=floor, slack=slack.get(name))
+            name: measure(ours.get(name), value, self.tolerance.at(step), floor=floor, slack=self._slack(quantity, name))
             for name, value in theirs.items()
         }
         wrong = [name for name, gap in gaps.items() if not gap.within]
         usual = mistaken is not None and all(measure(ours[n], mistaken[n], 1e-6).within for n in wrong)
         self._judge(quantity, step, gaps, len(theirs), usual_mistake=usual)
+        return gaps
+
+    def _slack(self, quantity: Quantity, name: str) -> Tensor | None:
+        if quantity == "buffer":  # running statistics move with the parameters before them
+            return torch.tensor(self.drift)
+        return self.slack.get(name) if quantity == "parameter" else None
 
     def _judge(
         self, quantity: Quantity, step: int, gaps: dict[str, Gap], num_compared: int, *, usual_mistake: bool = False

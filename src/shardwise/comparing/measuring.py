@@ -9,7 +9,7 @@ from torch import Tensor
 
 # A gradient below this part of the model's largest is judged on the scale of the large one: where
 # contributions cancel (a key bias under softmax), what is left is the rounding error of large numbers.
-GRADIENT_FLOOR = 1e-2
+GRADIENT_FLOOR = 0.1
 # An adaptive step is at most a few times the typical update; see `step_slack`.
 SLACK_FACTOR = 4.0
 
@@ -24,6 +24,8 @@ class Gap:
     """Largest difference over what is allowed there; above 1 is a difference."""
     sharded: float | None
     reference: float | None
+    furthest: float = math.inf
+    """Largest absolute difference."""
 
     @property
     def within(self) -> bool:
@@ -45,11 +47,11 @@ def measure(
     """
     if sharded is None or reference is None:
         far = 0.0 if sharded is reference else math.inf
-        return Gap(far, far, _at_largest(sharded), _at_largest(reference))
+        return Gap(far, far, _at_largest(sharded), _at_largest(reference), far)
     if sharded.shape != reference.shape:
         return Gap(math.inf, math.inf, _at_largest(sharded), _at_largest(reference))
     if reference.numel() == 0:
-        return Gap(0.0, 0.0, 0.0, 0.0)
+        return Gap(0.0, 0.0, 0.0, 0.0, 0.0)
     ours, theirs = _flat(sharded), _flat(reference)
     difference = _distance(ours, theirs)
     scale = max(largest(reference), floor)
@@ -61,7 +63,7 @@ def measure(
     worst = int(excess.argmax())
     furthest = float(difference.max())
     relative = furthest / scale if scale else (0.0 if furthest == 0 else math.inf)
-    return Gap(relative, float(excess[worst]), float(ours[worst]), float(theirs[worst]))
+    return Gap(relative, float(excess[worst]), float(ours[worst]), float(theirs[worst]), furthest)
 
 
 def step_slack(sharded: Tensor, reference: Tensor, largest_update: float) -> Tensor:

@@ -83,6 +83,7 @@ def parity(
         model = _materialized(shard(model, config, mesh=mesh), seed)
         state = sharded_state(model)
         assert state is not None
+        _upcast(unsharded, state.plan)
         reference = Reference(unsharded, make_optimizer(unsharded.parameters()), task, _position(ranks))
         accuracy = tolerance_for(state.plan, tolerance)
         comparison = Comparison(reference, model, make_optimizer(model.parameters()), accuracy, ranks)
@@ -136,6 +137,14 @@ def _materialized(model: nn.Module, seed: int) -> nn.Module:
         seed_everything(seed)
         materialize(model)
     return model
+
+
+def _upcast(model: nn.Module, plan: Plan) -> None:
+    """Store in one process what the plan stores in a wider dtype; widening changes no value."""
+    for planned in plan.parameters:
+        if planned.upcast_from:
+            parameter = model.get_parameter(planned.fqn)
+            parameter.data = parameter.data.to(getattr(torch, planned.dtype))
 
 
 def _has_meta(model: nn.Module) -> bool:

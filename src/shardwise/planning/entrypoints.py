@@ -6,9 +6,10 @@ from torch import nn
 
 from shardwise.planning import source_statements as _statements  # noqa: F401  fills the tables of the reader
 from shardwise.planning.calls import Calls
-from shardwise.planning.places import Places, has_forward, is_holder
+from shardwise.planning.places import Places, has_forward, has_parameters, is_holder
 from shardwise.planning.source_entries import public_entries
 from shardwise.planning.source_facts import Entry, FactBook
+from shardwise.planning.source_summary import summarise
 from shardwise.planning.tracing import trace_calls
 
 
@@ -28,34 +29,34 @@ def find_calls(model: nn.Module, example_inputs: Any = None) -> Calls:
     traced = trace_calls(model, example_inputs)
     if not traced.complete:
         return read_calls(model).merge(Calls(notes=traced.notes))
-    forward, methods = _read(model)
-    return traced.merge(forward.without(traced)).merge(methods)
+    forward, rest = _read(model)
+    return traced.merge(forward.without(traced)).merge(rest)
 
 
 def read_calls(model: nn.Module) -> Calls:
     """Find who calls what by reading the source of the model's classes. Nothing of the model is run."""
-    forward, methods = _read(model)
-    return forward.merge(methods)
+    forward, rest = _read(model)
+    return forward.merge(rest)
 
 
 def _read(model: nn.Module) -> tuple[Calls, Calls]:
-    """What happens below the root's forward, and what only its other public methods do."""
+    """What happens below the root's forward, and what only its other public methods or the script do."""
     places = Places(model)
     book = FactBook(places)
     if has_forward(model):
         book.follow(Entry(model, "forward"))
-    forward_only = book.calls()
+    num_below_forward = len(book.facts)
     public, notes = public_entries(model, book)
     book.notes += notes
     _assume_the_rest(book, places)
-    everything = book.calls(public)
-    return forward_only, everything
+    facts = [fact for fact, _ in book.facts.values()]
+    return summarise(book, facts[:num_below_forward]), summarise(book, facts[num_below_forward:], public)
 
 
 def _assume_the_rest(book: FactBook, places: Places) -> None:
     """Modules that nothing was found to enter: the user's script may call them, so read them as if it did."""
     for name, module in places.modules.items():
-        if not name or is_holder(module) or id(module) in places.internal:
+        if not name or is_holder(module) or id(module) in places.internal or not has_parameters(module):
             continue
         if not book.is_touched(module):
             book.assume(module)

@@ -202,6 +202,9 @@ def around_calls(unit: Unit, calls: Calls) -> Unit:
         if parts:
             why = f"{unit.reason}; its parts are called directly ({_some(inner, node)}), so the hooks sit on them"
             return replace(unit, nodes=parts, kind="part", reason=why)
+    if any(part.fqn in calls.conditional for part in unit.nodes):
+        why = "held gathered, because the data of a rank decide whether it runs"
+        return replace(unit, held=True, reason=f"{unit.reason}; {why}")
     if any(is_read_outside(part, part, calls) for part in unit.nodes):
         return replace(unit, held=True, reason=f"{unit.reason}; held gathered, because code outside reads its weights")
     if node.is_atom and calls.is_known(node.fqn) and node.fqn not in calls.called:

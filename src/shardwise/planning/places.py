@@ -23,6 +23,11 @@ def is_opaque(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention)
 
 
+def has_parameters(module: nn.Module) -> bool:
+    """Whether there is anything to shard at or below the module."""
+    return next(module.parameters(), None) is not None
+
+
 class Places:
     """Names of a model's modules and parameters, by identity; shared ones have several names."""
 

@@ -202,10 +202,9 @@ class _Draft:
         return any(node.fqn in calls.repeated for node in unit.nodes)
 
     def _holds(self, unit: Unit, name: str) -> bool:
-        """Whether a module strictly inside the unit has this name and parameters of its own to leave out."""
+        """Whether a module of this name, with parameters that may be left out, belongs to the unit."""
         node = self.tree.nodes.get(name)
-        inside = node is not None and unit.contains(node) and all(node is not mine for mine in unit.nodes)
-        return inside and bool(node.keys)
+        return node is not None and unit.contains(node) and bool(node.keys)
 
     def _entry_points(self, unit: Unit, calls: Calls, is_root: bool) -> tuple[str, ...]:
         found = [f"{node.fqn}:{method}" for node in unit.nodes for method in sorted(calls.methods.get(node.fqn, ()))]

@@ -16,7 +16,7 @@ _MACHINERY = (
 _BOOKKEEPING = (
     "reset_", "init", "tie_", "load", "save", "set_", "from_", "to_", "num_", "count_", "gradient_checkpointing",
     "resize_", "prune_", "fuse_", "unfuse_", "enable_", "disable_", "freeze", "unfreeze", "merge_", "unmerge_", "add_",
-    "remove_", "register_", "configure_", "quantize", "dequantize", "push_", "export", "extra_repr", "train", "eval",
+    "remove_", "register_", "prepare_inputs_for_generation", "configure_", "quantize", "dequantize", "push_", "export", "extra_repr", "train", "eval",
 )  # fmt: skip
 _ENTRIES = {"training_step", "train_step", "eval_step"}
 
@@ -28,7 +28,7 @@ def public_entries(model: nn.Module, book: FactBook) -> tuple[list[str], list[st
     for name in _candidates(type(model)):
         function = underlying(inspect.getattr_static(type(model), name))[0]
         node = find_node(function) if function is not None else None
-        if name == "generate" and function is not None and (function.__module__ or "").startswith(_MACHINERY):
+        if name == "generate" and function is not None and (function.__module__ or "").startswith("transformers."):
             found.append(name)  # thousands of lines that end in self(...)
             continue
         if node is None or not book.follow(Entry(model, name)):
@@ -49,7 +49,7 @@ def _candidates(cls: type) -> list[str]:
                 continue
             if hasattr(nn.Module, name) or not isinstance(attribute, types.FunctionType):
                 continue
-            if name != "generate" and module.startswith(_MACHINERY):
+            if name != "generate" and (module.startswith(_MACHINERY) or ".generation" in module):
                 continue
             if name in _ENTRIES or not name.startswith(_BOOKKEEPING):
                 names[name] = None

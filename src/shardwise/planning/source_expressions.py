@@ -222,10 +222,25 @@ def _compare_two(left: Value, op: ast.cmpop, right: Value, frame: Frame) -> Valu
             return known(bool(_COMPARISON[type(op)](one, other)), settings=settings)
         except (TypeError, KeyError):
             return PLAIN
-    if not isinstance(op, ast.In | ast.NotIn):
+    if isinstance(op, ast.In | ast.NotIn) and isinstance(one, _SIMPLE):
+        members = _constants(right)
+        if members is not None:
+            return known((one in members) is isinstance(op, ast.In), settings=settings)
+    else:
         consume(left, frame)
         consume(right, frame)
     return opaque(left, right, source=compare(left, right))
+
+
+def _constants(value: Value) -> list[Any] | None:
+    """The members of a list of constants, written out or real."""
+    things = value.only()
+    if type(things) in (list, tuple, set, frozenset, dict):
+        return list(things) if all(isinstance(thing, _SIMPLE) for thing in things) else None
+    if len(value.atoms) != 1 or value.open or not isinstance(atom := next(iter(value.atoms)), Sequence):
+        return None
+    members = [inner.only() for inner in atom.items]
+    return members if all(isinstance(thing, _SIMPLE) for thing in members) else None
 
 
 def _same_object(left: Value, right: Value) -> bool | None:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.planning.calls import Calls
 from shardwise.planning.places import Places, has_forward, is_opaque
 from shardwise.planning.source_frames import Analysis, Fact, Frame
 from shardwise.planning.source_functions import start
@@ -41,6 +40,7 @@ class FactBook:
         self.unreadable: dict[str, None] = {}
         self.notes: list[str] = []
         self._readings: dict[Any, list[Reading]] = defaultdict(list)
+        self._failed: set[Any] = set()
         self._kinds: dict[Any, int] = {}
         self._kind_of: dict[int, int] = {}
         self._touched: set[int] = set()
@@ -69,20 +69,30 @@ class FactBook:
 
     def _read(self, entry: Entry) -> list[Entry]:
         module = entry.module
-        if is_opaque(module) or (not module._modules and type(module).__module__.startswith("torch.")):
+        if is_opaque(module) or (type(module).__module__.startswith("torch.") and not self._has_parts(module)):
             self.active[id(module), entry.name] = True
             return []
         kind = (self._kind(module), entry.name)
         for reading in self._readings[kind]:
             if all(_same(self._setting(module, path, name), value) for path, name, value in reading.settings):
                 return self._apply(reading, entry)
+        if kind in self._failed:
+            return self._give_up(entry)
         try:
             analysis = self._analyse(entry)
+            why = "no source" if analysis is None else ""
         except Exception as error:  # whatever odd code does to the reader, the rest of the model is still read
-            return self._give_up(entry, f"{type(error).__name__}: {error}")
-        if analysis is None:
-            return self._give_up(entry, "no source")
-        return self._keep(analysis, entry, kind)
+            analysis, why = None, f"{type(error).__name__}: {error}"
+        if analysis is not None:
+            return self._keep(analysis, entry, kind)
+        self._failed.add(kind)
+        name = f"{type(entry.module).__qualname__}.{entry.name}"
+        if entry.module._modules:
+            self.notes.append(f"{name} could not be read ({why}): its parts count as called")
+        return self._give_up(entry)
+
+    def _has_parts(self, module: nn.Module) -> bool:
+        return any(id(child) not in self.places.internal for child in module.children())
 
     def _analyse(self, entry: Entry) -> Analysis | None:
         module = entry.module
@@ -97,14 +107,11 @@ class FactBook:
             start(entered, module, frame)
         return analysis
 
-    def _give_up(self, entry: Entry, why: str) -> list[Entry]:
+    def _give_up(self, entry: Entry) -> list[Entry]:
         module = entry.module
-        name = type(module).__qualname__
         self.active[id(module), entry.name] = True
-        if not module._modules:
-            return []
-        self.unreadable[name] = None
-        self.notes.append(f"{name}.{entry.name} could not be read ({why}): its parts count as called")
+        if module._modules:
+            self.unreadable[type(module).__qualname__] = None
         entries = []
         for child in _callable_children(module):
             if id(child) not in self.places.internal:
@@ -115,6 +122,9 @@ class FactBook:
     def _keep(self, analysis: Analysis, entry: Entry, kind: Any) -> list[Entry]:
         module = entry.module
         self.active[id(module), entry.name] = analysis.activity > 0
+        modules = {id(fact.target): fact.target for fact in analysis.facts.values()}
+        for identity, count in analysis.counts.items():
+            analysis.add(Fact("count", (module,), modules[identity], str(count)))
         entries = [Entry(*deferred) for deferred in analysis.deferred.values()]
         for fact in analysis.facts.values():
             self._add(fact, entry)
@@ -170,11 +180,6 @@ class FactBook:
         if fact.kind in ("call", "method", "read"):
             self._touched |= self.places.covered([fact.target])
 
-    def calls(self, public_methods: list[str] | None = None) -> Calls:
-        """Everything found, as names."""
-        from shardwise.planning.source_summary import summarise
-
-        return summarise(self, public_methods or [])
 
 
 def _callable_children(module: nn.Module) -> list[nn.Module]:

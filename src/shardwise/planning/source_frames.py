@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import math
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch import nn
 from shardwise.planning.places import Places, is_holder
 from shardwise.planning.source_values import PLAIN, Bound, Closure, Known, Source, Value, join, known, leaves
 
-MOST_STEPS = 400_000
+MOST_STEPS = 30_000
 MOST_DEPTH = 30
 
 
@@ -21,7 +22,7 @@ class Fact(NamedTuple):
     """One thing that the code of the last module in `chain` does to `target`."""
 
     kind: str
-    """call, method, read (of `target`'s parameter `name`), dispatch or repeat."""
+    """call, method, read (of `target`'s parameter `name`), dispatch, or count (`name` times at least)."""
     chain: tuple[nn.Module, ...]
     target: nn.Module
     name: str = ""
@@ -184,18 +185,24 @@ def record_call(module: nn.Module, through: Value, frame: Frame) -> None:
         return
     analysis.activity += 1
     analysis.add(Fact("call", frame.chain, module, "", frame.is_conditional or through.picked))
-    candidates = len({id(_object(leaf)) for leaf in leaves(through)})
-    walked = [loop for loop in frame.loops if loop.identity in through.loops]
-    if candidates == 1 or any(loop.count == candidates for loop in walked):
-        analysis.counts[id(module)] = analysis.counts.get(id(module), 0) + 1
-    again = analysis.counts.get(id(module), 0) > 1
-    for loop in frame.loops:
-        if loop.count is None:
-            again = again or loop not in walked
-        elif loop.count > 1:
-            again = again or loop not in walked or loop.count > candidates
-    if again:
-        analysis.add(Fact("repeat", frame.chain, module))
+    turns = math.prod(loop.count or 0 for loop in frame.loops if loop.identity in through.loops)
+    if turns >= len(candidates(through)):  # otherwise some of them may not be called at all
+        again = any(loop.count is None or loop.count > 1 for loop in unwalked(through, frame))
+        analysis.counts[id(module)] = analysis.counts.get(id(module), 0) + (2 if again else 1)
+
+
+def candidates(value: Value) -> set[int]:
+    """Identities of the objects that a value may be."""
+    return {id(_object(leaf)) for leaf in leaves(value)}
+
+
+def unwalked(value: Value, frame: Frame) -> tuple[Loop, ...]:
+    """The running loops that come back to the same object: it is not theirs, or they have more turns than objects."""
+    return tuple(
+        loop
+        for loop in frame.loops
+        if loop.identity not in value.loops or (loop.count is not None and loop.count > len(candidates(value)))
+    )
 
 
 def _object(leaf: Known | Bound | Closure) -> Any:
@@ -236,12 +243,9 @@ def _holds_modules(leaf: Any, places: Places) -> bool:
 
 
 def join_counts(many: list[dict[int, int]]) -> dict[int, int]:
-    """The most calls on any of several ways through the code."""
-    joined: dict[int, int] = {}
-    for counts in many:
-        for identity, count in counts.items():
-            joined[identity] = max(count, joined.get(identity, 0))
-    return joined
+    """The calls that are made whichever of several ways the code takes."""
+    shared = set(many[0]).intersection(*many[1:])
+    return {identity: min(counts[identity] for counts in many) for identity in shared}
 
 
 def join_names(many: list[dict[str, Value]]) -> dict[str, Value]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.planning.source_files import FunctionNode, find_node, is_generator, underlying
-from shardwise.planning.source_frames import MOST_DEPTH, Frame, evaluate, execute, join_counts
+from shardwise.planning.source_frames import MOST_DEPTH, Frame, evaluate, execute, join_counts, unwalked
 from shardwise.planning.source_values import (
     ARGUMENT,
     NONE,
@@ -49,8 +49,18 @@ def enter_function(
     *,
     receiver: Any = None,
     chain: tuple[nn.Module, ...] | None = None,
+    through: Value | None = None,
 ) -> Value | None:
-    """Read a real function's body with these arguments; None where there is no source or no budget."""
+    """Read a real function's body with these arguments; None where there is no source or no budget.
+
+    Args:
+        function: Any callable with a plain function behind it.
+        arguments: The receiver first, where there is one.
+        frame: Where the call is written.
+        receiver: The object it is a method of.
+        chain: The modules whose code is then running; the frame's unless given.
+        through: The value that was called, to tell a loop over layers from repeated calls of one.
+    """
     plain, bound_to = underlying(function)
     node = find_node(plain) if plain is not None else None
     if plain is None or node is None or frame.depth >= MOST_DEPTH:
@@ -59,9 +69,8 @@ def enter_function(
         arguments = arguments.after(known(bound_to))
     analysis = frame.analysis
     chain = frame.chain if chain is None else chain
-    key = (
-        node, id(receiver), arguments.key(), tuple(map(id, chain)), frame.is_conditional, frame.loops,
-    )  # fmt: skip
+    loops = unwalked(through, frame) if through is not None else frame.loops
+    key = (node, id(receiver), arguments.key(), tuple(map(id, chain)), frame.is_conditional, loops)
     if key in analysis.results:
         result, added, activity = analysis.results[key]
         analysis.activity += activity
@@ -73,6 +82,7 @@ def enter_function(
     before = dict(analysis.counts)
     activity = analysis.activity
     inner = _child(frame, chain, plain, _defaults(plain, node), receiver)
+    inner.loops = loops
     result = _run(node, arguments, inner, (node, id(receiver)))
     added = {
         identity: count - before.get(identity, 0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.planning.places import has_forward, is_holder
+from shardwise.planning.places import is_holder
 from shardwise.planning.source_attributes import load_from_module
 from shardwise.planning.source_builtins import BUILTINS, MODULE_METHODS, WITHOUT_EFFECT
 from shardwise.planning.source_containers import dict_items, list_items
@@ -104,26 +104,26 @@ def call_module(module: nn.Module, callee: Value, arguments: Arguments, frame: F
     """`module(...)`; its forward is read apart, and here too when it is handed modules or parameters."""
     record_call(module, callee, frame)
     places = frame.analysis.places
-    for value in arguments.values():
-        if not is_interesting(value, places):
-            continue
-        if module not in places or not has_forward(module):
-            hand_over(arguments, frame)
-        elif (type(module).__module__ or "").startswith("torch.nn."):
-            consume(value, frame)
-        else:
-            with frame.under(callee.picked):
-                forward = load_from_module(module, "forward", frame)
-                for atom in forward.atoms:
-                    if isinstance(atom, Bound):
-                        chain = (*frame.chain, module)
-                        given = arguments.after(known(module))
-                        enter_function(atom.function, given, frame, receiver=module, chain=chain)
-            break
-    if module not in places and (items := list_items(module)) is not None:
-        for inner in items:  # a Sequential made on the fly
+    if module not in places:
+        hand_over(arguments, frame)
+        for inner in list_items(module) or ():  # a Sequential made on the fly
             invoke(inner, arguments, frame)
+    elif any(is_interesting(value, places) for value in arguments.values()):
+        if type(module).__module__.startswith("torch.nn."):
+            hand_over(arguments, frame)
+        else:
+            _enter_forward(module, callee, arguments, frame)
     return TENSOR
+
+
+def _enter_forward(module: nn.Module, callee: Value, arguments: Arguments, frame: Frame) -> None:
+    counts = dict(frame.analysis.counts)
+    with frame.under(callee.picked):
+        for atom in load_from_module(module, "forward", frame).atoms:
+            if isinstance(atom, Bound):
+                given, chain = arguments.after(known(module)), (*frame.chain, module)
+                enter_function(atom.function, given, frame, receiver=module, chain=chain, through=callee)
+    frame.analysis.counts = counts  # the module's own reading counts what it calls
 
 
 def _invoke_bound(bound: Bound, callee: Value, arguments: Arguments, frame: Frame) -> Value:
@@ -135,19 +135,19 @@ def _invoke_bound(bound: Bound, callee: Value, arguments: Arguments, frame: Fram
         if underlying(bound.function)[0] is getattr(nn.Module, name, None):
             special = MODULE_METHODS.get(name)
             return special(receiver, arguments, frame) if special is not None else PLAIN
-        return _invoke_method(bound, given, frame)
+        return _invoke_method(bound, callee, given, frame)
     interesting = any(is_interesting(value, frame.analysis.places) for value in given.values())
     result = enter_function(bound.function, given, frame, receiver=receiver) if interesting else None
     return result if result is not None else hand_over(arguments, frame, name=name)
 
 
-def _invoke_method(bound: Bound, given: Arguments, frame: Frame) -> Value:
+def _invoke_method(bound: Bound, callee: Value, given: Arguments, frame: Frame) -> Value:
     """A method of a module other than `__call__`: entered without its hooks."""
     analysis, module = frame.analysis, bound.receiver.object
     own = module is frame.chain[-1] or module not in analysis.places
     chain = frame.chain if own else (*frame.chain, module)
     before = analysis.activity
-    result = enter_function(bound.function, given, frame, receiver=module, chain=chain)
+    result = enter_function(bound.function, given, frame, receiver=module, chain=chain, through=callee)
     if result is None:
         return hand_over(Arguments(given.positional[1:], given.keywords, given.spread), frame)
     if analysis.activity > before and module in analysis.places:
@@ -182,7 +182,8 @@ def _invoke_function(function: Any, arguments: Arguments, frame: Frame) -> Value
     if any(is_interesting(value, frame.analysis.places) for value in arguments.values()):
         first = arguments.positional[0].only() if arguments.positional else None
         if isinstance(first, nn.Module) and _is_method_of(function, first):  # Base.forward(self, x)
-            return _invoke_method(Bound(function, Known(first), function.__name__), arguments, frame)
+            bound = Bound(function, Known(first), function.__name__)
+            return _invoke_method(bound, arguments.positional[0], arguments, frame)
         result = enter_function(function, arguments, frame)
         if result is not None:
             return result
@@ -228,7 +229,9 @@ def _hand_over_one(value: Value, rest: Arguments, frame: Frame) -> None:
                 _invoke_bound(leaf, value, rest, frame)
         elif isinstance(leaf.object, nn.Module) and leaf.object is not frame.chain[-1]:
             elements = list_items(leaf.object) if is_holder(leaf.object) else None
-            for inner in elements if elements is not None else [known(leaf.object).like(loops=value.loops)]:
+            if elements is None:
+                record_call(leaf.object, value, frame)
+            for inner in elements or ():
                 if isinstance(inner.only(), nn.Module):
                     record_call(inner.only(), inner.like(picked=value.picked), frame)
     consume(value, frame)

@@ -1,31 +1,30 @@
 """From facts about modules to the names in `Calls`."""
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from shardwise.planning.calls import Calls
+from shardwise.planning.places import has_forward, has_parameters
+from shardwise.planning.source_facts import FactBook
 from shardwise.planning.source_frames import Fact
-
-if TYPE_CHECKING:
-    from shardwise.planning.source_facts import Entry, FactBook
 
 Table = dict[str, frozenset[str]]
 
 
-def summarise(book: "FactBook", public_methods: list[str]) -> Calls:
-    """Name everything that the book holds."""
+def summarise(book: FactBook, facts: Iterable[Fact], public_methods: Iterable[str] = ()) -> Calls:
+    """Name these facts of a book; what is conditional or repeated is judged from all of them."""
     places = book.places
     tables: dict[str, dict[str, set[str]]] = {
         kind: defaultdict(set) for kind in ("bypassed", "methods", "dispatched", "reads")
     }
-    called: set[str] = set()
-    for fact, _ in book.facts.values():
+    called: set[str] = {""} if has_forward(places.root) else set()
+    for fact in facts:
         _enter(fact, tables, called, book)
-    unconditional = _unconditional(book)
+    unconditional = {"", *_unconditional(book)}
     return Calls(
         called=frozenset(called),
         assumed=frozenset(places.name(module) for module in _modules(book) if id(module) in book.assumed),
-        conditional=frozenset(called - unconditional),
+        conditional=frozenset(name for name in called - unconditional if has_parameters(places.modules[name])),
         internal=frozenset(name for name, module in places.modules.items() if id(module) in places.internal),
         bypassed=_freeze(tables["bypassed"]),
         methods=_freeze(tables["methods"]),
@@ -38,11 +37,11 @@ def summarise(book: "FactBook", public_methods: list[str]) -> Calls:
     )
 
 
-def _modules(book: "FactBook"):
+def _modules(book: FactBook):
     return book.places.modules.values()
 
 
-def _enter(fact: Fact, tables: dict[str, dict[str, set[str]]], called: set[str], book: "FactBook") -> None:
+def _enter(fact: Fact, tables: dict[str, dict[str, set[str]]], called: set[str], book: FactBook) -> None:
     places = book.places
     target = places.name(fact.target)
     reader = places.name(fact.chain[-1])
@@ -59,7 +58,7 @@ def _enter(fact: Fact, tables: dict[str, dict[str, set[str]]], called: set[str],
             tables["bypassed"][places.name(outer)].add(target)
 
 
-def _unconditional(book: "FactBook") -> set[str]:
+def _unconditional(book: FactBook) -> set[str]:
     """Modules that run whatever the data, from the root down."""
     by_caller: dict[tuple[int, str], list[Fact]] = defaultdict(list)
     for fact, entry in book.facts.values():
@@ -80,26 +79,24 @@ def _unconditional(book: "FactBook") -> set[str]:
     return certain
 
 
-def _repeated(book: "FactBook") -> set[str]:
-    """Modules called more than once a pass, and all that they call in turn, if they have parameters."""
-    below: dict[int, set[int]] = defaultdict(set)
-    modules = {id(module): module for module in _modules(book)}
-    again: set[int] = set()
+def _repeated(book: FactBook) -> set[str]:
+    """Modules with parameters that one pass through the root's forward calls at least twice."""
+    callers: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for fact, entry in book.facts.values():
-        if fact.kind == "repeat":
-            again.add(id(fact.target))
-        elif fact.kind == "call":
-            below[id(entry.module)].add(id(fact.target))
-    pending = list(again)
-    while pending:
-        for inner in below[pending.pop()] - again:
-            again.add(inner)
-            pending.append(inner)
-    root = id(book.places.root)
+        if fact.kind == "count" and entry.name == "forward" and fact.target is not entry.module:
+            callers[id(fact.target)].append((id(entry.module), int(fact.name)))
+    totals = {id(book.places.root): 1}
+
+    def total(module: int) -> int:
+        if module not in totals:
+            totals[module] = 0  # a module that calls itself through others counts once
+            totals[module] = min(2, sum(count * total(caller) for caller, count in callers[module]))
+        return totals[module]
+
     return {
-        book.places.name(modules[one])
-        for one in again
-        if one != root and next(modules[one].parameters(), None) is not None
+        name
+        for name, module in book.places.modules.items()
+        if total(id(module)) > 1 and has_parameters(module) and name == book.places.name(module)
     }
 
 

@@ -17,7 +17,9 @@ from shardwise.planning.planner import plan as make_plan
 from shardwise.sharding.agreement import agree_on_plan, agree_on_weights, check_fits, plan_together
 from shardwise.sharding.entering import Entry, RootEntry, guard_outside_call
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
+from shardwise.sharding.inputs import Casts, register_post_backward
 from shardwise.sharding.mesh import data_parallel_mesh, default_mesh
+from shardwise.sharding.parts import PartsEntry
 from shardwise.sharding.prefetching import set_prefetch
 from shardwise.sharding.registry import ShardedState, remember
 from shardwise.sharding.replicated import Replicated
@@ -109,8 +111,7 @@ def _shard_group(
         mp_policy=MixedPrecisionPolicy(
             param_dtype=_dtype(group.param_dtype),
             reduce_dtype=_dtype(group.reduce_dtype),
-            output_dtype=_dtype(group.output_dtype),
-            cast_forward_inputs=group.cast_inputs,
+            cast_forward_inputs=False,  # `Casts` does it
         ),
         offload_policy=policy,
         ignored_params=aside,
@@ -143,19 +144,30 @@ def _wire(
             parameter.data = parameter.data.to(device)
         state.ignored[planned.fqn] = parameter
     held = [g for group in plan.groups if group.held for g in _fsdp_groups(group, modules)]
-    root = RootEntry(model, held, replicated)
+    for group in compat.param_groups(model):
+        compat.replace_post_backward_hook(group, register_post_backward)
+    parts = [
+        PartsEntry([modules[name] for name in group.modules], _casts(group))
+        for group in plan.groups
+        if len(group.modules) > 1
+    ]
+    root = RootEntry(model, _casts(plan.root), held, parts, replicated)
     for group in plan.groups:
-        is_root = group is plan.root
-        entry = root if is_root else Entry(modules[group.modules[0]]) if len(group.modules) == 1 else None
+        single = group is not plan.root and len(group.modules) == 1
+        entry = Entry(modules[group.modules[0]], _casts(group)) if single else root
         for name in group.entry_points:
             owner, _, method = name.rpartition(":")
-            (entry or root).add_method(modules[owner], method)
+            entry.add_method(modules[owner], method)
     for name in plan.outer_modules:
         guard_outside_call(root, modules[name])
     unused = [g for group in plan.groups if group.reduce_unused for g in _fsdp_groups(group, modules)]
     outside = [*state.replicated.values(), *state.ignored.values()]
     BackwardEnd(model, mesh, outside, UnusedParameters(unused) if unused else None)
     set_prefetch(plan, modules)
+
+
+def _casts(group: Group) -> Casts:
+    return Casts(_dtype(group.param_dtype) if group.cast_inputs else None, _dtype(group.output_dtype))
 
 
 def _places(planned: PlannedParameter, modules: dict[str, nn.Module]) -> list[tuple[nn.Module, str]]:

@@ -2,14 +2,16 @@
 
 import functools
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise import compat
+from shardwise.sharding.inputs import Casts
+from shardwise.sharding.outputs import differentiable, leave_hooked
+from shardwise.sharding.parts import PartsEntry
 from shardwise.sharding.recovery import recover
 from shardwise.sharding.replicated import Replicated
 
@@ -21,8 +23,8 @@ class Entry:
     fails, and on every torch the inner exit frees parameters that the outer call still needs.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.depth = module, 0
+    def __init__(self, module: nn.Module, casts: Casts) -> None:
+        self.module, self.casts, self.depth = module, casts, 0
         compat.take_over_hooks(module)
         # Before the user's own hooks, and after them on the way out, as FSDP2's are.
         module.register_forward_pre_hook(self._enter_call, prepend=True, with_kwargs=True)
@@ -72,48 +74,41 @@ class Entry:
 
     def _enter(self, args: Any, kwargs: Any) -> Any:
         self.before()
+        args, kwargs = self.casts.inputs(args, kwargs)
         entered = compat.enter_forward(self.module, args, kwargs)
         self.depth = 1
         return entered
 
     def _leave(self, args: Any, output: Any) -> Any:
         self.depth = 0
-        output = self._register_backward(args, output)
+        output = leave_hooked(self.module, args, output)
         self.after(output)
-        return output
+        return self.casts.output(output)
 
     def _fail(self) -> None:
         self.depth = 0
         self.failed()
 
-    def _register_backward(self, args: Any, output: Any) -> Any:
-        """Run FSDP2's post-forward, and see that backward gathers again whatever was returned.
-
-        FSDP2 hooks the output tensors it finds. An in-place operation on a returned view replaces the hooked tensor in
-        the graph, and tensors inside plain objects are not found at all.
-        """
-        missed = [*_views(output), *_hidden(output)] if torch.is_grad_enabled() else []
-        if not missed:
-            return compat.leave_forward(self.module, args, output)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-            left = compat.leave_forward(self.module, args, output)
-        for tensor in missed:
-            base = compat.base_of_view(tensor)
-            node = (tensor if base is None else base).grad_fn
-            if node is not None:
-                node.register_prehook(lambda gradients: compat.pre_backward(self.module))
-        return left
-
 
 class RootEntry(Entry):
     """The outermost module: also shows replicated parameters, holds held groups, and leaves no stale weights."""
 
-    def __init__(self, module: nn.Module, held: Iterable[Any], replicated: Replicated) -> None:
-        super().__init__(module)
-        self.held, self.replicated = tuple(held), replicated
+    def __init__(
+        self,
+        module: nn.Module,
+        casts: Casts,
+        held: Iterable[Any],
+        parts: Iterable[PartsEntry],
+        replicated: Replicated,
+    ) -> None:
+        super().__init__(module, casts)
+        self.held, self.parts, self.replicated = tuple(held), tuple(parts), replicated
         for group in self.held:
             compat.reduce_when_backward_ends(group)
+        if replicated:
+            # Activation checkpointing runs forward code again, in backward.
+            compat.on_backward_start(module, replicated.show_again)
+            compat.on_backward_end(module, replicated.hide)
 
     def before(self) -> None:
         if compat.was_left_midway(compat.fsdp_state(self.module)):
@@ -127,11 +122,12 @@ class RootEntry(Entry):
 
     def after(self, output: Any) -> None:
         self.replicated.hide()
+        for entry in self.parts:
+            entry.finish()
         if torch.is_grad_enabled():
             if self.held:
-                for tensor in _tensors(output):
-                    if tensor.requires_grad:
-                        tensor.register_hook(self._gather_held)
+                for tensor in differentiable(output):
+                    tensor.register_hook(self._gather_held)
         elif not compat.in_backward():
             # FSDP2 leaves the root gathered. Without a backward to follow, parameters() would list the gathered
             # copies: an optimizer built now would train those, and a step would leave them stale.
@@ -140,6 +136,8 @@ class RootEntry(Entry):
 
     def failed(self) -> None:
         self.replicated.hide()
+        for entry in self.parts:
+            entry.forget()
         if not compat.in_backward():
             recover(self.module)
 
@@ -165,39 +163,3 @@ def guard_outside_call(root: Entry, module: nn.Module) -> None:
 
     module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
     module.register_forward_hook(leave, always_call=True)
-
-
-def _views(output: Any) -> Iterator[torch.Tensor]:
-    for tensor in _tensors(output):
-        if tensor.requires_grad and compat.base_of_view(tensor) is not None:
-            yield tensor
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Tensors in the containers that FSDP2 looks into."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, list | tuple | set):
-        for value in output:
-            yield from _tensors(value)
-    elif hasattr(output, "__dataclass_fields__") and not isinstance(output, type):
-        for name in output.__dataclass_fields__:
-            yield from _tensors(getattr(output, name, None))
-
-
-def _hidden(output: Any, find: Callable[[Any], Iterator[torch.Tensor]] = _tensors) -> Iterator[torch.Tensor]:
-    """Tensors held by plain objects, which FSDP2 does not look into."""
-    if output is None or isinstance(output, torch.Tensor | nn.Module | str | bytes | int | float | type):
-        return
-    if isinstance(output, dict):
-        for value in output.values():
-            yield from _hidden(value)
-    elif isinstance(output, list | tuple | set):
-        for value in output:
-            yield from _hidden(value)
-    elif not hasattr(output, "__dataclass_fields__"):
-        for value in list(getattr(output, "__dict__", {}).values()):
-            yield from (tensor for tensor in find(value) if tensor.requires_grad)

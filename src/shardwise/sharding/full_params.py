@@ -1,6 +1,6 @@
 """Full, plain parameters of a sharded model: all at once in place, or one after another."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -127,7 +127,7 @@ def _full_tensors(
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) or (include_buffers and isinstance(value, torch.Tensor)):
             named.setdefault(value, _unwrapped_name(name))
-    keep = not rank0_only or _is_first_rank(list(named))
+    keep = not rank0_only or _is_first_rank(named)
     pairs = ((name, tensor) for tensor, name in named.items())
     for name, full in gather_in_buckets(pairs, bucket_bytes=bucket_bytes, dtype=dtype, keep=keep):
         if full is not None:
@@ -152,7 +152,7 @@ def _find_slots(model: nn.Module, recurse: bool) -> _Slots:
 
 
 def _gather_parameters(slots: _Slots, rank0_only: bool) -> dict[nn.Parameter, nn.Parameter]:
-    keep = not rank0_only or _is_first_rank(list(slots))
+    keep = not rank0_only or _is_first_rank(slots)
     named = ((str(index), parameter) for index, parameter in enumerate(slots))
     gathered = gather_in_buckets(named, bucket_bytes=_BUCKET_BYTES, keep=keep)
     own: dict[nn.Parameter, nn.Parameter] = {}
@@ -196,18 +196,15 @@ def _find_reshaped(
 
 @torch.no_grad()
 def _write_back(changed: dict[nn.Parameter, torch.Tensor], rank0_only: bool) -> None:
-    meshes = [parameter.device_mesh for parameter in changed if isinstance(parameter, DTensor)]
+    mesh = _widest_mesh(changed) if rank0_only else None
     for parameter, new in changed.items():
-        if rank0_only:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else next(iter(meshes), None)
+        if mesh is not None:
             new = _from_first_rank(new, mesh, parameter)
         local_tensor(parameter).copy_(local_part(new.detach(), parameter))
 
 
-def _from_first_rank(tensor: torch.Tensor, mesh: DeviceMesh | None, parameter: nn.Parameter) -> torch.Tensor:
+def _from_first_rank(tensor: torch.Tensor, mesh: DeviceMesh, parameter: nn.Parameter) -> torch.Tensor:
     """The first rank's values, on every rank of the mesh."""
-    if mesh is None:
-        return tensor
     device = mesh.device_type
     if tensor.is_meta:
         tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -218,12 +215,18 @@ def _from_first_rank(tensor: torch.Tensor, mesh: DeviceMesh | None, parameter: n
     return sent
 
 
-def _is_first_rank(tensors: list[torch.Tensor]) -> bool:
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            coordinate = tensor.device_mesh.get_coordinate()
-            return coordinate is not None and not any(coordinate)
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _widest_mesh(tensors: Iterable[torch.Tensor]) -> DeviceMesh | None:
+    """The mesh with most ranks: under tensor parallelism some parameters know only the data-parallel axes."""
+    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    return max(meshes, key=lambda mesh: mesh.size(), default=None)
+
+
+def _is_first_rank(tensors: Iterable[torch.Tensor]) -> bool:
+    mesh = _widest_mesh(tensors)
+    if mesh is None:
+        return not dist.is_initialized() or dist.get_rank() == 0
+    coordinate = mesh.get_coordinate()
+    return coordinate is not None and not any(coordinate)
 
 
 def _unwrapped_name(name: str) -> str:

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shardwise import compat
 from shardwise.sharding.layout import ShardLayout, layout_of, local_tensor, sharded_axes
 
 _ALIGNMENT_BYTES = 16  # no dtype is wider, so every tensor in a bucket can be viewed where it lies
@@ -118,7 +118,7 @@ def _gather_sharded(entries: list[_Entry], keep: bool) -> list[torch.Tensor | No
     received = sent
     if layout.num_parts > 1 and total_bytes > 0:
         received = torch.empty(layout.num_parts * total_bytes, dtype=torch.uint8, device=sent.device)
-        dist.all_gather_into_tensor(received, sent, group=layout.mesh.get_group(layout.axis))
+        compat.all_gather_flat(received, sent, layout.mesh.get_group(layout.axis))
     if not keep:
         return [None] * len(entries)
     parts = received.view(layout.num_parts, total_bytes)

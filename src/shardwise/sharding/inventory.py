@@ -48,8 +48,10 @@ class Entry:
     fsdp_param: Any = None
     """FSDP2's record of it, where a group shards it."""
     places: list[Place] = field(default_factory=list)
+    written: bool = False
+    """An initialiser has written all of it. The same on every rank, which may hold no part of it."""
     fingerprint: torch.Tensor | None = None
-    """Of the whole tensor, taken when this rank last wrote it."""
+    """Of a whole tensor of which this rank keeps a part, taken when it was last written."""
 
     @property
     def local(self) -> torch.Tensor:
@@ -59,13 +61,20 @@ class Entry:
     def allocate(self, device: torch.device) -> None:
         """Poisoned storage in place of meta, for this rank's part only."""
         if self.fsdp_param is not None:
-            compat.allocate_shard(self.fsdp_param)
+            self.stand(compat.allocate_shard(self.fsdp_param))
         elif isinstance(self.tensor, DTensor):
             local = torch.empty_like(self.local, device=device)
-            compat.replace_in_place(self.tensor, compat.dtensor_like(local, self.tensor))
+            self.stand(compat.replace_in_place(self.tensor, compat.dtensor_like(local, self.tensor)))
         else:
-            compat.replace_in_place(self.tensor, _empty_like(self.tensor, device))
+            self.stand(compat.replace_in_place(self.tensor, _empty_like(self.tensor, device)))
         poison(self.local)
+
+    def stand(self, tensor: torch.Tensor) -> None:
+        """Let `tensor` be this entry's from now on, in all its places."""
+        if tensor is not self.tensor:
+            self.tensor = tensor
+            for place in self.places:
+                place.put(tensor)
 
     def store(self, full: torch.Tensor) -> None:
         """Keep this rank's part of `full`."""

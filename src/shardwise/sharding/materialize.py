@@ -1,10 +1,7 @@
-"""Give a model on the meta device its values, never holding more than this rank's part and one module's tensors."""
+"""Give a model on meta its values, holding no more than this rank's part and one module in full."""
 
-import random
-import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
@@ -14,14 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardError
-from shardwise.ranks import on_rank_zero, raise_together
 from shardwise.sharding.initialisers import Initialiser, initialisers_of, weights_owner
-from shardwise.sharding.inventory import Entry, class_name, is_meta, meta_left_in, take_inventory
-from shardwise.sharding.mesh import default_mesh
+from shardwise.sharding.inventory import Entry, class_name, is_meta, take_inventory
+from shardwise.sharding.mesh import default_mesh, latest_mesh
 from shardwise.sharding.on_demand import FullOnDemand
 from shardwise.sharding.poison import fingerprint, is_poisoned
 from shardwise.sharding.registry import sharded_state
-from shardwise.sharding.replicas import broadcast_from_first, check_equal, replicated_axes
+from shardwise.sharding.replicas import broadcast_from_first, check_equal, replicated_axes, values_of_ranks
+from shardwise.sharding.seeding import same_random_stream
+from shardwise.sharding.unwritten import refuse_unwritten
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -35,45 +33,50 @@ def materialize(
 ) -> M:
     """Allocate and initialise every tensor that is still on the meta device; return the model.
 
-    Module by module, children first, a module's own parameters stand in full while its initialisers run; then each
-    rank keeps its part. All ranks draw the same numbers from a seed that rank 0 draws, so the weights do not depend
-    on the number of ranks. What is run, the later overriding the earlier: the module's `reset_parameters` (or
-    `_reset_parameters`, `reset_buffers`, ...), `_init_weights(module)` of the nearest module above that has one, and
-    `init(module)`. The result is that of building the model for real and then `model.apply(init)`. Tensors that have
-    values already are never changed. Each tensor is proven written: it is poisoned first.
+    Module by module, children first, a module's own parameters stand in full while its initialisers run;
+    then each rank keeps its part. All ranks draw the same numbers, from a seed that rank 0 draws, so the
+    weights do not depend on the number of ranks. What runs on a module, the later overriding the earlier:
+    its own `reset_parameters` (or `_reset_parameters`, `reset_buffers` and their like),
+    `_init_weights(module)` of the nearest module above that has one, and `init(module)`. The outcome is
+    that of building the model for real and then `model.apply(init)`. Tensors that have values already are
+    never changed. Each of the others is proven written: it is poisoned first.
 
     Args:
         model: Sharded or not, on meta as a whole or in part.
-        init: Called with each module that has or contains tensors without values. It may write the parameters
-            of descendants, too: pass `lambda module: module.init_weights() if module is model else None` for a model
-            that initialises itself from the top.
+        init: Called with each module that holds tensors without values, itself or further down. It may write
+            parameters of descendants: `lambda module: module.init_weights() if module is model else None`
+            serves a model that initialises itself from the top. What it touches must not depend on the rank.
         device: Of buffers and of parameters that are not sharded; default: where the model computes.
-        sync_from_rank_zero: Send rank 0's values to all ranks: what `init` wrote there, and what an unsharded model
-            held before. Shards of parameters that had values are sent between replicas only, because rank 0 holds
-            no more than its own part of them.
+        sync_from_rank_zero: Send rank 0's values to all: those that `init` wrote, and those that an unsharded
+            model held before. Shards that had values are sent between replicas only: rank 0 holds no more
+            than its own part of them.
 
     Raises:
-        ShardError: A tensor was not written, is still on meta, or differs between ranks that hold copies.
+        ShardError: A tensor was not written, is still on meta, or differs between ranks that hold copies; or
+            an initialiser failed.
 
     Ranks:
         Collective. Every rank raises the same error.
     """
     entries = take_inventory(model)
     mesh = _mesh_of(model, entries)
-    walk = _Walk(model, entries, _device(entries, device), mesh if sync_from_rank_zero else None)
     if any(entry.pending for entry in entries):
-        seed = int(torch.randint(2**62, (), device="cpu"))
+        target = _device(entries, device)
         for entry in entries:
             if entry.pending:
-                entry.allocate(walk.device)
-        with _random_stream(on_rank_zero(lambda: seed), walk.device), torch.no_grad(), torch.device("cpu"):
+                entry.allocate(target)
+        walk = _Walk(entries, target, mesh if sync_from_rank_zero else None)
+        # Tables are computed on the CPU, as when a model is built for real, even under torch.device("meta").
+        with same_random_stream(target, mesh), torch.no_grad(), torch.device("cpu"):
             walk.visit(model, "", None, init)
-        raise_together(walk.failure)
+        for failure in values_of_ranks(walk.failure, mesh):
+            if failure is not None:
+                raise walk.failure or failure
     if sync_from_rank_zero and mesh is not None:
         for entry in entries:
             if entry.fingerprint is None:
                 broadcast_from_first(entry.local, mesh, replicated_axes(entry, mesh))
-    _check_written(model, entries)
+    refuse_unwritten(model, entries, mesh)
     if mesh is not None:
         check_equal(entries, mesh)
     return model
@@ -83,11 +86,10 @@ class _Walk:
     """One pass over the modules, children first."""
 
     def __init__(
-        self, model: nn.Module, entries: Sequence[Entry], device: torch.device, mesh: DeviceMesh | None
+        self, entries: Sequence[Entry], device: torch.device, mesh_to_sync: DeviceMesh | None
     ) -> None:
-        self.device = device
         self.failure: ShardError | None = None
-        self._mesh_to_sync = mesh
+        self._device, self._mesh_to_sync = device, mesh_to_sync
         self._own: dict[nn.Module, list[Entry]] = {}
         for entry in entries:
             for module in {place.module for place in entry.places}:
@@ -126,15 +128,15 @@ class _Walk:
 
     def _initialise(self, own: list[Entry], initialisers: list[Initialiser], *, is_leaf: bool) -> None:
         # A tied tensor belongs to the first module that writes it; later ones must not draw it again.
-        done = [entry for entry in own if entry.fingerprint is not None and not is_poisoned(entry.local)]
-        owed = [entry for entry in own if entry not in done]
+        done = [entry for entry in own if entry.written]
+        owed = [entry for entry in own if not entry.written]
         newly_locked = set(done) - self._locked
         self._locked |= newly_locked
         try:
             with ExitStack() as stack:
                 for entry in owed:
                     if isinstance(entry.tensor, DTensor):
-                        stack.enter_context(entry.standing_in_full(self.device))
+                        stack.enter_context(entry.standing_in_full(self._device))
                 with self._on_demand:
                     _run(initialisers, (lambda: all(map(_is_written, owed))) if is_leaf and owed else None)
                 self._on_demand.close()
@@ -154,12 +156,11 @@ class _Walk:
             and full is not entry.tensor
             and full.shape != entry.tensor.shape
         ):
-            entry.tensor = full.to(self.device)  # a table that was rebuilt in another size
-            for place in entry.places:
-                place.put(entry.tensor)
+            entry.stand(full.to(self._device))  # a table that was rebuilt in another size
         elif full is not entry.tensor:
             entry.store(full)
-        entry.fingerprint = fingerprint(full)
+        entry.written = not is_poisoned(full)
+        entry.fingerprint = fingerprint(full) if isinstance(entry.tensor, DTensor) else None
 
 
 def _run(initialisers: list[Initialiser], is_done: Callable[[], bool] | None) -> None:
@@ -191,53 +192,24 @@ def _failed(module: nn.Module, path: str, error: Exception) -> ShardError:
         f"an initialiser of {class_name(module)} failed: {type(error).__name__}: {error}",
         where=path or "the root module",
         why="it runs with the module's own parameters in full, on tensors without values yet",
-        fix="correct its reset_parameters() or _init_weights(), or pass init=lambda module: ... that writes it",
+        fix="correct its reset_parameters() or _init_weights(), or pass an init(module) that writes it",
     )
     failure.__cause__ = error
     return failure
 
 
-def _check_written(model: nn.Module, entries: Sequence[Entry]) -> None:
-    """Raise one error on every rank that names each tensor some rank found without values."""
-    unwritten = [entry.fqn for entry in entries if entry.pending and is_poisoned(entry.local)]
-    unwritten += meta_left_in(model)
-    if dist.is_initialized():
-        found: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(found, unwritten)
-        unwritten = list(dict.fromkeys(name for names in found for name in names))
-    if not unwritten:
-        return
-    kinds = {place.name: class_name(place.module) for entry in entries for place in entry.places}
-    classes = sorted(
-        {kinds[name.rpartition(".")[2]] for name in unwritten if name.rpartition(".")[2] in kinds}
-    )
-    raise ShardError(
-        f"{len(unwritten)} tensor{'s' if len(unwritten) > 1 else ''} of {class_name(model)} got no values",
-        where="\n".join(_folded(unwritten)),
-        why="a model built on meta has no values, and no reset_parameters, _init_weights or init wrote these",
-        fix=f"write them in reset_parameters() of {', '.join(classes) or 'their module'}, or in init(module)",
-    )
-
-
-def _folded(names: list[str]) -> list[str]:
-    """One line for tensors whose names differ in numbers only."""
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    return [
-        names[0] if len(names) == 1 else f"{pattern} ({len(names)}, the first is {names[0]})"
-        for pattern, names in alike.items()
-    ]
-
-
 def _mesh_of(model: nn.Module, entries: Sequence[Entry]) -> DeviceMesh | None:
     """The ranks that hold this model between them; None in a single process without a process group."""
-    if (state := sharded_state(model)) is not None:
-        return state.mesh
     meshes = [entry.tensor.device_mesh for entry in entries if isinstance(entry.tensor, DTensor)]
-    if meshes:
-        return max(meshes, key=lambda mesh: mesh.ndim)
-    return default_mesh() if dist.is_initialized() else None
+    if (state := sharded_state(model)) is not None:
+        meshes.append(state.mesh)
+    if not meshes:
+        return default_mesh() if dist.is_initialized() else None
+    mesh = max(meshes, key=lambda mesh: mesh.ndim)
+    # Ranks along a tensor axis hold the same plain tensors and must draw the same numbers.
+    whole = latest_mesh()
+    is_part = whole is not None and set(mesh.mesh_dim_names or "?") < set(whole.mesh_dim_names or ())
+    return whole if is_part else mesh
 
 
 def _device(entries: Sequence[Entry], device: torch.device | str | None) -> torch.device:
@@ -252,22 +224,3 @@ def _device(entries: Sequence[Entry], device: torch.device | str | None) -> torc
         if accelerator is not None:
             return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return torch.device("cpu")
-
-
-@contextmanager
-def _random_stream(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw from `seed` inside, whatever the generator; afterwards each goes on from where it was."""
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if numpy:
-            numpy.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)

@@ -23,11 +23,11 @@ _GROUP_OF_LATEST: weakref.ref[dist.ProcessGroup] | None = None
 def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> DeviceMesh:
     """Join the other ranks and return the mesh they form.
 
-    Reads what the launcher left in the environment; without a launcher this process is the only rank and needs
-    neither environment variables nor a port. A process group that exists already is used as it is.
+    Reads what the launcher left in the environment; without a launcher this process is the only rank and
+    needs neither environment variables nor a port. A process group that exists already is used as it is.
 
     Args:
-        config: The axes and the device; the default shards over all ranks, on the accelerator if there is one.
+        config: The axes and the device; the default shards over all ranks, on an accelerator if there is one.
         timeout_s: How long a collective may wait for the slowest rank.
 
     Returns:
@@ -58,7 +58,7 @@ def default_mesh() -> DeviceMesh:
     Ranks:
         Collective, the first time.
     """
-    latest = _latest_mesh()
+    latest = latest_mesh()
     return latest if latest is not None else init_distributed()
 
 
@@ -111,10 +111,11 @@ def _device_asked_for(config: MeshConfig) -> str:
         return found
     if config.device not in ("cpu", found):
         raise EnvironmentProblem(
-            f"mesh.device is {config.device}, but this process sees {'no accelerator' if found == 'cpu' else found}",
+            f"mesh.device is {config.device}, but this process sees "
+            + ("no accelerator" if found == "cpu" else found),
             where="mesh.device",
             why="shards live on the device that is asked for, on every rank",
-            fix=f"set mesh.device = {found}, or install the torch build for {config.device} and check the driver",
+            fix=f"set mesh.device = {found}, or check the driver and the torch build for {config.device}",
         )
     return config.device
 
@@ -205,7 +206,7 @@ def refuse_shared_cards(cards: list[str]) -> None:
 
 
 def _make_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    latest = _latest_mesh()
+    latest = latest_mesh()
     shape, names = tuple(sizes.values()), tuple(sizes)
     if latest is not None and (latest.device_type, latest.shape, latest.mesh_dim_names) == (
         device_type,
@@ -218,8 +219,12 @@ def _make_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     return mesh
 
 
-def _latest_mesh() -> DeviceMesh | None:
-    """The remembered mesh, unless its process group is gone or was made anew."""
+def latest_mesh() -> DeviceMesh | None:
+    """The mesh of the last `init_distributed`, unless its process group is gone or was made anew.
+
+    Ranks:
+        Local.
+    """
     if _LATEST is None or _GROUP_OF_LATEST is None or not dist.is_initialized():
         return None
     return _LATEST if _GROUP_OF_LATEST() is dist.group.WORLD else None

@@ -14,14 +14,16 @@ from shardwise.sharding.inventory import Entry
 # Attributes whose value is a tensor made of the parameter's values; all others are metadata.
 _VALUE_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _METADATA_METHODS = {
-    "dim", "ndimension", "size", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
-    "is_contiguous", "storage_offset", "get_device", "requires_grad_", "is_pinned", "__hash__", "__len__",
+    "dim", "ndimension", "size", "stride", "numel", "nelement", "element_size", "is_floating_point",
+    "is_complex", "is_contiguous",
+    "storage_offset", "get_device", "requires_grad_", "is_pinned", "__hash__", "__len__",
     "__repr__", "__format__", "register_hook",
 }  # fmt: skip
 # Overwrites all of its first argument: there is no need to gather it first.
 _OVERWRITING = {
-    "normal_", "uniform_", "constant_", "zeros_", "ones_", "eye_", "dirac_", "orthogonal_", "sparse_", "zero_",
-    "fill_", "copy_", "exponential_", "bernoulli_", "trunc_normal_", "xavier_uniform_", "xavier_normal_",
+    "normal_", "uniform_", "constant_", "zeros_", "ones_", "eye_", "dirac_", "orthogonal_", "sparse_",
+    "zero_", "fill_", "copy_",
+    "exponential_", "bernoulli_", "trunc_normal_", "xavier_uniform_", "xavier_normal_",
     "kaiming_uniform_", "kaiming_normal_",
 }  # fmt: skip
 # Looks at nothing but shape, dtype and device of its first argument.
@@ -34,8 +36,9 @@ _SHAPE_ONLY = {
 class FullOnDemand(TorchFunctionMode):
     """Hands torch functions a whole plain tensor wherever they are given one of `entries`.
 
-    So a parent's initialiser (MultiheadAttention's, a model's `_init_weights` on itself) sees its descendants as
-    in a single process, draws the same numbers on any number of ranks, and costs one whole tensor at a time.
+    So a parent's initialiser (MultiheadAttention's, a model's `_init_weights` on itself) sees its
+    descendants as in a single process, draws the same numbers on any number of ranks, and costs one whole
+    tensor at a time.
 
     Args:
         entries: All tensors of the model.

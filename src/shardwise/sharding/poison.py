@@ -1,4 +1,4 @@
-"""Prove that a tensor was written: poison it first, look for the poison afterwards. Also fingerprints of tensors."""
+"""Prove that a tensor was written: poison it first, look for poison afterwards. Also takes fingerprints."""
 
 from collections.abc import Iterator
 
@@ -54,9 +54,10 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     with torch.no_grad():
         for position, chunk in enumerate(_chunks(_bytes(tensor.detach().contiguous()))):
-            whole = chunk[: chunk.numel() // 4 * 4].view(torch.int32)
-            total += (position + 1) * whole.sum(dtype=torch.int64)
-            total += (position + 1) * chunk[whole.numel() * 4 :].sum(dtype=torch.int64)
+            if chunk.storage_offset() % 8:
+                chunk = chunk.clone()  # eight bytes are read as one number, which must be aligned
+            words = chunk[: chunk.numel() // 8 * 8].view(torch.int64)
+            total += (position + 1) * (words.sum() + chunk[words.numel() * 8 :].sum(dtype=torch.int64))
     return total
 
 

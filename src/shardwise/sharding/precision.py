@@ -1,6 +1,6 @@
 """Casting and moving whatever a model is called with. Local, no communication."""
 
-import collections.abc
+import collections
 import copy
 import enum
 import types
@@ -73,13 +73,13 @@ class _Caster:
         if isinstance(value, PackedSequence):
             data = value.data.is_floating_point()
             return self._remember(value, value.to(self._device, self._dtype if data else None))
-        if isinstance(value, collections.abc.Mapping):
-            return self._cast_mapping(value)
-        if isinstance(value, (tuple, collections.abc.Set)):
+        if isinstance(value, types.MappingProxyType):
+            return self._remember(value, types.MappingProxyType(self.cast(dict(value))))
+        if isinstance(value, (tuple, set, frozenset)):
             return self._cast_fixed(value)
-        if isinstance(value, collections.abc.MutableSequence):
-            return self._cast_sequence(value)
-        return self._cast_object(value)
+        if isinstance(value, (dict, list, collections.deque)):
+            return self._cast_container(value)
+        return self._cast_object(value)  # UserDict and other wrappers too: what they wrap is an attribute
 
     def _remember(self, original: Any, result: Any) -> Any:
         self._met[id(original)] = (original, result)
@@ -88,27 +88,16 @@ class _Caster:
     def _cast_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device=self._device, dtype=self._dtype if tensor.is_floating_point() else None)
 
-    def _cast_mapping(self, mapping: collections.abc.Mapping[Any, Any]) -> Any:
-        if not isinstance(mapping, collections.abc.MutableMapping):
-            self._remember(mapping, mapping)
-            items = {key: self.cast(value) for key, value in mapping.items()}
-            return self._remember(mapping, type(mapping)(items))  # pyrefly: ignore[bad-argument-count]
-        result = self._remember(mapping, _copied(mapping))
-        for key, value in mapping.items():
+    def _cast_container(self, container: dict[Any, Any] | list[Any] | collections.deque[Any]) -> Any:
+        result = self._remember(container, _copied(container))
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in items:
             if (new := self.cast(value)) is not value:
                 result[key] = new
+        self._cast_attributes(_attributes(container), result)  # of a subclass, as in ModelOutput
         return result
 
-    def _cast_sequence(self, sequence: collections.abc.MutableSequence[Any]) -> Any:
-        if isinstance(sequence, (bytearray, memoryview)):
-            return sequence
-        result = self._remember(sequence, _copied(sequence))
-        for index, value in enumerate(sequence):
-            if (new := self.cast(value)) is not value:
-                result[index] = new
-        return result
-
-    def _cast_fixed(self, values: tuple[Any, ...] | collections.abc.Set[Any]) -> Any:
+    def _cast_fixed(self, values: tuple[Any, ...] | set[Any] | frozenset[Any]) -> Any:
         # Met again inside itself, it stands for itself: a tuple cannot be made before what it holds.
         self._remember(values, values)
         results = [self.cast(value) for value in values]
@@ -123,10 +112,13 @@ class _Caster:
         if not any(_holds_tensor(attribute, {id(value)}) for attribute in attributes.values()):
             return self._remember(value, value)
         result = self._remember(value, _copied(value))
+        self._cast_attributes(attributes, result)
+        return result
+
+    def _cast_attributes(self, attributes: dict[str, Any], result: Any) -> None:
         for name, attribute in attributes.items():
             if (new := self.cast(attribute)) is not attribute:
                 object.__setattr__(result, name, new)  # frozen dataclasses refuse the ordinary way
-        return result
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -146,12 +138,11 @@ def _holds_tensor(value: Any, seen: set[int]) -> bool:
     if isinstance(value, _OPAQUE) or id(value) in seen:
         return False
     seen.add(id(value))
-    if isinstance(value, collections.abc.Mapping):
-        held: collections.abc.Iterable[Any] = value.values()
-    elif isinstance(value, (tuple, collections.abc.Set, collections.abc.MutableSequence)):
-        held = value
-    else:
-        held = _attributes(value).values()
+    held = list(_attributes(value).values())
+    if isinstance(value, (dict, types.MappingProxyType)):
+        held += value.values()
+    elif isinstance(value, (tuple, set, frozenset, list, collections.deque)):
+        held += value
     return any(_holds_tensor(part, seen) for part in held)
 
 

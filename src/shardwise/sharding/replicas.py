@@ -1,6 +1,7 @@
-"""Tensors that must be equal on several ranks: compare them by fingerprint, or send the first rank's to the others."""
+"""Tensors that must be equal on several ranks: compare fingerprints, or send one rank's to the others."""
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,24 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise.errors import ShardError
 from shardwise.sharding.inventory import Entry
 from shardwise.sharding.poison import fingerprint
+
+T = TypeVar("T")
+
+
+def values_of_ranks(value: T, mesh: DeviceMesh | None) -> list[T]:
+    """What each rank of the mesh holds, the first rank's first; only this one's where there is no mesh.
+
+    Ranks:
+        Collective over the mesh. Small picklable values only.
+    """
+    values = [value]
+    if mesh is None or dist.get_backend() == "fake":
+        return values
+    for axis in reversed(range(mesh.ndim)):
+        gathered: list[list[T]] = [[]] * mesh.size(axis)
+        dist.all_gather_object(gathered, values, group=mesh.get_group(axis))
+        values = [value for part in gathered for value in part]
+    return values
 
 
 def broadcast_from_first(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[int]) -> None:
@@ -36,10 +55,21 @@ def check_equal(entries: Sequence[Entry], mesh: DeviceMesh) -> None:
     Ranks:
         Collective. Two small all-reduces per mesh axis.
     """
-    for axis in range(mesh.ndim):
+    differing: dict[str, str] = {}
+    for axis, axis_name in enumerate(_axis_names(mesh)):
         compared = [entry for entry in entries if axis in replicated_axes(entry, mesh)]
         if mesh.size(axis) > 1 and compared:
-            _check_axis(compared, mesh, axis)
+            differing |= dict.fromkeys(_differing(compared, mesh, axis), axis_name)
+    # Ranks that share no copy of the tensor saw no difference: they must not go on alone.
+    found = {name: axis for part in values_of_ranks(differing, mesh) for name, axis in part.items()}
+    if found:
+        first = next(entry.fqn for entry in entries if entry.fqn in found)
+        raise ShardError(
+            f"{first} differs between ranks" + (f", and {len(found) - 1} more" if len(found) > 1 else ""),
+            where=f"mesh axis {found[first]}",
+            why="ranks that hold copies of a tensor must start from the same values, or they drift apart",
+            fix="materialize(model, init, sync_from_rank_zero=True); before sharding, if it has values",
+        )
 
 
 def replicated_axes(entry: Entry, mesh: DeviceMesh) -> list[int]:
@@ -52,27 +82,15 @@ def replicated_axes(entry: Entry, mesh: DeviceMesh) -> list[int]:
     ]
 
 
-def _check_axis(entries: Sequence[Entry], mesh: DeviceMesh, axis: int) -> None:
+def _differing(entries: Sequence[Entry], mesh: DeviceMesh, axis: int) -> list[str]:
     prints = [
         entry.fingerprint if entry.fingerprint is not None else fingerprint(entry.local) for entry in entries
     ]
-    lowest = torch.stack([print_.to(mesh.device_type) for print_ in prints])
+    lowest = torch.stack([value.to(mesh.device_type) for value in prints])
     highest = lowest.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group(axis))
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    differing = (lowest != highest).nonzero().flatten().tolist()
-    # Ranks of another row of the mesh may see no difference: they must not go on alone.
-    flags = torch.tensor([len(differing)], device=mesh.device_type)
-    for other in range(mesh.ndim):
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(other))
-    if int(flags):
-        names = [entries[index].fqn for index in differing] or ["a tensor of another part of the mesh"]
-        raise ShardError(
-            f"{names[0]} differs between ranks" + (f", and {len(names) - 1} more" if len(names) > 1 else ""),
-            where=f"mesh axis {_axis_names(mesh)[axis]}",
-            why="ranks that hold copies of a tensor must start from the same values, or they drift apart silently",
-            fix="materialize(model, init, sync_from_rank_zero=True), before sharding if the model has values already",
-        )
+    return [entries[index].fqn for index in (lowest != highest).nonzero().flatten().tolist()]
 
 
 def _axis_names(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -18,6 +18,9 @@ class Replicated:
     def __init__(self) -> None:
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
     def add(self, places: Iterable[tuple[nn.Module, str]], mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
         """Turn the parameter registered at `places` into a replicated DTensor, under all its names."""
         places = list(places)
@@ -42,6 +45,11 @@ class Replicated:
                 locals_[id(registered)] = registered.to_local()
             # Attributes of the instance come before nn.Module's look-up of parameters.
             module.__dict__[name] = locals_[id(registered)]
+
+    def show_again(self) -> None:
+        """Show for code that backward runs again; it must see tensors that want a gradient, as the first time."""
+        with torch.enable_grad():
+            self.show()
 
     def hide(self) -> None:
         """Show the DTensors again."""

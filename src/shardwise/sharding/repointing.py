@@ -15,8 +15,8 @@ from shardwise.sharding.watching import watch_optimizers
 
 __all__ = ["Remembered", "remember_parameters", "repoint", "watch_optimizers"]
 
-# Counters that torch's optimizers keep per parameter. They stay plain tensors even for a parameter that is itself
-# a scalar, because the optimizers hand them to foreach kernels in lists of their own.
+# Counters that torch's optimizers keep per parameter. They stay plain tensors even for a parameter that is
+# itself a scalar, because the optimizers hand them to foreach kernels in lists of their own.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
 
 
@@ -36,8 +36,8 @@ def remember_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> Re
         optimizers: Built on `model.parameters()` or a part of them, stepped or not.
 
     Raises:
-        ShardError: An optimizer holds a parameter of another model, holds one twice, or has state that cannot be
-            split like its parameter. Nothing has been changed then.
+        ShardError: An optimizer holds a parameter of another model, holds one twice, or has state that cannot
+            be split like its parameter. Nothing has been changed then.
 
     Ranks:
         Local.
@@ -135,8 +135,8 @@ def _refuse_state(where: str, name: str, state: dict[str, Any], parameter: torch
                     f"state {key!r} of {name} has shape {tuple(tensor.shape)}, "
                     f"the parameter {tuple(parameter.shape)}",
                     where=where,
-                    why="only state of the parameter's own shape can be split as the parameter is; factored or "
-                    "flattened state cannot",
+                    why="only state of the parameter's own shape can be split as the parameter is; "
+                    "factored or flattened state cannot",
                     fix="build the optimizer after sharding; its state then starts fresh",
                 )
 

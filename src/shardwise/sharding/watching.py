@@ -1,7 +1,7 @@
-"""Before each `optimizer.step()`: refuse an optimizer that sharding left behind, and drop stale gathered copies."""
+"""Before each `optimizer.step()`: refuse an optimizer that was left behind, drop stale gathered copies."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,8 @@ _num_watched = 0
 def watch_optimizers(model: nn.Module, replaced: Iterable[nn.Parameter]) -> None:
     """Make every optimizer that still holds one of the `replaced` parameters fail at its next step.
 
-    Without this such an optimizer updates tensors that the model no longer uses: the loss stays flat and nothing
-    is raised. Only weak references are kept, and an optimizer is looked at once, not at every step.
+    Without this such an optimizer updates tensors that the model no longer uses: the loss stays flat and
+    nothing is raised. Only weak references are kept, and an optimizer is looked at once, not at every step.
 
     Args:
         model: The root, already sharded and registered.
@@ -88,7 +88,7 @@ def _examine(optimizer: Optimizer) -> tuple[weakref.ref[Any], ...]:
                     places,
                     gathered,
                     class_name(root),
-                    why="the optimizer was built while the model stood gathered (after model.unshard(), or inside a "
+                    why="the optimizer was built while the model stood gathered (after unshard(), or in a "
                     "forward): it holds the temporary copies, and the shards would never change",
                     fix="call model.reshard() before building the optimizer",
                 )
@@ -118,14 +118,21 @@ def _refuse_replaced(optimizer: Optimizer, places: dict[int, int]) -> None:
 
 
 def _left_behind(
-    optimizer: Optimizer, places: dict[int, int], stale: list[torch.Tensor], model: str, *, why: str, fix: str
+    optimizer: Optimizer,
+    places: dict[int, int],
+    stale: Sequence[torch.Tensor],
+    model: str,
+    *,
+    why: str,
+    fix: str,
 ) -> ShardError:
     shapes = ", ".join(str(tuple(parameter.shape)) for parameter in stale[:3]) + (
         ", …" if len(stale) > 3 else ""
     )
     groups = sorted({places[id(parameter)] for parameter in stale})
     return ShardError(
-        f"{type(optimizer).__name__} holds {len(stale)} of {len(places)} parameters that {model} no longer uses",
+        f"{type(optimizer).__name__} holds {len(stale)} of {len(places)} parameters "
+        f"that {model} no longer uses",
         where=f"param_groups {groups}: shapes {shapes}",
         why=why,
         fix=fix,

@@ -36,11 +36,11 @@ def lockstep(loader: Iterable[Batch], *, group: dist.ProcessGroup | None = None)
         return
     batches = iter(loader)
     device = _flag_device(group)
-    upcoming = _fetch(batches, device, group)
-    while (current := upcoming).settle() == _HAS_BATCH:
-        upcoming = _fetch(batches, device, group)
-        yield current.batch  # pyrefly: ignore[invalid-yield]  # every rank has one, so this one has
-        del current
+    current = _fetch(batches, device, group)
+    while current.settle() == _HAS_BATCH:
+        batch, current = current.batch, _fetch(batches, device, group)
+        yield batch  # pyrefly: ignore[invalid-yield]  # every rank has one, so this one has
+        del batch
     if current.settle() == _HAS_FAILED:
         raise_together(current.error, group=group)
 

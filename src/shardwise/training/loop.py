@@ -19,9 +19,8 @@ from shardwise.progress import NoProgress, Progress
 from shardwise.sharding.apply import shard
 from shardwise.sharding.materialize import materialize
 from shardwise.sharding.mesh import data_parallel_mesh, init_distributed
-from shardwise.training.clipping import clip_grad_norm_
 from shardwise.training.corpus import byte_batches
-from shardwise.training.step import accumulate, mean_over_ranks
+from shardwise.training.step import accumulate, clip_grad_norm_, mean_over_ranks
 from shardwise.units import format_count, format_seconds
 
 _NUM_BYTES = 256

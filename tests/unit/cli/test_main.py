@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 import yaml
 
 from shardwise.config.load import load
@@ -85,16 +84,8 @@ def test_training_learns_and_reports_progress():
     assert "training tutorial 8/8" in result.stderr
 
 
-def test_training_on_one_rank_prints_a_summary():
-    result = shardwise("train", "--nproc", "1", *TINY)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("trained tutorial (")
-    assert "on 1 rank:" in result.stdout
-
-
-@pytest.mark.parametrize("model", ["tutorial", "llama3-debug"])
-def test_parity_of_a_reference_model(model: str):
-    result = shardwise("parity", model, "--nproc", "2", "--format", "json")
+def test_parity_of_a_reference_model():
+    result = shardwise("parity", "llama3-debug", "--nproc", "2", "--format", "json")
     assert result.returncode == 0, result.stdout + result.stderr
     assert json.loads(result.stdout)["equal"] is True
 

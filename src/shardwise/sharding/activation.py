@@ -1,0 +1,186 @@
+"""Activation checkpointing: recompute blocks in backward instead of keeping what they computed in forward."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardwise.config.schema import ShardConfig
+from shardwise.errors import ConfigError, ShardError
+from shardwise.sharding.blocks import ReplacedForward, find_blocks, put_back, replacements
+
+M = TypeVar("M", bound=nn.Module)
+Mode = Literal["full", "selective", "none"]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_POLICIES = ("full", "selective", "every_n", "none")
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# Matrix products, attention and convolutions: nearly all of a block's arithmetic, and few of its saved bytes.
+_COSTLY = (
+    "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+)  # fmt: skip
+
+
+def checkpoint_activations(
+    model: M,
+    policy: Literal["full", "selective", "every_n", "none"] | Callable[[str, nn.Module], Any] = "full",
+    *,
+    every: int = 2,
+    saved_ops: Collection[Any] = (),
+    preserve_rng: bool = True,
+    config: ShardConfig | None = None,
+) -> M:
+    """Make the model's blocks recompute in backward what they would have kept, in place; return the model.
+
+    Call it before `compile_blocks` and `shard`. Only `forward` of each block is replaced: names of parameters,
+    classes and hooks stay, and FSDP2 gathers a block once for its recomputation and its backward. Random numbers are
+    drawn again alike, and batch norms count each batch once. A second call replaces what the first one chose.
+
+    Args:
+        model: Not sharded yet.
+        policy: `full` recomputes every block and keeps its inputs only; `selective` keeps the results of matrix
+            products, attention and convolutions, and recomputes the rest; `every_n` recomputes one block in
+            `every`; `none` undoes it. Or a function of name and module that returns one of `full`, `selective` and
+            `none`, or a bool.
+        every: For `every_n`.
+        saved_ops: For `selective`: the operators (`torch.ops.aten.mm.default`) whose results are kept, in place of
+            the default ones.
+        preserve_rng: False saves a little time in models that draw no random numbers.
+        config: The one that will be given to `shard()`, where it names the blocks.
+
+    Raises:
+        ConfigError: An unknown policy, or `every` below 1.
+        ShardError: The model is sharded or compiled already, or has no blocks.
+
+    Ranks:
+        Local. Choose alike on every rank.
+    """
+    _check_arguments(policy, every)
+    blocks = find_blocks(model, config, action="checkpoint_activations")
+    _refuse_compiled(blocks)
+    # All answers first: a policy that raises leaves the model as it was.
+    modes = [_mode(policy, every, index, *block) for index, block in enumerate(blocks.items())]
+    for module, mode in zip(blocks.values(), modes, strict=True):
+        for replaced in list(replacements(module)):
+            put_back(module, replaced)
+        if mode != "none":
+            ops = (frozenset(saved_ops) or _costly_ops()) if mode == "selective" else frozenset()
+            module.forward = CheckpointedForward(module, ops, preserve_rng=preserve_rng)
+    return model
+
+
+class CheckpointedForward(ReplacedForward):
+    """A block's forward that is run again in backward.
+
+    Args:
+        module: The block.
+        saved_ops: Operators whose results are kept; none: everything is recomputed.
+        preserve_rng: Draw the same random numbers again.
+    """
+
+    def __init__(self, module: nn.Module, saved_ops: frozenset[Any], *, preserve_rng: bool) -> None:
+        super().__init__(module.forward)
+        self.saved_ops = saved_ops
+        self.batch_norms = [inner for inner in module.modules() if isinstance(inner, _BATCH_NORMS)]
+        self.compiles_inside = bool(self.batch_norms)  # compilers do not follow what is done for their sake
+        self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
+        if saved_ops and not self.batch_norms:
+            # torch.compile follows exactly this form.
+            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, saved_ops))
+        elif self.batch_norms:
+            self.options["context_fn"] = self._contexts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
+        return checkpoint(self.__wrapped__, *args, **self.options, **kwargs)
+
+    def _contexts(self) -> Contexts:
+        """What surrounds the first run, and what the recomputation."""
+        first: AbstractContextManager[Any] = nullcontext()
+        again: AbstractContextManager[Any] = nullcontext()
+        if self.saved_ops:
+            first, again = create_selective_checkpoint_contexts(partial(_keep, self.saved_ops))
+        return first, _both(again, _statistics_kept(self.batch_norms))
+
+
+@contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(other)
+        stack.enter_context(one)
+        yield
+
+
+@contextmanager
+def _statistics_kept(batch_norms: list[nn.Module]) -> Iterator[None]:
+    """Let batch norms count the batch in copies of their statistics: the first run has counted it already."""
+    kept = [(norm, dict(norm._buffers)) for norm in batch_norms]
+    for norm, buffers in kept:
+        norm._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in kept:
+            norm._buffers.update(buffers)
+
+
+def _keep(saved_ops: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _costly_ops() -> frozenset[Any]:
+    packets = [getattr(torch.ops.aten, name, None) for name in _COSTLY]  # not every torch has every one
+    return frozenset(packet.default for packet in packets if packet is not None)
+
+
+def _mode(policy: Any, every: int, index: int, name: str, module: nn.Module) -> Mode:
+    if policy == "every_n":
+        return "full" if index % every == 0 else "none"
+    if not callable(policy):
+        return policy
+    answer = policy(name, module)
+    if answer is None or isinstance(answer, bool):
+        return "full" if answer else "none"
+    if answer in ("full", "selective", "none"):
+        return answer
+    raise ConfigError(
+        f"the policy answers {answer!r} for {name!r}",
+        where=f"policy({name!r}, {type(module).__name__})",
+        why="a block is recomputed in full, selectively or not at all",
+        fix='return True, False, "full", "selective" or "none"',
+    )
+
+
+def _check_arguments(policy: Any, every: int) -> None:
+    if not callable(policy) and policy not in _POLICIES:
+        raise ConfigError(
+            f"the policy is {policy!r}",
+            where="checkpoint_activations: policy",
+            why=f"the known ones are {', '.join(_POLICIES)}",
+            fix="choose one of them, or pass a function of name and module",
+        )
+    if every < 1:
+        raise ConfigError(
+            f"every is {every}",
+            where="checkpoint_activations: every",
+            why="one block in so many is recomputed",
+            fix="set every = 1 or more",
+        )
+
+
+def _refuse_compiled(blocks: dict[str, nn.Module]) -> None:
+    for name, module in blocks.items():
+        if any(replaced.is_compiled for replaced in replacements(module)):
+            raise ShardError(
+                f"checkpoint_activations comes too late: {name!r} is already compiled",
+                where=name,
+                why="the compiler must see what is recomputed: checkpoint_activations, compile_blocks, shard",
+                fix="call checkpoint_activations(model) before compile_blocks(model)",
+            )

@@ -1,0 +1,56 @@
+"""Groups of several modules: gathered when the first of them is called, freed when all have been."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from shardwise import compat
+from shardwise.sharding.inputs import Casts
+from shardwise.sharding.outputs import differentiable, gather_before_backward, leave_hooked
+
+
+class PartsEntry:
+    """Runs FSDP2's hooks for a group of modules.
+
+    FSDP2's own hooks see only the last module's output. Where that output is not part of the loss but an earlier
+    module's is (the keys of a prefix whose own result is dropped), backward would run on freed parameters. Here every
+    module's output gathers the group again.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], casts: Casts) -> None:
+        self.modules, self.casts = tuple(modules), casts
+        self._waiting: set[nn.Module] = set()
+        compat.take_over_hooks(modules[0])
+        for module in modules:
+            module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._leave)
+
+    def finish(self) -> None:
+        """Free the group though not all its modules were called in this pass."""
+        if self._waiting:
+            self._waiting.clear()
+            compat.leave_forward(self.modules[0], (), None)
+
+    def forget(self) -> None:
+        """Start over after an exception."""
+        self._waiting.clear()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        args, kwargs = self.casts.inputs(args, kwargs)
+        if self._waiting and not compat.is_recomputing(module):
+            for group in compat.state_param_groups(compat.fsdp_state(module)):
+                compat.gather_group(group)
+            return args, kwargs
+        if not compat.is_recomputing(module):
+            self._waiting.update(self.modules)
+        return compat.enter_forward(module, args, kwargs)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if compat.is_recomputing(module):
+            return self.casts.output(compat.leave_forward(module, args, output))
+        self._waiting.discard(module)
+        if not self._waiting:
+            return self.casts.output(leave_hooked(module, args, output))
+        gather_before_backward(module, differentiable(output))
+        return self.casts.output(output)

@@ -1,0 +1,136 @@
+"""Recomputing blocks under FSDP2: the gradients of a sharded model that keeps everything, from fewer saved bytes."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from tests.by_hand import assert_same, full_gradients
+from tests.collectives import count_collectives
+from tests.ranks import ranks
+
+DIM = 8
+
+
+class PostNormBlock(nn.Module):
+    """Draws random numbers, holds a scalar, and ends in a norm: the last thing recomputed is a module."""
+
+    def __init__(self, norm_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.first, self.last = nn.LayerNorm(DIM, dtype=norm_dtype), nn.LayerNorm(DIM, dtype=norm_dtype)
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.to(self.first.weight.dtype)).to(self.up.weight.dtype)
+        hidden = self.down(self.dropout(torch.tanh(self.up(hidden)))) * self.gain
+        return self.last((x + hidden).to(self.last.weight.dtype)).to(self.up.weight.dtype)
+
+
+class Stack(nn.Module):
+    def __init__(self, norm_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, DIM)
+        self.blocks = nn.ModuleList(PostNormBlock(norm_dtype) for _ in range(3))
+        self.head = nn.Linear(DIM, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(norm_dtype: torch.dtype = torch.float32) -> Stack:
+    torch.manual_seed(0)
+    return Stack(norm_dtype)
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randint(0, 16, (3, 5), generator=torch.Generator().manual_seed(rank))
+
+
+def step(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Gradients of one step, the same dropout masks whenever it is run."""
+    model.zero_grad()
+    torch.manual_seed(100 + rank)
+    model(batch(rank)).square().mean().backward()
+    return full_gradients(model)
+
+
+def first_only(name: str, block: nn.Module) -> str:
+    return "full" if name.endswith(".0") else "selective"
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "every_n", first_only])
+@ranks(2)
+def test_gradients_equal_those_without_recomputing(rank: int, policy: str | Callable[..., str]) -> None:
+    kept = step(sw.shard(build()), rank)
+    model = sw.shard(sw.checkpoint_activations(build(), policy))
+    for _ in range(2):  # the second step meets what the first one's backward left
+        assert_same(step(model, rank), kept, atol=0.0, rtol=0.0)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@ranks(2)
+def test_norms_of_another_dtype_are_gathered_again_for_the_recomputation(rank: int, policy: str) -> None:
+    """float64 norms are groups inside the block, and the recomputation ends inside the last of them."""
+    kept = step(sw.shard(build(torch.float64)), rank)
+    model = sw.shard(sw.checkpoint_activations(build(torch.float64), policy))
+    for _ in range(2):
+        assert_same(step(model, rank), kept, atol=0.0, rtol=0.0)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@ranks(2)
+def test_a_block_is_gathered_once_for_recomputation_and_backward(rank: int, reshard: bool) -> None:
+    config = sw.ShardConfig(reshard_after_forward=reshard)
+    counts = []
+    for model in (build(), sw.checkpoint_activations(build())):
+        sw.shard(model, config)
+        step(model, rank)
+        with count_collectives(model) as trace:
+            model.zero_grad()
+            model(batch(rank)).square().mean().backward()
+        counts.append(Counter((each.kind, each.num_bytes) for each in trace.collectives))
+    assert counts[0] == counts[1]
+    assert counts[0].total() >= (3 * 3 if reshard else 2 * 3)  # all-gathers and a reduce-scatter of each block
+
+
+@ranks(2)
+def test_training_goes_on_alike_with_a_module_called_under_no_grad_between_steps(rank: int) -> None:
+    models = [sw.shard(build()), sw.shard(sw.checkpoint_activations(build()))]
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(3):
+            step(model, rank)
+            optimizer.step()
+            with torch.no_grad():
+                model(batch(rank))
+    left, right = ({name: p.full_tensor() for name, p in model.named_parameters()} for model in models)
+    assert_same(left, right, atol=0.0, rtol=0.0)
+
+
+@ranks(2)
+def test_a_copy_made_before_sharding_recomputes_its_own_weights(rank: int) -> None:
+    model = sw.checkpoint_activations(build())
+    teacher = copy.deepcopy(model)
+    for parameter in teacher.parameters():
+        parameter.data.mul_(0.5)
+    sw.shard(model)
+    sw.shard(teacher)
+    plain = build()
+    for parameter in plain.parameters():
+        parameter.data.mul_(0.5)
+    assert_same(step(teacher, rank), step(sw.shard(plain), rank), atol=0.0, rtol=0.0)
+
+
+@ranks(2)
+def test_a_sharded_model_is_refused(rank: int) -> None:
+    with pytest.raises(sw.ShardError, match="comes too late: the model is already sharded"):
+        sw.checkpoint_activations(sw.shard(build()))

@@ -1,0 +1,124 @@
+"""init_distributed(): one process or many, the same path, and a message for what does not fit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.config.schema import MeshConfig
+from shardwise.errors import ConfigError, EnvironmentProblem, ShardError
+from shardwise.launching import Launch, start_local
+from shardwise.sharding.mesh import (
+    _device_index,
+    data_parallel_mesh,
+    default_mesh,
+    init_distributed,
+    refuse_shared_cards,
+    shutdown,
+)
+from tests.ranks import ranks
+
+
+def join_and_sum() -> tuple[tuple[str, ...] | None, tuple[int, ...], float]:
+    """What a script does: join, use the mesh, leave."""
+    mesh = init_distributed(MeshConfig(replicate=2))
+    total = torch.tensor([1.0 + dist.get_rank()])
+    dist.all_reduce(total, group=mesh.get_group("replicate"))
+    shutdown()
+    return mesh.mesh_dim_names, tuple(mesh.shape), total.item()
+
+
+def test_ranks_of_a_launcher_form_a_mesh():
+    results = start_local("tests.distributed.test_mesh:join_and_sum", 2)
+    assert results == [(("replicate", "shard"), (2, 1), 3.0)] * 2
+
+
+def test_single_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    mesh = init_distributed()
+    try:
+        assert (mesh.mesh_dim_names, tuple(mesh.shape), mesh.device_type) == (("shard",), (1,), "cpu")
+        assert default_mesh() is mesh
+        assert init_distributed() is mesh
+        total = torch.ones(2)
+        dist.all_reduce(total, group=mesh.get_group())
+        assert torch.equal(total, torch.ones(2))
+    finally:
+        shutdown()
+    assert not dist.is_initialized()
+
+
+def test_default_mesh_is_made_anew_with_the_process_group():
+    first = default_mesh()
+    shutdown()
+    second = default_mesh()
+    try:
+        assert second is not first
+        assert second.size() == 1
+    finally:
+        shutdown()
+
+
+def test_mesh_that_does_not_fit_is_refused_before_the_ranks_meet():
+    with pytest.raises(ConfigError, match="a 2 x 3 mesh needs 6 ranks, got 1"):
+        init_distributed(MeshConfig(replicate=2, shard=3))
+    assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_absent_gpu_is_named():
+    with pytest.raises(
+        EnvironmentProblem, match=r"mesh\.device is cuda, but this process sees no accelerator"
+    ):
+        init_distributed(MeshConfig(device="cuda"))
+    assert not dist.is_initialized()
+
+
+@ranks(4)
+def test_existing_process_group_is_used(rank: int):
+    group = dist.group.WORLD
+    mesh = init_distributed(MeshConfig(replicate=2, tensor=2))
+    try:
+        assert dist.group.WORLD is group
+        assert mesh.mesh_dim_names == ("replicate", "shard", "tensor")
+        assert tuple(mesh.shape) == (2, 1, 2)
+        parallel = data_parallel_mesh(mesh)
+        assert parallel.mesh_dim_names == ("replicate", "shard")
+        assert parallel.mesh.flatten().tolist() == [rank % 2, rank % 2 + 2]
+        with pytest.raises(ConfigError, match="needs 3 ranks, got 4"):
+            init_distributed(MeshConfig(shard=3))
+    finally:
+        assert tuple(init_distributed().shape) == (4,)  # the pool's next test gets a mesh of all ranks
+
+
+@ranks(2)
+def test_mesh_without_tensor_axis_is_data_parallel_as_it_is(rank: int):
+    mesh = init_distributed()
+    assert tuple(mesh.shape) == (2,)
+    assert data_parallel_mesh(mesh) is mesh
+    unnamed = init_device_mesh("cpu", (2,))
+    assert data_parallel_mesh(unnamed) is unnamed
+
+
+@ranks(2)
+def test_mesh_whose_axes_cannot_be_told_apart_is_refused(rank: int):
+    with pytest.raises(ShardError, match="the 2-D mesh has no axis names"):
+        data_parallel_mesh(init_device_mesh("cpu", (2, 1)))
+    with pytest.raises(ShardError, match="the mesh has 3 data-parallel axes: a, b, c"):
+        data_parallel_mesh(init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c")))
+    with pytest.raises(ShardError, match="0 data-parallel axes: none"):
+        data_parallel_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
+
+
+def test_two_ranks_on_one_gpu_are_refused():
+    refuse_shared_cards(["node1 GPU a", "node1 GPU b", "node2 GPU a"])
+    with pytest.raises(EnvironmentProblem, match=r"ranks \[0, 2\] are all on node1 GPU a"):
+        refuse_shared_cards(["node1 GPU a", "node1 GPU b", "node1 GPU a"])
+
+
+def test_device_of_a_rank_is_its_own_or_the_only_visible_one():
+    assert _device_index(Launch(local_rank=1, local_world_size=2), 2) == 1
+    assert _device_index(Launch(local_rank=3, local_world_size=4), 1) == 0
+    with pytest.raises(EnvironmentProblem, match="local rank 2 has no device: 2 are visible"):
+        _device_index(Launch(rank=2, local_rank=2, local_world_size=3, world_size=3), 2)
