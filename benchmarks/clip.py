@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_ as torch_clip
 
-from benchmarks.measuring import Pairs, median, median_interval, slowest, time_pairs
+from benchmarks.measuring import Timed, median, median_interval, slowest, time_pairs
 from benchmarks.processes import join, on_ranks
 from benchmarks.reporting import Result, parse, report
 from shardwise.training.step import clip_grad_norm_
@@ -35,7 +35,7 @@ class Setup:
 class Measured:
     """What one rank saw."""
 
-    pairs: Pairs
+    times: Timed
     norms: tuple[float, float]
 
 
@@ -61,18 +61,18 @@ def measure(setup: Setup) -> Measured:
     norms = (theirs().full_tensor().item(), ours().item())  # pyrefly: ignore
     repeat = lambda call: [call() for _ in range(setup.num_calls)]  # noqa: E731
     # torch's norm is a DTensor that is not yet reduced; a loop that logs it must gather it.
-    pairs = time_pairs(
+    times = time_pairs(
         lambda: [norm.full_tensor() for norm in repeat(theirs)],
         lambda: repeat(ours),
         num_pairs=setup.num_pairs,
         device=setup.device,
     )
     dist.destroy_process_group()
-    return Measured(pairs, norms)
+    return Measured(times, norms)
 
 
 def results_of(setup: Setup, by_rank: list[Measured]) -> list[Result]:
-    pairs, norms = slowest([one.pairs for one in by_rank]), by_rank[0].norms
+    pairs, norms = slowest([one.times.wall for one in by_rank]), by_rank[0].norms
     baseline, value = (
         median(times) / setup.num_calls * 1e3 for times in (pairs.baseline_s, pairs.candidate_s)
     )

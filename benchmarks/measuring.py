@@ -29,27 +29,36 @@ class Pairs:
         return [ours / theirs for theirs, ours in zip(self.baseline_s, self.candidate_s, strict=True)]
 
 
-def time_pairs(baseline: Work, candidate: Work, *, num_pairs: int, device: str = "cpu") -> Pairs:
+@dataclass(frozen=True)
+class Timed:
+    """The same pairs by two clocks."""
+
+    wall: Pairs
+    cpu: Pairs
+    """Of all threads of this process: what it worked, without what it waited for or shared cores with."""
+
+
+def time_pairs(baseline: Work, candidate: Work, *, num_pairs: int, device: str = "cpu") -> Timed:
     """Run both `num_pairs` times in turn, swapping who goes first, so that drift hits both alike.
 
     Ranks:
         Collective where there is a process group: ranks start each stretch together.
     """
-    seconds: tuple[list[float], list[float]] = ([], [])
+    stretches: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
     for pair in range(num_pairs):
-        order = (0, 1) if pair % 2 == 0 else (1, 0)
-        for which in order:
-            seconds[which].append(_time((baseline, candidate)[which], device))
-    return Pairs(tuple(seconds[0]), tuple(seconds[1]))
+        for which in (0, 1) if pair % 2 == 0 else (1, 0):
+            stretches[which].append(_time((baseline, candidate)[which], device))
+    wall, cpu = ([tuple(s[clock] for s in stretch) for stretch in stretches] for clock in (0, 1))
+    return Timed(Pairs(*wall), Pairs(*cpu))
 
 
-def _time(work: Work, device: str) -> float:
+def _time(work: Work, device: str) -> tuple[float, float]:
     gc.collect()  # neither pays for what the other left behind
     _wait(device)
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     work()
     _wait(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - start_cpu
 
 
 def _wait(device: str) -> None:

@@ -62,7 +62,7 @@ def time_shard(name: str) -> list[Result]:
     models = [load_model(name) for _ in range(6)]
     pairs = time_pairs(
         lambda: shard_by_hand(models.pop(), mesh, "cpu"), lambda: shard(models.pop(), mesh=mesh), num_pairs=3
-    )
+    ).wall
     dist.destroy_process_group()
     return [
         Result(

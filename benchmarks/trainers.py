@@ -72,7 +72,8 @@ def shard_by_hand(model: nn.Module, mesh: DeviceMesh, device: str) -> nn.Module:
         assert isinstance(model, Transformer)
         for block in model.blocks:  # as in torch's tutorial: its embeddings are small and stay with the root
             fully_shard(block, **settings)
-    return fully_shard(model, **settings)
+    fully_shard(model, **settings)
+    return model
 
 
 class Trainer:

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from shardwise.sharding.precision import cast_inputs as cast_inputs
     from shardwise.sharding.prepare import prepare_fully_shard as prepare_fully_shard
     from shardwise.sharding.recovery import recover as recover
-    from shardwise.training.gradient_norm import clip_grad_norm_ as clip_grad_norm_
     from shardwise.training.data import lockstep as lockstep
     from shardwise.training.ema import EMA as EMA
     from shardwise.training.loop import fit as fit
     from shardwise.training.step import accumulate as accumulate
+    from shardwise.training.step import clip_grad_norm_ as clip_grad_norm_
     from shardwise.training.step import token_mean as token_mean
 
 __version__ = "0.1.0"
@@ -61,11 +61,10 @@ _HOMES = {
     "shardwise.sharding.precision": ("cast_inputs",),
     "shardwise.sharding.prepare": ("prepare_fully_shard",),
     "shardwise.sharding.recovery": ("recover",),
-    "shardwise.training.gradient_norm": ("clip_grad_norm_",),
     "shardwise.training.data": ("lockstep",),
     "shardwise.training.ema": ("EMA",),
     "shardwise.training.loop": ("fit",),
-    "shardwise.training.step": ("accumulate", "token_mean"),
+    "shardwise.training.step": ("accumulate", "clip_grad_norm_", "token_mean"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from shardwise.errors import ShardError
 from shardwise.sharding.recovery import recover
@@ -92,9 +92,12 @@ def test_next_step_works(rank: int, where: str, settings: str, num_good_steps: i
 @ranks(4)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("mode", ["comm", "memory", "hsdp"])
-def test_gradients_of_earlier_micro_steps_are_dropped_too(rank: int, where: str, mode: AccumulationMode):
-    """Unreduced gradients and HSDP's partial sums are not in `.grad`, where zero_grad would find them."""
-    model = shard_by_hand(tiny(), mesh_2d())
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+def test_gradients_of_earlier_micro_steps_are_dropped_too(
+    rank: int, where: str, mode: AccumulationMode, reduce_dtype: torch.dtype | None
+):
+    """Unreduced gradients, widened or not, and HSDP's partial sums are not where zero_grad would find them."""
+    model = shard_by_hand(tiny(), mesh_2d(), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     with accumulate(model, 0, 3, mode):
         loss_of(model, tokens(rank, 7)).backward()
     with pytest.raises(FloatingPointError), accumulate(model, 1, 3, mode):

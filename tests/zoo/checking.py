@@ -103,7 +103,8 @@ def _is_run_of_blocks(module: nn.Module) -> bool:
         kinds = Counter(type(child) for _, child in children)
     else:
         kinds = Counter((type(child), re.sub(r"\d+", "", name)) for name, child in children)
-    return any(count > 1 and "Expert" not in str(kind) for kind, count in kinds.items())
+    routed = "Expert" in type(module).__name__ or any("Expert" in str(kind) for kind in kinds)
+    return not routed and any(count > 1 for count in kinds.values())
 
 
 def _has_parts(module: nn.Module) -> bool:

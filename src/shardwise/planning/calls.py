@@ -72,7 +72,11 @@ class Calls:
         run cannot show that another would route the same way.
         """
         met = seen.called
-        read = {name for name in self.foreign_reads if name.rpartition(".")[0] in met and name not in seen.foreign_reads}
+        read = {
+            name
+            for name in self.foreign_reads
+            if name.rpartition(".")[0] in met and name not in seen.foreign_reads
+        }
         bypassed = {name: inner - met for name, inner in self.bypassed.items()}
         return replace(
             self,

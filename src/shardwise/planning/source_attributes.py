@@ -16,6 +16,7 @@ from shardwise.planning.source_values import (
     CONTENT,
     PLAIN,
     TENSOR,
+    Absent,
     Atom,
     Bound,
     Known,
@@ -98,7 +99,9 @@ def load_from_module(module: nn.Module, name: str, frame: Frame) -> Value:
     if own is not _MISSING:
         if isinstance(own, bool):  # a switch that training code may flip after the plan was made
             return PLAIN
-        if isinstance(own, torch.Tensor) and name + "_v" in module._parameters:  # weight_norm's computed weight
+        if (
+            isinstance(own, torch.Tensor) and name + "_v" in module._parameters
+        ):  # weight_norm's computed weight
             return _all_of([module._parameters[name + suffix] for suffix in ("_v", "_g")])
         return wrap(own, setting)
     registered = _registered(module, name)
@@ -110,7 +113,8 @@ def load_from_module(module: nn.Module, name: str, frame: Frame) -> Value:
     if fallback is not None and fallback is not nn.Module.__getattr__ and name != "__getattr__":
         found = enter_function(fallback, Arguments([known(module), known(name)]), frame, receiver=module)
         return found if found is not None else PLAIN
-    return ARGUMENT  # set by the model's own code as it runs, or never
+    # Set by the model's own code as it runs, or in a branch that this model never takes.
+    return Value(frozenset({Absent()}), open=True, source=Source.ARGUMENT)
 
 
 def _registered(module: nn.Module, name: str) -> Any:

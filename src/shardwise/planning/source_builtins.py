@@ -68,7 +68,9 @@ def _filter(arguments: Arguments, frame: Frame) -> Value:
 @builtin(dict)
 def _dict(arguments: Arguments, frame: Frame) -> Value:
     if arguments.positional or arguments.spread:
-        return join([*arguments.positional, PLAIN, Value(frozenset({Mapping(tuple(arguments.keywords.items()))}))])
+        return join(
+            [*arguments.positional, PLAIN, Value(frozenset({Mapping(tuple(arguments.keywords.items()))}))]
+        )
     return Value(frozenset({Mapping(tuple(arguments.keywords.items()))}))
 
 
@@ -143,7 +145,9 @@ def _getattr(arguments: Arguments, frame: Frame) -> Value:
     if names and not name.open:
         found = [_attribute(thing, one, default, frame) for one in names]
         return join(found).like(picked=name.source >= Source.ARGUMENT and len(found) > 1, loops=name.loops)
-    modules = [atom.object for atom in thing.atoms if isinstance(atom, Known) and isinstance(atom.object, nn.Module)]
+    modules = [
+        atom.object for atom in thing.atoms if isinstance(atom, Known) and isinstance(atom.object, nn.Module)
+    ]
     fits = _name_filter(name)
     children = [
         wrap(child)
@@ -157,7 +161,9 @@ def _getattr(arguments: Arguments, frame: Frame) -> Value:
 
 def _name_filter(name: Value) -> Callable[[str], Any]:
     """An f-string with unknown parts is evaluated to the pattern of what it may become."""
-    patterns = [atom.object for atom in name.atoms if isinstance(atom, Known) and isinstance(atom.object, re.Pattern)]
+    patterns = [
+        atom.object for atom in name.atoms if isinstance(atom, Known) and isinstance(atom.object, re.Pattern)
+    ]
     return patterns[0].fullmatch if len(patterns) == 1 else bool
 
 
@@ -204,13 +210,18 @@ def _super(arguments: Arguments, frame: Frame) -> Value:
 def _partial(arguments: Arguments, frame: Frame) -> Value:
     if not arguments.positional:
         return PLAIN
-    given = Partial(arguments.positional[0], tuple(arguments.positional[1:]), tuple(arguments.keywords.items()))
+    given = Partial(
+        arguments.positional[0], tuple(arguments.positional[1:]), tuple(arguments.keywords.items())
+    )
     return Value(frozenset({given}))
 
 
 @builtin(int, float, bool, str, abs, round, min, max, sum, any, all, operator.itemgetter)
 def _number(arguments: Arguments, frame: Frame) -> Value:
-    values = [*arguments.positional, *(walk(value, frame).element for value in arguments.positional if value.atoms)]
+    values = [
+        *arguments.positional,
+        *(walk(value, frame).element for value in arguments.positional if value.atoms),
+    ]
     top = max((value.source for value in values), default=Source.PLAIN)
     return opaque(*arguments.positional, source=Source.CONTENT if top >= Source.TENSOR else top)
 
@@ -275,7 +286,9 @@ def _get_submodule(module: nn.Module, arguments: Arguments, frame: Frame) -> Val
     return value
 
 
-@module_method("to", "float", "half", "bfloat16", "double", "cuda", "cpu", "eval", "train", "requires_grad_", "type")
+@module_method(
+    "to", "float", "half", "bfloat16", "double", "cuda", "cpu", "eval", "train", "requires_grad_", "type"
+)
 def _itself(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
     return known(module)
 
@@ -290,7 +303,9 @@ def container_method(value: Value, name: str, arguments: Arguments, frame: Frame
             rows += atom.items
         elif isinstance(atom, Known) and (by_key := dict_items(atom.object)) is not None:
             rows += by_key.items()
-        elif name == "pop" and (isinstance(atom, Sequence) or list_items(getattr(atom, "object", None)) is not None):
+        elif name == "pop" and (
+            isinstance(atom, Sequence) or list_items(getattr(atom, "object", None)) is not None
+        ):
             return item(value, PLAIN, frame)
         else:
             return None
@@ -301,4 +316,3 @@ def container_method(value: Value, name: str, arguments: Arguments, frame: Frame
     key = join(known(key) for key, _ in rows) if rows else PLAIN
     shown = {"values": element, "keys": key, "items": Value(frozenset({Sequence((key, element))}))}[name]
     return Value(frozenset({Many(shown, len(rows))}), open=value.open, loops=value.loops)
-

@@ -128,10 +128,17 @@ def item(value: Value, index: Value, frame: Frame) -> Value:
         frame.analysis.decide(index)
     found = [_item_of(atom, at, index, frame) for atom in value.atoms]
     if value.open or not found:
-        dynamic = value.source >= Source.TENSOR and index.source >= Source.CONTENT
-        found.append(PLAIN.like(source=Source.DYNAMIC if dynamic else value.source, loops=value.loops))
+        found.append(PLAIN.like(source=_indexed(value, index), loops=value.loops))
     result = join(found)
     return result.like(picked=result.picked or value.picked, loops=result.loops | value.loops)
+
+
+def _indexed(value: Value, index: Value) -> Source:
+    """What an item of something unknown is: `x[mask]` has a length of its own, `x[0, 1]` must be a tensor's."""
+    if value.source >= Source.TENSOR and index.source >= Source.CONTENT:
+        return Source.DYNAMIC
+    several = any(isinstance(atom, Sequence) and len(atom.items) > 1 for atom in index.atoms)
+    return Source.TENSOR if several and value.source == Source.ARGUMENT else value.source
 
 
 def _item_of(atom: Atom, at: Any, index: Value, frame: Frame) -> Value:
@@ -156,7 +163,9 @@ def _item_of(atom: Atom, at: Any, index: Value, frame: Frame) -> Value:
     if by_key is not None:
         return _look_up(by_key, at, index)
     if isinstance(thing, nn.Module) and _own(thing, "__getitem__"):
-        result = enter_function(type(thing).__getitem__, Arguments([known(thing), index]), frame, receiver=thing)
+        result = enter_function(
+            type(thing).__getitem__, Arguments([known(thing), index]), frame, receiver=thing
+        )
         return result if result is not None else PLAIN
     return PLAIN
 

@@ -13,7 +13,12 @@ from shardwise.planning.source_containers import item
 from shardwise.planning.source_frames import Frame, consume, evaluate, expression
 from shardwise.planning.source_invoke import evaluate_arguments, hand_over, invoke
 from shardwise.planning.source_loops import comprehension
-from shardwise.planning.source_tensors import compare, method_reads_arguments, method_reads_content, method_result
+from shardwise.planning.source_tensors import (
+    compare,
+    method_reads_arguments,
+    method_reads_content,
+    method_result,
+)
 from shardwise.planning.source_truth import truth
 from shardwise.planning.source_values import (
     NONE,
@@ -64,7 +69,9 @@ def _subscript(node: ast.Subscript, frame: Frame) -> Value:
 
 @expression(ast.Slice)
 def _slice(node: ast.Slice, frame: Frame) -> Value:
-    bounds = [evaluate(part, frame) if part is not None else NONE for part in (node.lower, node.upper, node.step)]
+    bounds = [
+        evaluate(part, frame) if part is not None else NONE for part in (node.lower, node.upper, node.step)
+    ]
     numbers = [bound.only() for bound in bounds]
     if all(number is None or type(number) is int for number in numbers):
         for bound in bounds:
@@ -93,7 +100,9 @@ def _call(node: ast.Call, frame: Frame) -> Value:
             consume(receiver.like(atoms=tensors), frame)
         results.append(method_result(Value(open=True, source=Source.TENSOR), name, arguments))
     if rest.atoms:
-        results.append(invoke(load(rest.like(open=False), name, frame).like(loops=rest.loops), arguments, frame))
+        results.append(
+            invoke(load(rest.like(open=False), name, frame).like(loops=rest.loops), arguments, frame)
+        )
     if receiver.open or not receiver.atoms or tensors:
         if method_reads_arguments(name) and not rest.atoms:
             hand_over(arguments, frame, name=name)
@@ -146,7 +155,9 @@ def combine(left: Value, right: Value, op: ast.operator, frame: Frame) -> Value:
         return _join_lists([value for value in (left, right) if _is_list(value)], frame)
     result = opaque(use_as_data(left, frame), use_as_data(right, frame))
     if result.source == Source.CONTENT and not isinstance(op, ast.BitAnd | ast.BitOr):
-        return result.like(source=Source.CONTENT if min(left.source, right.source) != Source.TENSOR else Source.TENSOR)
+        return result.like(
+            source=Source.CONTENT if min(left.source, right.source) != Source.TENSOR else Source.TENSOR
+        )
     return result
 
 
@@ -173,7 +184,9 @@ def _unary(node: ast.UnaryOp, frame: Frame) -> Value:
     value = evaluate(node.operand, frame)
     if isinstance(node.op, ast.Not):
         answer = truth(value)
-        return PLAIN.like(source=value.source) if answer is None else known(not answer, settings=value.settings)
+        return (
+            PLAIN.like(source=value.source) if answer is None else known(not answer, settings=value.settings)
+        )
     number = value.only()
     if isinstance(node.op, ast.USub) and type(number) in (int, float):
         return known(-number, settings=value.settings)
@@ -215,7 +228,12 @@ def _compare_two(left: Value, op: ast.cmpop, right: Value, frame: Frame) -> Valu
     if isinstance(op, ast.Is | ast.IsNot):
         answer = _same_object(left, right)
         return PLAIN if answer is None else known(answer is isinstance(op, ast.Is), settings=settings)
-    if left.source == Source.RANDOM and isinstance(op, ast.Lt | ast.LtE) and other in (0, 0.0) and other is not False:
+    if (
+        left.source == Source.RANDOM
+        and isinstance(op, ast.Lt | ast.LtE)
+        and other in (0, 0.0)
+        and other is not False
+    ):
         return known(False, settings=settings)  # layerdrop that is switched off
     if isinstance(one, _SIMPLE) and isinstance(other, _SIMPLE):
         try:
@@ -273,11 +291,19 @@ def _sequence(node: ast.Tuple | ast.List | ast.Set, frame: Frame) -> Value:
         value = evaluate(part.value if isinstance(part, ast.Starred) else part, frame)
         if not isinstance(part, ast.Starred):
             items.append(value)
-        elif len(value.atoms) == 1 and not value.open and isinstance(inner := next(iter(value.atoms)), Sequence):
+        elif (
+            len(value.atoms) == 1
+            and not value.open
+            and isinstance(inner := next(iter(value.atoms)), Sequence)
+        ):
             items += inner.items
         else:
             rest = item(value, PLAIN, frame)
-            return Value(frozenset({Many(join([*items, rest, *(evaluate(p, frame) for p in node.elts[len(items) :])]))}))
+            return Value(
+                frozenset(
+                    {Many(join([*items, rest, *(evaluate(p, frame) for p in node.elts[len(items) :])]))}
+                )
+            )
     return Value(frozenset({Sequence(tuple(items))}))
 
 
@@ -319,7 +345,9 @@ def _lambda(node: ast.Lambda, frame: Frame) -> Value:
 
 @expression(ast.JoinedStr)
 def _f_string(node: ast.JoinedStr, frame: Frame) -> Value:
-    values = [evaluate(part.value if isinstance(part, ast.FormattedValue) else part, frame) for part in node.values]
+    values = [
+        evaluate(part.value if isinstance(part, ast.FormattedValue) else part, frame) for part in node.values
+    ]
     objects = [value.only() for value in values]
     together = opaque(*values)
     if all(isinstance(thing, str | int) for thing in objects):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shardwise.planning.places import Places, has_forward, is_opaque
-from shardwise.planning.source_frames import Analysis, Fact, Frame
+from shardwise.planning.source_frames import Analysis, Fact, Frame, record_escape
 from shardwise.planning.source_functions import start
 
 _COMPARABLE = (bool, int, float, str, bytes, type(None))
@@ -69,7 +69,9 @@ class FactBook:
 
     def _read(self, entry: Entry) -> list[Entry]:
         module = entry.module
-        if is_opaque(module) or (type(module).__module__.startswith("torch.") and not self._has_parts(module)):
+        if is_opaque(module) or (
+            type(module).__module__.startswith("torch.") and not self._has_parts(module)
+        ):
             self.active[id(module), entry.name] = True
             return []
         kind = (self._kind(module), entry.name)
@@ -81,7 +83,9 @@ class FactBook:
         try:
             analysis = self._analyse(entry)
             why = "no source" if analysis is None else ""
-        except Exception as error:  # whatever odd code does to the reader, the rest of the model is still read
+        except (
+            Exception
+        ) as error:  # whatever odd code does to the reader, the rest of the model is still read
             analysis, why = None, f"{type(error).__name__}: {error}"
         if analysis is not None:
             return self._keep(analysis, entry, kind)
@@ -99,8 +103,12 @@ class FactBook:
         analysis = Analysis(self.places, entry.name)
         frame = Frame(analysis, (module,), None, {}, receiver=module)
         own = vars(module).get(entry.name)
-        if not start(own if own is not None else inspect.getattr_static(type(module), entry.name), module, frame):
+        result = start(
+            own if own is not None else inspect.getattr_static(type(module), entry.name), module, frame
+        )
+        if result is None:
             return None
+        record_escape(result, frame)
         entered = inspect.getattr_static(type(module), "__call__")
         if entry.name == "forward" and entered is not nn.Module.__call__:
             analysis.counts = {}
@@ -167,7 +175,8 @@ class FactBook:
         """A number that modules of one class with the same submodules and parameters share."""
         if id(module) not in self._kind_of:
             children = tuple(
-                (name, self._kind(child) if child is not None else -1) for name, child in module._modules.items()
+                (name, self._kind(child) if child is not None else -1)
+                for name, child in module._modules.items()
             )
             present = tuple((name, tensor is not None) for name, tensor in module._parameters.items())
             own = vars(module).get("forward")
@@ -179,7 +188,6 @@ class FactBook:
         self.facts.setdefault((*fact.key(), id(entry.module), entry.name), (fact, entry))
         if fact.kind in ("call", "method", "read"):
             self._touched |= self.places.covered([fact.target])
-
 
 
 def _callable_children(module: nn.Module) -> list[nn.Module]:
@@ -195,5 +203,7 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(isinstance(a, _COMPARABLE) and a == b for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(
+            isinstance(a, _COMPARABLE) and a == b for a, b in zip(one, other, strict=True)
+        )
     return isinstance(one, _COMPARABLE) and one == other

@@ -22,7 +22,8 @@ class Fact(NamedTuple):
     """One thing that the code of the last module in `chain` does to `target`."""
 
     kind: str
-    """call, method, read (of `target`'s parameter `name`), dispatch, or count (`name` times at least)."""
+    """call, method, read (of `target`'s parameter `name`), escape (of it to the caller), dispatch,
+    or count (`name` times at least)."""
     chain: tuple[nn.Module, ...]
     target: nn.Module
     name: str = ""
@@ -91,6 +92,8 @@ class Frame:
     returns: list[Value] = field(default_factory=list)
     yields: list[Value] = field(default_factory=list)
     exit_counts: list[dict[int, int]] = field(default_factory=list)
+    jumps: list[tuple[dict[str, Value], dict[int, int]]] = field(default_factory=list)
+    """Names and counts at each `continue` and `break` of the innermost loop."""
 
     def lookup(self, name: str) -> Value:
         """The value of a name, by Python's rules of scope."""
@@ -201,12 +204,15 @@ def unwalked(value: Value, frame: Frame) -> tuple[Loop, ...]:
     return tuple(
         loop
         for loop in frame.loops
-        if loop.identity not in value.loops or (loop.count is not None and loop.count > len(candidates(value)))
+        if loop.identity not in value.loops
+        or (loop.count is not None and loop.count > len(candidates(value)))
     )
 
 
 def _object(leaf: Known | Bound | Closure) -> Any:
-    return leaf.object if isinstance(leaf, Known) else leaf.receiver.object if isinstance(leaf, Bound) else leaf
+    return (
+        leaf.object if isinstance(leaf, Known) else leaf.receiver.object if isinstance(leaf, Bound) else leaf
+    )
 
 
 def record_read(parameter: nn.Parameter, frame: Frame) -> None:
@@ -218,6 +224,15 @@ def record_read(parameter: nn.Parameter, frame: Frame) -> None:
         return
     owner, _, name = places.parameter_name(parameter).rpartition(".")
     frame.analysis.add(Fact("read", frame.chain, places.modules[owner], name))
+
+
+def record_escape(value: Value, frame: Frame) -> None:
+    """A parameter is among the results (Megatron's `return output, self.bias`): the caller will compute with it."""
+    places = frame.analysis.places
+    for leaf in leaves(value):
+        if isinstance(leaf, Known) and places.has_parameter(leaf.object):
+            owner, _, name = places.parameter_name(leaf.object).rpartition(".")
+            frame.analysis.add(Fact("escape", frame.chain, places.modules[owner], name))
 
 
 def consume(value: Value, frame: Frame) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import types
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from shardwise.planning.source_frames import MOST_DEPTH, Frame, evaluate, execut
 from shardwise.planning.source_values import (
     ARGUMENT,
     NONE,
+    TENSOR,
     Closure,
     Many,
     Mapping,
@@ -22,6 +24,8 @@ from shardwise.planning.source_values import (
     known,
     opaque,
 )
+
+_AROUND_TENSOR = {"torch", "Optional", "Union", "None", "typing", "t"}
 
 
 @dataclass(slots=True)
@@ -36,7 +40,11 @@ class Arguments:
         return [*self.positional, *self.keywords.values()]
 
     def key(self) -> tuple[Any, ...]:
-        return (tuple(self.positional), tuple(sorted(self.keywords.items(), key=lambda item: item[0])), self.spread)
+        return (
+            tuple(self.positional),
+            tuple(sorted(self.keywords.items(), key=lambda item: item[0])),
+            self.spread,
+        )
 
     def after(self, *first: Value) -> "Arguments":
         return Arguments([*first, *self.positional], dict(self.keywords), self.spread)
@@ -102,7 +110,9 @@ def enter_closure(closure: Closure, arguments: Arguments, frame: Frame) -> Value
     args = closure.node.args
     positional = [*args.posonlyargs, *args.args]
     names: dict[str, Value] = {}
-    for argument, default in zip(positional[len(positional) - len(args.defaults) :], args.defaults, strict=True):
+    for argument, default in zip(
+        positional[len(positional) - len(args.defaults) :], args.defaults, strict=True
+    ):
         names[argument.arg] = evaluate(default, home)
     for argument, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
         if default is not None:
@@ -112,24 +122,45 @@ def enter_closure(closure: Closure, arguments: Arguments, frame: Frame) -> Value
     return _run(closure.node, arguments, inner, key)
 
 
-def start(function: Any, module: nn.Module, frame: Frame) -> bool:
-    """Read an entry of a module, its arguments unknown; False where there is no source."""
+def start(function: Any, module: nn.Module, frame: Frame) -> Value | None:
+    """Read an entry of a module, its arguments unknown; None where there is no source."""
     plain, bound_to = underlying(function)
     node = find_node(plain) if plain is not None else None
     if plain is None or node is None:
-        return False
+        return None
     names = [*node.args.posonlyargs, *node.args.args]
     first = known(bound_to if bound_to is not None else module)
-    arguments = Arguments([first, *([ARGUMENT] * (len(names) - 1))], spread=True)
-    for argument in node.args.kwonlyargs:
-        arguments.keywords[argument.arg] = ARGUMENT
+    arguments = Arguments([first, *(_argument(name) for name in names[1:])], spread=True)
+    for name in node.args.kwonlyargs:
+        arguments.keywords[name.arg] = _argument(name)
     inner = _child(frame, frame.chain, plain, {}, module)
-    _run(node, arguments, inner, (node, id(module)))
-    return True
+    return _run(node, arguments, inner, (node, id(module)))
+
+
+def _argument(parameter: ast.arg) -> Value:
+    """What the caller may hand in: a tensor if the annotation says so and nothing else, otherwise unknown."""
+    if parameter.annotation is None:
+        return ARGUMENT
+    text = (
+        parameter.annotation.value
+        if isinstance(parameter.annotation, ast.Constant)
+        else ast.unparse(parameter.annotation)
+    )
+    words = set(re.findall(r"\w+", text)) if isinstance(text, str) else set()
+    tensor = any(word.endswith("Tensor") for word in words)
+    return (
+        TENSOR
+        if tensor and all(word.endswith("Tensor") or word in _AROUND_TENSOR for word in words)
+        else ARGUMENT
+    )
 
 
 def _child(
-    frame: Frame, chain: tuple[nn.Module, ...], function: types.FunctionType | None, names: dict[str, Value], receiver: Any
+    frame: Frame,
+    chain: tuple[nn.Module, ...],
+    function: types.FunctionType | None,
+    names: dict[str, Value],
+    receiver: Any,
 ) -> Frame:
     return Frame(
         analysis=frame.analysis,

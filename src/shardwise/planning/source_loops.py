@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable
 
 from shardwise.planning.source_containers import walk
-from shardwise.planning.source_frames import Frame, Loop, evaluate, join_names
+from shardwise.planning.source_frames import Frame, Loop, evaluate, join_counts, join_names
 from shardwise.planning.source_targets import assign
 from shardwise.planning.source_values import Many, Sequence, Source, Value, join
 
@@ -19,37 +19,37 @@ def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame
     """
     analysis = frame.analysis
     analysis.num_loops += 1
-    element, count, dynamic = walk(iterable, frame) if iterable is not None else (Value(open=True), None, False)
+    element, count, dynamic = (
+        walk(iterable, frame) if iterable is not None else (Value(open=True), None, False)
+    )
     if count == 0:
         return
     loop = Loop(analysis.num_loops, count)
     element = _mark(element, loop.identity)
-    before = (frame.loops, frame.conditional, frame.skipping)
-    before_names = dict(frame.names)
+    before = (frame.loops, frame.conditional, frame.skipping, frame.jumps)
+    names_before, counts_before = dict(frame.names), analysis.counts
     frame.loops = (*frame.loops, loop)
     frame.conditional = frame.conditional or dynamic
-    counts = dict(analysis.counts)
-    after_one: dict[int, int] = {}
+    counts_after = counts_before
     for turn in range(2):
-        analysis.counts = dict(counts)
+        analysis.counts, frame.jumps = dict(counts_before), []
         body(element)
-        if turn == 0:
-            after_one = analysis.counts
-        if frame.dead == "jump":  # a break or return of one turn does not end the code after the loop
-            frame.dead = ""
-        frame.names = join_names([before_names, frame.names])
-        if frame.dead:
-            break
-        frame.skipping = before[2]
-    analysis.counts = after_one
-    frame.dead = ""
-    frame.loops, frame.conditional, frame.skipping = before
+        # A turn ends where its code does or at a `continue` or `break`; one that returns or raises does not go on.
+        ends = [*frame.jumps, *([] if frame.dead else [(frame.names, analysis.counts)])]
+        if turn == 0 and ends:
+            counts_after = join_counts([counts for _, counts in ends])
+        frame.names = join_names([names_before, *(names for names, _ in ends)])
+        frame.dead, frame.skipping = "", before[2]
+    analysis.counts = counts_after
+    frame.loops, frame.conditional, frame.skipping, frame.jumps = before
 
 
 def _mark(element: Value, identity: int) -> Value:
     """The element and, where it is a row, each part of it, as chosen by this loop's turn."""
     atoms = frozenset(
-        Sequence(tuple(_mark(inner, identity) for inner in atom.items)) if isinstance(atom, Sequence) else atom
+        Sequence(tuple(_mark(inner, identity) for inner in atom.items))
+        if isinstance(atom, Sequence)
+        else atom
         for atom in element.atoms
     )
     return element.like(atoms=atoms, loops=element.loops | {identity})

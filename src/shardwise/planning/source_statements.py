@@ -47,6 +47,7 @@ def _return(node: ast.Return, frame: Frame) -> None:
 
 @statement(ast.Continue, ast.Break)
 def _jump(node: ast.stmt, frame: Frame) -> None:
+    frame.jumps.append((dict(frame.names), dict(frame.analysis.counts)))
     frame.dead = "jump"
 
 
@@ -121,7 +122,9 @@ def _with(node: ast.With, frame: Frame) -> None:
 
 @statement(ast.Try, ast.TryStar)
 def _try(node: ast.Try, frame: Frame) -> None:
-    _branches([[*node.body, *node.orelse], *([*handler.body] for handler in node.handlers)], frame, depends=False)
+    _branches(
+        [[*node.body, *node.orelse], *([*handler.body] for handler in node.handlers)], frame, depends=False
+    )
     dead = frame.dead
     frame.dead = ""
     execute(node.finalbody, frame)

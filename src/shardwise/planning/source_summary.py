@@ -18,13 +18,15 @@ def summarise(book: FactBook, facts: Iterable[Fact], public_methods: Iterable[st
         kind: defaultdict(set) for kind in ("bypassed", "methods", "dispatched", "reads")
     }
     called: set[str] = {""} if has_forward(places.root) else set()
-    for fact in facts:
+    for fact in (*facts, *_escaped(book)):
         _enter(fact, tables, called, book)
     unconditional = {"", *_unconditional(book)}
     return Calls(
         called=frozenset(called),
         assumed=frozenset(places.name(module) for module in _modules(book) if id(module) in book.assumed),
-        conditional=frozenset(name for name in called - unconditional if has_parameters(places.modules[name])),
+        conditional=frozenset(
+            name for name in called - unconditional if has_parameters(places.modules[name])
+        ),
         internal=frozenset(name for name, module in places.modules.items() if id(module) in places.internal),
         bypassed=_freeze(tables["bypassed"]),
         methods=_freeze(tables["methods"]),
@@ -56,6 +58,22 @@ def _enter(fact: Fact, tables: dict[str, dict[str, set[str]]], called: set[str],
     if fact.kind in ("call", "method") and id(fact.target) not in book.assumed:
         for outer in places.bypassed(fact.target, fact.chain):
             tables["bypassed"][places.name(outer)].add(target)
+
+
+def _escaped(book: FactBook) -> list[Fact]:
+    """Reads by the callers of modules that return a parameter of theirs, unless its owner is still entered."""
+    places = book.places
+    returned: dict[int, list[Fact]] = defaultdict(list)
+    for fact, entry in book.facts.values():
+        if fact.kind == "escape" and entry.name == "forward":
+            returned[id(entry.module)].append(fact)
+    return [
+        Fact("read", call.chain, fact.target, fact.name)
+        for call, _ in (list(book.facts.values()) if returned else ())
+        if call.kind == "call"
+        for fact in returned[id(call.target)]
+        if id(fact.target) not in places.covered(call.chain)
+    ]
 
 
 def _unconditional(book: FactBook) -> set[str]:
@@ -102,5 +120,3 @@ def _repeated(book: FactBook) -> set[str]:
 
 def _freeze(table: dict[str, set[str]]) -> Table:
     return {name: frozenset(inner) for name, inner in sorted(table.items())}
-
-

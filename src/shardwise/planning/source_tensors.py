@@ -13,7 +13,17 @@ _CONTENT = {
     "item", "tolist", "numpy", "any", "all", "equal", "allclose", "isclose", "is_nonzero", "count_nonzero", "bincount",
     "eq", "ne", "gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "isnan", "isinf", "isin",
 }  # fmt: skip
-_SIZES = {"size", "numel", "dim", "nelement", "ndimension", "element_size", "stride", "__len__", "storage_offset"}
+_SIZES = {
+    "size",
+    "numel",
+    "dim",
+    "nelement",
+    "ndimension",
+    "element_size",
+    "stride",
+    "__len__",
+    "storage_offset",
+}
 _TENSOR_METHODS = {
     "sum", "max", "min", "mean", "argmax", "argmin", "amax", "amin", "topk", "sort", "argsort", "cumsum", "prod",
     "to", "cpu", "cuda", "float", "half", "bfloat16", "double", "long", "int", "bool", "view", "reshape", "flatten",
@@ -22,7 +32,14 @@ _TENSOR_METHODS = {
 }  # fmt: skip
 _FROM_LIKENESS = {"to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"}
 _WITHOUT_CONTENT = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
-_PLAIN_MODULES = ("torch.jit", "torch.compiler", "torch.cuda", "torch.backends", "torch.distributed", "torch.overrides")
+_PLAIN_MODULES = (
+    "torch.jit",
+    "torch.compiler",
+    "torch.cuda",
+    "torch.backends",
+    "torch.distributed",
+    "torch.overrides",
+)
 
 
 def is_torch_function(thing: Any) -> bool:
@@ -59,7 +76,9 @@ def is_plain_torch(function: Any) -> bool:
 
 def method_reads_content(name: str) -> bool:
     """Whether calling `tensor.name(...)` computes with the tensor."""
-    return name not in _SIZES and not name.startswith(("is_", "new_", "get_device", "requires_grad", "register_"))
+    return name not in _SIZES and not name.startswith(
+        ("is_", "new_", "get_device", "requires_grad", "register_")
+    )
 
 
 def method_reads_arguments(name: str) -> bool:

@@ -109,7 +109,12 @@ class Parameters:
     named: bool = False
 
 
-Atom = Known | Sequence | Mapping | Many | Bound | Closure | Partial | Super | Parameters
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """An attribute that the module does not have: code that uses it cannot run as the model stands."""
+
+
+Atom = Known | Sequence | Mapping | Many | Bound | Closure | Partial | Super | Parameters | Absent
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,17 @@ from shardwise.planning.places import Places, has_forward
 from shardwise.planning.tracing_frames import failing_module, running_methods
 from shardwise.planning.tracing_state import preserved
 
-_SHAPE_ONLY = ("new_", "sym_", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "device")
+_SHAPE_ONLY = (
+    "new_",
+    "sym_",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "device",
+)
 
 
 def trace_calls(model: nn.Module, example_inputs: Any) -> Calls:
@@ -140,7 +150,9 @@ class _Watch:
         }
         return Calls(
             called=frozenset(self.counts),
-            internal=frozenset(name for name, module in places.modules.items() if id(module) in places.internal),
+            internal=frozenset(
+                name for name, module in places.modules.items() if id(module) in places.internal
+            ),
             bypassed=_freeze(self.bypassed),
             methods=_freeze(self.methods),
             foreign_reads=_freeze(self.reads),
@@ -218,5 +230,7 @@ def _map_tensors(thing: Any, change: Any) -> Any:
         return {key: _map_tensors(item, change) for key, item in thing.items()}
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         fields = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing) if field.init}
-        return dataclasses.replace(thing, **{name: _map_tensors(item, change) for name, item in fields.items()})
+        return dataclasses.replace(
+            thing, **{name: _map_tensors(item, change) for name, item in fields.items()}
+        )
     return thing

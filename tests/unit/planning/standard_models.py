@@ -8,7 +8,13 @@ from torch import nn
 
 Built = tuple[nn.Module, dict[str, Any]]
 MODELS: dict[str, Callable[[], Built]] = {}
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 99,
+}
 IMAGE = {"image_size": 32, "patch_size": 8, "num_channels": 3}
 
 
@@ -61,7 +67,11 @@ def qwen2() -> Built:
 @model
 def qwen2_moe() -> Built:
     return causal(
-        "Qwen2Moe", num_key_value_heads=2, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16
+        "Qwen2Moe",
+        num_key_value_heads=2,
+        num_experts=4,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
     )
 
 
@@ -118,7 +128,9 @@ def mamba() -> Built:
 def t5() -> Built:
     import transformers
 
-    config = transformers.T5Config(d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=99, decoder_start_token_id=0)
+    config = transformers.T5Config(
+        d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=99, decoder_start_token_id=0
+    )
     return transformers.T5ForConditionalGeneration(config), text()
 
 
@@ -144,7 +156,9 @@ def bert() -> Built:
 def albert() -> Built:
     import transformers
 
-    config = transformers.AlbertConfig(**{**SMALL, "num_hidden_layers": 4}, embedding_size=16, num_hidden_groups=2)
+    config = transformers.AlbertConfig(
+        **{**SMALL, "num_hidden_layers": 4}, embedding_size=16, num_hidden_groups=2
+    )
     return transformers.AlbertForMaskedLM(config), text()
 
 
@@ -153,7 +167,11 @@ def deberta() -> Built:
     import transformers
 
     config = transformers.DebertaV2Config(
-        **SMALL, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, pooler_hidden_size=32
+        **SMALL,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=8,
+        pooler_hidden_size=32,
     )
     return transformers.DebertaV2ForSequenceClassification(config), {
         "input_ids": tokens(),
@@ -165,7 +183,9 @@ def deberta() -> Built:
 def roberta() -> Built:
     import transformers
 
-    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SMALL, max_position_embeddings=64)), text()
+    return transformers.RobertaForMaskedLM(
+        transformers.RobertaConfig(**SMALL, max_position_embeddings=64)
+    ), text()
 
 
 @model
@@ -173,15 +193,23 @@ def vit() -> Built:
     import transformers
 
     config = transformers.ViTConfig(**SMALL, **IMAGE)
-    return transformers.ViTForImageClassification(config), {"pixel_values": pixels(), "labels": torch.tensor([0, 1])}
+    return transformers.ViTForImageClassification(config), {
+        "pixel_values": pixels(),
+        "labels": torch.tensor([0, 1]),
+    }
 
 
 @model
 def swin() -> Built:
     import transformers
 
-    config = transformers.SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 2], window_size=4)
-    return transformers.SwinForImageClassification(config), {"pixel_values": pixels(), "labels": torch.tensor([0, 1])}
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 2], window_size=4
+    )
+    return transformers.SwinForImageClassification(config), {
+        "pixel_values": pixels(),
+        "labels": torch.tensor([0, 1]),
+    }
 
 
 @model
@@ -189,7 +217,10 @@ def resnet() -> Built:
     import transformers
 
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2])
-    return transformers.ResNetForImageClassification(config), {"pixel_values": pixels(), "labels": torch.tensor([0, 1])}
+    return transformers.ResNetForImageClassification(config), {
+        "pixel_values": pixels(),
+        "labels": torch.tensor([0, 1]),
+    }
 
 
 @model
@@ -222,9 +253,15 @@ def clip() -> Built:
     import transformers
 
     config = transformers.CLIPConfig(
-        text_config={**SMALL, "max_position_embeddings": 32}, vision_config={**SMALL, **IMAGE}, projection_dim=16
+        text_config={**SMALL, "max_position_embeddings": 32},
+        vision_config={**SMALL, **IMAGE},
+        projection_dim=16,
     )
-    return transformers.CLIPModel(config), {"input_ids": tokens(), "pixel_values": pixels(), "return_loss": True}
+    return transformers.CLIPModel(config), {
+        "input_ids": tokens(),
+        "pixel_values": pixels(),
+        "return_loss": True,
+    }
 
 
 @model

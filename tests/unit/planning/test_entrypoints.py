@@ -303,7 +303,10 @@ def test_layers_run_part_by_part_are_bypassed_and_never_called():
     for tower in ("vision_language.model", "expert"):
         for i in range(3):
             layer = f"{tower}.layers.{i}"
-            parts = {f"{layer}.{part}" for part in ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp")}
+            parts = {
+                f"{layer}.{part}"
+                for part in ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp")
+            }
             assert calls.bypassed[layer] == parts
             assert calls.bypassed[f"{layer}.self_attn"] == {p for p in parts if "self_attn" in p}
             assert parts <= calls.called
@@ -499,8 +502,20 @@ class WithTorchComposites(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_torch_modules_that_use_their_childrens_weights_are_opaque():
     calls = read_calls(WithTorchComposites())
-    assert {"attention", "encoder", "encoder.layers.0", "encoder.layers.1.linear1", "normed", "old", "lstm"} <= calls.called
-    assert {"attention.out_proj", "encoder.layers.0.self_attn.out_proj", "normed.parametrizations"} <= calls.internal
+    assert {
+        "attention",
+        "encoder",
+        "encoder.layers.0",
+        "encoder.layers.1.linear1",
+        "normed",
+        "old",
+        "lstm",
+    } <= calls.called
+    assert {
+        "attention.out_proj",
+        "encoder.layers.0.self_attn.out_proj",
+        "normed.parametrizations",
+    } <= calls.internal
     assert not calls.called & calls.internal
     assert_plain(calls)
 
@@ -585,3 +600,72 @@ def test_parts_of_a_model_without_forward_are_assumed_to_be_called_by_the_script
     assert not calls.is_known("vit")
     assert calls.is_known("llm.layers.0")
     assert not calls.bypassed
+
+
+class ReturnsBias(nn.Module):
+    """Megatron's way: the bias is handed to the caller, to be added after the residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        return self.linear(x), self.bias
+
+
+def test_a_parameter_that_a_module_returns_is_read_by_its_caller():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = ReturnsBias()
+
+        def forward(self, x):
+            output, bias = self.attention(x)
+            return output + bias
+
+    assert read_calls(nn.Sequential(Layer(), Layer())).foreign_reads == {
+        "0.attention.bias": {"0"}, "1.attention.bias": {"1"}
+    }  # fmt: skip
+
+
+def test_code_for_submodules_that_a_model_does_not_have_proves_nothing():
+    class Head(nn.Module):
+        def __init__(self, legacy):
+            super().__init__()
+            self.embed, self.legacy = HeldInSequential(), legacy
+            if legacy:
+                self.old = nn.Linear(8, 8)
+            else:
+                self.new = Decoder()
+
+        def forward(self, x):
+            x = self.embed(x)
+            return self.old(x) if self.legacy else self.new(x, None, self.embed.blocks[0])
+
+    assert not read_calls(Head(legacy=True)).bypassed
+    assert read_calls(Head(legacy=False)).bypassed == {
+        "embed": {"embed.blocks.0"}, "embed.blocks": {"embed.blocks.0"}
+    }  # fmt: skip
+
+
+def test_names_set_before_leaving_a_loop_are_known_after_it():
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(), Block()])
+            self.sizes = {4: 0, 8: 1}
+
+        def forward(self, x):
+            block = None
+            for size, index in self.sizes.items():
+                if x.shape[-1] == size:
+                    block = self.blocks[index]
+                    break
+            if block is None:
+                raise ValueError(x.shape)
+            return block(x)
+
+    calls = read_calls(Chooses())
+    blocks_called(calls, "blocks.0", "blocks.1")
+    assert_plain(calls)

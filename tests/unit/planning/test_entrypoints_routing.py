@@ -179,3 +179,24 @@ class LayerDrop(nn.Module):
 def test_layerdrop_makes_layers_conditional_only_when_switched_on():
     assert not read_calls(LayerDrop(0.0)).conditional
     assert {"layers.0", "layers.1"} <= read_calls(LayerDrop(0.1)).conditional
+
+
+class BranchOnInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.first(x) if x[0, -1] < 1 else self.second(x)
+
+
+class BranchOnAnnotatedInput(BranchOnInput):
+    def forward(self, x: torch.Tensor | None):
+        if x[0] > 0:
+            return self.first(x)
+        return self.second(x)
+
+
+@pytest.mark.parametrize("kind", [BranchOnInput, BranchOnAnnotatedInput])
+def test_branches_on_the_content_of_an_input_are_conditional(kind):
+    assert read_calls(kind()).conditional == {"first", "second"}

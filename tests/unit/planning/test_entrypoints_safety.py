@@ -238,8 +238,15 @@ def test_tracing_has_the_last_word_on_the_forward_and_reading_on_the_rest():
 
 
 def test_merged_facts_keep_what_is_certain():
-    one = Calls(called=frozenset({"a", "b"}), conditional=frozenset({"a"}), assumed=frozenset({"b"}), repeated={"a": 3})
-    two = Calls(called=frozenset({"a", "b"}), bypassed={"m": frozenset({"a"})}, repeated={"a": 2}, notes=("note",))
+    one = Calls(
+        called=frozenset({"a", "b"}),
+        conditional=frozenset({"a"}),
+        assumed=frozenset({"b"}),
+        repeated={"a": 3},
+    )
+    two = Calls(
+        called=frozenset({"a", "b"}), bypassed={"m": frozenset({"a"})}, repeated={"a": 2}, notes=("note",)
+    )
     both = one.merge(two)
     assert both.conditional == frozenset()
     assert both.assumed == frozenset()

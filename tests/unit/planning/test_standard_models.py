@@ -90,7 +90,9 @@ def agrees(calls: Calls, run: Run, model: nn.Module) -> None:
     assert flat(calls.bypassed) == run.bypassed
     assert set(calls.foreign_reads) == run.reads
     modules = dict(model.named_modules())
-    assert calls.repeated == {n: c for n, c in run.called.items() if c > 1 and any(True for _ in modules[n].parameters())}
+    assert calls.repeated == {
+        n: c for n, c in run.called.items() if c > 1 and any(True for _ in modules[n].parameters())
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -114,7 +116,9 @@ def test_reading_and_tracing_agree_with_a_real_run(name):
     assert read.assumed == CALLED_BY_NAME.get(name, set())
     assert not read.conditional
     modules = dict(model.named_modules())
-    assert set(read.repeated) == {n for n, c in run.called.items() if c > 1 and any(True for _ in modules[n].parameters())}
+    assert set(read.repeated) == {
+        n for n, c in run.called.items() if c > 1 and any(True for _ in modules[n].parameters())
+    }
     uncalled = read.called - set(run.called) - read.assumed
     assert not {n for n in uncalled if any(True for _ in modules[n].parameters())}
     if traced.complete:

@@ -1,0 +1,273 @@
+"""FSDP1's and Composer's settings, key by key: carried out, explained as no longer needed, or refused with the fix."""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.config.load import load
+from shardwise.config.schema import ShardConfig
+from shardwise.errors import ConfigError
+from shardwise.sharding.fsdp1_precision import dtype_of, explain_low_precision_grads, fields_of, read_mixed_precision
+from shardwise.sharding.translation import Translation, as_bool, member_name
+
+Reader = Callable[[Translation, str, Any, nn.Module], None]
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")  # in FSDP1's order
+HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+KEEPS_GATHERED = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+
+
+def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
+    """Read every key of a dictionary; problems are collected, not raised.
+
+    Args:
+        config: Fields of `ShardConfig`, FSDP1's and Composer's settings, in any mixture that does not contradict itself.
+        model: To name the modules and parameters that a setting may hold as objects.
+
+    Ranks:
+        Local.
+    """
+    translation, native = Translation(), {}
+    for key, value in config.items():
+        if key in _OWN and not (key == "precision" and _is_dtype(value)):
+            native[key] = value
+        elif key in _READERS:
+            _READERS[key](translation, key, value, model)
+        else:
+            _unknown(translation, key)
+    _check_own(translation, native)
+    _check_strategy(translation)
+    return translation
+
+
+def _check_own(translation: Translation, native: dict[str, Any]) -> None:
+    """Check our own settings as a config file's are, and join them with the translated ones."""
+    try:
+        checked = load(ShardConfig, native)
+    except ConfigError as error:
+        translation.problems += error.where.splitlines()
+        return
+    for name in native:
+        if name == "ignored":  # adds to ignored_modules and the like
+            translation.settings[name] = (*checked.ignored, *translation.settings.get(name, ()))
+        else:
+            translation.put(name, name, getattr(checked, name))
+
+
+def _check_strategy(translation: Translation) -> None:
+    strategy, reshard = translation.strategy, translation.settings.get("reshard_after_forward")
+    if strategy in KEEPS_GATHERED:
+        translation.put("sharding_strategy", "reshard_after_forward", False)
+    elif strategy is not None and reshard is False:
+        translation.problem("reshard_after_forward", f"False contradicts {strategy}", "use SHARD_GRAD_OP, or leave it out")
+    if strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and (translation.replicate or 1) > 1:
+        hybrid = "HYBRID_SHARD" if strategy == "FULL_SHARD" else "_HYBRID_SHARD_ZERO2"
+        what = f"{translation.replicate} copies contradict {strategy}, which shards over all ranks"
+        translation.problem("data_parallel_replicate_degree", what, f"use sharding_strategy={hybrid}")
+
+
+def _unknown(translation: Translation, key: str) -> None:
+    near = difflib.get_close_matches(str(key), [*_OWN, *_READERS], n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near else "see ShardConfig for what there is"
+    translation.problem(str(key), "is no setting of ShardConfig, FSDP1 or Composer", hint)
+
+
+def _strategy(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    name = member_name(value, STRATEGIES)
+    if name is None:
+        translation.problem(key, f"is {value!r}", f"choose among {', '.join(STRATEGIES)}")
+    elif name == "NO_SHARD":
+        fix = "use torch.nn.parallel.DistributedDataParallel"
+        translation.problem(key, "NO_SHARD: FSDP2 always shards, and a copy per rank is data parallelism", fix)
+    else:
+        translation.strategy = name
+
+
+def _degree(field: str) -> Reader:
+    def read(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+        if value is None or (value == -1 and field == "shard"):
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            translation.problem(key, f"is {value!r}", "give a number of ranks" + (", or -1" if field == "shard" else ""))
+            return
+        setattr(translation, field, value)
+
+    return read
+
+
+def _mesh(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    if value is None or isinstance(value, DeviceMesh):
+        translation.mesh = value
+    else:
+        fix = "pass the DeviceMesh that init_distributed returns"
+        translation.problem(key, f"is a {type(value).__name__}, not a DeviceMesh", fix)
+
+
+def _offload(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    given = fields_of(value)
+    if given is None:
+        asked = as_bool(translation, key, bool(value) if value is None else value)
+    else:  # FSDP1's CPUOffload(offload_params), FSDP2's CPUOffloadPolicy(pin_memory) and OffloadPolicy()
+        asked = bool(given.get("offload_params", "pin_memory" in given))
+        if "pin_memory" in given:
+            translation.put(key, "pin_memory", bool(given["pin_memory"]))
+    if asked is not None:
+        translation.put(key, "offload", asked)
+
+
+def _backward_prefetch(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    name = "NONE" if value is None else member_name(value, ("BACKWARD_PRE", "BACKWARD_POST"))
+    if name == "BACKWARD_PRE":
+        translation.note(key, "BACKWARD_PRE is what FSDP2 always does; prefetch.backward asks for more")
+    elif name == "NONE":
+        translation.note(key, "None: FSDP2 gathers one group ahead in backward all the same; it holds one group more")
+    elif name == "BACKWARD_POST":
+        what = "BACKWARD_POST does not exist in FSDP2, which gathers the next group before computing this one's gradient"
+        translation.problem(key, what, "use BACKWARD_PRE, or reshard_after_forward to save memory")
+    else:
+        translation.problem(key, f"is {value!r}", "use BACKWARD_PRE, or leave it out")
+
+
+def _forward_prefetch(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    if value is None or not isinstance(value, int) or value < 0:
+        translation.problem(key, f"is {value!r}", "give True, False, or how many groups to gather ahead")
+    elif value:
+        translation.put(key, "prefetch", {"forward": int(value)})
+
+
+def _ignored(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    """Modules, parameters or patterns; the names they have in the model."""
+    names: list[str] = []
+    modules = {id(module): name for name, module in model.named_modules()}
+    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+    for item in _items(value):
+        name = item if isinstance(item, str) else modules.get(id(item), parameters.get(id(item)))
+        if not name:
+            what = "the model itself" if name == "" else f"a {type(item).__name__} that is not in the model"
+            translation.problem(key, f"names {what}", "pass modules or parameters of this model, or their names")
+        elif not isinstance(item, nn.Module) or next(item.parameters(), None) is not None:
+            names.append(name)
+    if names:
+        translation.settings["ignored"] = (*translation.settings.get("ignored", ()), *names)
+        translation.note(key, "gradients of ignored parameters are averaged over ranks; FSDP1 left that to you")
+
+
+def _auto_wrap(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    if as_bool(translation, key, value) is False:
+        translation.only_children = True
+        translation.note(key, "False: groups are the direct children, whatever fsdp_wrap_fn says")
+
+
+def _auto_wrap_policy(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    """Classes, or torch's two common policies as partials; the other forms are code written against FSDP1."""
+    if value is None:
+        return
+    keywords = getattr(value, "keywords", {})
+    named = keywords.get("transformer_layer_cls", value)
+    classes = tuple(named) if isinstance(named, Iterable) else (None,)
+    if "min_num_params" in keywords:
+        translation.put(key, "min_group_params", int(keywords["min_num_params"]))
+    elif all(isinstance(kind, type) for kind in classes):
+        translation.put(key, "wrap_if", lambda module: isinstance(module, classes))
+    else:
+        fix = 'name the blocks: block_classes=("MyBlock",), or wrap_if=lambda module: ...'
+        translation.problem(key, f"a {type(value).__name__} cannot be translated", fix)
+
+
+def _sync(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    translation.sync_from_rank_zero = bool(as_bool(translation, key, value))
+
+
+def _precision(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    translation.trainer_precision = dtype_of(value)
+
+
+def _mixed_precision(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    read_mixed_precision(translation, key, value)
+
+
+def _low_precision_grads(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    explain_low_precision_grads(translation, key, value)
+
+
+def _explained(text: str) -> Reader:
+    """For a setting that FSDP2 does not need, whatever its value."""
+
+    def read(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+        translation.note(key, text)
+
+    return read
+
+
+def _unless_off(what: str, fix: str) -> Reader:
+    """For a setting that is harmless when off and refused otherwise."""
+
+    def read(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+        if value:
+            translation.problem(key, what, fix)
+
+    return read
+
+
+def _items(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    alone = isinstance(value, str | nn.Module | nn.Parameter)
+    return [value] if alone else list(value)
+
+
+def _is_dtype(value: Any) -> bool:
+    return dtype_of(value) is not None
+
+
+_OWN = tuple(field.name for field in dataclasses.fields(ShardConfig))
+_NOT_HERE = _explained("is about saving and loading; it has no bearing on how the model is sharded")
+_READERS: dict[str, Reader] = {
+    "sharding_strategy": _strategy,
+    "data_parallel_shard_degree": _degree("shard"),
+    "data_parallel_replicate_degree": _degree("replicate"),
+    "device_mesh": _mesh,
+    "mesh": _mesh,
+    "mixed_precision": _mixed_precision,
+    "mp_policy": _mixed_precision,
+    "precision": _precision,
+    "keep_low_precision_grads": _low_precision_grads,
+    "cpu_offload": _offload,
+    "offload_policy": _offload,
+    "backward_prefetch": _backward_prefetch,
+    "forward_prefetch": _forward_prefetch,
+    "ignored_modules": _ignored,
+    "ignored_params": _ignored,
+    "ignored_parameters": _ignored,
+    "ignored_states": _ignored,
+    "auto_wrap": _auto_wrap,
+    "auto_wrap_policy": _auto_wrap_policy,
+    "sync_module_states": _sync,
+    "limit_all_gathers": _explained("FSDP2 never gathers further ahead than the prefetch says"),
+    "backward_prefetch_limit": _explained("FSDP2 gathers one group ahead; prefetch.backward asks for more"),
+    "forward_prefetch_limit": _explained("prefetch.forward says how many groups are gathered ahead"),
+    "use_orig_params": _explained("parameters always keep their own names and shapes"),
+    "flatten_parameters": _explained("parameters are never flattened"),
+    "device_id": _explained("shards live on the device of the mesh"),
+    "verbose": _explained("print(shardwise.plan(model)) shows what is done and why"),
+    "activation_checkpointing_reentrant": _explained("recomputation is never reentrant"),
+    "state_dict_type": _NOT_HERE,
+    "load_monolith_rank0_only": _NOT_HERE,
+    "sharded_ckpt_prefix_dir": _NOT_HERE,
+    "load_planner": _NOT_HERE,
+    "save_planner": _NOT_HERE,
+    "activation_checkpointing": _unless_off(
+        "is a step of its own", "call shardwise.checkpoint_activations(model) before prepare_fully_shard"
+    ),
+    "activation_cpu_offload": _unless_off(
+        "is not offered", "call shardwise.checkpoint_activations(model) before prepare_fully_shard"
+    ),
+    "te_checkpoint_wrapper": _unless_off("is not offered", "call shardwise.checkpoint_activations(model)"),
+    "te_shard_fp8_weight": _unless_off("is not offered", "leave it out"),
+    "param_init_fn": _unless_off("is a step of its own", "call shardwise.materialize(model, init=...) afterwards"),
+    "process_group": _unless_off("a group has no device or axes", "pass device_mesh=DeviceMesh.from_group(...)"),
+}
