@@ -182,6 +182,7 @@ def test_tensor_parallel_parameters_are_full_inside_and_written_back(rank: int):
     assert_same(dict(iter_full_tensors(model)), dict(reference.state_dict()), **EXACT)
     for rank0_only in (False, True):
         with full_params(model, writeback=True, rank0_only=rank0_only):
+            assert all(p.is_meta == (rank0_only and rank > 0) for p in model.parameters())
             if rank == 0 or not rank0_only:
                 assert_same(values(model), values(reference), **EXACT)
             for parameter in (*model.parameters(), *reference.parameters()):

@@ -183,6 +183,7 @@ def test_training_from_meta_equals_training_a_single_process(rank: int):
     reference = materialize(on_meta(Net)).eval()
     torch.manual_seed(5)
     model = materialize(sharded()).eval()
+    shards = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
     for net, rows in ((reference, tokens), (model, tokens[2 * rank : 2 * rank + 2])):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         for _ in range(2):
@@ -191,6 +192,10 @@ def test_training_from_meta_equals_training_a_single_process(rank: int):
             optimizer.zero_grad()
     for name, tensor in values(reference).items():
         torch.testing.assert_close(values(model)[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+    for parameter, shard_before in zip(model.parameters(), shards, strict=True):
+        assert isinstance(parameter, DTensor)
+        # FSDP2 would have to copy a shard that is not padded as it needs it.
+        assert parameter.to_local().data_ptr() == shard_before.data_ptr()
 
 
 @ranks(2)

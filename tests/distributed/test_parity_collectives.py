@@ -33,9 +33,9 @@ def test_recorder_sees_each_collective_of_a_known_model(rank: int):
     assert gathered[0].num_bytes == block_bytes + block_bytes // 2  # this rank's half in, the whole out
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")  # by hand only
 @pytest.mark.parametrize("name", PLAIN)
 @ranks(2)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")  # by hand only
 def test_same_collectives_as_hand_written_fsdp2(rank: int, name: str):
     case = cases("hard_cases")[name]
     model, plan = sharded(case, mesh_of(2))
@@ -47,4 +47,4 @@ def test_same_collectives_as_hand_written_fsdp2(rank: int, name: str):
     ours, _ = traced_step(case, model)
     theirs, _ = traced_step(case, by_hand)
     assert ours.shape() == theirs.shape()
-    assert len(ours.collectives) >= 3 * (len(plan.groups) - 1)
+    assert len(ours.collectives) >= 2 * len(plan.groups) - 1  # frozen groups are not reduced

@@ -96,7 +96,7 @@ def test_next_step_works(rank: int, where: str, settings: str, num_good_steps: i
 def test_gradients_of_earlier_micro_steps_are_dropped_too(
     rank: int, where: str, mode: AccumulationMode, reduce_dtype: torch.dtype | None
 ):
-    """Unreduced gradients, widened or not, and HSDP's partial sums are not where zero_grad would find them."""
+    """Unreduced gradients, widened or not, and HSDP's partial sums are nowhere zero_grad would look."""
     model = shard_by_hand(tiny(), mesh_2d(), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     with accumulate(model, 0, 3, mode):
         loss_of(model, tokens(rank, 7)).backward()

@@ -155,6 +155,17 @@ def part_then_whole(model: nn.Module, batch: Tensor) -> Tensor:
     return model.embed(batch).square().mean() + model(batch).square().mean()  # pyrefly: ignore[not-callable]
 
 
+def block_from_outside(model: nn.Module, batch: Tensor) -> Tensor:
+    """A block called by the training script itself, before the model has ever run."""
+    hidden = model.get_submodule("blocks.1")(batch)
+    return hidden.square().mean() + model(batch).square().mean()
+
+
+def leaf_from_outside(model: nn.Module, batch: Tensor) -> Tensor:
+    """The script calls a head by itself after the model."""
+    return model.get_submodule("out")(model(batch)).square().mean()
+
+
 def checkpointed() -> nn.Module:
     return Checkpointed(use_reentrant=False)
 
@@ -171,6 +182,8 @@ CASES = [
     Case(name="evaluates_last", build=ComputesLoss, make_batch=features(2, DIM), loss=evaluates_last, runs_again=AGAIN),
     Case(name="two_forwards", build=ComputesLoss, make_batch=features(2, DIM), loss=two_forwards, runs_again=AGAIN),
     Case(name="part_then_whole", build=ComputesLoss, make_batch=features(2, DIM), loss=part_then_whole, runs_again=AGAIN),
+    Case(name="block_from_outside", build=ComputesLoss, make_batch=features(2, DIM), loss=block_from_outside, runs_again=AGAIN),
+    Case(name="leaf_from_outside", build=ComputesLoss, make_batch=features(2, DIM), loss=leaf_from_outside, runs_again=AGAIN),
     Case(name="checkpointed", build=checkpointed, make_batch=features(2, DIM), four_ranks=True),
     Case(name="checkpointed_reentrant", build=checkpointed_reentrant, make_batch=features(2, DIM)),
     Case(name="checkpointed_inside", build=CheckpointedInside, make_batch=features(2, DIM)),

@@ -14,9 +14,9 @@ class Calls:
     called: Names = frozenset()
     """Modules entered through `module(...)`, where FSDP2's hooks sit."""
     assumed: Names = frozenset()
-    """Part of `called`: nothing was found that calls or reads them, so a script may call them directly."""
+    """Part of `called`: nothing that was read calls or uses them, so a script may call them."""
     conditional: Names = frozenset()
-    """Modules that run only when the data says so: an expert picked by a router, and all that only it calls."""
+    """Modules that run only if the data says so: an expert picked by a router, and all that only it calls."""
     internal: Names = frozenset()
     """Modules whose owner uses their weights itself (`MultiheadAttention.out_proj`, parametrizations)."""
     bypassed: NamesBy = field(default_factory=dict)
@@ -68,8 +68,8 @@ class Calls:
     def without(self, seen: "Calls") -> "Calls":
         """These facts, less what is said about modules and parameters that a complete trace, `seen`, has met.
 
-        A trace is exact on the path it took, so its word stands there. Conditional modules keep their mark: one
-        run cannot show that another would route the same way.
+        A trace is exact on the path it took, so its word stands there. Conditional modules keep their mark:
+        one run cannot show that another would route the same way.
         """
         met = seen.called
         read = {

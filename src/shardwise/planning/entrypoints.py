@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.planning import source_statements as _statements  # noqa: F401  fills the tables of the reader
+from shardwise.planning import source_statements
 from shardwise.planning.calls import Calls
 from shardwise.planning.places import Places, has_forward, has_parameters, is_holder
 from shardwise.planning.source_entries import public_entries
@@ -12,14 +12,17 @@ from shardwise.planning.source_facts import Entry, FactBook
 from shardwise.planning.source_summary import summarise
 from shardwise.planning.tracing import trace_calls
 
+STATEMENTS_IN = (source_statements,)
+"""Importing it fills the reader's table of statements."""
+
 
 def find_calls(model: nn.Module, example_inputs: Any = None) -> Calls:
     """Find who calls what in `model`, without hints and without running its code on real data.
 
     Args:
         model: Any module, on any device; the meta device is enough.
-        example_inputs: A tuple of positional arguments, a dict of keyword arguments, or the only argument. With
-            it the forward is traced on fake tensors; what the trace saw of the forward then stands.
+        example_inputs: A tuple of positional arguments, a dict of keyword arguments, or the only argument.
+            With it the forward is traced on fake tensors; what the trace saw of the forward then stands.
 
     Ranks:
         Local. The result is the same on every rank that holds the same model and code.

@@ -54,6 +54,7 @@ class Places:
         return self.names[id(module)][0]
 
     def has_parameter(self, parameter: object) -> bool:
+        """Whether this very object is a parameter of the model."""
         return id(parameter) in self._parameter_names
 
     def parameter_name(self, parameter: nn.Parameter) -> str:

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from shardwise.planning.source_files import underlying
-from shardwise.planning.source_frames import Frame, consume, record_read
+from shardwise.planning.source_frames import Frame
 from shardwise.planning.source_functions import Arguments, enter_function
+from shardwise.planning.source_records import consume, record_read
 from shardwise.planning.source_values import (
     ARGUMENT,
     CONTENT,
@@ -30,8 +31,8 @@ from shardwise.planning.source_values import (
 _MISSING = object()
 _SIZES = {"shape", "ndim", "nbytes", "itemsize"}
 METADATA = _SIZES | {
-    "dtype", "device", "requires_grad", "is_cuda", "is_meta", "is_sparse", "is_leaf", "is_quantized", "layout",
-    "names", "grad_fn", "grad", "type", "__class__", "is_cpu", "is_mps", "is_xpu", "is_nested",
+    "dtype", "device", "requires_grad", "is_cuda", "is_meta", "is_sparse", "is_leaf", "is_quantized",
+    "layout", "names", "grad_fn", "grad", "type", "__class__", "is_cpu", "is_mps", "is_xpu", "is_nested",
 }  # fmt: skip
 _STILL_TENSORS = {"T", "mT", "H", "data", "real", "imag", "values", "indices"}
 
@@ -92,7 +93,7 @@ def _load_tensor(tensor: torch.Tensor, name: str, frame: Frame) -> Value:
 def load_from_module(module: nn.Module, name: str, frame: Frame) -> Value:
     """An attribute of a module: property, setting, parameter, submodule or method, in Python's order."""
     on_class = inspect.getattr_static(type(module), name, _MISSING)
-    if isinstance(on_class, property) or (isinstance(on_class, functools.cached_property)):
+    if isinstance(on_class, property | functools.cached_property):
         return _load_property(module, on_class, name, frame)
     own = vars(module).get(name, _MISSING)
     setting = frozenset({(id(module), name)})

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.planning.source_attributes import has_attribute, load, wrap
-from shardwise.planning.source_containers import dict_items, item, list_items, walk
+from shardwise.planning.source_containers import walk
 from shardwise.planning.source_frames import Frame
 from shardwise.planning.source_functions import Arguments, defining_class
 from shardwise.planning.source_values import (
@@ -20,7 +20,6 @@ from shardwise.planning.source_values import (
     Known,
     Many,
     Mapping,
-    Parameters,
     Partial,
     Sequence,
     Source,
@@ -34,10 +33,10 @@ from shardwise.planning.source_values import (
 
 Builtin = Callable[[Arguments, Frame], Value]
 BUILTINS: dict[Any, Builtin] = {}
-MODULE_METHODS: dict[str, Callable[[nn.Module, Arguments, Frame], Value]] = {}
 WITHOUT_EFFECT = {
-    "print", "id", "hash", "repr", "str", "format", "setattr", "delattr", "deepcopy", "copy", "warn", "warning",
-    "warning_once", "info", "debug", "error", "exception", "append", "extend", "insert", "add", "update", "issubclass",
+    "print", "id", "hash", "repr", "str", "format", "setattr", "delattr", "deepcopy", "copy", "warn",
+    "warning", "warning_once", "info", "debug", "error", "exception", "append", "extend", "insert", "add",
+    "update", "issubclass",
 }  # fmt: skip
 
 
@@ -51,13 +50,9 @@ def builtin(*functions: Any) -> Callable[[Builtin], Builtin]:
     return register
 
 
-def _first(arguments: Arguments) -> Value:
-    return arguments.positional[0] if arguments.positional else PLAIN
-
-
 @builtin(list, tuple, set, frozenset, iter, reversed, sorted, copy.copy, copy.deepcopy)
 def _same(arguments: Arguments, frame: Frame) -> Value:
-    return _first(arguments) if arguments.positional else Value(frozenset({Sequence(())}))
+    return arguments.first() if arguments.positional else Value(frozenset({Sequence(())}))
 
 
 @builtin(filter)
@@ -76,13 +71,13 @@ def _dict(arguments: Arguments, frame: Frame) -> Value:
 
 @builtin(next)
 def _next(arguments: Arguments, frame: Frame) -> Value:
-    found = [walk(_first(arguments), frame).element, *arguments.positional[1:]]
+    found = [walk(arguments.first(), frame).element, *arguments.positional[1:]]
     return join(found)
 
 
 @builtin(len)
 def _len(arguments: Arguments, frame: Frame) -> Value:
-    value = _first(arguments)
+    value = arguments.first()
     count = walk(value, frame).count if value.atoms and not value.open else None
     if count is not None:
         return known(count, settings=value.settings)
@@ -110,7 +105,7 @@ def _content(values: list[Value]) -> Source:
 
 @builtin(enumerate)
 def _enumerate(arguments: Arguments, frame: Frame) -> Value:
-    value = _first(arguments)
+    value = arguments.first()
     inner = walk(value, frame)
     pair = Value(frozenset({Sequence((PLAIN, inner.element))}))
     return Value(frozenset({Many(pair, inner.count)}), source=_dynamic(value), loops=value.loops)
@@ -229,90 +224,3 @@ def _number(arguments: Arguments, frame: Frame) -> Value:
 @builtin(type, callable, id, print, repr, hash, issubclass, vars, dir)
 def _about(arguments: Arguments, frame: Frame) -> Value:
     return PLAIN
-
-
-def module_method(*names: str) -> Callable[[Any], Any]:
-    """Register what nn.Module's own methods of these names give."""
-
-    def register(function: Any) -> Any:
-        MODULE_METHODS.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
-
-def _many(values: list[Value], *, named: bool = False) -> Value:
-    element = join(values) if values else PLAIN
-    pair = Value(frozenset({Sequence((PLAIN, element))})) if named else element
-    return Value(frozenset({Many(pair, len(values))}))
-
-
-@module_method("children")
-def _children(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return _many([wrap(child) for child in module.children()])
-
-
-@module_method("named_children")
-def _named_children(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return _many([wrap(child) for child in module.children()], named=True)
-
-
-@module_method("modules")
-def _modules(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return _many([wrap(child) for child in module.modules()])
-
-
-@module_method("named_modules")
-def _named_modules(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return _many([wrap(child) for child in module.modules()], named=True)
-
-
-@module_method("parameters")
-def _parameters(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return Value(frozenset({Parameters(Known(module))}))
-
-
-@module_method("named_parameters")
-def _named_parameters(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return Value(frozenset({Parameters(Known(module), named=True)}))
-
-
-@module_method("get_submodule", "get_parameter")
-def _get_submodule(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    value = known(module)
-    name = _first(arguments).only()
-    for part in name.split(".") if isinstance(name, str) and name else []:
-        value = load(value, part, frame)
-    return value
-
-
-@module_method(
-    "to", "float", "half", "bfloat16", "double", "cuda", "cpu", "eval", "train", "requires_grad_", "type"
-)
-def _itself(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return known(module)
-
-
-def container_method(value: Value, name: str, arguments: Arguments, frame: Frame) -> Value | None:
-    """`values()`, `items()`, `keys()`, `get()` and `pop()` of containers, or None for anything else."""
-    if name not in ("values", "items", "keys", "get", "pop") or not value.atoms:
-        return None
-    rows: list[tuple[Any, Value]] = []
-    for atom in value.atoms:
-        if isinstance(atom, Mapping):
-            rows += atom.items
-        elif isinstance(atom, Known) and (by_key := dict_items(atom.object)) is not None:
-            rows += by_key.items()
-        elif name == "pop" and (
-            isinstance(atom, Sequence) or list_items(getattr(atom, "object", None)) is not None
-        ):
-            return item(value, PLAIN, frame)
-        else:
-            return None
-    frame.analysis.decide(value)
-    if name in ("get", "pop"):
-        return join([item(value, _first(arguments), frame), *arguments.positional[1:]])
-    element = join(inner for _, inner in rows) if rows else PLAIN
-    key = join(known(key) for key, _ in rows) if rows else PLAIN
-    shown = {"values": element, "keys": key, "items": Value(frozenset({Sequence((key, element))}))}[name]
-    return Value(frozenset({Many(shown, len(rows))}), open=value.open, loops=value.loops)

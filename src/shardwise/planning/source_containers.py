@@ -9,8 +9,9 @@ from torch import nn
 
 from shardwise.planning.source_attributes import wrap
 from shardwise.planning.source_files import underlying
-from shardwise.planning.source_frames import Frame, consume
+from shardwise.planning.source_frames import Frame
 from shardwise.planning.source_functions import Arguments, enter_function
+from shardwise.planning.source_records import consume
 from shardwise.planning.source_values import (
     PLAIN,
     TENSOR,
@@ -107,7 +108,9 @@ def _walk_known(thing: Any, frame: Frame) -> Walk:
     if items is not None:
         return Walk(join(items) if items else Value(), len(items))
     if isinstance(thing, nn.Module) and _own(thing, "__iter__"):
-        result = enter_function(type(thing).__iter__, Arguments([known(thing)]), frame, receiver=thing)
+        result = enter_function(
+            getattr(type(thing), "__iter__", None), Arguments([known(thing)]), frame, receiver=thing
+        )
         return walk(result, frame) if result is not None else Walk(PLAIN, None)
     return Walk(PLAIN, None)
 
@@ -134,7 +137,7 @@ def item(value: Value, index: Value, frame: Frame) -> Value:
 
 
 def _indexed(value: Value, index: Value) -> Source:
-    """What an item of something unknown is: `x[mask]` has a length of its own, `x[0, 1]` must be a tensor's."""
+    """What an item of something unknown is: `x[mask]` has its own length, `x[0, 1]` must be a tensor's."""
     if value.source >= Source.TENSOR and index.source >= Source.CONTENT:
         return Source.DYNAMIC
     several = any(isinstance(atom, Sequence) and len(atom.items) > 1 for atom in index.atoms)
@@ -164,7 +167,7 @@ def _item_of(atom: Atom, at: Any, index: Value, frame: Frame) -> Value:
         return _look_up(by_key, at, index)
     if isinstance(thing, nn.Module) and _own(thing, "__getitem__"):
         result = enter_function(
-            type(thing).__getitem__, Arguments([known(thing), index]), frame, receiver=thing
+            getattr(type(thing), "__getitem__", None), Arguments([known(thing), index]), frame, receiver=thing
         )
         return result if result is not None else PLAIN
     return PLAIN

@@ -11,18 +11,20 @@ from shardwise.planning.source_files import find_node, is_generator, underlying
 _MACHINERY = (
     "torch.", "transformers.modeling_utils", "transformers.generation", "transformers.integrations",
     "transformers.utils", "transformers.trainer", "diffusers.models.modeling_utils", "diffusers.loaders",
-    "diffusers.configuration_utils", "huggingface_hub", "pytorch_lightning.", "lightning.", "peft.mixed_model",
+    "diffusers.configuration_utils", "huggingface_hub", "pytorch_lightning.", "lightning.",
+    "peft.mixed_model",
 )  # fmt: skip
 _BOOKKEEPING = (
-    "reset_", "init", "tie_", "load", "save", "set_", "from_", "to_", "num_", "count_", "gradient_checkpointing",
-    "resize_", "prune_", "fuse_", "unfuse_", "enable_", "disable_", "freeze", "unfreeze", "merge_", "unmerge_", "add_",
-    "remove_", "register_", "prepare_inputs_for_generation", "configure_", "quantize", "dequantize", "push_", "export", "extra_repr", "train", "eval",
+    "reset_", "init", "tie_", "load", "save", "set_", "from_", "to_", "num_", "count_",
+    "gradient_checkpointing", "resize_", "prune_", "fuse_", "unfuse_", "enable_", "disable_", "freeze",
+    "unfreeze", "merge_", "unmerge_", "add_", "remove_", "register_", "prepare_inputs_for_generation",
+    "configure_", "quantize", "dequantize", "push_", "export", "extra_repr", "train", "eval",
 )  # fmt: skip
 _ENTRIES = {"training_step", "train_step", "eval_step"}
 
 
 def public_entries(model: nn.Module, book: FactBook) -> tuple[list[str], list[str]]:
-    """Read the root's public methods; return those that compute, and notes on those that cannot be entries."""
+    """Read the root's public methods; return those that compute, and notes on the unusable."""
     found: list[str] = []
     notes: list[str] = []
     for name in _candidates(type(model)):

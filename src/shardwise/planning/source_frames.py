@@ -1,9 +1,7 @@
-"""The state of reading code: frames, the facts found so far, and the tables that statements and expressions fill."""
+"""The state of reading code: frames, facts found so far, and the tables of statements and expressions."""
 
 import ast
 import builtins
-import math
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.planning.places import Places, is_holder
-from shardwise.planning.source_values import PLAIN, Bound, Closure, Known, Source, Value, join, known, leaves
+from shardwise.planning.places import Places
+from shardwise.planning.source_values import PLAIN, Source, Value, join, known
 
 MOST_STEPS = 30_000
 MOST_DEPTH = 30
@@ -30,6 +28,7 @@ class Fact(NamedTuple):
     conditional: bool = False
 
     def key(self) -> tuple[Any, ...]:
+        """What makes two facts the same."""
         return (self.kind, tuple(map(id, self.chain)), id(self.target), self.name, self.conditional)
 
 
@@ -60,11 +59,13 @@ class Analysis:
         self.num_loops = 0
 
     def step(self) -> None:
+        """Count one step against the budget."""
         self.steps += 1
         if self.steps > MOST_STEPS:
             raise TooComplex(f"more than {MOST_STEPS} steps")
 
     def add(self, fact: Fact) -> None:
+        """Keep a fact, once."""
         self.facts[fact.key()] = fact
 
     def decide(self, value: Value) -> None:
@@ -78,7 +79,7 @@ class Frame:
 
     analysis: Analysis
     chain: tuple[nn.Module, ...]
-    function: types.FunctionType | None
+    function: Any  # a plain function or None; a checker would take the type for a method
     names: dict[str, Value]
     outer: "Frame | None" = None
     receiver: Any = None
@@ -117,10 +118,12 @@ class Frame:
 
     @property
     def is_torch_code(self) -> bool:
+        """Whether torch, not the model's author, wrote the function."""
         return self.function is not None and (self.function.__module__ or "").startswith("torch.")
 
     @property
     def is_conditional(self) -> bool:
+        """Whether the data decides if this point is reached."""
         return self.conditional or self.skipping
 
     @contextmanager
@@ -179,82 +182,6 @@ def execute(body: list[ast.stmt], frame: Frame) -> None:
         handler = STATEMENTS.get(type(node))
         if handler is not None:
             handler(node, frame)
-
-
-def record_call(module: nn.Module, through: Value, frame: Frame) -> None:
-    """`module(...)` is written in this frame; `through` is the value that was called."""
-    analysis = frame.analysis
-    if module not in analysis.places or id(module) in analysis.places.internal or is_holder(module):
-        return
-    analysis.activity += 1
-    analysis.add(Fact("call", frame.chain, module, "", frame.is_conditional or through.picked))
-    turns = math.prod(loop.count or 0 for loop in frame.loops if loop.identity in through.loops)
-    if turns >= len(candidates(through)):  # otherwise some of them may not be called at all
-        again = any(loop.count is None or loop.count > 1 for loop in unwalked(through, frame))
-        analysis.counts[id(module)] = analysis.counts.get(id(module), 0) + (2 if again else 1)
-
-
-def candidates(value: Value) -> set[int]:
-    """Identities of the objects that a value may be."""
-    return {id(_object(leaf)) for leaf in leaves(value)}
-
-
-def unwalked(value: Value, frame: Frame) -> tuple[Loop, ...]:
-    """The running loops that come back to the same object: it is not theirs, or they have more turns than objects."""
-    return tuple(
-        loop
-        for loop in frame.loops
-        if loop.identity not in value.loops
-        or (loop.count is not None and loop.count > len(candidates(value)))
-    )
-
-
-def _object(leaf: Known | Bound | Closure) -> Any:
-    return (
-        leaf.object if isinstance(leaf, Known) else leaf.receiver.object if isinstance(leaf, Bound) else leaf
-    )
-
-
-def record_read(parameter: nn.Parameter, frame: Frame) -> None:
-    """A parameter takes part in a computation written in this frame."""
-    places = frame.analysis.places
-    frame.analysis.activity += 1
-    # torch's own modules read their children's weights to choose a fused kernel; they call them all the same.
-    if frame.is_torch_code or places.covered(frame.chain) & {id(owner) for owner in places.owners(parameter)}:
-        return
-    owner, _, name = places.parameter_name(parameter).rpartition(".")
-    frame.analysis.add(Fact("read", frame.chain, places.modules[owner], name))
-
-
-def record_escape(value: Value, frame: Frame) -> None:
-    """A parameter is among the results (Megatron's `return output, self.bias`): the caller will compute with it."""
-    places = frame.analysis.places
-    for leaf in leaves(value):
-        if isinstance(leaf, Known) and places.has_parameter(leaf.object):
-            owner, _, name = places.parameter_name(leaf.object).rpartition(".")
-            frame.analysis.add(Fact("escape", frame.chain, places.modules[owner], name))
-
-
-def consume(value: Value, frame: Frame) -> None:
-    """The value goes into a computation: record the parameters in it."""
-    for leaf in leaves(value):
-        if isinstance(leaf, Known) and frame.analysis.places.has_parameter(leaf.object):
-            record_read(leaf.object, frame)
-
-
-def is_interesting(value: Value, places: Places) -> bool:
-    """Whether a function that gets this value could call a module or read a parameter through it."""
-    return any(isinstance(leaf, Closure) or _holds_modules(leaf, places) for leaf in leaves(value))
-
-
-def _holds_modules(leaf: Any, places: Places) -> bool:
-    thing = leaf.object if isinstance(leaf, Known) else leaf.receiver.object
-    if isinstance(thing, nn.Module) or places.has_parameter(thing):
-        return True
-    inner = getattr(type(thing), "__dict__", None) and getattr(thing, "__dict__", None)
-    if not isinstance(inner, dict) or isinstance(thing, type | types.ModuleType | types.FunctionType):
-        return False
-    return any(isinstance(item, nn.Module) for item in inner.values())
 
 
 def join_counts(many: list[dict[int, int]]) -> dict[int, int]:

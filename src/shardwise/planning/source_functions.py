@@ -10,10 +10,12 @@ from typing import Any
 from torch import nn
 
 from shardwise.planning.source_files import FunctionNode, find_node, is_generator, underlying
-from shardwise.planning.source_frames import MOST_DEPTH, Frame, evaluate, execute, join_counts, unwalked
+from shardwise.planning.source_frames import MOST_DEPTH, Frame, evaluate, execute, join_counts
+from shardwise.planning.source_records import unwalked
 from shardwise.planning.source_values import (
     ARGUMENT,
     NONE,
+    PLAIN,
     TENSOR,
     Closure,
     Many,
@@ -36,10 +38,16 @@ class Arguments:
     keywords: dict[str, Value] = field(default_factory=dict)
     spread: bool = False
 
+    def first(self) -> Value:
+        """The first positional argument."""
+        return self.positional[0] if self.positional else PLAIN
+
     def values(self) -> list[Value]:
+        """All arguments, however they are given."""
         return [*self.positional, *self.keywords.values()]
 
     def key(self) -> tuple[Any, ...]:
+        """What makes two calls alike."""
         return (
             tuple(self.positional),
             tuple(sorted(self.keywords.items(), key=lambda item: item[0])),
@@ -47,6 +55,7 @@ class Arguments:
         )
 
     def after(self, *first: Value) -> "Arguments":
+        """The same arguments with these in front."""
         return Arguments([*first, *self.positional], dict(self.keywords), self.spread)
 
 

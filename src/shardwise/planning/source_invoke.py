@@ -1,6 +1,5 @@
 """Calls: of modules, methods, functions, closures, and of things the reader cannot look into."""
 
-import ast
 import functools
 import inspect
 import types
@@ -11,11 +10,13 @@ from torch import nn
 
 from shardwise.planning.places import is_holder
 from shardwise.planning.source_attributes import load_from_module
-from shardwise.planning.source_builtins import BUILTINS, MODULE_METHODS, WITHOUT_EFFECT
-from shardwise.planning.source_containers import dict_items, list_items
+from shardwise.planning.source_builtins import BUILTINS, WITHOUT_EFFECT
+from shardwise.planning.source_containers import list_items
 from shardwise.planning.source_files import underlying
-from shardwise.planning.source_frames import Fact, Frame, consume, evaluate, is_interesting, record_call
+from shardwise.planning.source_frames import Fact, Frame
 from shardwise.planning.source_functions import Arguments, enter_closure, enter_function
+from shardwise.planning.source_module_methods import MODULE_METHODS
+from shardwise.planning.source_records import consume, is_interesting, record_call
 from shardwise.planning.source_tensors import is_torch_function, reads_no_content, torch_result
 from shardwise.planning.source_values import (
     ARGUMENT,
@@ -24,7 +25,6 @@ from shardwise.planning.source_values import (
     Bound,
     Closure,
     Known,
-    Mapping,
     Partial,
     Sequence,
     Source,
@@ -252,47 +252,3 @@ def _construct(cls: type, arguments: Arguments, frame: Frame) -> Value:
         return TENSOR
     inner = [value for value in arguments.values() if is_interesting(value, frame.analysis.places)]
     return ARGUMENT if inner or _top(arguments) else PLAIN
-
-
-def evaluate_arguments(node: ast.Call, frame: Frame) -> Arguments:
-    """The arguments of a call in the code, with `*` and `**` unpacked where their content is known."""
-    arguments = Arguments()
-    for argument in node.args:
-        if isinstance(argument, ast.Starred):
-            _unpack(evaluate(argument.value, frame), arguments)
-        else:
-            arguments.positional.append(evaluate(argument, frame))
-    for keyword in node.keywords:
-        value = evaluate(keyword.value, frame)
-        if keyword.arg is not None:
-            arguments.keywords[keyword.arg] = value
-        else:
-            _unpack(value, arguments)
-    return arguments
-
-
-def _unpack(value: Value, arguments: Arguments) -> None:
-    atoms = list(value.atoms)
-    if len(atoms) == 1 and isinstance(atoms[0], Sequence):
-        arguments.positional += atoms[0].items
-    elif len(atoms) == 1 and isinstance(atoms[0], Mapping):
-        arguments.keywords.update({key: inner for key, inner in atoms[0].items if isinstance(key, str)})
-    elif _unpack_real(value, arguments):
-        return
-    else:
-        arguments.spread = True
-        if atoms:  # modules may hide in there: keep them where a callee can find them
-            arguments.keywords["*"] = value
-    arguments.spread = arguments.spread or value.open
-
-
-def _unpack_real(value: Value, arguments: Arguments) -> bool:
-    """Unpack a real list, tuple or dictionary that is known exactly."""
-    thing = value.only()
-    if (items := list_items(thing)) is not None:
-        arguments.positional += items
-        return True
-    if (by_key := dict_items(thing)) is not None:
-        arguments.keywords.update({key: inner for key, inner in by_key.items() if isinstance(key, str)})
-        return True
-    return False

@@ -34,7 +34,7 @@ def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame
     for turn in range(2):
         analysis.counts, frame.jumps = dict(counts_before), []
         body(element)
-        # A turn ends where its code does or at a `continue` or `break`; one that returns or raises does not go on.
+        # A turn ends with its code, or at a `continue` or `break`; one that returns or raises does not go on.
         ends = [*frame.jumps, *([] if frame.dead else [(frame.names, analysis.counts)])]
         if turn == 0 and ends:
             counts_after = join_counts([counts for _, counts in ends])

@@ -3,12 +3,16 @@
 import ast
 import sys
 
-from shardwise.planning.source_expressions import combine
+from shardwise.planning import source_displays, source_expressions, source_operators
 from shardwise.planning.source_frames import Frame, evaluate, execute, join_counts, join_names, statement
 from shardwise.planning.source_loops import run_loop
+from shardwise.planning.source_operators import combine
 from shardwise.planning.source_targets import assign
 from shardwise.planning.source_truth import truth
 from shardwise.planning.source_values import NONE, PLAIN, Closure, Source, Value, known
+
+EXPRESSIONS_IN = (source_displays, source_expressions, source_operators)
+"""Importing them fills the table of expressions; without it the reader would take nothing in."""
 
 
 @statement(ast.Expr)

@@ -61,7 +61,7 @@ def _enter(fact: Fact, tables: dict[str, dict[str, set[str]]], called: set[str],
 
 
 def _escaped(book: FactBook) -> list[Fact]:
-    """Reads by the callers of modules that return a parameter of theirs, unless its owner is still entered."""
+    """Reads by the callers of modules that return a parameter, unless its owner is still entered."""
     places = book.places
     returned: dict[int, list[Fact]] = defaultdict(list)
     for fact, entry in book.facts.values():

@@ -3,7 +3,8 @@
 import ast
 
 from shardwise.planning.source_containers import item
-from shardwise.planning.source_frames import Frame, consume, evaluate
+from shardwise.planning.source_frames import Frame, evaluate
+from shardwise.planning.source_records import consume
 from shardwise.planning.source_values import PLAIN, Many, Sequence, Value, join, known
 
 

@@ -10,8 +10,9 @@ from shardwise.planning.source_values import PLAIN, Source, Value, opaque
 
 _DYNAMIC = {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere"}
 _CONTENT = {
-    "item", "tolist", "numpy", "any", "all", "equal", "allclose", "isclose", "is_nonzero", "count_nonzero", "bincount",
-    "eq", "ne", "gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "isnan", "isinf", "isin",
+    "item", "tolist", "numpy", "any", "all", "equal", "allclose", "isclose", "is_nonzero",
+    "count_nonzero", "bincount", "eq", "ne", "gt", "ge", "lt", "le", "greater", "greater_equal", "less",
+    "less_equal", "isnan", "isinf", "isin",
 }  # fmt: skip
 _SIZES = {
     "size",
@@ -25,10 +26,11 @@ _SIZES = {
     "storage_offset",
 }
 _TENSOR_METHODS = {
-    "sum", "max", "min", "mean", "argmax", "argmin", "amax", "amin", "topk", "sort", "argsort", "cumsum", "prod",
-    "to", "cpu", "cuda", "float", "half", "bfloat16", "double", "long", "int", "bool", "view", "reshape", "flatten",
-    "squeeze", "unsqueeze", "permute", "transpose", "contiguous", "clone", "detach", "chunk", "split", "expand",
-    "softmax", "sigmoid", "pow", "mul", "add", "sub", "div", "gather", "scatter", "index_select", "masked_fill", "t",
+    "sum", "max", "min", "mean", "argmax", "argmin", "amax", "amin", "topk", "sort", "argsort", "cumsum",
+    "prod", "to", "cpu", "cuda", "float", "half", "bfloat16", "double", "long", "int", "bool", "view",
+    "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "contiguous", "clone", "detach",
+    "chunk", "split", "expand", "softmax", "sigmoid", "pow", "mul", "add", "sub", "div", "gather",
+    "scatter", "index_select", "masked_fill", "t",
 }  # fmt: skip
 _FROM_LIKENESS = {"to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"}
 _WITHOUT_CONTENT = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}

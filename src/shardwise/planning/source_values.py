@@ -141,6 +141,7 @@ class Value:
         return Unknown
 
     def like(self, **changes: Any) -> "Value":
+        """The same value but for these fields."""
         return replace(self, **changes)
 
 

@@ -31,16 +31,16 @@ _SHAPE_ONLY = (
 def trace_calls(model: nn.Module, example_inputs: Any) -> Calls:
     """Run `model` once on fake tensors and report how its modules were entered.
 
-    Nothing is computed and nothing of the model changes: parameters, buffers, hooks, attributes, training mode and
-    random state are as before, also after an error.
+    Nothing is computed and nothing of the model changes: parameters, buffers, hooks, attributes, training
+    mode and random state are as before, also after an error.
 
     Args:
         model: On any device; meta parameters are taken to live where the inputs do.
         example_inputs: A tuple of positional arguments, a dict of keyword arguments, or the only argument.
 
     Returns:
-        The facts of this one run. `complete` is False when the forward could not be run to its end on fake tensors
-        (it looks at the data, say); `notes` then says why.
+        The facts of this one run. `complete` is False when the forward could not be run to its end on fake
+        tensors (it looks at the data, say); `notes` then says why.
 
     Ranks:
         Local.
@@ -57,9 +57,11 @@ def trace_calls(model: nn.Module, example_inputs: Any) -> Calls:
             with watch.hooked(), torch.enable_grad():
                 model(*args, **kwargs)
     except Exception as error:  # the model's own code runs here and may raise anything
-        reason = str(error).strip().splitlines()
-        text = f"tracing stopped in {failing_module(error, places) or 'the root'}: {type(error).__name__}: {reason[0] if reason else ''}"
-        return dataclasses.replace(watch.calls(), complete=False, notes=(text,))
+        where = failing_module(error, places) or "the root"
+        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return dataclasses.replace(
+            watch.calls(), complete=False, notes=(f"tracing stopped in {where}: {why}",)
+        )
     return watch.calls()
 
 
@@ -182,7 +184,7 @@ class Fakes:
 
 @contextmanager
 def faked(model: nn.Module, inputs: Any, mode: Any) -> Iterator[Fakes]:
-    """Swap the model's parameters and buffers for fake ones, ties kept; `preserved` puts the real ones back."""
+    """Swap parameters and buffers for fake ones, ties kept; `preserved` puts the real ones back."""
     device = _device(model, inputs)
     made: dict[int, torch.Tensor] = {}
 

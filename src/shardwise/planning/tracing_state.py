@@ -28,7 +28,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    """The module's own lists, dictionaries and sets, hooks and parameter tables among them, with their content."""
+    """The module's own lists, dictionaries and sets (hooks and parameter tables, too) with their content."""
     holders = [value for value in vars(module).values() if type(value) in (list, dict, set, OrderedDict)]
     return [(holder, holder.copy()) for holder in holders]
 

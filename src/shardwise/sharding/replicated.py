@@ -41,8 +41,9 @@ class Replicated:
         for module, name, parameter in self._places:
             registered = module._parameters.get(name, parameter)
             if id(registered) not in locals_:
-                assert isinstance(registered, DTensor)
-                locals_[id(registered)] = registered.to_local()
+                # Inside full_params a plain one stands here already.
+                whole = isinstance(registered, DTensor)
+                locals_[id(registered)] = registered.to_local() if whole else registered
             # Attributes of the instance come before nn.Module's look-up of parameters.
             module.__dict__[name] = locals_[id(registered)]
 

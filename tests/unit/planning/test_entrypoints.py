@@ -65,7 +65,7 @@ class HeldInModuleDictByKey(HeldInModuleDict):
     def forward(self, x):
         for name in self.blocks:
             x = self.blocks[name](x)
-        return self.blocks["a"](x) if False else x
+        return x
 
 
 class HeldInNestedLists(nn.Module):
@@ -182,7 +182,7 @@ class NamedWithWalrusAndConditionals(nn.Module):
             x = block(x)
         if self.missing is not None:
             x = self.missing(x)
-        chosen = self.second if scale is None else self.second
+        chosen = self.second if scale is None else self.first.norm
         if self.wide and not self.training and isinstance(x, torch.Tensor) and x.shape[0] > 1:
             return chosen(x)
         return chosen(x * 2)
@@ -547,10 +547,8 @@ class Shared(nn.Module):
             group = int(i / (self.num_layers / len(self.groups)))
             x = self.groups[group](x)
         if self.training:
-            x = self.head(x)
-        else:
-            x = self.head(x * 2)
-        return x
+            return self.head(x)
+        return self.head(x * 2)
 
 
 def test_modules_called_again_in_a_loop_are_repeated_with_all_they_call():

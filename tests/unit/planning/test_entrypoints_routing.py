@@ -46,7 +46,7 @@ class OnlyHitExperts(Moe):
 
 class AnyThenCall(Moe):
     def forward(self, x):
-        weights, selected = self.route(x)
+        _, selected = self.route(x)
         out = self.shared(x)
         for i, expert in enumerate(self.experts):
             chosen = (selected == i).any(-1)
@@ -57,12 +57,12 @@ class AnyThenCall(Moe):
 
 class ContinueWhenEmpty(Moe):
     def forward(self, x):
-        weights, selected = self.route(x)
+        _, selected = self.route(x)
         mask = self.mask(selected)
         out = self.shared(x)
         for expert_idx in range(self.num_experts):
             expert_layer = self.experts[expert_idx]
-            idx, top_x = torch.where(mask[expert_idx])
+            _, top_x = torch.where(mask[expert_idx])
             if top_x.shape[0] == 0:
                 continue
             out.index_add_(0, top_x, expert_layer(x[None, top_x].reshape(-1, 8)))
@@ -71,7 +71,7 @@ class ContinueWhenEmpty(Moe):
 
 class CountedTokens(Moe):
     def forward(self, x):
-        weights, selected = self.route(x)
+        _, selected = self.route(x)
         tokens_per_expert = selected.flatten().bincount(minlength=4).cpu().numpy()
         out = self.shared(x)
         start = 0
@@ -110,7 +110,8 @@ class EarlyReturn(Moe):
 
 
 ROUTERS = [
-    OnlyHitExperts, AnyThenCall, ContinueWhenEmpty, CountedTokens, PickedByItem, PickedByExpression, EarlyReturn
+    OnlyHitExperts, AnyThenCall, ContinueWhenEmpty, CountedTokens, PickedByItem, PickedByExpression,
+    EarlyReturn,
 ]  # fmt: skip
 
 

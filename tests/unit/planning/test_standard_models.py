@@ -1,4 +1,4 @@
-"""read_calls and trace_calls against real runs of published architectures, watched by hooks of the test's own."""
+"""read_calls and trace_calls against real runs of published architectures, watched by the test's own hooks."""
 
 import warnings
 from collections import defaultdict
@@ -32,7 +32,7 @@ class Run:
 
 
 class Watcher(TorchDispatchMode):
-    """Hooks on every module; a parameter used by an operator while its owner is not entered is a foreign read."""
+    """Hooks on every module; a parameter used while its owner is not entered is a foreign read."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,0 +1,41 @@
+"""Every example runs by the command in its header, and learns."""
+
+import ast
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.launching import start_local
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/train.py"))
+
+
+def test_all_systems_have_an_example():
+    assert {"tutorial", "robotics_policy", "multimodal", "composer_style"} <= set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_learns_on_two_ranks(name: str, capfd: pytest.CaptureFixture[str]):
+    of_ranks = start_local(f"examples.{name}.train:main", 2)
+    for losses in of_ranks:
+        assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert of_ranks[0] != of_ranks[1]  # ranks have data of their own
+    shown = capfd.readouterr().out
+    assert " groups over shard 2" in shown  # the plan
+    assert shown.count("loss ") == len(of_ranks[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_command_in_the_header_runs(name: str):
+    header = ast.get_docstring(ast.parse((ROOT / f"examples/{name}/train.py").read_text())) or ""
+    program, *arguments = shlex.split(header.splitlines()[-1])
+    assert program == "torchrun"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "loss " in run.stdout
