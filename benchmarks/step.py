@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.measuring import Pairs, Timed, median, median_interval, slowest, time_pairs, watch_memory
 from benchmarks.processes import join, on_ranks
@@ -42,8 +44,6 @@ class Measured:
     """What one rank saw."""
 
     times: Timed
-    peak_bytes: tuple[int, int]
-    """Of baseline and candidate, each by itself."""
     collectives: tuple[list[tuple[str, int, bool]], list[tuple[str, int, bool]]]
     """Kind, bytes and phase of each collective of one step."""
     losses: tuple[float, float]
@@ -52,18 +52,13 @@ class Measured:
 
 
 def measure(setup: Setup) -> Measured:
-    """Everything about one case on this rank.
+    """Time and collectives of one case on this rank.
 
     Ranks:
         Collective.
     """
     join(setup.device, setup.num_ranks, fake=setup.fake)
-    mesh = init_device_mesh(setup.device, (dist.get_world_size(),), mesh_dim_names=("shard",))
-    model_of = lambda: build(setup.model, setup.size, setup.device)  # noqa: E731
-    by_hand = lambda: Trainer(shard_by_hand(model_of(), mesh, setup.device), setup.size, setup.device)  # noqa: E731
-    by_us = lambda: Trainer(shard(model_of(), mesh=mesh), setup.size, setup.device)  # noqa: E731
-    peak_bytes = (_peak(by_hand, setup.device), _peak(by_us, setup.device))
-    baseline, candidate = by_hand(), by_us()
+    baseline, candidate = (make() for make in _trainers(setup))
     for trainer in (baseline, candidate):
         trainer.steps(2)
     times = time_pairs(
@@ -74,22 +69,42 @@ def measure(setup: Setup) -> Measured:
     )
     traces = (_collectives(baseline), _collectives(candidate))
     losses = (baseline.loss.item(), candidate.loss.item())
-    num_groups = sum(
-        1 for module in baseline.model.modules() if hasattr(module, "set_reshard_after_backward")
-    )
+    num_groups = sum(isinstance(module, FSDPModule) for module in baseline.model.modules())
     dist.destroy_process_group()
-    return Measured(times, peak_bytes, traces, losses, num_groups)
+    return Measured(times, traces, losses, num_groups)
+
+
+def peak_bytes(setup: Setup) -> tuple[int, int]:
+    """Peak memory of baseline and candidate, each by itself, on rank 0.
+
+    Always without the other ranks, where every byte is repeatable: gloo's threads free a buffer when they get to it,
+    so that with real ranks the same step peaks up to a tenth higher or lower.
+    """
+    join(setup.device, setup.num_ranks, fake=True)
+    theirs, ours = (_peak(make, setup.device) for make in _trainers(setup))
+    dist.destroy_process_group()
+    return theirs, ours
 
 
 def _peak(make: Callable[[], Trainer], device: str) -> int:
-    """What lives between steps, and the most that is added within one.
-
-    The median of some steps: gloo's threads free buffers when they get to it, so a single peak is a matter of luck.
-    """
+    """What lives between steps, and the most that is added within them."""
     made: list[Trainer] = []
     warm = watch_memory(lambda: (made.append(make()), made[0].steps(2)), device)  # optimizer state exists now
-    peaks = [watch_memory(lambda: made[0].steps(1), device).peak for _ in range(5)]
-    return warm.kept + int(median(peaks))
+    return warm.kept + watch_memory(lambda: made[0].steps(2), device).peak
+
+
+def _trainers(setup: Setup) -> tuple[Callable[[], Trainer], Callable[[], Trainer]]:
+    """What builds the baseline and the candidate."""
+    mesh = init_device_mesh(setup.device, (setup.num_ranks,), mesh_dim_names=("shard",))
+    size, device = setup.size, setup.device
+
+    def make(shard_model: Callable[[nn.Module], nn.Module]) -> Trainer:
+        return Trainer(shard_model(build(setup.model, size, device)), size, device)
+
+    return (
+        lambda: make(lambda model: shard_by_hand(model, mesh, device)),
+        lambda: make(lambda model: shard(model, mesh=mesh)),
+    )
 
 
 def _collectives(trainer: Trainer) -> list[tuple[str, int, bool]]:
@@ -98,13 +113,13 @@ def _collectives(trainer: Trainer) -> list[tuple[str, int, bool]]:
     return trace.shape()
 
 
-def results_of(setup: Setup, by_rank: list[Measured]) -> list[Result]:
+def results_of(setup: Setup, by_rank: list[Measured], peaks: tuple[int, int]) -> list[Result]:
     """The case's rows; the first rank speaks where ranks agree."""
     name = f"step/{setup.model}/{setup.device}/{setup.num_ranks} ranks" + (" (fake)" if setup.fake else "")
     theirs, ours = by_rank[0].collectives
     num_groups = by_rank[0].num_groups
     their_loss, our_loss = by_rank[0].losses
-    their_peak, our_peak = (max(one.peak_bytes[which] for one in by_rank) for which in (0, 1))
+    their_peak, our_peak = peaks
     their_bytes, our_bytes = (sum(each[1] for each in trace) for trace in (theirs, ours))
     return [
         _time_row(f"{name}: time against by hand", setup, [one.times.wall for one in by_rank], num_groups),
@@ -164,7 +179,8 @@ def main() -> int:
     for model in options.models:
         num_ranks, fake = options.fake or options.ranks, bool(options.fake)
         setup = Setup(model, size, options.device, num_ranks, fake, num_pairs, num_steps)
-        results += results_of(setup, on_ranks("benchmarks.step:measure", num_ranks, setup, fake=fake))
+        by_rank = on_ranks("benchmarks.step:measure", num_ranks, setup, fake=fake)
+        results += results_of(setup, by_rank, peak_bytes(setup))
     report("step", results, save=options.save)
     # Times depend on the machine; what is counted does not.
     return int(any(result.met is False for result in results if result.goal == "equal"))

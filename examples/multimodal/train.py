@@ -28,7 +28,11 @@ class LanguageLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.projections, self.output = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.projections, self.output = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.understand, self.generate = feed_forward(), feed_forward()
 
     def forward(self, x: Tensor, is_image: Tensor) -> Tensor:

@@ -68,11 +68,39 @@ def reshard_group(group: Any) -> None:
     group._to_sharded()
 
 
-def take_over_hooks(module: nn.Module) -> None:
-    """Remove the forward hooks that `fully_shard` put on a module; the caller runs them from its own."""
+def take_over_hooks(module: nn.Module, hook_output: Callable[[Any], None]) -> None:
+    """Remove the forward hooks that `fully_shard` put on a module; the caller runs them from its own.
+
+    Args:
+        module: A module of the group.
+        hook_output: Called with each output of the group instead of FSDP2's own registration for backward.
+    """
+
+    def register(output: Any) -> Any:
+        hook_output(output)
+        return output
+
     state = fsdp_state(module)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
+    state._register_pre_backward_hook = register
+
+
+def initialise(root: nn.Module) -> None:
+    """Let the root take its groups under it, if no forward has done so yet: a part may be called first."""
+    state = fsdp_state(root)
+    if state._is_root is None:
+        state._lazy_init()
+
+
+def sequence_number() -> int:
+    """Autograd's clock: operations recorded from now on have this number or a higher one."""
+    return torch.autograd._get_sequence_nr()
+
+
+def sequence_number_of(node: Any) -> int:
+    """When autograd recorded a node, on the clock of `sequence_number`."""
+    return node._sequence_nr()
 
 
 def reduces_gradients(group: Any) -> bool:

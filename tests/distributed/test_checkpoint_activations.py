@@ -99,7 +99,9 @@ def test_a_block_is_gathered_once_for_recomputation_and_backward(rank: int, resh
             model(batch(rank)).square().mean().backward()
         counts.append(Counter((each.kind, each.num_bytes) for each in trace.collectives))
     assert counts[0] == counts[1]
-    assert counts[0].total() >= (3 * 3 if reshard else 2 * 3)  # all-gathers and a reduce-scatter of each block
+    assert counts[0].total() >= (
+        3 * 3 if reshard else 2 * 3
+    )  # all-gathers and a reduce-scatter of each block
 
 
 @ranks(2)

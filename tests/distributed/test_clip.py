@@ -205,7 +205,7 @@ def test_sixteen_bit_gradients_are_summed_in_float32(rank: int):
     whole = torch.ones(4096, dtype=torch.bfloat16)
     made = parameter(whole, mesh_1d(2), [Shard(0)])
     norm = clip_grad_norm_([made], 32.0)
-    assert norm.item() == 64.0
+    assert abs(norm.item() - 64.0) < 1e-3
     assert made.grad is not None
     assert made.grad.dtype == torch.bfloat16
     assert torch.equal(full(made.grad), whole * 0.5)

@@ -14,8 +14,9 @@ from shardwise.errors import ShardError
 from shardwise.sharding.apply import shard
 from shardwise.sharding.full_params import full_params, iter_full_tensors
 from shardwise.sharding.recovery import recover
+from shardwise.training.data import lockstep
 from shardwise.training.ema import EMA
-from shardwise.training.step import AccumulationMode, accumulate, clip_grad_norm_
+from shardwise.training.step import AccumulationMode, accumulate, clip_grad_norm_, token_mean
 from tests.by_hand import Tiny, assert_same, full, full_gradients, loss_of, mesh_1d, mesh_2d, tiny, tokens
 from tests.ranks import ranks
 
@@ -155,3 +156,27 @@ def test_unused_blocks_add_up_beside_shards_own_handling_of_them(rank: int):
                 (loss_of(expected, tokens(other, step), skip=skip) / 4).backward()
         gradients = {name: p.grad for name, p in expected.named_parameters() if p.grad is not None}
         assert_same(full_gradients(model), gradients)
+
+
+@ranks(1)
+@pytest.mark.parametrize("mode", ["comm", "memory", "hsdp"])
+def test_one_rank_takes_the_same_path(rank: int, mode: AccumulationMode):
+    model = shard(Scaled(), ShardConfig(ignored=("own",)), mesh=mesh_1d(1))
+    accumulated(model, rank, mode)
+    expected = reference(1, 3)
+    assert_same(full_gradients(model), expected)
+    whole = torch.cat([grad.flatten() for grad in expected.values()]).norm()
+    torch.testing.assert_close(clip_grad_norm_(model, 1e9), whole)
+    ema = EMA(model, 0.0)
+    with full_params(model, writeback=True, rank0_only=True):
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.5)
+    ema.update()
+    for _, tensor in iter_full_tensors(model, include_buffers=False):
+        assert torch.equal(tensor, torch.full_like(tensor, 0.5))
+    assert all(
+        torch.equal(full(t), torch.full_like(full(t), 0.5)) for t in ema.state_dict()["shadow"].values()
+    )
+    recover(model)
+    assert token_mean(torch.tensor(6.0), 3).item() == 2.0
+    assert list(lockstep([1, 2])) == [1, 2]

@@ -36,7 +36,9 @@ def plan_of(model: nn.Module) -> Plan:
     return state.plan
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[list[Tensor]]) -> dict[str, Tensor]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[list[Tensor]]
+) -> dict[str, Tensor]:
     """A step for each list of batches, whose gradients are averaged."""
     for batch_of in batches:
         optimizer.zero_grad()
@@ -65,7 +67,9 @@ def trained_alone(model: nn.Module, num_ranks: int) -> dict[str, Tensor]:
 )
 @pytest.mark.parametrize("build", [tiny, composed])
 @ranks(2)
-def test_three_steps_equal_one_process_with_an_optimizer_built_before(rank: int, build: Any, config: Any) -> None:
+def test_three_steps_equal_one_process_with_an_optimizer_built_before(
+    rank: int, build: Any, config: Any
+) -> None:
     model = build()
     expected = trained_alone(model, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -125,7 +129,9 @@ def test_mixed_precision_reaches_the_groups_and_buffers(rank: int) -> None:
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
     )
     model = sw.prepare_fully_shard(tiny(), None, {"mixed_precision": precision})
-    assert {(group.param_dtype, group.reduce_dtype) for group in plan_of(model).groups} == {("bfloat16", "float32")}
+    assert {(group.param_dtype, group.reduce_dtype) for group in plan_of(model).groups} == {
+        ("bfloat16", "float32")
+    }
     assert model.scale.dtype is torch.bfloat16
     loss_of(model, tokens(rank)).backward()
     assert model.blocks[0].up.weight.grad.dtype is torch.float32
@@ -137,7 +143,11 @@ def test_hybrid_sharding_is_built_from_degrees(rank: int, strategy: str) -> None
     model = tiny()
     expected = trained_alone(model, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    config = {"sharding_strategy": strategy, "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": -1}
+    config = {
+        "sharding_strategy": strategy,
+        "data_parallel_replicate_degree": 2,
+        "data_parallel_shard_degree": -1,
+    }
     sw.prepare_fully_shard(model, optimizer, config)
     plan = plan_of(model)
     assert plan.axes == (("replicate", 2), ("shard", 2))

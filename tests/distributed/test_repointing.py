@@ -112,6 +112,9 @@ def test_state_is_split_like_its_parameter(rank: int):
     assert torch.equal(full(state["exp_avg"]), moments)
     assert not isinstance(state["step"], DTensor)
     assert state["step"].item() == 2
+    scalar = optimizer.state[model.get_parameter("scale")]
+    assert isinstance(scalar["exp_avg"], DTensor)
+    assert not isinstance(scalar["step"], DTensor), "a counter, though it has the shape of the parameter"
     assert len(optimizer.state) == len([p for p in model.parameters() if p.requires_grad])
 
 

@@ -19,14 +19,11 @@ def test_all_systems_have_an_example():
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_example_learns_on_two_ranks(name: str, capfd: pytest.CaptureFixture[str]):
+def test_the_example_learns_on_two_ranks(name: str):
     of_ranks = start_local(f"examples.{name}.train:main", 2)
     for losses in of_ranks:
         assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert of_ranks[0] != of_ranks[1]  # ranks have data of their own
-    shown = capfd.readouterr().out
-    assert " groups over shard 2" in shown  # the plan
-    assert shown.count("loss ") == len(of_ranks[0])
 
 
 @pytest.mark.slow
@@ -38,4 +35,5 @@ def test_the_command_in_the_header_runs(name: str):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert run.returncode == 0, run.stderr
-    assert "loss " in run.stdout
+    assert " groups over shard 2" in run.stdout  # the plan
+    assert run.stdout.count("loss ") >= 20

@@ -38,17 +38,18 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield init_device_mesh("cuda", (1, 1), mesh_dim_names=("replicate", "shard"))
-    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device)
+    try:
+        yield init_device_mesh("cuda", (1, 1), mesh_dim_names=("replicate", "shard"))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture
 def no_waiting() -> Iterator[None]:
-    """Makes any wait of the host for the device an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    """The test makes any wait of the host for the device an error; here that ends."""
     yield
     torch.cuda.set_sync_debug_mode("default")
 
@@ -73,15 +74,16 @@ def test_accumulate(mesh: DeviceMesh, mode: AccumulationMode, policy: MixedPreci
     )
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_clip_and_token_mean_never_wait(mesh: DeviceMesh, no_waiting: None):
     reference, model = on_gpu(mesh)
-    with torch.cuda.stream(torch.cuda.current_stream()):
-        torch.cuda.set_sync_debug_mode("default")
-        batch = tokens(0).cuda()
-        num_tokens = torch.tensor(12, device="cuda")
-        expected = reference_gradients(reference, [batch])
-        loss = loss_of(model, batch)
-        torch.cuda.set_sync_debug_mode("error")
+    batch = tokens(0).cuda()
+    num_tokens = torch.tensor(12, device="cuda")
+    expected = reference_gradients(reference, [batch])
+    loss = loss_of(model, batch)
+    clip_grad_norm_(reference.parameters(), 1.0)  # kernels are loaded on first use, which waits
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
     token_mean(12 * loss, num_tokens, mesh=mesh).backward()
     norm = clip_grad_norm_(model.parameters(), 1e9)
     largest = clip_grad_norm_(model.parameters(), 1e9, float("inf"))
@@ -112,6 +114,8 @@ def test_offloaded_shards_are_clipped_gathered_and_averaged(mesh: DeviceMesh):
             parameter.data.add_(1)
     for name, tensor in iter_full_tensors(model, include_buffers=False):
         torch.testing.assert_close(tensor, reference.get_parameter(name).cpu() + 1)
+    for parameter in reference.frozen.parameters():
+        parameter.data.add_(1)  # the average leaves frozen parameters as they are
     with ema.swap():
         logits = model(batch)
     torch.testing.assert_close(logits, reference(batch), **GPU)
@@ -169,5 +173,7 @@ def test_average_equals_one_process(mesh: DeviceMesh):
     assert_same(shadow, average, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_lockstep_agrees_on_the_cpu(mesh: DeviceMesh, no_waiting: None):
+    torch.cuda.set_sync_debug_mode("error")
     assert list(lockstep(range(3))) == [0, 1, 2]

@@ -1,7 +1,9 @@
 """Writing down what the code does: modules called, parameters read or returned."""
 
+import itertools
 import math
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -15,6 +17,8 @@ from shardwise.planning.source_values import (
     Value,
     leaves,
 )
+
+_ITEMS_TRIED = 16
 
 
 def record_call(module: nn.Module, through: Value, frame: Frame) -> None:
@@ -90,4 +94,10 @@ def _holds_modules(leaf: Any, places: Places) -> bool:
     inner = getattr(type(thing), "__dict__", None) and getattr(thing, "__dict__", None)
     if not isinstance(inner, dict) or isinstance(thing, type | types.ModuleType | types.FunctionType):
         return False
-    return any(isinstance(item, nn.Module) for item in inner.values())
+    return any(isinstance(item, nn.Module) for held in inner.values() for item in _held(held))
+
+
+def _held(thing: Any) -> Iterable[Any]:
+    if type(thing) in (list, tuple, set):
+        return itertools.islice(thing, _ITEMS_TRIED)
+    return itertools.islice(thing.values(), _ITEMS_TRIED) if type(thing) is dict else (thing,)

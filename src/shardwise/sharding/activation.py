@@ -92,7 +92,9 @@ class CheckpointedForward(ReplacedForward):
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
         if saved_ops and not self.batch_norms:
             # torch.compile follows exactly this form.
-            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, saved_ops))
+            self.options["context_fn"] = partial(
+                create_selective_checkpoint_contexts, partial(_keep, saved_ops)
+            )
         elif self.batch_norms:
             self.options["context_fn"] = self._contexts
 
@@ -123,7 +125,9 @@ def _statistics_kept(batch_norms: list[nn.Module]) -> Iterator[None]:
     """Let batch norms count the batch in copies of their statistics: the first run has counted it already."""
     kept = [(norm, dict(norm._buffers)) for norm in batch_norms]
     for norm, buffers in kept:
-        norm._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+        norm._buffers.update(
+            {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+        )
     try:
         yield
     finally:
@@ -131,7 +135,9 @@ def _statistics_kept(batch_norms: list[nn.Module]) -> Iterator[None]:
             norm._buffers.update(buffers)
 
 
-def _keep(saved_ops: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep(
+    saved_ops: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -147,14 +147,14 @@ def _wire(
     for group in compat.param_groups(model):
         compat.replace_post_backward_hook(group, register_post_backward)
     parts = [
-        PartsEntry([modules[name] for name in group.modules], _casts(group))
+        PartsEntry([modules[name] for name in group.modules], model, _casts(group))
         for group in plan.groups
         if len(group.modules) > 1
     ]
     root = RootEntry(model, _casts(plan.root), held, parts, replicated)
     for group in plan.groups:
         single = group is not plan.root and len(group.modules) == 1
-        entry = Entry(modules[group.modules[0]], _casts(group)) if single else root
+        entry = Entry(modules[group.modules[0]], model, _casts(group)) if single else root
         for name in group.entry_points:
             owner, _, method = name.rpartition(":")
             entry.add_method(modules[owner], method)

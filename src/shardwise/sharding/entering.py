@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise import compat
 from shardwise.sharding.inputs import Casts
-from shardwise.sharding.outputs import differentiable, leave_hooked
+from shardwise.sharding.outputs import differentiable, gather_before_backward
 from shardwise.sharding.parts import PartsEntry
 from shardwise.sharding.recovery import recover
 from shardwise.sharding.replicated import Replicated
@@ -23,9 +23,9 @@ class Entry:
     fails, and on every torch the inner exit frees parameters that the outer call still needs.
     """
 
-    def __init__(self, module: nn.Module, casts: Casts) -> None:
-        self.module, self.casts, self.depth = module, casts, 0
-        compat.take_over_hooks(module)
+    def __init__(self, module: nn.Module, root: nn.Module, casts: Casts) -> None:
+        self.module, self.root, self.casts, self.depth, self.since = module, root, casts, 0, 0
+        compat.take_over_hooks(module, self._gather_before_backward)
         # Before the user's own hooks, and after them on the way out, as FSDP2's are.
         module.register_forward_pre_hook(self._enter_call, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._leave_call, always_call=True)
@@ -74,6 +74,8 @@ class Entry:
 
     def _enter(self, args: Any, kwargs: Any) -> Any:
         self.before()
+        compat.initialise(self.root)
+        self.since = compat.sequence_number()
         args, kwargs = self.casts.inputs(args, kwargs)
         entered = compat.enter_forward(self.module, args, kwargs)
         self.depth = 1
@@ -81,9 +83,12 @@ class Entry:
 
     def _leave(self, args: Any, output: Any) -> Any:
         self.depth = 0
-        output = leave_hooked(self.module, args, output)
+        output = compat.leave_forward(self.module, args, output)
         self.after(output)
         return self.casts.output(output)
+
+    def _gather_before_backward(self, output: Any) -> None:
+        gather_before_backward(self.module, output, self.since)
 
     def _fail(self) -> None:
         self.depth = 0
@@ -101,7 +106,7 @@ class RootEntry(Entry):
         parts: Iterable[PartsEntry],
         replicated: Replicated,
     ) -> None:
-        super().__init__(module, casts)
+        super().__init__(module, module, casts)
         self.held, self.parts, self.replicated = tuple(held), tuple(parts), replicated
         for group in self.held:
             compat.reduce_when_backward_ends(group)

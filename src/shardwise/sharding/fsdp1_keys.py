@@ -11,12 +11,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.config.load import load
 from shardwise.config.schema import ShardConfig
 from shardwise.errors import ConfigError
-from shardwise.sharding.fsdp1_precision import dtype_of, explain_low_precision_grads, fields_of, read_mixed_precision
+from shardwise.sharding.fsdp1_precision import (
+    dtype_of,
+    explain_low_precision_grads,
+    fields_of,
+    read_mixed_precision,
+)
 from shardwise.sharding.translation import Translation, as_bool, member_name
 
 Reader = Callable[[Translation, str, Any, nn.Module], None]
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")  # in FSDP1's order
+STRATEGIES = (
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "NO_SHARD",
+    "HYBRID_SHARD",
+    "_HYBRID_SHARD_ZERO2",
+)  # in FSDP1's order
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 KEEPS_GATHERED = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 
@@ -63,7 +74,9 @@ def _check_strategy(translation: Translation) -> None:
     if strategy in KEEPS_GATHERED:
         translation.put("sharding_strategy", "reshard_after_forward", False)
     elif strategy is not None and reshard is False:
-        translation.problem("reshard_after_forward", f"False contradicts {strategy}", "use SHARD_GRAD_OP, or leave it out")
+        translation.problem(
+            "reshard_after_forward", f"False contradicts {strategy}", "use SHARD_GRAD_OP, or leave it out"
+        )
     if strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and (translation.replicate or 1) > 1:
         hybrid = "HYBRID_SHARD" if strategy == "FULL_SHARD" else "_HYBRID_SHARD_ZERO2"
         what = f"{translation.replicate} copies contradict {strategy}, which shards over all ranks"
@@ -82,7 +95,9 @@ def _strategy(translation: Translation, key: str, value: Any, model: nn.Module) 
         translation.problem(key, f"is {value!r}", f"choose among {', '.join(STRATEGIES)}")
     elif name == "NO_SHARD":
         fix = "use torch.nn.parallel.DistributedDataParallel"
-        translation.problem(key, "NO_SHARD: FSDP2 always shards, and a copy per rank is data parallelism", fix)
+        translation.problem(
+            key, "NO_SHARD: FSDP2 always shards, and a copy per rank is data parallelism", fix
+        )
     else:
         translation.strategy = name
 
@@ -92,7 +107,9 @@ def _degree(field: str) -> Reader:
         if value is None or (value == -1 and field == "shard"):
             return
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            translation.problem(key, f"is {value!r}", "give a number of ranks" + (", or -1" if field == "shard" else ""))
+            translation.problem(
+                key, f"is {value!r}", "give a number of ranks" + (", or -1" if field == "shard" else "")
+            )
             return
         setattr(translation, field, value)
 
@@ -124,7 +141,9 @@ def _backward_prefetch(translation: Translation, key: str, value: Any, model: nn
     if name == "BACKWARD_PRE":
         translation.note(key, "BACKWARD_PRE is what FSDP2 always does; prefetch.backward asks for more")
     elif name == "NONE":
-        translation.note(key, "None: FSDP2 gathers one group ahead in backward all the same; it holds one group more")
+        translation.note(
+            key, "None: FSDP2 gathers one group ahead in backward all the same; it holds one group more"
+        )
     elif name == "BACKWARD_POST":
         what = "BACKWARD_POST does not exist in FSDP2, which gathers the next group before computing this one's gradient"
         translation.problem(key, what, "use BACKWARD_PRE, or reshard_after_forward to save memory")
@@ -148,12 +167,16 @@ def _ignored(translation: Translation, key: str, value: Any, model: nn.Module) -
         name = item if isinstance(item, str) else modules.get(id(item), parameters.get(id(item)))
         if not name:
             what = "the model itself" if name == "" else f"a {type(item).__name__} that is not in the model"
-            translation.problem(key, f"names {what}", "pass modules or parameters of this model, or their names")
+            translation.problem(
+                key, f"names {what}", "pass modules or parameters of this model, or their names"
+            )
         elif not isinstance(item, nn.Module) or next(item.parameters(), None) is not None:
             names.append(name)
     if names:
         translation.settings["ignored"] = (*translation.settings.get("ignored", ()), *names)
-        translation.note(key, "gradients of ignored parameters are averaged over ranks; FSDP1 left that to you")
+        translation.note(
+            key, "gradients of ignored parameters are averaged over ranks; FSDP1 left that to you"
+        )
 
 
 def _auto_wrap(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
@@ -268,6 +291,10 @@ _READERS: dict[str, Reader] = {
     ),
     "te_checkpoint_wrapper": _unless_off("is not offered", "call shardwise.checkpoint_activations(model)"),
     "te_shard_fp8_weight": _unless_off("is not offered", "leave it out"),
-    "param_init_fn": _unless_off("is a step of its own", "call shardwise.materialize(model, init=...) afterwards"),
-    "process_group": _unless_off("a group has no device or axes", "pass device_mesh=DeviceMesh.from_group(...)"),
+    "param_init_fn": _unless_off(
+        "is a step of its own", "call shardwise.materialize(model, init=...) afterwards"
+    ),
+    "process_group": _unless_off(
+        "a group has no device or axes", "pass device_mesh=DeviceMesh.from_group(...)"
+    ),
 }

@@ -56,16 +56,22 @@ def read_fields(translation: Translation, key: str, given: dict[str, Any]) -> di
     dtypes: dict[str, str | None] = {}
     for name, value in given.items():
         if name not in known:
-            translation.problem(f"{key}.{name}", "is no setting of mixed precision", f"choose among {', '.join(known[:6])}")
+            translation.problem(
+                f"{key}.{name}", "is no setting of mixed precision", f"choose among {', '.join(known[:6])}"
+            )
         elif name in _DTYPE_KEYS and value is not None:
             dtypes[name] = dtype_of(value)
             if dtypes[name] is None:
-                translation.problem(f"{key}.{name}", f"is {value!r}", "give a torch dtype, or a name such as bf16 or fp32")
+                translation.problem(
+                    f"{key}.{name}", f"is {value!r}", "give a torch dtype, or a name such as bf16 or fp32"
+                )
     if given.get("keep_low_precision_grads"):
         explain_low_precision_grads(translation, f"{key}.keep_low_precision_grads", True)
     if given.get("_module_classes_to_ignore"):
         names = ", ".join(sorted(kind.__name__ for kind in given["_module_classes_to_ignore"]))
-        translation.note(key, f"{names}: FSDP1 kept such modules out of low precision; name them in overrides for that")
+        translation.note(
+            key, f"{names}: FSDP1 kept such modules out of low precision; name them in overrides for that"
+        )
     return _fields(translation, key, dtypes, given)
 
 
@@ -77,14 +83,18 @@ def _fields(
     if (reduce := dtypes.get("reduce_dtype") or param) is not None:
         fields["reduce_dtype"] = reduce
         if dtypes.get("reduce_dtype") is None and reduce in ("bfloat16", "float16"):
-            translation.note(key, f"gradients are summed in {reduce}, the param_dtype, as no reduce_dtype is given")
+            translation.note(
+                key, f"gradients are summed in {reduce}, the param_dtype, as no reduce_dtype is given"
+            )
     if (output := dtypes.get("output_dtype")) is not None:
         fields["output_dtype"] = output
     casts = [given.get(name) for name in _CASTS]
     if any(cast is not None for cast in casts):
         fields["cast_inputs"] = any(casts)
     if casts[0] is False and casts[1]:
-        translation.note(key, "inputs are cast at every group, not only at the root; where dtypes agree it costs nothing")
+        translation.note(
+            key, "inputs are cast at every group, not only at the root; where dtypes agree it costs nothing"
+        )
     return fields
 
 
@@ -113,7 +123,9 @@ def resolve_named(translation: Translation, compute_dtype: str | None) -> None:
     name = name or "DEFAULT"
     if name == "FULL":
         translation.precision["param_dtype"] = "storage"
-        translation.note("mixed_precision", "FULL: computes as stored; gradients are summed in 32 bits or more")
+        translation.note(
+            "mixed_precision", "FULL: computes as stored; gradients are summed in 32 bits or more"
+        )
         return
     dtype = trainer or compute_dtype
     translation.precision["param_dtype"] = dtype or "storage"
@@ -121,4 +133,6 @@ def resolve_named(translation: Translation, compute_dtype: str | None) -> None:
         translation.precision["reduce_dtype"] = dtype
     whose = "the trainer's precision" if trainer else "this device's own choice"
     sums = dtype if name == "PURE" and dtype else "float32"
-    translation.note("mixed_precision", f"{name}: computes in {dtype or 'storage'}, {whose}; sums gradients in {sums}")
+    translation.note(
+        "mixed_precision", f"{name}: computes in {dtype or 'storage'}, {whose}; sums gradients in {sums}"
+    )

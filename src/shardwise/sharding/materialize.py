@@ -61,7 +61,7 @@ def materialize(
     entries = take_inventory(model)
     mesh = _mesh_of(model, entries)
     if any(entry.pending for entry in entries):
-        target = _device(entries, device)
+        target = _device(entries, device, mesh)
         for entry in entries:
             if entry.pending:
                 entry.allocate(target)
@@ -212,15 +212,16 @@ def _mesh_of(model: nn.Module, entries: Sequence[Entry]) -> DeviceMesh | None:
     return whole if is_part else mesh
 
 
-def _device(entries: Sequence[Entry], device: torch.device | str | None) -> torch.device:
+def _device(
+    entries: Sequence[Entry], device: torch.device | str | None, mesh: DeviceMesh | None
+) -> torch.device:
     """Where the model computes, which is where whole tensors are made."""
     if device is not None:
         return torch.device(device)
     for entry in entries:
         if entry.fsdp_param is not None:
             return entry.fsdp_param.device
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            return torch.device(accelerator.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or (mesh is not None and mesh.device_type != accelerator.type):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

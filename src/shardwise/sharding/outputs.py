@@ -1,8 +1,6 @@
 """See that backward gathers a group's parameters again, whatever shape its outputs have."""
 
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,30 +9,30 @@ from torch import nn
 from shardwise import compat
 
 
-def leave_hooked(module: nn.Module, args: Any, output: Any) -> Any:
-    """Run FSDP2's post-forward of `module`, and hook the outputs that it would lose.
+def gather_before_backward(module: nn.Module, output: Any, since: int) -> None:
+    """Gather the group of `module` again before anything that made `output` runs backward.
 
     FSDP2 hooks the output tensors it finds. An in-place operation on a returned view replaces the hooked tensor in the
-    graph, and tensors inside plain objects are not found at all; backward would then run on freed parameters.
+    graph, and tensors inside plain objects, or before torch 2.13 dataclasses, are not found at all; backward would
+    then run on freed parameters. For a view the hook sits on the operation that made its base.
+
+    Args:
+        module: A module of the group.
+        output: Whatever it returned.
+        since: Autograd's sequence number when the module was entered. A view of something older is an input passed
+            through: its base was not made by this group, and runs backward long after it.
     """
-    missed = [*_views(output), *_hidden(output)] if torch.is_grad_enabled() else []
-    with _quiet_about_views() if missed else nullcontext():
-        left = compat.leave_forward(module, args, output)
-    gather_before_backward(module, missed)
-    return left
 
-
-def gather_before_backward(module: nn.Module, tensors: list[torch.Tensor]) -> None:
-    """Gather the group of `module` before the operations that made `tensors` run backward."""
-
-    def gather(gradients: Any) -> None:
+    def gather(*_: Any) -> None:
         compat.pre_backward(module)
 
-    for tensor in tensors:
+    for tensor in differentiable(output):
         base = compat.base_of_view(tensor)
-        node = (tensor if base is None else base).grad_fn
-        if node is not None:
-            node.register_prehook(gather)
+        maker = None if base is None else base.grad_fn
+        if maker is not None and compat.sequence_number_of(maker) >= since:
+            maker.register_prehook(gather)
+        else:
+            tensor.register_hook(gather)
 
 
 def differentiable(output: Any) -> list[torch.Tensor]:
@@ -59,12 +57,6 @@ def find_tensors(output: Any) -> Iterator[torch.Tensor]:
             yield from find_tensors(getattr(output, name, None))
 
 
-def _views(output: Any) -> Iterator[torch.Tensor]:
-    for tensor in find_tensors(output):
-        if tensor.requires_grad and compat.base_of_view(tensor) is not None:
-            yield tensor
-
-
 def _hidden(output: Any, find: Callable[[Any], Iterator[torch.Tensor]] = find_tensors) -> Iterator[torch.Tensor]:
     """Tensors held by plain objects, which FSDP2 does not look into."""
     if output is None or isinstance(output, torch.Tensor | nn.Module | str | bytes | int | float | type):
@@ -78,13 +70,3 @@ def _hidden(output: Any, find: Callable[[Any], Iterator[torch.Tensor]] = find_te
     elif not hasattr(output, "__dataclass_fields__"):
         for value in list(getattr(output, "__dict__", {}).values()):
             yield from (tensor for tensor in find(value) if tensor.requires_grad)
-
-
-@contextmanager
-def _quiet_about_views() -> Iterator[None]:
-    """FSDP2 warns of the very thing that is taken care of here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-        yield
-
-

@@ -7,7 +7,7 @@ from torch import nn
 
 from shardwise import compat
 from shardwise.sharding.inputs import Casts
-from shardwise.sharding.outputs import differentiable, gather_before_backward, leave_hooked
+from shardwise.sharding.outputs import gather_before_backward
 
 
 class PartsEntry:
@@ -18,10 +18,10 @@ class PartsEntry:
     module's output gathers the group again.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], casts: Casts) -> None:
-        self.modules, self.casts = tuple(modules), casts
+    def __init__(self, modules: Sequence[nn.Module], root: nn.Module, casts: Casts) -> None:
+        self.modules, self.root, self.casts, self.since = tuple(modules), root, casts, 0
         self._waiting: set[nn.Module] = set()
-        compat.take_over_hooks(modules[0])
+        compat.take_over_hooks(modules[0], self._gather_before_backward)
         for module in modules:
             module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._leave)
@@ -37,6 +37,8 @@ class PartsEntry:
         self._waiting.clear()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        compat.initialise(self.root)
+        self.since = compat.sequence_number()
         args, kwargs = self.casts.inputs(args, kwargs)
         if self._waiting and not compat.is_recomputing(module):
             for group in compat.state_param_groups(compat.fsdp_state(module)):
@@ -51,6 +53,9 @@ class PartsEntry:
             return self.casts.output(compat.leave_forward(module, args, output))
         self._waiting.discard(module)
         if not self._waiting:
-            return self.casts.output(leave_hooked(module, args, output))
-        gather_before_backward(module, differentiable(output))
+            return self.casts.output(compat.leave_forward(module, args, output))
+        self._gather_before_backward(output)
         return self.casts.output(output)
+
+    def _gather_before_backward(self, output: Any) -> None:
+        gather_before_backward(self.modules[0], output, self.since)

@@ -41,9 +41,9 @@ class Replicated:
         for module, name, parameter in self._places:
             registered = module._parameters.get(name, parameter)
             if id(registered) not in locals_:
-                # Inside full_params a plain one stands here already.
-                whole = isinstance(registered, DTensor)
-                locals_[id(registered)] = registered.to_local() if whole else registered
+                assert registered is not None
+                is_spread = isinstance(registered, DTensor)  # inside full_params a plain one stands here
+                locals_[id(registered)] = registered.to_local() if is_spread else registered
             # Attributes of the instance come before nn.Module's look-up of parameters.
             module.__dict__[name] = locals_[id(registered)]
 

@@ -239,7 +239,8 @@ def segformer() -> Built:
     import transformers
 
     config = transformers.SegformerConfig(
-        num_encoder_blocks=2, depths=[2, 2], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[3, 3], strides=[2, 2],
+        num_encoder_blocks=2, depths=[2, 2], sr_ratios=[2, 1], hidden_sizes=[8, 16],
+        patch_sizes=[3, 3], strides=[2, 2],
         num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=3,
     )  # fmt: skip
     return transformers.SegformerForSemanticSegmentation(config), {
@@ -303,7 +304,9 @@ def qwen2_vl() -> Built:
             **SMALL, "num_key_value_heads": 2,
             "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
         },
-        vision_config={"embed_dim": 32, "depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 8, "mlp_ratio": 2},
+        vision_config={
+            "embed_dim": 32, "depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 8, "mlp_ratio": 2,
+        },
         image_token_id=98, vision_start_token_id=97, vision_end_token_id=96, video_token_id=95,
     )  # fmt: skip
     ids = torch.cat([torch.full((2, 4), 98), tokens()], dim=1)
@@ -339,8 +342,9 @@ def unet() -> Built:
     import diffusers
 
     net = diffusers.UNet2DConditionModel(
-        sample_size=16, block_out_channels=(8, 16), layers_per_block=1, cross_attention_dim=16, norm_num_groups=4,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        sample_size=16, block_out_channels=(8, 16), layers_per_block=1, cross_attention_dim=16,
+        norm_num_groups=4, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         attention_head_dim=4,
     )  # fmt: skip
     return net, {

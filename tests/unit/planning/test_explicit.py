@@ -28,7 +28,17 @@ def make() -> Stack:
         ({"group_by": "children"}, ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]),
         ({"group_by": "root"}, []),
     ],
-    ids=["class", "pattern", "patterns", "spanning", "size", "predicate", "named-predicate", "children", "root"],
+    ids=[
+        "class",
+        "pattern",
+        "patterns",
+        "spanning",
+        "size",
+        "predicate",
+        "named-predicate",
+        "children",
+        "root",
+    ],
 )
 def test_the_user_names_groups(settings, names):
     assert modules_of(plan(make(), ShardConfig(**settings), mesh=TWO_RANKS)) == [*names, "(root)"]

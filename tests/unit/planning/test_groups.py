@@ -48,8 +48,14 @@ def planned(model: nn.Module, **settings) -> Plan:
     [
         (lambda blocks: nn.ModuleList(blocks), ["blocks.0", "blocks.1", "blocks.2"]),
         (lambda blocks: nn.Sequential(*blocks), ["blocks.0", "blocks.1", "blocks.2"]),
-        (lambda blocks: nn.ModuleDict({f"b{i}": b for i, b in enumerate(blocks)}), ["blocks.b0", "blocks.b1", "blocks.b2"]),
-        (lambda blocks: nn.ModuleList([blocks[0], nn.Sequential(*blocks[1:])]), ["blocks.0", "blocks.1.0", "blocks.1.1"]),
+        (
+            lambda blocks: nn.ModuleDict({f"b{i}": b for i, b in enumerate(blocks)}),
+            ["blocks.b0", "blocks.b1", "blocks.b2"],
+        ),
+        (
+            lambda blocks: nn.ModuleList([blocks[0], nn.Sequential(*blocks[1:])]),
+            ["blocks.0", "blocks.1.0", "blocks.1.1"],
+        ),
     ],
     ids=["list", "sequence", "dict", "nested"],
 )

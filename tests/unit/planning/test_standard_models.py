@@ -1,4 +1,4 @@
-"""read_calls and trace_calls against real runs of published architectures, watched by the test's own hooks."""
+"""read_calls and trace_calls against real runs of published architectures, watched by our own hooks."""
 
 import warnings
 from collections import defaultdict

@@ -37,7 +37,15 @@ def problems(**config: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "value", ["SHARD_GRAD_OP", "shard_grad_op", ShardingStrategy.SHARD_GRAD_OP, 2, "2", "ShardingStrategy.SHARD_GRAD_OP"]
+    "value",
+    [
+        "SHARD_GRAD_OP",
+        "shard_grad_op",
+        ShardingStrategy.SHARD_GRAD_OP,
+        2,
+        "2",
+        "ShardingStrategy.SHARD_GRAD_OP",
+    ],
 )
 def test_a_strategy_is_read_as_a_name_a_member_or_a_number(value: Any):
     assert read(sharding_strategy=value).settings == {"reshard_after_forward": False}
@@ -61,7 +69,9 @@ def test_no_sharding_is_refused_with_data_parallelism_as_the_way_out():
 
 def test_a_strategy_and_a_contrary_reshard_are_a_contradiction():
     assert "contradicts" in problems(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=True)[0]
-    assert "contradicts FULL_SHARD" in problems(sharding_strategy="FULL_SHARD", reshard_after_forward=False)[0]
+    assert (
+        "contradicts FULL_SHARD" in problems(sharding_strategy="FULL_SHARD", reshard_after_forward=False)[0]
+    )
     assert not problems(sharding_strategy="FULL_SHARD", reshard_after_forward=2)
     assert not problems(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=False)
 
@@ -109,7 +119,9 @@ def test_dtypes_are_read_as_objects_and_names(value: Any, dtype: str | None):
         (None, "bf16", {"param_dtype": "bfloat16"}),
     ],
 )
-def test_composers_names_mean_what_they_mean_there(name: str | None, precision: str | None, expected: dict[str, str]):
+def test_composers_names_mean_what_they_mean_there(
+    name: str | None, precision: str | None, expected: dict[str, str]
+):
     given = {"mixed_precision": name, "precision": precision}
     translation = read(**{key: value for key, value in given.items() if value is not None})
     resolve_named(translation, "float16")  # what the device would choose
@@ -120,13 +132,23 @@ def test_composers_names_mean_what_they_mean_there(name: str | None, precision: 
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ({"param_dtype": "bf16", "reduce_dtype": "fp32"}, {"param_dtype": "bfloat16", "reduce_dtype": "float32"}),
+        (
+            {"param_dtype": "bf16", "reduce_dtype": "fp32"},
+            {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+        ),
         ({"param_dtype": torch.bfloat16}, {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}),
         ({"reduce_dtype": "fp32"}, {"param_dtype": "storage", "reduce_dtype": "float32"}),
         ({"cast_forward_inputs": False}, {"param_dtype": "storage", "cast_inputs": False}),
         (
-            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32),
-            {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32", "cast_inputs": True},
+            MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+            ),
+            {
+                "param_dtype": "bfloat16",
+                "reduce_dtype": "float32",
+                "output_dtype": "float32",
+                "cast_inputs": True,
+            },
         ),
     ],
 )
@@ -255,11 +277,20 @@ def test_all_problems_come_at_once_with_the_nearest_name():
     text = str(raised.value)
     assert "did you mean 'mixed_precision'?" in text
     assert "did you mean 'reshard_after_forward'?" in text
-    for key in ("sharding_strategy", "cpu_offload", "group_by", "mixed_precision.param_dtype", "mixed_precision.reduce"):
+    for key in (
+        "sharding_strategy",
+        "cpu_offload",
+        "group_by",
+        "mixed_precision.param_dtype",
+        "mixed_precision.reduce",
+    ):
         assert f"{key}: " in text
     assert "nonsense: " in text
 
 
 def test_our_own_fields_are_checked_as_in_a_file():
-    assert read(shard_dim="first", block_classes=["Block"]).settings == {"shard_dim": "first", "block_classes": ("Block",)}
+    assert read(shard_dim="first", block_classes=["Block"]).settings == {
+        "shard_dim": "first",
+        "block_classes": ("Block",),
+    }
     assert "shard_dim: " in problems(shard_dim="second")[0]

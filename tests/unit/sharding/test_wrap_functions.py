@@ -44,7 +44,11 @@ def test_a_model_without_an_opinion_says_nothing():
 
 def test_the_function_answers_true_false_or_settings():
     def answer(module: nn.Module) -> Any:
-        return {"reshard_after_forward": False} if isinstance(module, Block) else isinstance(module, nn.Embedding)
+        return (
+            {"reshard_after_forward": False}
+            if isinstance(module, Block)
+            else isinstance(module, nn.Embedding)
+        )
 
     chosen, translation = ask(Model(answer))
     blocks = {f"blocks.{index}": {"reshard_after_forward": False} for index in range(2)}
@@ -108,7 +112,12 @@ def test_a_tie_inside_one_group_is_left_alone():
 
 
 def test_settings_of_an_outer_module_do_not_reach_the_groups_inside():
-    chosen = {"outer": {"reshard_after_forward": False, "offload": True}, "outer.a": {}, "outer.b": {"offload": True}, "other": {}}
+    chosen = {
+        "outer": {"reshard_after_forward": False, "offload": True},
+        "outer.a": {},
+        "outer.b": {"offload": True},
+        "other": {},
+    }
     base = {"reshard_after_forward": True, "offload": False}
     assert overrides_of(chosen, base) == (
         GroupOverride(pattern="outer", reshard_after_forward=False, offload=True),
@@ -120,10 +129,19 @@ def test_settings_of_an_outer_module_do_not_reach_the_groups_inside():
 def test_direct_children_of_containers_are_their_elements():
     model = Model()
     assert direct_children(model) == ["embedding", "head", "blocks.0", "blocks.1"]
-    assert direct_children(nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.ReLU()]), nn.Linear(1, 1))) == ["0.0", "1"]
+    assert direct_children(nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.ReLU()]), nn.Linear(1, 1))) == [
+        "0.0",
+        "1",
+    ]
 
 
 def test_what_is_ignored_is_no_group_nor_is_what_lies_inside():
-    chosen: dict[str, dict[str, Any]] = {"tower": {}, "tower.block": {}, "towers": {}, "blocks.0": {}, "blocks.1": {}}
+    chosen: dict[str, dict[str, Any]] = {
+        "tower": {},
+        "tower.block": {},
+        "towers": {},
+        "blocks.0": {},
+        "blocks.1": {},
+    }
     drop_ignored(chosen, ("tower", "blocks.1"))
     assert list(chosen) == ["towers", "blocks.0"]
