@@ -77,8 +77,8 @@ def measure(setup: Setup) -> Measured:
 def peak_bytes(setup: Setup) -> tuple[int, int]:
     """Peak memory of baseline and candidate, each by itself, on rank 0.
 
-    Always without the other ranks, where every byte is repeatable: gloo's threads free a buffer when they get to it,
-    so that with real ranks the same step peaks up to a tenth higher or lower.
+    Always without the other ranks, where every byte is repeatable: gloo's threads free a buffer when they get
+    to it, so that with real ranks the same step peaks up to a tenth higher or lower.
     """
     join(setup.device, setup.num_ranks, fake=True)
     theirs, ours = (_peak(make, setup.device) for make in _trainers(setup))

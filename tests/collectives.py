@@ -13,8 +13,9 @@ from shardwise import compat
 
 _KINDS = {
     "all_gather": "all_gather", "allgather": "all_gather", "reduce_scatter": "reduce_scatter",
-    "all_reduce": "all_reduce", "allreduce": "all_reduce", "broadcast": "broadcast", "all_to_all": "all_to_all",
-    "alltoall": "all_to_all", "scatter": "scatter", "gather": "gather", "barrier": "barrier", "send": "send",
+    "all_reduce": "all_reduce", "allreduce": "all_reduce", "broadcast": "broadcast",
+    "all_to_all": "all_to_all", "alltoall": "all_to_all", "scatter": "scatter",
+    "gather": "gather", "barrier": "barrier", "send": "send",
 }  # fmt: skip
 
 
@@ -48,7 +49,7 @@ class Trace:
         )
 
     def shape(self) -> list[tuple[str, int, bool]]:
-        """Kind, bytes and phase of each, to compare with another model's whatever its parameters are called."""
+        """Kind, bytes and phase of each, to compare with a model whose parameters have other names."""
         return [(each.kind, each.num_bytes, each.in_backward) for each in self.collectives]
 
 

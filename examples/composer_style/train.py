@@ -1,8 +1,8 @@
 """A Composer user's script: the model names its groups, the optimizer comes first, the config is FSDP1's.
 
-`prepare_fully_shard` takes the dictionary as it is. Each setting is carried out, explained in the plan as no longer
-needed, or refused with what to write instead. Embedding and head are tied and both asked to be groups: the group
-around them holds the shared matrix. Activation checkpointing is a call of its own, made before.
+`prepare_fully_shard` takes the dictionary as it is. Each setting is carried out, explained in the plan as no
+longer needed, or refused with what to write instead. Embedding and head are tied and both asked to be groups:
+the group around them holds the shared matrix. Activation checkpointing is a call of its own, made before.
 
     torchrun --nproc-per-node 2 examples/composer_style/train.py
 """

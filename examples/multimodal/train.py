@@ -1,8 +1,8 @@
-"""A unified model in the manner of BAGEL: language model, vision tower and frozen autoencoder, many entry points.
+"""A unified model in the manner of BAGEL: language, vision and a frozen autoencoder, with many entry points.
 
 - Training calls the model; sampling calls `generate_image`, which never calls the root's `forward`.
-- Language layers choose between methods inside `forward`, and the methods are registered as entry points as well:
-  parameters are gathered once all the same.
+- Language layers choose between methods inside `forward`, and the methods are registered as entry points as
+  well: parameters are gathered once all the same.
 - The autoencoder is frozen and reached through `encode` and `decode` only.
 - Two rows of a batch may take different branches (text or image tokens): every rank still communicates alike.
 

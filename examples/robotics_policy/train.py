@@ -1,6 +1,7 @@
-"""A robot policy in the manner of openpi: two expert stacks with joint attention, and everything that makes it hard.
+"""A robot policy in the manner of openpi: two experts with joint attention, and all that makes it hard.
 
-- The policy walks both stacks itself and calls each layer's parts, never a layer: hooks on layers would not fire.
+- The policy walks both experts itself and calls each layer's parts, never a layer: hooks on layers would not
+  fire.
 - Weights are bfloat16 but norms are float32, and both are trained: FSDP2 refuses that mixture in one group.
 - Observations arrive in a frozen dataclass.
 - The optimizer is built before the model is sharded, with a group of its own for the norms.

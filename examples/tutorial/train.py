@@ -1,8 +1,8 @@
 """PyTorch's FSDP2 tutorial, as a user of shardwise writes it.
 
-A Transformer is built on the meta device, sharded with bfloat16 compute, float32 reduction and explicit prefetching
-two blocks ahead, filled with values shard by shard, and trained to repeat its input. What the tutorial checks by
-hand (placements, dtypes) is checked here too.
+A Transformer is built on the meta device, sharded with bfloat16 compute, float32 reduction and explicit
+prefetching two blocks ahead, filled with values shard by shard, and trained to repeat its input. What the
+tutorial checks by hand (placements, dtypes) is checked here too.
 
     torchrun --nproc-per-node 2 examples/tutorial/train.py
 """

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shardwise.training.loop import fit as fit
     from shardwise.training.step import accumulate as accumulate
     from shardwise.training.step import clip_grad_norm_ as clip_grad_norm_
+    from shardwise.training.step import mean_over_ranks as mean_over_ranks
     from shardwise.training.step import token_mean as token_mean
 
 __version__ = "0.1.0"
@@ -64,7 +65,7 @@ _HOMES = {
     "shardwise.training.data": ("lockstep",),
     "shardwise.training.ema": ("EMA",),
     "shardwise.training.loop": ("fit",),
-    "shardwise.training.step": ("accumulate", "clip_grad_norm_", "token_mean"),
+    "shardwise.training.step": ("accumulate", "clip_grad_norm_", "mean_over_ranks", "token_mean"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -15,6 +15,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBa
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -108,6 +110,24 @@ def reduces_gradients(group: Any) -> bool:
     return group.reduce_grads and group.all_reduce_grads
 
 
+def _unseen_when_recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep gathering out of the list that selective activation checkpointing makes of a block's operators.
+
+    The recomputation gathers the groups inside a block at other times than the first run did, and torch refuses
+    a recomputation whose operators are not those of the list.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(_get_current_dispatch_mode(), (_CachedTorchDispatchMode, _CachingTorchDispatchMode)):
+            with _pop_mode_temporarily():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_unseen_when_recomputed
 def gather_group(group: Any) -> None:
     """Gather a group's parameters now and register them."""
     group.unshard()
@@ -146,11 +166,13 @@ def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
+@_unseen_when_recomputed
 def enter_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Run FSDP2's pre-forward hook of `module` by hand."""
     return fsdp_state(module)._pre_forward(module, args, kwargs)
 
 
+@_unseen_when_recomputed
 def leave_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Run FSDP2's post-forward hook of `module` by hand."""
     return fsdp_state(module)._post_forward(module, args, output)

@@ -1,15 +1,15 @@
-"""Recomputing blocks under FSDP2: the gradients of a sharded model that keeps everything, from fewer saved bytes."""
+"""Recomputing blocks under FSDP2: the gradients, and the collectives, of a model that keeps everything."""
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from tests.by_hand import assert_same, full_gradients
+from tests.by_hand import assert_same, full, full_gradients
 from tests.collectives import count_collectives
 from tests.ranks import ranks
 
@@ -69,7 +69,7 @@ def first_only(name: str, block: nn.Module) -> str:
 
 @pytest.mark.parametrize("policy", ["full", "selective", "every_n", first_only])
 @ranks(2)
-def test_gradients_equal_those_without_recomputing(rank: int, policy: str | Callable[..., str]) -> None:
+def test_gradients_equal_those_without_recomputing(rank: int, policy: Any) -> None:
     kept = step(sw.shard(build()), rank)
     model = sw.shard(sw.checkpoint_activations(build(), policy))
     for _ in range(2):  # the second step meets what the first one's backward left
@@ -78,7 +78,7 @@ def test_gradients_equal_those_without_recomputing(rank: int, policy: str | Call
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
 @ranks(2)
-def test_norms_of_another_dtype_are_gathered_again_for_the_recomputation(rank: int, policy: str) -> None:
+def test_norms_of_another_dtype_are_gathered_again_for_the_recomputation(rank: int, policy: Any) -> None:
     """float64 norms are groups inside the block, and the recomputation ends inside the last of them."""
     kept = step(sw.shard(build(torch.float64)), rank)
     model = sw.shard(sw.checkpoint_activations(build(torch.float64), policy))
@@ -114,7 +114,7 @@ def test_training_goes_on_alike_with_a_module_called_under_no_grad_between_steps
             optimizer.step()
             with torch.no_grad():
                 model(batch(rank))
-    left, right = ({name: p.full_tensor() for name, p in model.named_parameters()} for model in models)
+    left, right = ({name: full(p) for name, p in model.named_parameters()} for model in models)
     assert_same(left, right, atol=0.0, rtol=0.0)
 
 

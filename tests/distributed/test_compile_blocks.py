@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.models.transformer import Transformer, TransformerConfig
-from tests.by_hand import assert_same, full_gradients
+from tests.by_hand import assert_same, full, full_gradients
 from tests.ranks import ranks
 
 
@@ -29,7 +29,7 @@ def step(model: nn.Module, rank: int) -> dict[str, Tensor]:
     model.zero_grad()
     torch.manual_seed(100 + rank)
     with warnings.catch_warnings():
-        # torch's tracer looks at `.grad` of every tensor, whose warning it hides only from the default filters.
+        # torch's tracer looks at `.grad` of every tensor and hides the warning from default filters only.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
         model(batch(rank)).square().mean().backward()
     return full_gradients(model)
@@ -59,7 +59,7 @@ def test_the_optimizer_trains_compiled_blocks(rank: int) -> None:
         for _ in range(3):
             step(model, rank)
             optimizer.step()
-        ends.append({name: parameter.full_tensor() for name, parameter in model.named_parameters()})
+        ends.append({name: full(parameter) for name, parameter in model.named_parameters()})
     assert_same(ends[1], ends[0])
 
 

@@ -449,7 +449,7 @@ def test_peak_memory_is_the_shard_and_one_module(rank: int, from_the_top: bool, 
         (lambda module: module.init_weights() if isinstance(module, Wide) else None) if from_the_top else None
     )
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profile:
         materialize(model, init)
     trace = tmp_path / f"{rank}.json"
@@ -457,10 +457,11 @@ def test_peak_memory_is_the_shard_and_one_module(rank: int, from_the_top: bool, 
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
     changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
     allocated = list(itertools.accumulate(changes))
-    # Gathering a tensor makes its collective's output and one copy; checking makes a quarter of one.
-    limit = (7 if from_the_top else 5.5) * mebibyte
+    # Checking makes a quarter of a tensor. Gathering makes a few copies of one, which gloo's threads free
+    # late; holding all tensors that the root touches would make 12.
+    limit = (8.5 if from_the_top else 5.5) * mebibyte
     assert 5 * mebibyte <= max(allocated) <= limit, max(allocated) / mebibyte
-    assert allocated[-1] <= 4.1 * mebibyte
+    assert allocated[-1] <= (6.1 if from_the_top else 4.1) * mebibyte
 
 
 @ranks(4)

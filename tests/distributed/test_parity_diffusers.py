@@ -1,4 +1,4 @@
-"""Every model of the zoo's diffusers trains sharded as it does in one process, with fine groups and few collectives."""
+"""The zoo's diffusers models train sharded as in one process, with fine groups and few collectives."""
 
 import pytest
 
@@ -7,7 +7,11 @@ from tests.zoo import cases
 from tests.zoo.checking import check_case
 
 NAMES = [pytest.param(c.name, marks=[pytest.mark.slow] * c.slow) for c in cases("diffusers").values()]
-FOUR = [pytest.param(c.name, marks=[pytest.mark.slow] * c.slow) for c in cases("diffusers").values() if c.four_ranks]
+FOUR = [
+    pytest.param(c.name, marks=[pytest.mark.slow] * c.slow)
+    for c in cases("diffusers").values()
+    if c.four_ranks
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

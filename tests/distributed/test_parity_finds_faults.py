@@ -105,7 +105,8 @@ def test_wrong_loss_or_gradient_is_named(rank: int, fault: str):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "cause"), [(forgetful, "optimizer did not change it"), (stepping_too_far, "the update does not")]
+    ("optimizer", "cause"),
+    [(forgetful, "optimizer did not change it"), (stepping_too_far, "the update does not")],
 )
 @ranks(2)
 def test_wrong_update_is_named(rank: int, optimizer: Callable[..., torch.optim.Optimizer], cause: str):
@@ -188,10 +189,16 @@ def test_misuse_is_refused_with_a_fix(rank: int):
     misuses: list[tuple[Callable[[], object], str]] = [
         (lambda: parity(lambda: shared, batch, mesh=mesh_of(2)), "same module twice"),
         (lambda: parity(lambda: 3, batch, mesh=mesh_of(2)), "returned a int"),  # pyrefly: ignore
-        (lambda: parity(lambda: nn.Linear(2, 2 + next(calls)), batch, mesh=mesh_of(2)), "different weights each time"),
+        (
+            lambda: parity(lambda: nn.Linear(2, 2 + next(calls)), batch, mesh=mesh_of(2)),
+            "different weights each time",
+        ),
         (lambda: compare(steps=0), "steps is 0"),
         (lambda: compare(lambda model, x: model(x).detach().mean()), "depends on no trainable parameter"),
-        (lambda: parity(InSequential, lambda a, b, c: a, mesh=mesh_of(2)), "make_batch has parameters a, b, c"),
+        (
+            lambda: parity(InSequential, lambda a, b, c: a, mesh=mesh_of(2)),
+            "make_batch has parameters a, b, c",
+        ),
     ]
     for misuse, message in misuses:
         with pytest.raises(ConfigError, match=message) as caught:

@@ -1,4 +1,4 @@
-"""Other ways to run than the default are equal to one process too: meshes, reshard, offload, dtypes, the loop's parts."""
+"""Other ways to run than the default equal one process too: meshes, offload, dtypes, the loop's parts."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.comparing.calling import Task, bind_batch, bind_loss, seed_everything
-from shardwise.config.schema import PrecisionConfig, PrefetchConfig, ShardConfig
+from shardwise.config.schema import PrecisionConfig, PrefetchConfig
 from tests.ranks import ranks
 from tests.zoo import Case, cases
 from tests.zoo.checking import check_parity, mesh_of, sharded
@@ -65,9 +65,12 @@ def test_hybrid_sharding_with_offload_equals_one_process(rank: int, name: str):
 
 def task_of(case: Case) -> Task:
     return Task(
-        make_batch=bind_batch(case.make_batch), loss=bind_loss(case.loss), seed=0,
-        num_ranks=dist.get_world_size(), device=torch.device("cpu"),
-    )  # fmt: skip
+        make_batch=bind_batch(case.make_batch),
+        loss=bind_loss(case.loss),
+        seed=0,
+        num_ranks=dist.get_world_size(),
+        device=torch.device("cpu"),
+    )
 
 
 def one_process(case: Case) -> nn.Module:
@@ -97,7 +100,7 @@ def reference_backward(task: Task, model: nn.Module, first: int, num_micro_steps
             (task.loss_of(model, rank, first + micro_step) / task.num_ranks).backward()
 
 
-def check_accumulation(name: str, mode: str, sizes: tuple[int, ...], rank: int) -> None:
+def check_accumulation(name: str, mode: Any, sizes: tuple[int, ...], rank: int) -> None:
     case, micro_steps = cases("hard_cases")[name], 3
     task, reference = task_of(case), one_process(case)
     model, _ = sharded(case, mesh_of(*sizes))
@@ -168,7 +171,7 @@ def test_moving_average_equals_one_process(rank: int, name: str):
             if key in expected:
                 expected[key].lerp_(parameter.detach(), 1 - decay)
     with average.swap():
-        held = dict(model.named_parameters())
+        held: dict[str, Any] = dict(model.named_parameters())
         for key, theirs_averaged in expected.items():
             torch.testing.assert_close(held[key].full_tensor(), theirs_averaged, **TOLERANCE)
     assert_same_parameters(model, reference)

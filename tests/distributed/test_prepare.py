@@ -73,8 +73,9 @@ def test_three_steps_equal_one_process_with_an_optimizer_built_before(
     model = build()
     expected = trained_alone(model, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    assert sw.prepare_fully_shard(model, optimizer, config) is model
-    assert isinstance(model, FSDPModule)
+    prepared = sw.prepare_fully_shard(model, optimizer, config)
+    assert prepared is model
+    assert isinstance(prepared, FSDPModule)
     assert_same(train(model, optimizer, [[tokens(rank, step)] for step in range(3)]), expected)
 
 

@@ -1,36 +1,58 @@
-"""The parts of parity() that need no second rank: calling conventions, distances, tolerances, the one process."""
+"""The parts of parity() that need no second rank: conventions, distances, tolerances, the one process."""
 
 import math
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwise.comparing import Deviation, parity
-from shardwise.comparing.calling import Task, bind_batch, bind_loss, call_model, loss_of_output, random_state_kept
+from shardwise.comparing.calling import (
+    Task,
+    bind_batch,
+    bind_loss,
+    call_model,
+    loss_of_output,
+    random_state_kept,
+)
 from shardwise.comparing.causes import Evidence, likely_cause
 from shardwise.comparing.measuring import measure, step_slack
 from shardwise.comparing.reference import Reference, average
 from shardwise.comparing.tolerances import tolerance_for
 from shardwise.errors import ConfigError
-from shardwise.planning.plan import Group, PlannedParameter, Plan
+from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.sharding.mesh import shutdown
 
 
-def deviation(quantity: str, sharded: float | None, reference: float | None, name: str = "a.weight", step: int = 1):
+def deviation(
+    quantity: Any, sharded: float | None, reference: float | None, name: str = "a.weight", step: int = 1
+):
     return Deviation(
-        quantity=quantity, name=name, step=step, rank=0, sharded=sharded, reference=reference, relative=1.0, within=False
-    )  # fmt: skip
+        quantity=quantity,
+        name=name,
+        step=step,
+        rank=0,
+        sharded=sharded,
+        reference=reference,
+        relative=1.0,
+        within=False,
+    )
 
 
-def cause(*deviations: Deviation, num_compared: int = 4, tied: frozenset[str] = frozenset(), **options: bool) -> str:
+def cause(
+    *deviations: Deviation, num_compared: int = 4, tied: frozenset[str] = frozenset(), **options: bool
+) -> str:
     evidence = Evidence(
-        deviations=deviations, num_compared=num_compared, world_size=4, tied=tied,
+        deviations=deviations,
+        num_compared=num_compared,
+        world_size=4,
+        tied=tied,
         **{"low_precision": False, **options},  # pyrefly: ignore[bad-argument-type]
-    )  # fmt: skip
+    )
     return likely_cause(evidence)
 
 
@@ -156,8 +178,11 @@ def test_one_process_keeps_each_ranks_statistics_apart():
     model = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0), nn.Linear(1, 1))
     task = Task(
         make_batch=lambda rank, step, seed: torch.tensor([[1.0], [1.0]]) + 2 * rank,
-        loss=bind_loss(lambda output: output.sum()), seed=0, num_ranks=2, device=torch.device("cpu"),
-    )  # fmt: skip
+        loss=bind_loss(lambda output: output.sum()),
+        seed=0,
+        num_ranks=2,
+        device=torch.device("cpu"),
+    )
     reference = Reference(model, torch.optim.SGD(model.parameters(), lr=0.1), task, rank=0)
     reference.step(0)
     assert [float(buffers["0.running_mean"]) for buffers in reference.buffers] == [1.0, 3.0]  # pyrefly: ignore
@@ -168,7 +193,9 @@ def test_one_process_keeps_each_ranks_statistics_apart():
 def test_causes_tell_the_usual_mistakes_apart():
     assert "summed over ranks instead of averaged" in cause(deviation("gradient", 8.0, 2.0))
     assert "divided by the number of ranks twice" in cause(deviation("gradient", 0.5, 2.0))
-    assert "3 times those of one process" in cause(deviation("gradient", 6.0, 2.0), deviation("gradient", 3.0, 1.0))
+    assert "3 times those of one process" in cause(
+        deviation("gradient", 6.0, 2.0), deviation("gradient", 3.0, 1.0)
+    )
     assert "never reached the shard" in cause(deviation("gradient", None, 2.0))
     assert "zeros were reduced" in cause(deviation("gradient", 0.0, None))
     assert "not averaged" in cause(deviation("gradient", 5.0, 2.0), usual_mistake=True)
@@ -203,7 +230,9 @@ def test_one_rank_without_a_launcher():
     """World size 1 takes the same path, process group and all."""
     try:
         result = parity(
-            lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), lambda: torch.randn(2, 4), steps=2
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+            lambda: torch.randn(2, 4),
+            steps=2,
         )
         assert result.equal, result
         assert (result.world_size, result.steps, len(result.losses)) == (1, 2, 2)

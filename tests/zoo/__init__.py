@@ -5,13 +5,31 @@ from tests.zoo.case import Case
 __all__ = ["Case", "cases", "find"]
 
 _FAMILIES = {
-    "transformers": ("text", "encoders", "vision", "audio", "multimodal", "text_extra", "vision_extra", "multimodal_extra"),
+    "transformers": (
+        "text",
+        "encoders",
+        "vision",
+        "audio",
+        "multimodal",
+        "text_extra",
+        "vision_extra",
+        "multimodal_extra",
+    ),
     "diffusers": ("diffusion",),
     "hard_cases": (
-        "reference", "joint_attention", "dispatcher", "mixed_dtypes", "containers", "experts", "tied", "odd_parameters",
-        "torch_modules", "outputs", "calls",
+        "reference",
+        "joint_attention",
+        "dispatcher",
+        "mixed_dtypes",
+        "containers",
+        "experts",
+        "tied",
+        "odd_parameters",
+        "torch_modules",
+        "outputs",
+        "calls",
     ),
-}  # fmt: skip
+}
 
 
 def cases(kind: str) -> dict[str, Case]:

@@ -1,19 +1,34 @@
 """Speech models of transformers."""
 
-import torch
-import transformers as hf
+from typing import Any
+
+import transformers
 from torch import Tensor, nn
 
 from tests.zoo.case import Case, normal, tokens
 
+hf: Any = transformers  # its configs take more than their annotations say
+
 
 def whisper() -> nn.Module:
     config = hf.WhisperConfig(
-        vocab_size=96, num_mel_bins=8, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=16,
-        max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        vocab_size=96,
+        num_mel_bins=8,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_source_positions=16,
+        max_target_positions=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
         apply_spec_augment=False,
-    )  # fmt: skip
+    )
     return hf.WhisperForConditionalGeneration(config)
 
 
@@ -23,10 +38,20 @@ def whisper_batch(seed: int) -> dict[str, Tensor]:
 
 def wav2vec2() -> nn.Module:
     config = hf.Wav2Vec2Config(
-        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, conv_dim=(8, 8),
-        conv_stride=(4, 2), conv_kernel=(8, 3), num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2,
-        num_feat_extract_layers=2, apply_spec_augment=False, ctc_loss_reduction="mean",
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        conv_dim=(8, 8),
+        conv_stride=(4, 2),
+        conv_kernel=(8, 3),
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2,
+        num_feat_extract_layers=2,
+        apply_spec_augment=False,
+        ctc_loss_reduction="mean",
+    )
     return hf.Wav2Vec2ForCTC(config)
 
 
@@ -36,5 +61,11 @@ def wav2vec2_batch(seed: int) -> dict[str, Tensor]:
 
 CASES = [
     Case(name="whisper", build=whisper, make_batch=whisper_batch),
-    Case(name="wav2vec2", build=wav2vec2, make_batch=wav2vec2_batch, slow=True),
+    Case(
+        name="wav2vec2",
+        build=wav2vec2,
+        make_batch=wav2vec2_batch,
+        kept=("wav2vec2.encoder.layers.*",),  # layers are dropped at random, on each rank by itself
+        slow=True,
+    ),
 ]

@@ -1,4 +1,6 @@
-"""Who calls whom: methods as entry points, checkpointed blocks, evaluation between steps, keyword-only calls."""
+"""Who calls whom: methods as entry points, checkpointed blocks, evaluation between steps."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ class ComputesLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inp, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks: Any = nn.ModuleList([Block() for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -46,7 +48,7 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.use_reentrant = use_reentrant
         self.inp, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks: Any = nn.ModuleList([Block() for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -67,7 +69,7 @@ class CheckpointedInside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([self.Inner() for _ in range(3)])
+        self.blocks: Any = nn.ModuleList([self.Inner() for _ in range(3)])
         self.out = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ class CallsForwardDirectly(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks: Any = nn.ModuleList([Block() for _ in range(3)])
         self.out = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,7 +104,7 @@ class CustomMethods(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([self.Part() for _ in range(3)])
+        self.blocks: Any = nn.ModuleList([self.Part() for _ in range(3)])
         self.out = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,13 +179,55 @@ def checkpointed_reentrant() -> nn.Module:
 AGAIN = ("**",)
 
 CASES = [
-    Case(name="compute_loss", build=ComputesLoss, make_batch=features(2, DIM), loss=through_method, four_ranks=True),
-    Case(name="evaluates_first", build=ComputesLoss, make_batch=features(2, DIM), loss=evaluates_first, runs_again=AGAIN),
-    Case(name="evaluates_last", build=ComputesLoss, make_batch=features(2, DIM), loss=evaluates_last, runs_again=AGAIN),
-    Case(name="two_forwards", build=ComputesLoss, make_batch=features(2, DIM), loss=two_forwards, runs_again=AGAIN),
-    Case(name="part_then_whole", build=ComputesLoss, make_batch=features(2, DIM), loss=part_then_whole, runs_again=AGAIN),
-    Case(name="block_from_outside", build=ComputesLoss, make_batch=features(2, DIM), loss=block_from_outside, runs_again=AGAIN),
-    Case(name="leaf_from_outside", build=ComputesLoss, make_batch=features(2, DIM), loss=leaf_from_outside, runs_again=AGAIN),
+    Case(
+        name="compute_loss",
+        build=ComputesLoss,
+        make_batch=features(2, DIM),
+        loss=through_method,
+        four_ranks=True,
+    ),
+    Case(
+        name="evaluates_first",
+        build=ComputesLoss,
+        make_batch=features(2, DIM),
+        loss=evaluates_first,
+        runs_again=AGAIN,
+    ),
+    Case(
+        name="evaluates_last",
+        build=ComputesLoss,
+        make_batch=features(2, DIM),
+        loss=evaluates_last,
+        runs_again=AGAIN,
+    ),
+    Case(
+        name="two_forwards",
+        build=ComputesLoss,
+        make_batch=features(2, DIM),
+        loss=two_forwards,
+        runs_again=AGAIN,
+    ),
+    Case(
+        name="part_then_whole",
+        build=ComputesLoss,
+        make_batch=features(2, DIM),
+        loss=part_then_whole,
+        runs_again=AGAIN,
+    ),
+    Case(
+        name="block_from_outside",
+        build=ComputesLoss,
+        make_batch=features(2, DIM),
+        loss=block_from_outside,
+        runs_again=AGAIN,
+    ),
+    Case(
+        name="leaf_from_outside",
+        build=ComputesLoss,
+        make_batch=features(2, DIM),
+        loss=leaf_from_outside,
+        runs_again=AGAIN,
+    ),
     Case(name="checkpointed", build=checkpointed, make_batch=features(2, DIM), four_ranks=True),
     Case(name="checkpointed_reentrant", build=checkpointed_reentrant, make_batch=features(2, DIM)),
     Case(name="checkpointed_inside", build=CheckpointedInside, make_batch=features(2, DIM)),

@@ -25,7 +25,10 @@ class Case:
     blocks: tuple[str, ...] = ()
     """FQN patterns of the blocks, where `largest_unit` would look too deep (blocks made of small blocks)."""
     together: tuple[str, ...] = ()
-    """FQN patterns of modules that must share one group although each is a block: the reason is the case's own."""
+    """FQN patterns of modules that count as one block: code outside reads their weights."""
+    kept: tuple[str, ...] = ()
+    """FQN patterns of modules whose group may stay gathered through the pass: the data of a rank decide
+    whether they run, so that they can only be gathered where all ranks meet."""
     min_groups: int = 2
     slow: bool = False
     """Only in `make test-full`."""
@@ -56,7 +59,9 @@ def token_batch(vocab: int = 96, batch: int = 2, length: int = 8) -> Callable[[i
     return make
 
 
-def pixel_batch(size: int = 16, channels: int = 3, batch: int = 2, labels: int | None = 4) -> Callable[[int], dict[str, Tensor]]:
+def pixel_batch(
+    size: int = 16, channels: int = 3, batch: int = 2, labels: int | None = 4
+) -> Callable[[int], dict[str, Tensor]]:
     """Random images, with class labels unless told otherwise."""
 
     def make(seed: int) -> dict[str, Tensor]:

@@ -53,38 +53,47 @@ def sharded(case: Case, mesh: DeviceMesh) -> tuple[nn.Module, Plan]:
 
 
 def check_groups(case: Case, plan: Plan) -> None:
-    """No group is larger than one block, one embedding or one head; there is more than one; blocks are freed."""
+    """No group is larger than one block, one embedding or one head; several groups; blocks are freed."""
     assert len(plan.groups) >= case.min_groups, f"{case.name}: {len(plan.groups)} groups\n{plan}"
     limit = largest_unit(case.build(), case)
     for group in plan.groups:
         assert group.numel <= limit, (
-            f"{case.name}: group {group.name} holds {group.numel} parameters, the largest unit {limit}\n{plan}"
+            f"{case.name}: group {group.name} has {group.numel} parameters, the largest unit {limit}\n{plan}"
         )
         # A tied or functionally read embedding is needed again at the end of the forward.
         used_late = group.kind == "tie" or (group.held and group.kind == "leaf")
-        excused = group is plan.root or used_late or _matches_group(group, case.runs_again + case.together)
+        excused = (
+            group is plan.root
+            or used_late
+            or _matches_group(group, case.runs_again + case.together + case.kept)
+        )
         assert _is_freed(group) or excused, f"{case.name}: group {group.name} stays gathered\n{plan}"
 
 
 def largest_unit(model: nn.Module, case: Case) -> int:
     """Parameters of the largest thing that may be gathered at once.
 
-    That is a leaf (a module's own parameters), or a block: a module with parts whose class repeats in the model,
-    or an element of a list, that holds no list of such modules itself unless they are experts. Modules that the
-    case wants together count as one.
+    That is a leaf (a module's own parameters), or a block: a module with parts whose class repeats in the
+    model, or an element of a list, that holds no list of such modules itself unless they are experts.
+    Modules that the case wants together count as one.
     """
     leaves = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
     blocks = [_numel(m) for name, m in model.named_modules() if _matches(name, case.blocks)] or [
         _numel(block) for block in _blocks(model)
     ]
-    named = {p: None for name, m in model.named_modules() if _matches(name, case.together) for p in m.parameters()}
+    named = {
+        p: None for name, m in model.named_modules() if _matches(name, case.together) for p in m.parameters()
+    }
     return max([*leaves, *blocks, sum(p.numel() for p in named)])
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     counts = Counter(type(module) for module in model.modules())
     elements = {
-        id(child) for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)) for child in m.children()
+        id(child)
+        for m in model.modules()
+        if isinstance(m, (nn.ModuleList, nn.ModuleDict))
+        for child in m.children()
     }
     return [
         module
@@ -112,7 +121,7 @@ def _has_parts(module: nn.Module) -> bool:
 
 
 def traced_step(case: Case, model: nn.Module) -> tuple[Trace, set[str]]:
-    """The collectives of the second forward and backward (the first still sets things up), and who got a gradient."""
+    """The collectives of a forward and backward, and who got a gradient; the second, as the first sets up."""
     make_batch, loss_of = bind_batch(case.make_batch), bind_loss(case.loss)
     rank = dist.get_rank()
     for step in range(2):
@@ -125,7 +134,7 @@ def traced_step(case: Case, model: nn.Module) -> tuple[Trace, set[str]]:
 
 
 def check_trace(case: Case, plan: Plan, trace: Trace, with_gradient: set[str]) -> None:
-    """One all-gather a group in forward, one more in backward where it was freed; one reduce-scatter a group."""
+    """One all-gather a group in forward, one more in backward if it was freed; one reduce-scatter a group."""
     for group in plan.groups:
         if not group.parameters or _matches_group(group, case.runs_again):
             continue
@@ -134,7 +143,9 @@ def check_trace(case: Case, plan: Plan, trace: Trace, with_gradient: set[str]) -
         backward = trace.count("all_gather", served=served, in_backward=True)
         reduced = trace.count("reduce_scatter", served=served)
         used, freed = bool(served & with_gradient), _is_freed(group)
-        about = f"{case.name}: group {group.name}: {forward} gathers forward, {backward} backward, {reduced} reductions"
+        about = (
+            f"{case.name}: group {group.name}: gathered {forward} + {backward} times, reduced {reduced} times"
+        )
         assert forward == 1 if used else forward <= 1, f"{about}\n{plan}"
         assert backward == 1 if used and freed else backward <= freed, f"{about}\n{plan}"
         assert reduced == 1 if used else reduced <= 1, f"{about}\n{plan}"

@@ -1,5 +1,7 @@
 """Blocks held in every kind of place: Sequential, ModuleDict, nested lists, plain attributes, getattr."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -60,7 +62,9 @@ class InNestedLists(Root):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])])
+        self.stages: Any = nn.ModuleList(
+            [nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -75,7 +79,7 @@ class InPairs(Root):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.ModuleList([nn.LayerNorm(DIM), Block()]) for _ in range(3)])
+        self.layers: Any = nn.ModuleList([nn.ModuleList([nn.LayerNorm(DIM), Block()]) for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -124,7 +128,7 @@ class InStages(Root):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages = nn.ModuleList([Stage(1), Stage(3)])
+        self.stages: Any = nn.ModuleList([Stage(1), Stage(3)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -181,10 +185,17 @@ class MlpOfAttributes(nn.Module):
 CASES = [
     Case(name=name, build=build, make_batch=features(2, DIM), four_ranks=four_ranks)
     for name, build, four_ranks in (
-        ("in_sequential", InSequential, True), ("in_dict", InDict, False), ("in_dict_by_name", InDictByName, False),
-        ("in_nested_lists", InNestedLists, True), ("in_pairs", InPairs, False), ("in_attributes", InAttributes, False),
-        ("in_numbered_attributes", InNumberedAttributes, False), ("in_stages", InStages, False),
-        ("wrapped", wrapped, False), ("in_plain_list", InPlainList, False), ("mlp", mlp, True),
+        ("in_sequential", InSequential, True),
+        ("in_dict", InDict, False),
+        ("in_dict_by_name", InDictByName, False),
+        ("in_nested_lists", InNestedLists, True),
+        ("in_pairs", InPairs, False),
+        ("in_attributes", InAttributes, False),
+        ("in_numbered_attributes", InNumberedAttributes, False),
+        ("in_stages", InStages, False),
+        ("wrapped", wrapped, False),
+        ("in_plain_list", InPlainList, False),
+        ("mlp", mlp, True),
         ("mlp_of_attributes", MlpOfAttributes, False),
     )
-]  # fmt: skip
+]

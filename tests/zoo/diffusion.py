@@ -1,18 +1,29 @@
 """Models of diffusers: UNets, autoencoders with encode and decode, a diffusion transformer."""
 
+from typing import Any
+
 import diffusers
 import torch
 from torch import Tensor, nn
 
 from tests.zoo.case import Case, generator, normal
 
+hub: Any = diffusers  # its names may be stand-ins for what is not installed
+
 
 def unet() -> nn.Module:
-    return diffusers.UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=16, attention_head_dim=4,
-    )  # fmt: skip
+    return hub.UNet2DConditionModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=4,
+    )
 
 
 def unet_batch(seed: int) -> dict[str, Tensor]:
@@ -24,11 +35,17 @@ def unet_batch(seed: int) -> dict[str, Tensor]:
 
 
 def autoencoder() -> nn.Module:
-    return diffusers.AutoencoderKL(
-        in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(8, 16), layers_per_block=1,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=4,
+    return hub.AutoencoderKL(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=4,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4,
         sample_size=16,
-    )  # fmt: skip
+    )
 
 
 def autoencoder_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -39,10 +56,16 @@ def autoencoder_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def diffusion_transformer() -> nn.Module:
-    return diffusers.DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=4, num_layers=2, sample_size=8,
-        patch_size=2, num_embeds_ada_norm=100,
-    )  # fmt: skip
+    return hub.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=100,
+    )
 
 
 def diffusion_transformer_batch(seed: int) -> dict[str, Tensor]:
@@ -55,17 +78,27 @@ def diffusion_transformer_batch(seed: int) -> dict[str, Tensor]:
 
 
 def stable_diffusion_3() -> nn.Module:
-    return diffusers.SD3Transformer2DModel(
-        sample_size=8, patch_size=2, in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4,
-    )  # fmt: skip
+    return hub.SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        caption_projection_dim=16,
+        pooled_projection_dim=16,
+        out_channels=4,
+    )
 
 
 def stable_diffusion_3_batch(seed: int) -> dict[str, Tensor]:
     return {
-        "hidden_states": normal(seed, 2, 4, 8, 8), "encoder_hidden_states": normal(seed + 1, 2, 5, 16),
-        "pooled_projections": normal(seed + 2, 2, 16), "timestep": torch.tensor([3, 50]),
-    }  # fmt: skip
+        "hidden_states": normal(seed, 2, 4, 8, 8),
+        "encoder_hidden_states": normal(seed + 1, 2, 5, 16),
+        "pooled_projections": normal(seed + 2, 2, 16),
+        "timestep": torch.tensor([3, 50]),
+    }
 
 
 def images(seed: int) -> Tensor:
@@ -87,7 +120,9 @@ CASES = [
         name="diffusion_transformer",
         build=diffusion_transformer,
         make_batch=diffusion_transformer_batch,
-        runs_again=("transformer_blocks.0.*",),  # the root calls the first block's embedding once more at the end
+        runs_again=(
+            "transformer_blocks.0.*",
+        ),  # the root calls the first block's embedding once more at the end
         slow=True,
     ),
     Case(name="stable_diffusion_3", build=stable_diffusion_3, make_batch=stable_diffusion_3_batch, slow=True),

@@ -1,4 +1,4 @@
-"""A unified model: language layers that dispatch by mode, a vision tower, an autoencoder, many root methods."""
+"""A unified model: language layers that dispatch by mode, a vision tower, an autoencoder, many methods."""
 
 import torch
 from torch import Tensor, nn
@@ -190,15 +190,26 @@ def mixed_entries_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 REGISTERED = ShardConfig(
-    entry_points=tuple(f"language_model.model.layers.{i}:forward_train" for i in range(3))
-    + ("language_model.model:forward_train", ":generate_image", ":forward_cache_update_text")
+    entry_points=(
+        *tuple(f"language_model.model.layers.{i}:forward_train" for i in range(3)),
+        "language_model.model:forward_train",
+        ":generate_image",
+        ":forward_cache_update_text",
+    )
 )
 
 CASES = [
     Case(name="bagel", build=Bagel, make_batch=bagel_batch, loss=bagel_loss, four_ranks=True),
     Case(
-        name="bagel_registered", build=Bagel, make_batch=bagel_batch, loss=bagel_loss, config=REGISTERED, four_ranks=True
+        name="bagel_registered",
+        build=Bagel,
+        make_batch=bagel_batch,
+        loss=bagel_loss,
+        config=REGISTERED,
+        four_ranks=True,
     ),
     Case(name="bagel_method", build=Bagel, make_batch=bagel_batch, loss=cache_loss, runs_again=("**",)),
-    Case(name="bagel_samples", build=Bagel, make_batch=bagel_batch, loss=mixed_entries_loss, runs_again=("**",)),
+    Case(
+        name="bagel_samples", build=Bagel, make_batch=bagel_batch, loss=mixed_entries_loss, runs_again=("**",)
+    ),
 ]

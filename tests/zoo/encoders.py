@@ -3,15 +3,21 @@
 from typing import Any
 
 import torch
-import transformers as hf
+import transformers
 from torch import Tensor, nn
 
 from tests.zoo.case import Case, token_batch, tokens
 
-SIZES = dict(
-    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=40,
-)  # fmt: skip
+hf: Any = transformers  # its configs take more than their annotations say
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 40,
+}
 
 
 def roberta() -> nn.Module:
@@ -19,13 +25,19 @@ def roberta() -> nn.Module:
 
 
 def distilbert() -> nn.Module:
-    config = hf.DistilBertConfig(vocab_size=96, dim=32, hidden_dim=64, n_layers=2, n_heads=4, max_position_embeddings=32)
+    config = hf.DistilBertConfig(
+        vocab_size=96, dim=32, hidden_dim=64, n_layers=2, n_heads=4, max_position_embeddings=32
+    )
     return hf.DistilBertForMaskedLM(config)
 
 
 def deberta() -> nn.Module:
     config = hf.DebertaV2Config(
-        **SIZES, relative_attention=True, position_buckets=8, norm_rel_ebd="layer_norm", pos_att_type=["p2c", "c2p"]
+        **SIZES,
+        relative_attention=True,
+        position_buckets=8,
+        norm_rel_ebd="layer_norm",
+        pos_att_type=["p2c", "c2p"],
     )
     return hf.DebertaV2ForMaskedLM(config)
 
@@ -52,9 +64,18 @@ def xlnet() -> nn.Module:
 
 def perceiver() -> nn.Module:
     config = hf.PerceiverConfig(
-        vocab_size=96, d_model=32, d_latents=32, num_latents=8, num_blocks=2, num_self_attends_per_block=2,
-        num_self_attention_heads=4, num_cross_attention_heads=4, max_position_embeddings=16, qk_channels=32, v_channels=32,
-    )  # fmt: skip
+        vocab_size=96,
+        d_model=32,
+        d_latents=32,
+        num_latents=8,
+        num_blocks=2,
+        num_self_attends_per_block=2,
+        num_self_attention_heads=4,
+        num_cross_attention_heads=4,
+        max_position_embeddings=16,
+        qk_channels=32,
+        v_channels=32,
+    )
     return hf.PerceiverForMaskedLM(config)
 
 

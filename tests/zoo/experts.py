@@ -177,8 +177,14 @@ CASES = [
     Case(name="experts_by_index", build=by_index, make_batch=routed_batch, four_ranks=True),
     Case(name="experts_by_mask", build=by_mask, make_batch=routed_batch, four_ranks=True),
     Case(name="experts_by_all", build=by_all, make_batch=routed_batch, four_ranks=True),
-    Case(name="layer_drop", build=LayerDrop, make_batch=routed_batch, four_ranks=True),
-    Case(name="early_exit", build=EarlyExit, make_batch=routed_batch),
-    Case(name="layers_by_slice", build=BySlice, make_batch=routed_batch),
-    Case(name="branch_by_data", build=ByBranch, make_batch=routed_batch, four_ranks=True),
+    Case(name="layer_drop", build=LayerDrop, make_batch=routed_batch, kept=("layers.*",), four_ranks=True),
+    Case(name="early_exit", build=EarlyExit, make_batch=routed_batch, kept=("layers.*",)),
+    Case(name="layers_by_slice", build=BySlice, make_batch=routed_batch, kept=("layers.*",)),
+    Case(
+        name="branch_by_data",
+        build=ByBranch,
+        make_batch=routed_batch,
+        kept=("first", "second"),
+        four_ranks=True,
+    ),
 ]

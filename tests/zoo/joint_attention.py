@@ -1,4 +1,6 @@
-"""Two expert stacks with joint attention: the root walks both stacks and calls each layer's parts, never a layer."""
+"""Two expert stacks with joint attention: the root calls the parts of both stacks' layers, never a layer."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +62,7 @@ class Stack(nn.Module):
     def __init__(self, dim: int, num_layers: int) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(96, dim)
-        self.layers = nn.ModuleList([Layer(dim) for _ in range(num_layers)])
+        self.layers: Any = nn.ModuleList([Layer(dim) for _ in range(num_layers)])
         self.norm = Norm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +147,11 @@ def openpi_bfloat16() -> nn.Module:
 
 
 def openpi_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    return tokens(seed, length=6), normal(seed, 2, 4, 6), torch.rand(2, 1, 1, generator=torch.Generator().manual_seed(seed))
+    return (
+        tokens(seed, length=6),
+        normal(seed, 2, 4, 6),
+        torch.rand(2, 1, 1, generator=torch.Generator().manual_seed(seed)),
+    )
 
 
 CASES = [

@@ -1,4 +1,6 @@
-"""Storage dtypes that FSDP2 refuses in one group, frozen parts, and float32 islands inside bfloat16 compute."""
+"""Storage dtypes that FSDP2 refuses in one group, frozen parts, float32 islands inside bfloat16 compute."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ class Stack(nn.Module):
     def __init__(self, num_blocks: int = 3) -> None:
         super().__init__()
         self.inp, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+        self.blocks: Any = nn.ModuleList([Block() for _ in range(num_blocks)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -48,7 +50,8 @@ class PlainBlock(nn.Module):
 def bfloat16_matrices() -> nn.Module:
     """Matrices in bfloat16, norms in float32, in one and the same block."""
     model = Stack()
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         block.up.to(torch.bfloat16)
         block.down.to(torch.bfloat16)
     return model
@@ -81,7 +84,7 @@ class Adapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks: Any = nn.ModuleList([Block() for _ in range(3)])
         self.requires_grad_(False)
         self.down = nn.ModuleList([nn.Linear(DIM, 2, bias=False) for _ in range(3)])
         self.up = nn.ModuleList([nn.Linear(2, DIM, bias=False) for _ in range(3)])
@@ -123,9 +126,17 @@ CASES = [
     Case(name="frozen_bfloat16", build=frozen_bfloat16, make_batch=features(2, 4, DIM)),
     Case(name="frozen_tower", build=TowerAndHead, make_batch=features(2, 4, DIM), four_ranks=True),
     Case(name="adapters", build=Adapted, make_batch=features(2, 4, DIM)),
-    Case(name="float32_norms_in_bfloat16", build=plain_blocks, make_batch=features(2, 4, DIM), config=FLOAT32_NORMS),
     Case(
-        name="bfloat16_compute", build=plain_blocks, make_batch=features(2, 4, DIM), config=ShardConfig(precision=BFLOAT16)
+        name="float32_norms_in_bfloat16",
+        build=plain_blocks,
+        make_batch=features(2, 4, DIM),
+        config=FLOAT32_NORMS,
+    ),
+    Case(
+        name="bfloat16_compute",
+        build=plain_blocks,
+        make_batch=features(2, 4, DIM),
+        config=ShardConfig(precision=BFLOAT16),
     ),
     Case(name="float64", build=float64_stack, make_batch=lambda seed: features(2, 4, DIM)(seed).double()),
 ]

@@ -1,19 +1,32 @@
 """Further two-tower models of transformers."""
 
+from typing import Any
+
 import torch
-import transformers as hf
+import transformers
 from torch import Tensor, nn
 
 from tests.zoo.case import Case, normal, tokens
 from tests.zoo.multimodal import TEXT, VISION
 
+hf: Any = transformers  # its configs take more than their annotations say
+
 
 def blip() -> nn.Module:
     config = hf.BlipConfig(
-        text_config={**TEXT, "encoder_hidden_size": 24, "projection_dim": 16, "pad_token_id": 0, "bos_token_id": 1,
-                     "eos_token_id": 2, "sep_token_id": 2},
-        vision_config=VISION, projection_dim=16, image_text_hidden_size=16,
-    )  # fmt: skip
+        text_config={
+            **TEXT,
+            "encoder_hidden_size": 24,
+            "projection_dim": 16,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "sep_token_id": 2,
+        },
+        vision_config=VISION,
+        projection_dim=16,
+        image_text_hidden_size=16,
+    )
     return hf.BlipForConditionalGeneration(config)
 
 
@@ -24,12 +37,29 @@ def blip_batch(seed: int) -> dict[str, Tensor]:
 
 def qwen2_vl() -> nn.Module:
     config = hf.Qwen2VLConfig(
-        text_config={**TEXT, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
-                     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}},
-        vision_config={"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4,
-                       "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3},
-        image_token_id=3, video_token_id=4, vision_start_token_id=1, vision_end_token_id=2,
-    )  # fmt: skip
+        text_config={
+            **TEXT,
+            "num_key_value_heads": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+        },
+        vision_config={
+            "depth": 2,
+            "embed_dim": 24,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "in_channels": 3,
+        },
+        image_token_id=3,
+        video_token_id=4,
+        vision_start_token_id=1,
+        vision_end_token_id=2,
+    )
     return hf.Qwen2VLForConditionalGeneration(config)
 
 
@@ -38,10 +68,13 @@ def qwen2_vl_batch(seed: int) -> dict[str, Tensor]:
     ids[:, 1] = 1
     ids[:, 2:6] = 3  # a 4 x 4 grid of patches, merged 2 x 2
     return {
-        "input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids),
-        "pixel_values": normal(seed, 2 * 16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": normal(seed, 2 * 16, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
         "mm_token_type_ids": (ids == 3).int(),
-    }  # fmt: skip
+    }
 
 
 CASES = [

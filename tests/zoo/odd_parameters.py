@@ -1,5 +1,7 @@
 """Parameters FSDP2 has trouble with: scalar, empty, complex, strided, smaller than the world, unused."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -135,7 +137,8 @@ class ConvNet(nn.Module):
 
 
 def channels_last() -> nn.Module:
-    return ConvNet().to(memory_format=torch.channels_last)
+    model: Any = ConvNet()
+    return model.to(memory_format=torch.channels_last)
 
 
 class PartlyUsed(Root):
@@ -147,15 +150,16 @@ class PartlyUsed(Root):
         self.blocks[1].extra = nn.Linear(DIM, DIM)
 
 
-class UsedOnSomeRanks(Root):
+class UsedOnSomeRanks(nn.Module):
     """An auxiliary head that runs where the batch asks for it."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.main = Root()
         self.auxiliary = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
-        hidden = super().forward(x)
+        hidden = self.main(x)
         if wanted.item():
             hidden = hidden + self.auxiliary(x)
         return hidden
@@ -188,8 +192,10 @@ def signed_batch(rank: int, seed: int) -> Tensor:
 
 
 def weight_normed() -> nn.Module:
-    """torch's parametrisation."""
-    return Root([nn.Sequential(parametrizations.weight_norm(nn.Linear(DIM, DIM)), nn.Tanh()) for _ in range(3)])
+    """Torch's parametrisation."""
+    return Root(
+        [nn.Sequential(parametrizations.weight_norm(nn.Linear(DIM, DIM)), nn.Tanh()) for _ in range(3)]
+    )
 
 
 def old_weight_normed() -> nn.Module:
@@ -203,7 +209,9 @@ def old_weight_normed() -> nn.Module:
 
 
 def spectral_normed() -> nn.Module:
-    return Root([nn.Sequential(parametrizations.spectral_norm(nn.Linear(DIM, DIM)), nn.Tanh()) for _ in range(3)])
+    return Root(
+        [nn.Sequential(parametrizations.spectral_norm(nn.Linear(DIM, DIM)), nn.Tanh()) for _ in range(3)]
+    )
 
 
 CASES = [

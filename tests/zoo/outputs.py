@@ -90,7 +90,7 @@ class StoredLossBlock(Core):
 class Root(nn.Module):
     def __init__(self, block: type[Core]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([block() for _ in range(3)])
+        self.blocks: Any = nn.ModuleList([block() for _ in range(3)])
         self.out = nn.Linear(DIM, DIM)
 
 
@@ -134,7 +134,10 @@ class WithNested(Root):
         state: dict[str, Any] = {"stack": [(x, {})], "index": 0}
         for block in self.blocks:
             state = block(state)
-        return {"final": [self.out(state["stack"][0][0]), (state["stack"][0][1]["mean"],)], "index": state["index"]}
+        return {
+            "final": [self.out(state["stack"][0][0]), (state["stack"][0][1]["mean"],)],
+            "index": state["index"],
+        }
 
 
 class WithNamedTuple(Root):

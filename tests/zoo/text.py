@@ -1,14 +1,26 @@
-"""Language models of transformers that the issue names: decoders, an encoder-decoder, tied and shared ones."""
+"""Language models of transformers: decoders, an encoder-decoder, tied and shared ones."""
 
-import transformers as hf
+from typing import Any
+
+import transformers
 from torch import nn
 
 from tests.zoo.case import Case, token_batch
 
-SIZES = dict(
-    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+hf: Any = transformers  # its configs take more than their annotations say
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def llama() -> nn.Module:
@@ -16,31 +28,48 @@ def llama() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    config = hf.GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2)
+    config = hf.GPT2Config(
+        vocab_size=96, n_positions=32, n_embd=32, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2
+    )
     return hf.GPT2LMHeadModel(config)
 
 
 def t5() -> nn.Module:
     config = hf.T5Config(
-        vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
+        vocab_size=96,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
         decoder_start_token_id=0,
-    )  # fmt: skip
+    )
     return hf.T5ForConditionalGeneration(config)
 
 
 def albert() -> nn.Module:
     config = hf.AlbertConfig(
-        vocab_size=96, embedding_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-        num_attention_heads=4, max_position_embeddings=32,
-    )  # fmt: skip
+        vocab_size=96,
+        embedding_size=16,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+    )
     return hf.AlbertForMaskedLM(config)
 
 
 def bert() -> nn.Module:
     config = hf.BertConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
         max_position_embeddings=32,
-    )  # fmt: skip
+    )
     return hf.BertForMaskedLM(config)
 
 

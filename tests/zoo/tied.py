@@ -1,5 +1,7 @@
 """One tensor under several names: across non-siblings, shared modules, and weights used by function."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,7 +24,7 @@ class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks: Any = nn.ModuleList([Block() for _ in range(3)])
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -59,7 +61,7 @@ class FunctionalHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks: Any = nn.ModuleList([Block() for _ in range(3)])
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -84,9 +86,10 @@ class TiedBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
-        self.blocks[2].up.weight = self.blocks[0].up.weight
-        self.blocks[3].up.weight = self.blocks[1].up.weight
+        self.blocks: Any = nn.ModuleList([Block() for _ in range(4)])
+        first, second, third, fourth = self.blocks
+        third.up.weight = first.up.weight
+        fourth.up.weight = second.up.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -102,7 +105,7 @@ class SharedModule(nn.Module):
         super().__init__()
         shared = Block()
         self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList([shared, Block(), shared])
+        self.blocks: Any = nn.ModuleList([shared, Block(), shared])
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -131,7 +134,7 @@ class ReadsBlockWeight(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(3)])
+        self.blocks: Any = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
         penalty = x.new_zeros(())
@@ -146,7 +149,7 @@ class OnlyReadsWeights(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(3)])
+        self.blocks: Any = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(3)])
         self.head = nn.Linear(DIM, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,7 +165,7 @@ class OwnsParameters(nn.Module):
         super().__init__()
         self.position = nn.Parameter(torch.randn(6, DIM))
         self.query = nn.Parameter(torch.randn(1, DIM))
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks: Any = nn.ModuleList([Block() for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.position[: x.shape[1]]
@@ -209,8 +212,12 @@ CASES = [
     Case(name="tied_blocks", build=TiedBlocks, make_batch=ids, together=("blocks.*",)),
     Case(name="shared_module", build=SharedModule, make_batch=ids, runs_again=("blocks.0",), four_ranks=True),
     Case(name="used_twice", build=UsedTwice, make_batch=ids, runs_again=("first", "again")),
-    Case(name="reads_block_weight", build=ReadsBlockWeight, make_batch=features(2, DIM), together=("blocks.*",)),
-    Case(name="only_reads_weights", build=OnlyReadsWeights, make_batch=features(2, DIM), together=("blocks.*",)),
+    Case(
+        name="reads_block_weight", build=ReadsBlockWeight, make_batch=features(2, DIM), together=("blocks.*",)
+    ),
+    Case(
+        name="only_reads_weights", build=OnlyReadsWeights, make_batch=features(2, DIM), together=("blocks.*",)
+    ),
     Case(name="owns_parameters", build=OwnsParameters, make_batch=features(2, 5, DIM)),
     Case(name="shared_tower", build=SharedTower, make_batch=pair, runs_again=("tower", "tower.*")),
     Case(name="twin_towers", build=TwinTowers, make_batch=pair),

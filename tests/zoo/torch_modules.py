@@ -1,4 +1,4 @@
-"""Composite modules of torch itself: recurrent nets, attention whose weights are read, encoders, convolutions."""
+"""Composite modules of torch itself: recurrent nets, attention whose weights are read, encoders."""
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,11 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU()
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.ReLU(),
         )
         self.classifier = nn.Sequential(nn.Dropout(0.5), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 
@@ -106,7 +110,9 @@ def word_ids(seed: int) -> Tensor:
 
 CASES = [
     Case(name="recurrent", build=Recurrent, make_batch=features(2, 5, DIM), four_ranks=True),
-    Case(name="attention_under_root", build=AttentionUnderRoot, make_batch=features(2, 5, DIM), four_ranks=True),
+    Case(
+        name="attention_under_root", build=AttentionUnderRoot, make_batch=features(2, 5, DIM), four_ranks=True
+    ),
     Case(name="transformer_encoder", build=Encoder, make_batch=features(2, 5, DIM)),
     Case(name="nn_transformer", build=EncoderDecoder, make_batch=pair),
     Case(name="conv_net", build=ConvNet, make_batch=features(2, 3, 8, 8)),

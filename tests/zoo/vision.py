@@ -1,11 +1,15 @@
-"""Image models of transformers: transformers over patches, convolutions with batch statistics, dense prediction."""
+"""Image models of transformers: one over patches, one of convolutions with batch statistics."""
 
-import transformers as hf
+from typing import Any
+
+import transformers
 from torch import nn
 
 from tests.zoo.case import Case, pixel_batch
 
-SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4)
+hf: Any = transformers  # its configs take more than their annotations say
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
 def vit() -> nn.Module:
@@ -13,7 +17,9 @@ def vit() -> nn.Module:
 
 
 def resnet() -> nn.Module:
-    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic", num_labels=4)
+    config = hf.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic", num_labels=4
+    )
     return hf.ResNetForImageClassification(config)
 
 

@@ -3,11 +3,13 @@
 from typing import Any
 
 import torch
-import transformers as hf
+import transformers
 from torch import Tensor, nn
 
 from tests.zoo.case import Case, generator, normal, pixel_batch
 from tests.zoo.vision import SIZES
+
+hf: Any = transformers  # its configs take more than their annotations say
 
 
 def swin() -> nn.Module:
@@ -25,9 +27,17 @@ def convnext() -> nn.Module:
 
 def segformer() -> nn.Module:
     config = hf.SegformerConfig(
-        num_encoder_blocks=2, depths=[2, 2], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[3, 3], strides=[2, 2],
-        num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=4,
-    )  # fmt: skip
+        num_encoder_blocks=2,
+        depths=[2, 2],
+        sr_ratios=[2, 1],
+        hidden_sizes=[8, 16],
+        patch_sizes=[3, 3],
+        strides=[2, 2],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=16,
+        num_labels=4,
+    )
     return hf.SegformerForSemanticSegmentation(config)
 
 
@@ -40,9 +50,16 @@ def segmentation_batch(seed: int) -> dict[str, Tensor]:
 
 def dpt() -> nn.Module:
     config = hf.DPTConfig(
-        **SIZES, image_size=16, patch_size=4, backbone_out_indices=[0, 1, 2], neck_hidden_sizes=[8, 8, 8],
-        reassemble_factors=[2, 1, 0.5], fusion_hidden_size=8, num_labels=4, is_hybrid=False,
-    )  # fmt: skip
+        **SIZES,
+        image_size=16,
+        patch_size=4,
+        backbone_out_indices=[0, 1, 2],
+        neck_hidden_sizes=[8, 8, 8],
+        reassemble_factors=[2, 1, 0.5],
+        fusion_hidden_size=8,
+        num_labels=4,
+        is_hybrid=False,
+    )
     config.backbone_out_indices = [0, 1, 2]
     return hf.DPTForDepthEstimation(config)
 
@@ -57,13 +74,21 @@ def beit() -> nn.Module:
 
 def dinov2() -> nn.Module:
     config = hf.Dinov2Config(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, mlp_ratio=2, image_size=16, patch_size=4, num_labels=4
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        mlp_ratio=2,
+        image_size=16,
+        patch_size=4,
+        num_labels=4,
     )
     return hf.Dinov2ForImageClassification(config)
 
 
 def mobilenet() -> nn.Module:
-    return hf.MobileNetV2ForImageClassification(hf.MobileNetV2Config(depth_multiplier=0.25, num_labels=4, finegrained_output=False))
+    return hf.MobileNetV2ForImageClassification(
+        hf.MobileNetV2Config(depth_multiplier=0.25, num_labels=4, finegrained_output=False)
+    )
 
 
 CASES = [

@@ -46,7 +46,7 @@ class Task:
                 "the loss depends on no trainable parameter",
                 where=f"parity(), step {step + 1}, batch of rank {rank}",
                 why="without a gradient there is nothing to compare",
-                fix="return the loss with its graph: no .item(), no torch.no_grad(), not every parameter frozen",
+                fix="return the loss with its graph: no .item(), no torch.no_grad(), not all frozen",
             )
         return loss
 
@@ -76,7 +76,9 @@ def bind_batch(make_batch: Callable[..., Any]) -> Callable[[int, int, int], Any]
     known = {"rank", "step", "seed"} & set(_parameters(make_batch))
     if known:
         if unknown := [name for name in required if name not in known]:
-            raise _wrong_signature("make_batch", unknown, "rank, step and seed are all that parity() can give")
+            raise _wrong_signature(
+                "make_batch", unknown, "rank, step and seed are all that parity() can give"
+            )
 
         def by_name(rank: int, step: int, seed: int) -> Any:
             values = {"rank": rank, "step": step, "seed": seed}
@@ -165,12 +167,20 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def _required_parameters(function: Callable[..., Any], what: str) -> list[str]:
     if not callable(function):
         raise ConfigError(
-            f"{what} is a {type(function).__name__}", where=f"parity({what}=...)",
-            why="it is called for every rank and step", fix=f"pass a function: {what}=lambda ...: ...",
-        )  # fmt: skip
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            f"{what} is a {type(function).__name__}",
+            where=f"parity({what}=...)",
+            why="it is called for every rank and step",
+            fix=f"pass a function: {what}=lambda ...: ...",
+        )
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
     return [
-        name for name, p in _parameters(function).items() if p.kind in kinds and p.default is inspect.Parameter.empty
+        name
+        for name, p in _parameters(function).items()
+        if p.kind in kinds and p.default is inspect.Parameter.empty
     ]
 
 

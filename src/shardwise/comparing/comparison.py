@@ -101,12 +101,20 @@ class Comparison:
                 self.slack[name] = self.slack.get(name, 0.0) + step_slack(gradient, theirs, update)
 
     def _compare(
-        self, quantity: Quantity, step: int, ours: Tensors, theirs: Tensors, *, floor: float = 0.0,
+        self,
+        quantity: Quantity,
+        step: int,
+        ours: Tensors,
+        theirs: Tensors,
+        *,
+        floor: float = 0.0,
         mistaken: Tensors | None = None,
-    ) -> dict[str, Gap]:  # fmt: skip
+    ) -> dict[str, Gap]:
         """Measure every pair. `mistaken` is what the sharded run holds after the usual mistake."""
         gaps = {
-            name: measure(ours.get(name), value, self.tolerance.at(step), floor=floor, slack=self._slack(quantity, name))
+            name: measure(
+                ours.get(name), value, self.tolerance.at(step), floor=floor, slack=self._slack(quantity, name)
+            )
             for name, value in theirs.items()
         }
         wrong = [name for name, gap in gaps.items() if not gap.within]
@@ -120,18 +128,30 @@ class Comparison:
         return self.slack.get(name) if quantity == "parameter" else None
 
     def _judge(
-        self, quantity: Quantity, step: int, gaps: dict[str, Gap], num_compared: int, *, usual_mistake: bool = False
+        self,
+        quantity: Quantity,
+        step: int,
+        gaps: dict[str, Gap],
+        num_compared: int,
+        *,
+        usual_mistake: bool = False,
     ) -> None:
         """Keep the worst, and the first that differs: earliest in time, then by forward order."""
         order = self.reference.parameter_order
         rank = self.reference.rank
         deviations = [
             Deviation(
-                quantity=quantity, name=name, step=step, rank=rank, sharded=gaps[name].sharded,
-                reference=gaps[name].reference, relative=gaps[name].relative, within=gaps[name].within,
+                quantity=quantity,
+                name=name,
+                step=step,
+                rank=rank,
+                sharded=gaps[name].sharded,
+                reference=gaps[name].reference,
+                relative=gaps[name].relative,
+                within=gaps[name].within,
             )
             for name in sorted(gaps, key=lambda name: order.get(name, 0))
-        ]  # fmt: skip
+        ]
         for deviation in deviations:
             worst = self.found.worst.get(quantity)
             if worst is None or deviation.relative > worst.relative:

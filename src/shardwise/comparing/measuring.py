@@ -34,7 +34,12 @@ class Gap:
 
 
 def measure(
-    sharded: Tensor | None, reference: Tensor | None, allowed: float, *, floor: float = 0.0, slack: Tensor | None = None
+    sharded: Tensor | None,
+    reference: Tensor | None,
+    allowed: float,
+    *,
+    floor: float = 0.0,
+    slack: Tensor | None = None,
 ) -> Gap:
     """Compare two tensors on the scale of the reference's largest value.
 

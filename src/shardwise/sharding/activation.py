@@ -38,19 +38,20 @@ def checkpoint_activations(
 ) -> M:
     """Make the model's blocks recompute in backward what they would have kept, in place; return the model.
 
-    Call it before `compile_blocks` and `shard`. Only `forward` of each block is replaced: names of parameters,
-    classes and hooks stay, and FSDP2 gathers a block once for its recomputation and its backward. Random numbers are
-    drawn again alike, and batch norms count each batch once. A second call replaces what the first one chose.
+    Call it before `compile_blocks` and `shard`. Only `forward` of each block is replaced: names of
+    parameters, classes and hooks stay, and FSDP2 gathers a block once for its recomputation and its backward.
+    Random numbers are drawn again alike, and batch norms count each batch once. A second call replaces
+    what the first one chose.
 
     Args:
         model: Not sharded yet.
-        policy: `full` recomputes every block and keeps its inputs only; `selective` keeps the results of matrix
-            products, attention and convolutions, and recomputes the rest; `every_n` recomputes one block in
-            `every`; `none` undoes it. Or a function of name and module that returns one of `full`, `selective` and
-            `none`, or a bool.
+        policy: `full` recomputes every block and keeps its inputs only; `selective` keeps the results of
+            matrix products, attention and convolutions, and recomputes the rest; `every_n` recomputes one
+            block in `every`; `none` undoes it. Or a function of name and module that returns one of `full`,
+            `selective` and `none`, or a bool.
         every: For `every_n`.
-        saved_ops: For `selective`: the operators (`torch.ops.aten.mm.default`) whose results are kept, in place of
-            the default ones.
+        saved_ops: For `selective`: the operators (`torch.ops.aten.mm.default`) whose results are kept, in
+            place of the default ones.
         preserve_rng: False saves a little time in models that draw no random numbers.
         config: The one that will be given to `shard()`, where it names the blocks.
 
@@ -87,7 +88,9 @@ class CheckpointedForward(ReplacedForward):
     def __init__(self, module: nn.Module, saved_ops: frozenset[Any], *, preserve_rng: bool) -> None:
         super().__init__(module.forward)
         self.saved_ops = saved_ops
-        self.batch_norms = [inner for inner in module.modules() if isinstance(inner, _BATCH_NORMS)]
+        self.batch_norms: list[nn.Module] = [
+            inner for inner in module.modules() if isinstance(inner, _BATCH_NORMS)
+        ]
         self.compiles_inside = bool(self.batch_norms)  # compilers do not follow what is done for their sake
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
         if saved_ops and not self.batch_norms:
@@ -99,6 +102,7 @@ class CheckpointedForward(ReplacedForward):
             self.options["context_fn"] = self._contexts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block; what it computes inside is not kept."""
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
         return checkpoint(self.__wrapped__, *args, **self.options, **kwargs)

@@ -134,6 +134,18 @@ def _wire(
 ) -> None:
     """Put our hooks around FSDP2's: entries, held groups, gradients outside groups, prefetching."""
     compat.mend_accumulation(model)
+    replicated = _place_outside(model, plan, modules, mesh, state)
+    _wire_entries(model, plan, modules, replicated, state)
+    unused = UnusedParameters([g for group in plan.groups if group.reduce_unused for g in _fsdp_groups(group, modules)])
+    state.forget.append(unused.forget)
+    BackwardEnd(model, mesh, [*state.replicated.values(), *state.ignored.values()], unused)
+    set_prefetch(plan, modules)
+
+
+def _place_outside(
+    model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh, state: ShardedState
+) -> Replicated:
+    """Bring the parameters that are in no group to the device, replicated ones as DTensors."""
     device = compat.compute_device(model)
     replicated = Replicated()
     for planned in plan.replicated:
@@ -143,14 +155,22 @@ def _wire(
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device)
         state.ignored[planned.fqn] = parameter
+    return replicated
+
+
+def _wire_entries(
+    model: nn.Module, plan: Plan, modules: dict[str, nn.Module], replicated: Replicated, state: ShardedState
+) -> None:
+    """Count entries into each group, by its forward and by the methods the plan names."""
+    for fsdp_group in compat.param_groups(model):
+        compat.replace_post_backward_hook(fsdp_group, register_post_backward)
     held = [g for group in plan.groups if group.held for g in _fsdp_groups(group, modules)]
-    for group in compat.param_groups(model):
-        compat.replace_post_backward_hook(group, register_post_backward)
     parts = [
         PartsEntry([modules[name] for name in group.modules], model, _casts(group))
         for group in plan.groups
         if len(group.modules) > 1
     ]
+    state.forget += [entry.forget for entry in parts]
     root = RootEntry(model, _casts(plan.root), held, parts, replicated)
     for group in plan.groups:
         single = group is not plan.root and len(group.modules) == 1
@@ -160,10 +180,6 @@ def _wire(
             entry.add_method(modules[owner], method)
     for name in plan.outer_modules:
         guard_outside_call(root, modules[name])
-    unused = [g for group in plan.groups if group.reduce_unused for g in _fsdp_groups(group, modules)]
-    outside = [*state.replicated.values(), *state.ignored.values()]
-    BackwardEnd(model, mesh, outside, UnusedParameters(unused) if unused else None)
-    set_prefetch(plan, modules)
 
 
 def _casts(group: Group) -> Casts:

@@ -1,6 +1,7 @@
 """A model's repeated blocks, the unit of recomputing and of compiling, and how their `forward` is replaced.
 
-The blocks are those that the plan groups by, so that FSDP2's hooks sit right around what is recomputed or compiled.
+The blocks are those that the plan groups by, so that FSDP2's hooks sit right around what is recomputed or
+compiled.
 """
 
 import functools
@@ -17,7 +18,7 @@ from shardwise.planning.tree import Tree
 
 
 def find_blocks(model: nn.Module, config: ShardConfig | None, *, action: str) -> dict[str, nn.Module]:
-    """The outermost modules, less the root, that are groups of `plan(model, config)` and have parts of their own.
+    """The outermost modules below the root that are groups of `plan(model, config)` and have parts.
 
     Args:
         model: Not sharded yet.
@@ -70,6 +71,7 @@ class ReplacedForward:
         self.__wrapped__ = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
         return self.__wrapped__(*args, **kwargs)
 
 
@@ -96,6 +98,6 @@ def _refuse_sharded(model: nn.Module, action: str) -> None:
         raise ShardError(
             f"{action} comes too late: {'the model' if not sharded else repr(sharded)} is already sharded",
             where=sharded or type(model).__name__,
-            why="the order is checkpoint_activations, compile_blocks, shard: gathering must stay outside of both",
+            why="the order is checkpoint_activations, compile_blocks, shard: gathering stays outside of both",
             fix=f"call {action}(model) before shard(model)",
         )

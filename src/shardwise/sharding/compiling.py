@@ -1,4 +1,4 @@
-"""Compile each repeated block on its own: one compilation serves all blocks alike, and gathering stays outside."""
+"""Compile each repeated block on its own: one compilation serves all of them, and gathering stays outside."""
 
 import copy
 from collections.abc import Callable
@@ -16,9 +16,9 @@ M = TypeVar("M", bound=nn.Module)
 def compile_blocks(model: M, *, config: ShardConfig | None = None, **compile_options: Any) -> M:
     """Compile the forward of each repeated block, in place; return the model.
 
-    Call it after `checkpoint_activations` and before `shard`. Compilation happens at a block's first call. Names of
-    parameters and keys of the state dict stay, and FSDP2's hooks run outside the compiled code. A second call
-    replaces the options of the first.
+    Call it after `checkpoint_activations` and before `shard`. Compilation happens at a block's first call.
+    Names of parameters and keys of the state dict stay, and FSDP2's hooks run outside the compiled code. A
+    second call replaces the options of the first.
 
     Args:
         model: Not sharded yet.
@@ -65,6 +65,7 @@ class CompiledForward(ReplacedForward):
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled block."""
         if self._compiled is None:
             self._compiled = torch.compile(self.__wrapped__, **self.options)
         return self._compiled(*args, **kwargs)

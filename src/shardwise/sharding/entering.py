@@ -47,8 +47,8 @@ class Entry:
         def enter_method(*args: Any, **kwargs: Any) -> Any:
             if self.depth:
                 return method(*args, **kwargs)
-            args, kwargs = self._enter(args, kwargs)
             try:
+                args, kwargs = self._enter(args, kwargs)
                 output = method(*args, **kwargs)
             except BaseException:
                 self._fail()
@@ -64,11 +64,11 @@ class Entry:
         return self._enter(args, kwargs)
 
     def _leave_call(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.depth > 1:  # an inner call; where it raised, an outer one may still catch that
+            self.depth -= 1
+            return None
         if output is None and sys.exc_info()[1] is not None:  # `always_call` brought us here, not a return
             self._fail()
-            return None
-        if self.depth > 1:
-            self.depth -= 1
             return None
         return self._leave(args, output)
 
@@ -141,8 +141,6 @@ class RootEntry(Entry):
 
     def failed(self) -> None:
         self.replicated.hide()
-        for entry in self.parts:
-            entry.forget()
         if not compat.in_backward():
             recover(self.module)
 

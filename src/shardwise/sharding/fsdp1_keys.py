@@ -1,4 +1,4 @@
-"""FSDP1's and Composer's settings, key by key: carried out, explained as no longer needed, or refused with the fix."""
+"""FSDP1's and Composer's settings, key by key: carried out, explained as not needed, or refused."""
 
 import dataclasses
 import difflib
@@ -36,7 +36,8 @@ def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
     """Read every key of a dictionary; problems are collected, not raised.
 
     Args:
-        config: Fields of `ShardConfig`, FSDP1's and Composer's settings, in any mixture that does not contradict itself.
+        config: Fields of `ShardConfig`, FSDP1's and Composer's settings, in any mixture that does not
+            contradict itself.
         model: To name the modules and parameters that a setting may hold as objects.
 
     Ranks:
@@ -145,7 +146,7 @@ def _backward_prefetch(translation: Translation, key: str, value: Any, model: nn
             key, "None: FSDP2 gathers one group ahead in backward all the same; it holds one group more"
         )
     elif name == "BACKWARD_POST":
-        what = "BACKWARD_POST does not exist in FSDP2, which gathers the next group before computing this one's gradient"
+        what = "BACKWARD_POST does not exist in FSDP2, which gathers ahead of each group's gradients"
         translation.problem(key, what, "use BACKWARD_PRE, or reshard_after_forward to save memory")
     else:
         translation.problem(key, f"is {value!r}", "use BACKWARD_PRE, or leave it out")
@@ -191,10 +192,10 @@ def _auto_wrap_policy(translation: Translation, key: str, value: Any, model: nn.
         return
     keywords = getattr(value, "keywords", {})
     named = keywords.get("transformer_layer_cls", value)
-    classes = tuple(named) if isinstance(named, Iterable) else (None,)
+    classes = tuple(named) if isinstance(named, Iterable) else ()
     if "min_num_params" in keywords:
         translation.put(key, "min_group_params", int(keywords["min_num_params"]))
-    elif all(isinstance(kind, type) for kind in classes):
+    elif classes and all(isinstance(kind, type) for kind in classes):
         translation.put(key, "wrap_if", lambda module: isinstance(module, classes))
     else:
         fix = 'name the blocks: block_classes=("MyBlock",), or wrap_if=lambda module: ...'

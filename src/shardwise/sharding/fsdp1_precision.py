@@ -1,4 +1,4 @@
-"""Mixed precision as FSDP1 and Composer spell it: names, dictionaries, `MixedPrecision` and `MixedPrecisionPolicy`."""
+"""Mixed precision as FSDP1 and Composer spell it: names, dictionaries and torch's own policy objects."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -101,7 +101,7 @@ def _fields(
 def explain_low_precision_grads(translation: Translation, key: str, value: Any) -> None:
     """`keep_low_precision_grads`: FSDP2 has no such switch."""
     if value:
-        why = "gradients have the dtype parameters are stored in; store parameters in 16 bits to keep them there"
+        why = "gradients have the dtype parameters are stored in; store those in 16 bits to keep them there"
         translation.warn(key, why)
     else:
         translation.note(key, "as always: gradients have the dtype parameters are stored in")

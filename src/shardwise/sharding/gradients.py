@@ -26,6 +26,11 @@ class UnusedParameters:
         for group in groups:
             compat.before_post_backward(group, lambda group=group: self._fill(group))
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to track."""
+        return bool(self._tracked)
+
     def _fill(self, group: Any) -> None:
         for param in group.fsdp_params:
             filled = compat.fill_unused_gradient(group, param)
@@ -40,12 +45,15 @@ class UnusedParameters:
         """One per tracked parameter: whether it got a gradient on this rank."""
         return torch.tensor([float(id(param) in self._used) for param in self._tracked], device=device)
 
-    def settle(self, counts: torch.Tensor | None) -> None:
+    def settle(self, counts: torch.Tensor) -> None:
         """Take away the zeros of parameters that no rank used, as one process would have no gradient for them."""
-        if counts is not None:
-            for param, count in zip(self._tracked, counts.tolist(), strict=True):
-                if count == 0 and id(param) in self._filled:
-                    param.sharded_param.grad = None
+        for param, count in zip(self._tracked, counts.tolist(), strict=True):
+            if count == 0 and id(param) in self._filled:
+                param.sharded_param.grad = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was noted of a backward."""
         self._used.clear()
         self._filled.clear()
 
@@ -54,13 +62,13 @@ class BackwardEnd:
     """One collective after backward: averages gradients outside the groups and agrees on unused parameters."""
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, parameters: Sequence[nn.Parameter], unused: UnusedParameters | None
+        self, model: nn.Module, mesh: DeviceMesh, parameters: Sequence[nn.Parameter], unused: UnusedParameters
     ) -> None:
         self._groups = compat.param_groups(model)
         self._process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self._num_ranks = mesh.size()
         self._parameters, self._unused = list(parameters), unused
-        if (self._parameters or unused is not None) and self._num_ranks > 1:
+        if (self._parameters or unused.is_needed) and self._num_ranks > 1:
             compat.on_backward_end(model, self._finish)
 
     def _finish(self) -> None:
@@ -70,17 +78,15 @@ class BackwardEnd:
         locals_ = [_local_gradient(parameter) for parameter in trainable]
         device = next((g.device for g in self._groups), torch.device("cpu"))
         present = torch.tensor([float(gradient is not None) for gradient in locals_], device=device)
-        flags = self._unused.flags(device) if self._unused is not None else present.new_empty(0)
         for dtype, members in _buckets(trainable).items():
             self._average(members, trainable, locals_, dtype)
-        counts = torch.cat([present, flags])
+        counts = torch.cat([present, self._unused.flags(device)])
         self._sum(counts)
         held = counts[: len(trainable)].tolist()
         for parameter, count in zip(trainable, held, strict=True):
             if count == 0:
                 parameter.grad = None  # nobody used it: as in one process
-        if self._unused is not None:
-            self._unused.settle(counts[len(trainable) :])
+        self._unused.settle(counts[len(trainable) :])
 
     def _average(
         self, members: list[int], trainable: list[nn.Parameter], locals_: list[torch.Tensor | None], dtype: torch.dtype

@@ -90,6 +90,7 @@ class Entry:
         """
         with torch.no_grad():
             if isinstance(self.tensor, DTensor):
+                # A copy: what a collective returns may share storage, with the shard or with its own buffers.
                 return compat.dtensor_like(self.local.to(device), self.tensor).full_tensor().clone()
             return self.tensor.detach().to(device, copy=True)
 

@@ -56,8 +56,12 @@ def sharded_axes(tensor: DTensor) -> tuple[int, ...]:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, sharing its memory, without gradient; a plain tensor is its own part."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if not torch.is_grad_enabled():  # the switch costs more than the rest, and there may be thousands
+        return tensor.to_local()
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.to_local()
 
 
 def local_part(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""prepare_fully_shard(): Composer's one call, on any of the configs its users have. Decides nothing itself."""
+"""prepare_fully_shard(): Composer's one call, on any config its users have. Decides nothing itself."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
@@ -43,8 +43,8 @@ def prepare_fully_shard(
 ) -> M:
     """Shard `model` in place, point its optimizers at the shards, and return it.
 
-    Groups come from the model's `fsdp_wrap_fn` and `_fsdp_wrap` where it has them, else from the config or the model's
-    own structure. What became of each setting stands in the plan: `print(sharded_state(model).plan)`.
+    Groups come from the config where it names them, else from the model's `fsdp_wrap_fn` and `_fsdp_wrap`,
+    else from its structure. What became of each setting stands in the plan, `sharded_state(model).plan`.
 
     Args:
         model: On meta, or initialised alike on every rank (with `sync_module_states` on rank 0 only).
@@ -108,7 +108,7 @@ def _find_mesh(translation: Translation) -> DeviceMesh:
         mesh = default_mesh()
     mesh = data_parallel_mesh(mesh)
     if translation.strategy in HYBRID and mesh.ndim == 1 and translation.replicate != 1:
-        fix = f"set data_parallel_replicate_degree, the number of copies, such that it divides {mesh.size()} ranks"
+        fix = f"set data_parallel_replicate_degree, the number of copies, to a divisor of {mesh.size()}"
         translation.problem(
             "sharding_strategy", f"{translation.strategy} needs a mesh with a replicate axis", fix
         )
@@ -202,7 +202,7 @@ def _sync_from_rank_zero(model: nn.Module) -> None:
             f"rank 0 has no values for {len(of_ranks[0])} tensors, first {of_ranks[0][0]!r}",
             where="sync_module_states",
             why="rank 0's values are sent to all ranks",
-            fix="initialise the model on rank 0, or leave it on meta everywhere and call materialize(model) afterwards",
+            fix="initialise it on rank 0, or leave it on meta on all ranks and materialize(model) later",
         )
     if of_ranks[0]:
         return  # on meta everywhere: there is nothing to send yet

@@ -4,6 +4,7 @@ from torch import nn
 
 from shardwise import compat
 from shardwise.errors import ShardError
+from shardwise.sharding.registry import sharded_state
 
 
 def recover(model: nn.Module) -> None:
@@ -38,3 +39,7 @@ def recover(model: nn.Module) -> None:
         if not compat.is_nested_state(state):
             compat.reset_iteration(state)
     compat.drop_gradients(model)
+    for module in model.modules():
+        if (sharded := sharded_state(module)) is not None:
+            for forget in sharded.forget:
+                forget()

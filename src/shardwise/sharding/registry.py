@@ -1,5 +1,6 @@
 """What shardwise remembers about each model it sharded, for as long as the model lives."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,8 @@ class ShardedState:
     """FQN to DTensor parameter, whole on every rank."""
     ignored: dict[str, nn.Parameter] = field(default_factory=dict)
     """FQN to plain parameter, left as the user had it."""
+    forget: list[Callable[[], None]] = field(default_factory=list)
+    """What drops our own notes on a step that failed."""
 
 
 _STATES: WeakKeyDictionary[nn.Module, ShardedState] = WeakKeyDictionary()

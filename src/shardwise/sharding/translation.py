@@ -47,12 +47,15 @@ class Translation:
         self.settings[name] = value
 
     def note(self, key: str, text: str) -> None:
+        """Say in the plan what became of `key`."""
         self.notes.append(f"{key}: {text}")
 
     def warn(self, key: str, text: str) -> None:
+        """Warn in the plan that `key` is not what it was."""
         self.warnings.append(f"{key}: {text}")
 
     def problem(self, key: str, what: str, fix: str) -> None:
+        """Refuse `key`, once all others have been read."""
         self.problems.append(f"{key}: {what}; {fix}")
 
     def raise_problems(self) -> None:

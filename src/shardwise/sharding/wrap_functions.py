@@ -1,4 +1,4 @@
-"""Groups that a model asks for itself: Composer's `fsdp_wrap_fn` and `_fsdp_wrap`, with settings per module."""
+"""Groups a model asks for itself, with settings per module: Composer's `fsdp_wrap_fn` and `_fsdp_wrap`."""
 
 import difflib
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def direct_children(module: nn.Module, prefix: str = "") -> list[str]:
 
 
 def drop_ignored(chosen: dict[str, dict[str, Any]], patterns: tuple[str, ...]) -> None:
-    """Take out the modules that are ignored, or lie inside an ignored one: there is nothing in them to group."""
+    """Take out the modules that are ignored or lie inside an ignored one: they hold nothing to group."""
     ignored = [name_matcher(pattern) for pattern in patterns]
     for name in list(chosen):
         parts = name.split(".")
@@ -103,7 +103,7 @@ def _precision(translation: Translation, where: str, value: Any) -> dict[str, An
 
 
 def join_ties(model: nn.Module, chosen: dict[str, dict[str, Any]], translation: Translation) -> None:
-    """Leave a tied tensor to the group around: no two of `chosen` may hold it, so those that do are taken out."""
+    """Leave a tied tensor to the group around: of `chosen`, take out those that hold it with others."""
     tied = [tensor.names for tensor in find_tensors(model) if len(tensor.names) > 1]
     for names in tied:
         while len(homes := {_nearest(name, chosen) for name in names} - {""}) > 1:

@@ -54,7 +54,8 @@ class EMA:
         with torch.no_grad():
             for shadows, values in self._alike_pairs():
                 if shadows[0].is_floating_point() or shadows[0].is_complex():
-                    values = [value.to(shadow.dtype) for shadow, value in zip(shadows, values, strict=True)]
+                    if values[0].dtype != shadows[0].dtype:
+                        values = [value.to(shadows[0].dtype) for value in values]
                     torch._foreach_lerp_(shadows, values, 1.0 - decay)
                 else:
                     torch._foreach_copy_(shadows, values)

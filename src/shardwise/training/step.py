@@ -92,8 +92,8 @@ def clip_grad_norm_(
             why="a p-norm needs p > 0",
             fix="pass 2.0, or math.inf for the largest absolute value",
         )
-    gradients = collect_gradients(parameters)
     with torch.no_grad():
+        gradients = collect_gradients(parameters)
         norm = total_norm(gradients, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise ShardError(

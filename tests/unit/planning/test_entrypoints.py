@@ -174,7 +174,7 @@ class CalledThroughSuper(HeldInModuleList):
 class NamedWithWalrusAndConditionals(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.missing = Block(), Block(), None
+        self.first, self.second, self.third, self.missing = Block(), Block(), Block(), None
         self.wide = True
 
     def forward(self, x, scale=None):
@@ -182,7 +182,7 @@ class NamedWithWalrusAndConditionals(nn.Module):
             x = block(x)
         if self.missing is not None:
             x = self.missing(x)
-        chosen = self.second if scale is None else self.first.norm
+        chosen = self.second if scale is None else self.third
         if self.wide and not self.training and isinstance(x, torch.Tensor) and x.shape[0] > 1:
             return chosen(x)
         return chosen(x * 2)
@@ -200,7 +200,7 @@ PLAIN_MODELS = {
     InHelperFunctions: ("blocks.0", "blocks.1", "head"),
     Checkpointed: ("blocks.0", "blocks.1", "tail.0", "tail.1"),
     CalledThroughSuper: ("blocks.0", "blocks.1", "blocks.2"),
-    NamedWithWalrusAndConditionals: ("first", "second"),
+    NamedWithWalrusAndConditionals: ("first", "second", "third"),
 }
 
 

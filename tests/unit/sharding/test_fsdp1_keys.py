@@ -1,4 +1,4 @@
-"""FSDP1's and Composer's settings as ours: each key carried out, explained or refused; all problems at once."""
+"""FSDP1's and Composer's settings as ours: each carried out, explained or refused; all problems at once."""
 
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from shardwise.sharding.fsdp1_precision import dtype_of, resolve_named
 from shardwise.sharding.translation import Translation
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
 
 
@@ -228,8 +228,8 @@ def test_torchs_common_policies_are_translated():
 @pytest.mark.parametrize(
     "key",
     [
-        "limit_all_gathers", "use_orig_params", "flatten_parameters", "verbose", "state_dict_type", "load_planner",
-        "save_planner", "load_monolith_rank0_only", "sharded_ckpt_prefix_dir", "device_id",
+        "limit_all_gathers", "use_orig_params", "flatten_parameters", "verbose", "state_dict_type",
+        "load_planner", "save_planner", "load_monolith_rank0_only", "sharded_ckpt_prefix_dir", "device_id",
         "activation_checkpointing_reentrant", "backward_prefetch_limit", "forward_prefetch_limit",
     ],
 )  # fmt: skip
