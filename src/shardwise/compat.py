@@ -21,7 +21,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
-def fsdp_state(module: nn.Module) -> Any | None:
+def fsdp_state(module: nn.Module) -> Any:
     """FSDP2's own state of `module`, or None when `fully_shard` was not applied to it."""
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
 

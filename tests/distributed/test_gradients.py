@@ -78,6 +78,13 @@ def test_experts_used_on_one_rank_or_none_match_one_process(rank: int):
     steps(model, reference, [[0, 1], [1, 1], [2, 0], [0, 0]], rank)
 
 
+@ranks(1)
+def test_experts_on_a_single_rank(rank: int):
+    reference = Scaled()
+    model = shard(copy.deepcopy(reference), mesh=mesh_of(1))
+    steps(model, reference, [[0], [1], [0]], rank)
+
+
 @ranks(4)
 def test_experts_over_replicas(rank: int):
     reference = Scaled()

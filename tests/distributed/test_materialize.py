@@ -459,9 +459,9 @@ def test_peak_memory_is_the_shard_and_one_module(rank: int, from_the_top: bool, 
     allocated = list(itertools.accumulate(changes))
     # Checking makes a quarter of a tensor. Gathering makes a few copies of one, which gloo's threads free
     # late; holding all tensors that the root touches would make 12.
-    limit = (8.5 if from_the_top else 5.5) * mebibyte
+    limit = (10.5 if from_the_top else 5.5) * mebibyte
     assert 5 * mebibyte <= max(allocated) <= limit, max(allocated) / mebibyte
-    assert allocated[-1] <= (6.1 if from_the_top else 4.1) * mebibyte
+    assert allocated[-1] <= (6.5 if from_the_top else 4.1) * mebibyte
 
 
 @ranks(4)

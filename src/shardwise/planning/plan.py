@@ -1,15 +1,10 @@
 """The Plan: one immutable, printable value that says everything sharding will do, and why. No torch calls."""
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
-
-from shardwise.units import format_bytes, format_count
-
-PLAN_FORMAT = 1
+from dataclasses import dataclass
+from typing import Literal
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "complex64": 8, "complex128": 16, "int64": 8,
@@ -39,10 +34,12 @@ class PlannedParameter:
 
     @property
     def numel(self) -> int:
+        """Elements, over all ranks."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
+        """Storage, over all ranks."""
         return self.numel * DTYPE_BYTES.get(self.dtype, 4)
 
     def bytes_per_rank(self, num_shards: int) -> int:
@@ -87,17 +84,21 @@ class Group:
 
     @property
     def numel(self) -> int:
+        """Elements, over all ranks."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
     def num_bytes(self) -> int:
+        """Storage, over all ranks."""
         return sum(parameter.num_bytes for parameter in self.parameters)
 
     @property
     def storage_dtypes(self) -> tuple[str, ...]:
+        """Dtypes its parameters are stored in."""
         return tuple(sorted({parameter.dtype for parameter in self.parameters}))
 
     def bytes_per_rank(self, num_shards: int) -> int:
+        """Storage on the fullest rank."""
         return sum(parameter.bytes_per_rank(num_shards) for parameter in self.parameters)
 
 
@@ -131,10 +132,12 @@ class Plan:
 
     @property
     def num_shards(self) -> int:
+        """Ranks that hold one copy of the parameters between them."""
         return dict(self.axes).get("shard", 1)
 
     @property
     def root(self) -> Group:
+        """The group of the model itself."""
         return self.groups[-1]
 
     @property
@@ -147,6 +150,7 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
+        """Storage, over all ranks."""
         return sum(parameter.num_bytes for parameter in self.parameters)
 
     @property
@@ -162,108 +166,24 @@ class Plan:
                     return group
         return None
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"format": PLAN_FORMAT, **asdict(self)}
-
     def to_json(self, indent: int | None = None) -> str:
         """The plan as JSON; `Plan.from_json` reads it back to an equal plan."""
-        return json.dumps(self.to_dict(), indent=indent, sort_keys=True)
+        from shardwise.planning.plan_json import encode_plan  # it needs this module's classes
+
+        return encode_plan(self, indent)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        return plan_from_dict(json.loads(text))
+        """Read what `to_json` wrote; a plan of another format is refused."""
+        from shardwise.planning.plan_json import decode_plan
+
+        return decode_plan(text)
 
     def digest(self) -> str:
         """Short fingerprint; ranks compare it before they change anything."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
+        from shardwise.planning.plan_text import render_plan
+
         return render_plan(self)
-
-
-def plan_from_dict(data: dict[str, Any]) -> Plan:
-    """Rebuild a plan from `Plan.to_dict()`; unknown formats are refused."""
-    from shardwise.errors import PlanError
-
-    data = dict(data)
-    if (found := data.pop("format", None)) != PLAN_FORMAT:
-        raise PlanError(
-            f"plan has format {found!r}, this version reads {PLAN_FORMAT}",
-            why="the layout of a plan may change between releases",
-            fix="make the plan again with shardwise.plan(...)",
-        )
-    groups = tuple(
-        Group(**{**_tuples(Group, group), "parameters": _parameters(group["parameters"])}) for group in data["groups"]
-    )
-    rebuilt = {"groups": groups, "replicated": _parameters(data["replicated"]), "ignored": _parameters(data["ignored"])}
-    return Plan(**{**_tuples(Plan, data), **rebuilt, "axes": tuple((name, size) for name, size in data["axes"])})
-
-
-def _parameters(rows: list[dict[str, Any]]) -> tuple[PlannedParameter, ...]:
-    return tuple(PlannedParameter(**_tuples(PlannedParameter, row)) for row in rows)
-
-
-def _tuples(kind: type, data: dict[str, Any]) -> dict[str, Any]:
-    """JSON lists back to the tuples the dataclass holds."""
-    known = {f.name for f in fields(kind)}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name in known}
-
-
-def render_plan(plan: Plan) -> str:
-    """A readable tree: one row a group, with sizes, dtypes, policy and reason."""
-    mesh = " x ".join(f"{name} {size}" for name, size in plan.axes) or "one rank"
-    total = sum(parameter.numel for parameter in plan.parameters)
-    lines = [
-        f"{plan.model}: {format_count(total)} parameters, {format_bytes(plan.num_bytes)}; "
-        f"{len(plan.groups)} groups over {mesh} ({plan.device}); "
-        f"{format_bytes(plan.bytes_per_rank)} of parameters per rank"
-    ]
-    lines += [f"  · {reason}" for reason in plan.reasons]
-    for first, last, group in _runs(plan.groups):
-        count = f"{first} … {last}" if first != last else first
-        lines.append(f"├─ {count}  {_sizes(group)}  {_policy(group)}")
-        lines.append(f"│    {group.reason}")
-        lines += [f"│    {p.fqn}: {p.reason}" for p in group.parameters if p.reason]
-        lines += [f"│    entered through {', '.join(group.entry_points)}"] if group.entry_points else []
-    for title, parameters in (("replicated", plan.replicated), ("ignored", plan.ignored)):
-        lines += [f"├─ {title}: {p.fqn}  {list(p.shape)} {p.dtype}  {p.reason}" for p in parameters]
-    lines += [f"└─ warning: {warning}" for warning in plan.warnings]
-    return "\n".join(lines)
-
-
-def _sizes(group: Group) -> str:
-    return f"{format_count(group.numel)} parameters, {format_bytes(group.num_bytes)}"
-
-
-def _policy(group: Group) -> str:
-    compute = group.param_dtype or "storage"
-    parts = [f"{'/'.join(group.storage_dtypes) or '-'} → {compute}, reduce {group.reduce_dtype or compute}"]
-    if group.output_dtype:
-        parts.append(f"output {group.output_dtype}")
-    parts.append(
-        {True: "reshard", False: "keep gathered", None: "keep gathered"}[group.reshard_after_forward]
-        if isinstance(group.reshard_after_forward, bool | None)
-        else f"reshard to {group.reshard_after_forward}"
-    )
-    if group.offload:
-        parts.append("offload to CPU" + (", pinned" if group.pin_memory else ""))
-    if group.forward_prefetch or group.backward_prefetch:
-        parts.append(f"prefetch {len(group.forward_prefetch)}/{len(group.backward_prefetch)}")
-    return "[" + "; ".join(parts) + "]"
-
-
-def _runs(groups: tuple[Group, ...]) -> Iterator[tuple[str, str, Group]]:
-    """Fold neighbouring groups that differ only in their index, so that 80 layers print as one row."""
-    start = 0
-    for index in range(1, len(groups) + 1):
-        if index == len(groups) or _shape_of(groups[index]) != _shape_of(groups[start]):
-            yield groups[start].name, groups[index - 1].name, groups[start]
-            start = index
-
-
-def _shape_of(group: Group) -> tuple[Any, ...]:
-    digits = str.maketrans("", "", "0123456789")
-    parameters = tuple((p.fqn.translate(digits), p.shape, p.dtype, p.trainable) for p in group.parameters)
-    names = tuple(module.translate(digits) for module in group.modules)
-    prefetch = (len(group.forward_prefetch), len(group.backward_prefetch))
-    return names, group.kind, parameters, group.param_dtype, group.reshard_after_forward, group.offload, prefetch

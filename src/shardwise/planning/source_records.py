@@ -24,7 +24,11 @@ _ITEMS_TRIED = 16
 def record_call(module: nn.Module, through: Value, frame: Frame) -> None:
     """`module(...)` is written in this frame; `through` is the value that was called."""
     analysis = frame.analysis
-    if module not in analysis.places or id(module) in analysis.places.internal or is_holder(module):
+    if module not in analysis.places or is_holder(module):
+        return
+    if id(module) in analysis.places.internal:  # `attention.out_proj(x)`: its weights are its owner's
+        for parameter in module.parameters():
+            record_read(parameter, frame)
         return
     analysis.activity += 1
     analysis.add(Fact("call", frame.chain, module, "", frame.is_conditional or through.picked))

@@ -66,9 +66,9 @@ def _refuse_partial_overlap(tensors: list[Tensor]) -> None:
     for tensor in tensors:
         parameter = tensor.parameter
         if parameter.numel() and _has_storage(parameter):
-            start = parameter.storage_offset()
+            start = int(parameter.storage_offset())
             extent = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-            spans[storage_id(parameter)].append((start, start + extent + 1, tensor))
+            spans[storage_id(parameter)].append((start, start + int(extent) + 1, tensor))
     for same in spans.values():
         same.sort(key=lambda span: span[:2])
         for (_, end, first), (start, _, second) in zip(same, same[1:], strict=False):

@@ -1,7 +1,7 @@
 """Activation checkpointing: recompute blocks in backward instead of keeping what they computed in forward."""
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -12,13 +12,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwise.config.schema import ShardConfig
 from shardwise.errors import ConfigError, ShardError
 from shardwise.sharding.blocks import ReplacedForward, find_blocks, put_back, replacements
+from shardwise.sharding.written_buffers import WrittenBuffers, is_known_to_write
 
 M = TypeVar("M", bound=nn.Module)
 Mode = Literal["full", "selective", "none"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _POLICIES = ("full", "selective", "every_n", "none")
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Matrix products, attention and convolutions: nearly all of a block's arithmetic, and few of its saved bytes.
 _COSTLY = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm",
@@ -40,8 +40,8 @@ def checkpoint_activations(
 
     Call it before `compile_blocks` and `shard`. Only `forward` of each block is replaced: names of
     parameters, classes and hooks stay, and FSDP2 gathers a block once for its recomputation and its backward.
-    Random numbers are drawn again alike, and batch norms count each batch once. A second call replaces
-    what the first one chose.
+    Random numbers are drawn again alike, and buffers that a block writes (batch statistics) are written once.
+    A second call replaces what the first one chose.
 
     Args:
         model: Not sharded yet.
@@ -87,56 +87,37 @@ class CheckpointedForward(ReplacedForward):
 
     def __init__(self, module: nn.Module, saved_ops: frozenset[Any], *, preserve_rng: bool) -> None:
         super().__init__(module.forward)
-        self.saved_ops = saved_ops
-        self.batch_norms: list[nn.Module] = [
-            inner for inner in module.modules() if isinstance(inner, _BATCH_NORMS)
-        ]
-        self.compiles_inside = bool(self.batch_norms)  # compilers do not follow what is done for their sake
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
-        if saved_ops and not self.batch_norms:
+        if saved_ops:
             # torch.compile follows exactly this form.
             self.options["context_fn"] = partial(
                 create_selective_checkpoint_contexts, partial(_keep, saved_ops)
             )
-        elif self.batch_norms:
-            self.options["context_fn"] = self._contexts
+        self.buffers = WrittenBuffers(module)
+        self.compiles_inside = is_known_to_write(module)  # a compiler does not follow the care taken of them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block; what it computes inside is not kept."""
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
-        return checkpoint(self.__wrapped__, *args, **self.options, **kwargs)
+        options = self.options
+        if not torch.compiler.is_compiling() and self.buffers:
+            options = {**options, "context_fn": self._contexts}
+        return checkpoint(self.__wrapped__, *args, **options, **kwargs)
 
     def _contexts(self) -> Contexts:
         """What surrounds the first run, and what the recomputation."""
-        first: AbstractContextManager[Any] = nullcontext()
-        again: AbstractContextManager[Any] = nullcontext()
-        if self.saved_ops:
-            first, again = create_selective_checkpoint_contexts(partial(_keep, self.saved_ops))
-        return first, _both(again, _statistics_kept(self.batch_norms))
+        run = self.buffers.run()
+        if "context_fn" not in self.options:
+            return run.first(), run.again()
+        first, again = self.options["context_fn"]()
+        return _both(run.first(), first), _both(run.again(), again)
 
 
 @contextmanager
-def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(other)
-        stack.enter_context(one)
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
         yield
-
-
-@contextmanager
-def _statistics_kept(batch_norms: list[nn.Module]) -> Iterator[None]:
-    """Let batch norms count the batch in copies of their statistics: the first run has counted it already."""
-    kept = [(norm, dict(norm._buffers)) for norm in batch_norms]
-    for norm, buffers in kept:
-        norm._buffers.update(
-            {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
-        )
-    try:
-        yield
-    finally:
-        for norm, buffers in kept:
-            norm._buffers.update(buffers)
 
 
 def _keep(

@@ -68,7 +68,7 @@ class BackwardEnd:
         self._process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self._num_ranks = mesh.size()
         self._parameters, self._unused = list(parameters), unused
-        if (self._parameters or unused.is_needed) and self._num_ranks > 1:
+        if unused.is_needed or (self._parameters and self._num_ranks > 1):
             compat.on_backward_end(model, self._finish)
 
     def _finish(self) -> None:

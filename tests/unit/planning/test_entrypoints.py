@@ -667,3 +667,17 @@ def test_names_set_before_leaving_a_loop_are_known_after_it():
     calls = read_calls(Chooses())
     blocks_called(calls, "blocks.0", "blocks.1")
     assert_plain(calls)
+
+
+def test_calling_a_part_of_an_opaque_module_reads_its_owners_weights():
+    class Reaches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2)
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0] + self.attention.out_proj(x)
+
+    calls = read_calls(Reaches())
+    assert calls.foreign_reads == {"attention.out_proj.weight": {""}, "attention.out_proj.bias": {""}}
+    assert "attention.out_proj" not in calls.called

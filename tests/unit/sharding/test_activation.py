@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import shardwise as sw
 from shardwise.models.transformer import Transformer, TransformerConfig
@@ -142,28 +143,38 @@ def test_a_copy_runs_its_own_weights():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-class NormalisedBlock(nn.Module):
+class StatefulBlock(nn.Module):
+    """Keeps batch statistics, a power iteration, and a running mean of its own that it also reads."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm, self.out = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.linear, self.norm = spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("table", torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(torch.relu(self.norm(self.linear(x))))
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x + self.out(torch.relu(self.norm(self.linear(x - self.mean)) * self.table))
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
-def test_a_batch_is_counted_once_in_batch_statistics(policy: Any):
+def test_buffers_that_a_block_writes_are_written_once(policy: Any):
     torch.manual_seed(0)
-    plain = nn.Sequential(NormalisedBlock(), NormalisedBlock(), nn.Linear(4, 2))
+    plain = nn.Sequential(StatefulBlock(), StatefulBlock(), nn.Linear(4, 2))
     model = sw.checkpoint_activations(copy.deepcopy(plain), policy)
-    batch = torch.randn(6, 4)
-    for one in (plain, model):
-        one(batch).square().mean().backward()
-    for name, buffer in plain.named_buffers():
-        assert torch.equal(buffer, model.get_buffer(name)), name
-    assert int(model.get_buffer("0.norm.num_batches_tracked")) == 1
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(parameter.grad, model.get_parameter(name).grad), name  # pyrefly: ignore
+    for step in range(4):
+        batch = torch.randn(6, 4)
+        for one in (plain, model):
+            one.train(step != 1)
+            one.zero_grad()
+            one(batch).square().mean().backward()
+        for name, buffer in plain.named_buffers():
+            assert torch.equal(buffer, model.get_buffer(name)), name
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(parameter.grad, model.get_parameter(name).grad), name  # pyrefly: ignore
+    assert int(model.get_buffer("0.norm.num_batches_tracked")) == 3
 
 
 def test_without_gradients_nothing_is_recomputed():
