@@ -229,13 +229,14 @@ def run_case(case: str, model: str) -> list[Result]:
 
 
 def main() -> int:
-    options = parse("What planning costs.", toy_help="the debug model only: does it run?")
+    options = parse("What planning costs.", toy_help="the debug model only, all in one process: does it run?")
+    run = run_case if options.toy else in_new_process
     results: list[Result] = []
     for name in ["llama3-debug"] if options.toy else ["llama3-70b", "llama3-405b"]:
-        results += in_new_process("plan", name)
+        results += run("plan", name)
     for case in ("time shard", "watch shard"):
-        results += in_new_process(case, "llama3-debug" if options.toy else "llama3-70b")
-    results += in_new_process("materialize", "llama3-debug" if options.toy else "llama3-1b")
+        results += run(case, "llama3-debug" if options.toy else "llama3-70b")
+    results += run("materialize", "llama3-debug" if options.toy else "llama3-1b")
     results += fused_experts(2 if options.toy else 32)
     results += time_help(2 if options.toy else 20)
     report("planning", results, save=options.save)

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -282,9 +281,10 @@ def replace_in_place(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)  # marks that a user set on the parameter
-    if weakref.getweakrefs(old):  # recurrent layers hold their weights weakly
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError:  # recurrent layers hold their weights weakly, a graph may hold them too
         return new
-    torch.utils.swap_tensors(old, new)
     return old
 
 

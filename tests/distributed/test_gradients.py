@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise.config.schema import PrecisionConfig, ShardConfig
 from shardwise.sharding.apply import shard
+from shardwise.sharding.materialize import materialize
 from shardwise.training.step import accumulate
 from tests.ranks import ranks
 from tests.unit.planning.test_groups import Block
@@ -68,6 +69,19 @@ def test_scalars_train_and_stay_dtensors(rank: int):
     assert model.scale.placements == (Replicate(),)
     assert model.scale.shape == ()
     steps(model, reference, [[0, 0], [0, 0], [0, 0]], rank)
+
+
+@ranks(2)
+def test_scalars_built_on_meta_are_averaged_too(rank: int):
+    """Materialising registers new parameters; the average must follow them."""
+    with torch.device("meta"):
+        model = Scaled()
+    shard(model, mesh=mesh_of(2))
+    materialize(model, init=lambda module: [nn.init.constant_(p, 0.1) for p in module.parameters(recurse=False)])
+    reference = Scaled()
+    for parameter in reference.parameters():
+        nn.init.constant_(parameter, 0.1)
+    steps(model, reference, [[0, 0], [0, 0]], rank)
 
 
 @ranks(2)

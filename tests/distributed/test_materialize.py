@@ -398,11 +398,12 @@ def test_initialiser_that_fails_on_one_rank_raises_on_all(rank: int):
         if rank == 1 and isinstance(module, nn.Embedding):
             raise OSError("no such file")
 
-    with pytest.raises(
-        ShardError, match=r"an initialiser of Embedding failed: OSError: no such file"
-    ) as caught:
-        materialize(sharded(), init)
-    assert caught.value.where == "embed"
+    for sync in (False, True):
+        with pytest.raises(
+            ShardError, match=r"an initialiser of Embedding failed: OSError: no such"
+        ) as caught:
+            materialize(sharded(), init, sync_from_rank_zero=sync)
+        assert caught.value.where == "embed"
 
 
 class Stray(nn.Module):
@@ -515,7 +516,11 @@ def test_recurrent_layers_keep_their_list_of_weights(rank: int):
     torch.manual_seed(2)
     found = values(materialize(model))
     torch.manual_seed(2)
-    plain = materialize(on_meta(build))
+    plain = on_meta(build)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    materialize(plain)
+    with pytest.raises(ShardError, match="SGD holds 4 of 4 parameters that LSTM no longer uses"):
+        optimizer.step()  # the layer holds its weights weakly, so they could not be swapped in place
     assert_same(found, values(plain))
     batch = torch.ones(5, 2, 4)
     assert torch.equal(model(batch)[0], plain(batch)[0])

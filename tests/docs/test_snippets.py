@@ -72,7 +72,7 @@ def test_page_runs_in_one_process(page: Path):
 @pytest.mark.parametrize("page", WITH_RANKS, ids=lambda page: page.name)
 def test_page_runs_on_ranks(page: Path, tmp_path: Path):
     snippets = [snippet for snippet in snippets_of(page.read_text()) if snippet.num_ranks]
-    (num_ranks,) = {snippet.num_ranks for snippet in snippets}
+    (num_ranks,) = {snippet.num_ranks or 1 for snippet in snippets}
     # Every rank prints the marks; what is compared is what rank 0 printed.
     quiet = "import builtins, os\nif os.environ['RANK'] != '0':\n    builtins.print = lambda *a, **k: None\n"
     check_outputs(run_on_ranks(quiet + joined(snippets), tmp_path, num_ranks), snippets)
@@ -81,7 +81,14 @@ def test_page_runs_on_ranks(page: Path, tmp_path: Path):
 def run_on_ranks(script: str, folder: Path, num_ranks: int) -> str:
     """What a script prints when torchrun starts it."""
     (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+    ]
     return run_in(folder, [*command, "train.py"])
 
 
@@ -104,7 +111,9 @@ def test_links_lead_somewhere(page: Path):
 
 def test_snippets_are_found_with_their_output():
     fence = "```"
-    text = f"{fence}python run\na\n{fence}\n{fence}text\nout\n{fence}\n{fence}python run ranks=2\nb\n{fence}\n"
+    text = (
+        f"{fence}python run\na\n{fence}\n{fence}text\nout\n{fence}\n{fence}python run ranks=2\nb\n{fence}\n"
+    )
     assert snippets_of(text) == [Snippet("a\n", None, "out\n"), Snippet("b\n", 2, None)]
 
 

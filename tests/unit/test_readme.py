@@ -11,9 +11,8 @@ ENTRY = re.compile(r"^(?P<indent> *)(?P<names>[\w./]+(?:, [\w./]+)*)(?:\s{2,}|\s
 
 def tree_in(text: str) -> set[str]:
     """The paths under src/shardwise that the README's tree block names, folders with a trailing slash."""
-    block = next(
-        block for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) if "src/shardwise/" in block
-    )
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    block = next(block for block in blocks if block.startswith("src/shardwise/"))
     paths: set[str] = set()
     folders: list[tuple[int, str]] = []
     inside = False

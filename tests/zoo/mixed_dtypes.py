@@ -47,11 +47,10 @@ class PlainBlock(nn.Module):
         return x + self.linear(self.norm(x))
 
 
-def bfloat16_matrices() -> nn.Module:
+def bfloat16_matrices() -> Stack:
     """Matrices in bfloat16, norms in float32, in one and the same block."""
     model = Stack()
-    blocks: Any = model.blocks
-    for block in blocks:
+    for block in model.blocks:
         block.up.to(torch.bfloat16)
         block.down.to(torch.bfloat16)
     return model

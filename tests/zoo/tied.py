@@ -86,10 +86,10 @@ class TiedBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks: Any = nn.ModuleList([Block() for _ in range(4)])
-        first, second, third, fourth = self.blocks
-        third.up.weight = first.up.weight
-        fourth.up.weight = second.up.weight
+        blocks = [Block() for _ in range(4)]
+        blocks[2].up.weight = blocks[0].up.weight
+        blocks[3].up.weight = blocks[1].up.weight
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)

@@ -4,15 +4,15 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.planning import source_statements
 from shardwise.planning.calls import Calls
 from shardwise.planning.places import Places, has_forward, has_parameters, is_holder
-from shardwise.planning.source_entries import public_entries
-from shardwise.planning.source_facts import Entry, FactBook
-from shardwise.planning.source_summary import summarise
+from shardwise.planning.source import statements
+from shardwise.planning.source.entries import public_entries
+from shardwise.planning.source.facts import Entry, FactBook
+from shardwise.planning.source.summary import summarise
 from shardwise.planning.tracing import trace_calls
 
-STATEMENTS_IN = (source_statements,)
+STATEMENTS_IN = (statements,)
 """Importing it fills the reader's table of statements."""
 
 

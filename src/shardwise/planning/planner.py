@@ -14,7 +14,7 @@ from shardwise.errors import PlanError
 from shardwise.planning.assignment import Assignment, assign
 from shardwise.planning.calls import Calls
 from shardwise.planning.dtypes import FLOATING, SIXTEEN_BIT, Compute, choose_compute, widest
-from shardwise.planning.entrypoints import read_calls
+from shardwise.planning.entrypoints import find_calls
 from shardwise.planning.explicit import check_forward, ignored_keys, is_explicit, named_units
 from shardwise.planning.groups import Sizes, Unit, around_calls, find_units
 from shardwise.planning.islands import override_islands, storage_splits
@@ -23,7 +23,6 @@ from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.prefetching import add_prefetch
 from shardwise.planning.settings import SettingsOf, check_config
 from shardwise.planning.ties import Tensor, find_tensors
-from shardwise.planning.tracing import trace_calls
 from shardwise.planning.tree import Node, Tree
 
 
@@ -74,7 +73,7 @@ def make_plan(
     axes, device = _mesh_axes(mesh)
     check_config(config, axes)
     draft = _Draft(model, config, axes, device)
-    calls = _observe_calls(model, example_inputs)
+    calls = find_calls(model, example_inputs)
     units = draft.units(calls)
     assignment = draft.assignment(units, calls)
     compute = choose_compute(config.precision, device, capability, draft.storage_dtypes())
@@ -368,12 +367,3 @@ def _mesh_axes(mesh: DeviceMesh | MeshConfig | None) -> tuple[dict[str, int], st
             )
         sizes = {"shard": mesh.shape[0]} if mesh.ndim == 1 else {"replicate": mesh.shape[0], "shard": mesh.shape[1]}
     return sizes, mesh.device_type
-
-
-def _observe_calls(model: nn.Module, example_inputs: Any) -> Calls:
-    """Who calls what: traced where inputs are given and the trace holds, read from source otherwise."""
-    read = read_calls(model)
-    if example_inputs is None:
-        return read
-    traced = trace_calls(model, example_inputs)
-    return traced.merge(read.without(traced)) if traced.complete else traced.merge(read)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shardwise.planning.places import Places
-from shardwise.planning.source_files import underlying
+from shardwise.planning.source.files import underlying
 
 
 class Method(NamedTuple):

@@ -134,27 +134,24 @@ def _wire(
 ) -> None:
     """Put our hooks around FSDP2's: entries, held groups, gradients outside groups, prefetching."""
     compat.mend_accumulation(model)
-    replicated = _place_outside(model, plan, modules, mesh, state)
+    replicated = _place_outside(model, plan, modules, mesh)
     _wire_entries(model, plan, modules, replicated, state)
     unused = UnusedParameters([g for group in plan.groups if group.reduce_unused for g in _fsdp_groups(group, modules)])
     state.forget.append(unused.forget)
-    BackwardEnd(model, mesh, [*state.replicated.values(), *state.ignored.values()], unused)
+    BackwardEnd(model, mesh, [_places(planned, modules)[0] for planned in (*plan.replicated, *plan.ignored)], unused)
     set_prefetch(plan, modules)
 
 
-def _place_outside(
-    model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh, state: ShardedState
-) -> Replicated:
+def _place_outside(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> Replicated:
     """Bring the parameters that are in no group to the device, replicated ones as DTensors."""
     device = compat.compute_device(model)
     replicated = Replicated()
     for planned in plan.replicated:
-        state.replicated[planned.fqn] = replicated.add(_places(planned, modules), mesh, device)
+        replicated.add(_places(planned, modules), mesh, device)
     for planned in plan.ignored:
         parameter = model.get_parameter(planned.fqn)
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device)
-        state.ignored[planned.fqn] = parameter
     return replicated
 
 

@@ -62,19 +62,22 @@ class BackwardEnd:
     """One collective after backward: averages gradients outside the groups and agrees on unused parameters."""
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, parameters: Sequence[nn.Parameter], unused: UnusedParameters
+        self, model: nn.Module, mesh: DeviceMesh, places: Sequence[tuple[nn.Module, str]], unused: UnusedParameters
     ) -> None:
+        """`places` are the modules and names that register parameters outside the groups."""
         self._groups = compat.param_groups(model)
         self._process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self._num_ranks = mesh.size()
-        self._parameters, self._unused = list(parameters), unused
-        if unused.is_needed or (self._parameters and self._num_ranks > 1):
+        self._places, self._unused = list(places), unused
+        if unused.is_needed or (self._places and self._num_ranks > 1):
             compat.on_backward_end(model, self._finish)
 
     def _finish(self) -> None:
         if not all(compat.reduces_gradients(group) for group in self._groups[:1]):
             return  # accumulating: the last micro-step averages the sum
-        trainable = [parameter for parameter in self._parameters if parameter.requires_grad]
+        # Looked up each time: materialising a model, or moving it, registers new parameters.
+        registered = [module._parameters[name] for module, name in self._places]
+        trainable = [parameter for parameter in registered if parameter is not None and parameter.requires_grad]
         locals_ = [_local_gradient(parameter) for parameter in trainable]
         device = next((g.device for g in self._groups), torch.device("cpu"))
         present = torch.tensor([float(gradient is not None) for gradient in locals_], device=device)

@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwise import compat
 from shardwise.errors import ShardError
 from shardwise.sharding.initialisers import Initialiser, initialisers_of, weights_owner
-from shardwise.sharding.inventory import Entry, class_name, is_meta, take_inventory
+from shardwise.sharding.inventory import Entry, Place, class_name, is_meta, take_inventory
 from shardwise.sharding.mesh import default_mesh, latest_mesh
 from shardwise.sharding.on_demand import FullOnDemand
 from shardwise.sharding.poison import fingerprint, is_poisoned
@@ -20,6 +21,7 @@ from shardwise.sharding.registry import sharded_state
 from shardwise.sharding.replicas import broadcast_from_first, check_equal, replicated_axes, values_of_ranks
 from shardwise.sharding.seeding import same_random_stream
 from shardwise.sharding.unwritten import refuse_unwritten
+from shardwise.sharding.watching import watch_optimizers
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -58,13 +60,14 @@ def materialize(
     Ranks:
         Collective. Every rank raises the same error.
     """
+    for group in compat.param_groups(model):
+        if not compat.is_settled(group):
+            compat.settle(group)
     entries = take_inventory(model)
     mesh = _mesh_of(model, entries)
     if any(entry.pending for entry in entries):
         target = _device(entries, device, mesh)
-        for entry in entries:
-            if entry.pending:
-                entry.allocate(target)
+        _allocate(model, [entry for entry in entries if entry.pending], target)
         walk = _Walk(entries, target, mesh if sync_from_rank_zero else None)
         # Tables are computed on the CPU, as when a model is built for real, even under torch.device("meta").
         with same_random_stream(target, mesh), torch.no_grad(), torch.device("cpu"):
@@ -80,6 +83,15 @@ def materialize(
     if mesh is not None:
         check_equal(entries, mesh)
     return model
+
+
+def _allocate(model: nn.Module, pending: Sequence[Entry], device: torch.device) -> None:
+    on_meta = [entry.tensor for entry in pending]
+    for entry in pending:
+        entry.allocate(device)
+    replaced = [old for old, entry in zip(on_meta, pending, strict=True) if entry.tensor is not old]
+    if replaced:
+        watch_optimizers(model, replaced)
 
 
 class _Walk:
@@ -117,74 +129,70 @@ class _Walk:
         own = [entry for entry in self._own.get(module, []) if entry.pending]
         if not own and not any(children):
             return False
-        initialisers = initialisers_of(module, owner, init)
-        try:
-            self._initialise(own, initialisers, is_leaf=not any(children))
-        except (
-            Exception
-        ) as error:  # other ranks may be well: all of them finish the walk, then raise together
-            self.failure = self.failure or _failed(module, path, error)
+        error = self._initialise(module, own, initialisers_of(module, owner, init), is_leaf=not any(children))
+        if error is not None and self.failure is None:
+            self.failure = _failed(module, path, error)
         return True
 
-    def _initialise(self, own: list[Entry], initialisers: list[Initialiser], *, is_leaf: bool) -> None:
-        # A tied tensor belongs to the first module that writes it; later ones must not draw it again.
-        done = [entry for entry in own if entry.written]
-        owed = [entry for entry in own if not entry.written]
-        newly_locked = set(done) - self._locked
-        self._locked |= newly_locked
-        try:
-            with ExitStack() as stack:
-                for entry in owed:
-                    if isinstance(entry.tensor, DTensor):
-                        stack.enter_context(entry.standing_in_full(self._device))
-                with self._on_demand:
-                    _run(initialisers, (lambda: all(map(_is_written, owed))) if is_leaf and owed else None)
-                self._on_demand.close()
-                for entry in owed:
-                    self._keep(entry, _standing(entry))
-        finally:
-            self._on_demand.close()
-            self._locked -= newly_locked
+    def _initialise(
+        self, module: nn.Module, own: list[Entry], initialisers: list[Initialiser], *, is_leaf: bool
+    ) -> Exception | None:
+        """Run the initialisers and keep what they wrote; return the error where one failed.
 
-    def _keep(self, entry: Entry, full: torch.Tensor) -> None:
-        if is_meta(full):
+        Other ranks may be well, so this one goes on with the walk; all of them raise at its end.
+        """
+        error = None
+        # A tied tensor belongs to the first module that writes it; later ones must not draw it again.
+        done = {entry for entry in own if entry.written}
+        owed = {entry: entry.place_in(module) for entry in own if entry not in done}
+        self._locked |= done
+        with ExitStack() as stack:
+            for entry in owed:
+                if isinstance(entry.tensor, DTensor):
+                    stack.enter_context(entry.standing_in_full(self._device))
+            try:
+                with self._on_demand:
+                    # Only a leaf's: a module with children may be there to write those.
+                    _run(initialisers, (lambda: all(map(_is_written, owed.values()))) if is_leaf else None)
+            except Exception as caught:
+                error = caught
+            self._on_demand.close()
+            for entry, place in owed.items():
+                self._keep(entry, place.get())
+        self._locked -= done
+        return error
+
+    def _keep(self, entry: Entry, full: torch.Tensor | None) -> None:
+        """Store this rank's part of what now stands in an entry's place."""
+        if full is None or is_meta(full):
             return
         if self._mesh_to_sync is not None:
             broadcast_from_first(full, self._mesh_to_sync, range(self._mesh_to_sync.ndim))
-        if (
-            not isinstance(entry.tensor, DTensor)
-            and full is not entry.tensor
-            and full.shape != entry.tensor.shape
-        ):
+        is_sharded = isinstance(entry.tensor, DTensor)
+        if not is_sharded and full.shape != entry.tensor.shape:
             entry.stand(full.to(self._device))  # a table that was rebuilt in another size
         elif full is not entry.tensor:
             entry.store(full)
         entry.written = not is_poisoned(full)
-        entry.fingerprint = fingerprint(full) if isinstance(entry.tensor, DTensor) else None
+        entry.fingerprint = fingerprint(full) if is_sharded else None
 
 
 def _run(initialisers: list[Initialiser], is_done: Callable[[], bool] | None) -> None:
     """Run them weakest first; where `is_done` can tell, skip weaker ones that would be overwritten anyhow."""
-    start = 0
+    first = 0
     if is_done is not None:
-        for start in reversed(range(len(initialisers))):
-            initialisers[start]()
+        for first in reversed(range(len(initialisers))):
+            initialisers[first]()
             if is_done():
                 break
-        start += 1
-    for initialiser in initialisers[start:]:
+        first += 1
+    for initialiser in initialisers[first:]:
         initialiser()
 
 
-def _standing(entry: Entry) -> torch.Tensor:
-    """What the initialisers left in the entry's place; they may have put a new tensor there."""
-    standing = entry.places[0].get()
-    return entry.tensor if standing is None else standing
-
-
-def _is_written(entry: Entry) -> bool:
-    standing = _standing(entry)
-    return not is_meta(standing) and not is_poisoned(standing)
+def _is_written(place: Place) -> bool:
+    standing = place.get()
+    return standing is None or not (is_meta(standing) or is_poisoned(standing))
 
 
 def _failed(module: nn.Module, path: str, error: Exception) -> ShardError:

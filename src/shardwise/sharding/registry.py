@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,32 +12,31 @@ from shardwise.planning.plan import Plan
 
 @dataclass(slots=True)
 class ShardedState:
-    """The plan a model was sharded by, and the parameters FSDP2 does not manage."""
+    """The plan a model was sharded by, and where."""
 
     plan: Plan
     mesh: DeviceMesh
     """The data-parallel mesh: one or two axes."""
-    replicated: dict[str, nn.Parameter] = field(default_factory=dict)
-    """FQN to DTensor parameter, whole on every rank."""
-    ignored: dict[str, nn.Parameter] = field(default_factory=dict)
-    """FQN to plain parameter, left as the user had it."""
     forget: list[Callable[[], None]] = field(default_factory=list)
     """What drops our own notes on a step that failed."""
 
 
-_STATES: WeakKeyDictionary[nn.Module, ShardedState] = WeakKeyDictionary()
+_ROOTS: WeakSet[nn.Module] = WeakSet()
+# In the module's own dict, not in a table here: the state refers back to the model, and a table would keep both.
+_ATTRIBUTE = "_shardwise_state"
 
 
 def remember(model: nn.Module, state: ShardedState) -> None:
     """Record that `model` is the root of a sharded model."""
-    _STATES[model] = state
+    model.__dict__[_ATTRIBUTE] = state
+    _ROOTS.add(model)
 
 
 def sharded_state(model: nn.Module) -> ShardedState | None:
     """What was recorded for `model`, or None when it is not a root that shardwise sharded."""
-    return _STATES.get(model)
+    return model.__dict__.get(_ATTRIBUTE)
 
 
 def sharded_roots() -> list[nn.Module]:
     """Every living root that shardwise sharded."""
-    return list(_STATES)
+    return list(_ROOTS)

@@ -26,20 +26,20 @@ class _Checked:
     """FSDP2 groups that hold parameters of this optimizer."""
 
 
-_REPLACED: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+_REPLACED: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, _Checked] = weakref.WeakKeyDictionary()
 _num_watched = 0
 
 
-def watch_optimizers(model: nn.Module, replaced: Iterable[nn.Parameter]) -> None:
+def watch_optimizers(model: nn.Module, replaced: Iterable[torch.Tensor]) -> None:
     """Make every optimizer that still holds one of the `replaced` parameters fail at its next step.
 
     Without this such an optimizer updates tensors that the model no longer uses: the loss stays flat and
     nothing is raised. Only weak references are kept, and an optimizer is looked at once, not at every step.
 
     Args:
-        model: The root, already sharded and registered.
-        replaced: The parameters it had before.
+        model: The root, with its present parameters.
+        replaced: The tensors it had for parameters before.
 
     Ranks:
         Local.

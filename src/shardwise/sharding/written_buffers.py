@@ -1,4 +1,4 @@
-"""Buffers that a block writes, such as batch statistics: a recomputation starts from what they held before."""
+"""Buffers that a block writes, such as batch statistics: a recomputation starts from what they held."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from shardwise.planning.source_functions import Arguments
-from shardwise.planning.source_values import PLAIN, Source, Value, opaque
+from shardwise.planning.source.functions import Arguments
+from shardwise.planning.source.values import PLAIN, Source, Value, opaque
 
 _DYNAMIC = {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere"}
 _CONTENT = {

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.planning.source_containers import dict_items, list_items
-from shardwise.planning.source_values import Known, Mapping, Sequence, Value
+from shardwise.planning.source.containers import dict_items, list_items
+from shardwise.planning.source.values import Known, Mapping, Sequence, Value
 
 
 def truth(value: Value) -> bool | None:

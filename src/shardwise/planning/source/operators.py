@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.planning.source_attributes import use_as_data
-from shardwise.planning.source_containers import item
-from shardwise.planning.source_frames import Frame, evaluate, expression
-from shardwise.planning.source_records import consume
-from shardwise.planning.source_tensors import compare
-from shardwise.planning.source_truth import truth
-from shardwise.planning.source_values import (
+from shardwise.planning.source.attributes import use_as_data
+from shardwise.planning.source.containers import item
+from shardwise.planning.source.frames import Frame, evaluate, expression
+from shardwise.planning.source.records import consume
+from shardwise.planning.source.tensors import compare
+from shardwise.planning.source.truth import truth
+from shardwise.planning.source.values import (
     PLAIN,
     Known,
     Many,

@@ -3,15 +3,15 @@
 import ast
 import sys
 
-from shardwise.planning import source_displays, source_expressions, source_operators
-from shardwise.planning.source_frames import Frame, evaluate, execute, join_counts, join_names, statement
-from shardwise.planning.source_loops import run_loop
-from shardwise.planning.source_operators import combine
-from shardwise.planning.source_targets import assign
-from shardwise.planning.source_truth import truth
-from shardwise.planning.source_values import NONE, PLAIN, Closure, Source, Value, known
+from shardwise.planning.source import displays, expressions, operators
+from shardwise.planning.source.frames import Frame, evaluate, execute, join_counts, join_names, statement
+from shardwise.planning.source.loops import run_loop
+from shardwise.planning.source.operators import combine
+from shardwise.planning.source.targets import assign
+from shardwise.planning.source.truth import truth
+from shardwise.planning.source.values import NONE, PLAIN, Closure, Source, Value, known
 
-EXPRESSIONS_IN = (source_displays, source_expressions, source_operators)
+EXPRESSIONS_IN = (displays, expressions, operators)
 """Importing them fills the table of expressions; without it the reader would take nothing in."""
 
 

@@ -3,10 +3,10 @@
 import ast
 from collections.abc import Callable
 
-from shardwise.planning.source_containers import walk
-from shardwise.planning.source_frames import Frame, Loop, evaluate, join_counts, join_names
-from shardwise.planning.source_targets import assign
-from shardwise.planning.source_values import Many, Sequence, Source, Value, join
+from shardwise.planning.source.containers import walk
+from shardwise.planning.source.frames import Frame, Loop, evaluate, join_counts, join_names
+from shardwise.planning.source.targets import assign
+from shardwise.planning.source.values import Many, Sequence, Source, Value, join
 
 
 def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame) -> None:

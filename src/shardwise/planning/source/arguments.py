@@ -2,10 +2,10 @@
 
 import ast
 
-from shardwise.planning.source_containers import dict_items, list_items
-from shardwise.planning.source_frames import Frame, evaluate
-from shardwise.planning.source_functions import Arguments
-from shardwise.planning.source_values import (
+from shardwise.planning.source.containers import dict_items, list_items
+from shardwise.planning.source.frames import Frame, evaluate
+from shardwise.planning.source.functions import Arguments
+from shardwise.planning.source.values import (
     Mapping,
     Sequence,
     Value,

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from shardwise.planning.calls import Calls
 from shardwise.planning.places import has_forward, has_parameters
-from shardwise.planning.source_facts import FactBook
-from shardwise.planning.source_frames import Fact
+from shardwise.planning.source.facts import FactBook
+from shardwise.planning.source.frames import Fact
 
 Table = dict[str, frozenset[str]]
 

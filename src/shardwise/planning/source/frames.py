@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shardwise.planning.places import Places
-from shardwise.planning.source_values import PLAIN, Source, Value, join, known
+from shardwise.planning.source.values import PLAIN, Source, Value, join, known
 
 MOST_STEPS = 30_000
 MOST_DEPTH = 30

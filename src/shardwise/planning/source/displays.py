@@ -4,10 +4,10 @@ import ast
 import re
 from typing import Any
 
-from shardwise.planning.source_containers import item
-from shardwise.planning.source_frames import Frame, evaluate, expression
-from shardwise.planning.source_loops import comprehension
-from shardwise.planning.source_values import (
+from shardwise.planning.source.containers import item
+from shardwise.planning.source.frames import Frame, evaluate, expression
+from shardwise.planning.source.loops import comprehension
+from shardwise.planning.source.values import (
     PLAIN,
     Known,
     Many,

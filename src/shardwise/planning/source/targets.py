@@ -2,10 +2,10 @@
 
 import ast
 
-from shardwise.planning.source_containers import item
-from shardwise.planning.source_frames import Frame, evaluate
-from shardwise.planning.source_records import consume
-from shardwise.planning.source_values import PLAIN, Many, Sequence, Value, join, known
+from shardwise.planning.source.containers import item
+from shardwise.planning.source.frames import Frame, evaluate
+from shardwise.planning.source.records import consume
+from shardwise.planning.source.values import PLAIN, Many, Sequence, Value, join, known
 
 
 def assign(target: ast.expr, value: Value, frame: Frame) -> None:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shardwise.planning.places import Places, has_forward, is_opaque
-from shardwise.planning.source_frames import Analysis, Fact, Frame
-from shardwise.planning.source_functions import start
-from shardwise.planning.source_records import record_escape
+from shardwise.planning.source.frames import Analysis, Fact, Frame
+from shardwise.planning.source.functions import start
+from shardwise.planning.source.records import record_escape
 
 _COMPARABLE = (bool, int, float, str, bytes, type(None))
 

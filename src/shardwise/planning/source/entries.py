@@ -5,8 +5,8 @@ import types
 
 from torch import nn
 
-from shardwise.planning.source_facts import Entry, FactBook
-from shardwise.planning.source_files import find_node, is_generator, underlying
+from shardwise.planning.source.facts import Entry, FactBook
+from shardwise.planning.source.files import find_node, is_generator, underlying
 
 _MACHINERY = (
     "torch.", "transformers.modeling_utils", "transformers.generation", "transformers.integrations",

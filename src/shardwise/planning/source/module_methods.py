@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.planning.source_attributes import load, wrap
-from shardwise.planning.source_containers import dict_items, item, list_items
-from shardwise.planning.source_frames import Frame
-from shardwise.planning.source_functions import Arguments
-from shardwise.planning.source_values import (
+from shardwise.planning.source.attributes import load, wrap
+from shardwise.planning.source.containers import dict_items, item, list_items
+from shardwise.planning.source.frames import Frame
+from shardwise.planning.source.functions import Arguments
+from shardwise.planning.source.values import (
     PLAIN,
     Known,
     Many,

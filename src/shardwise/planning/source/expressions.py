@@ -3,19 +3,19 @@
 import ast
 from typing import Any
 
-from shardwise.planning.source_arguments import evaluate_arguments
-from shardwise.planning.source_attributes import load
-from shardwise.planning.source_containers import item
-from shardwise.planning.source_frames import Frame, evaluate, expression
-from shardwise.planning.source_invoke import hand_over, invoke
-from shardwise.planning.source_module_methods import container_method
-from shardwise.planning.source_records import consume
-from shardwise.planning.source_tensors import (
+from shardwise.planning.source.arguments import evaluate_arguments
+from shardwise.planning.source.attributes import load
+from shardwise.planning.source.containers import item
+from shardwise.planning.source.frames import Frame, evaluate, expression
+from shardwise.planning.source.invoke import hand_over, invoke
+from shardwise.planning.source.module_methods import container_method
+from shardwise.planning.source.records import consume
+from shardwise.planning.source.tensors import (
     method_reads_arguments,
     method_reads_content,
     method_result,
 )
-from shardwise.planning.source_values import (
+from shardwise.planning.source.values import (
     NONE,
     PLAIN,
     Closure,

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.planning.source_files import FunctionNode, find_node, is_generator, underlying
-from shardwise.planning.source_frames import MOST_DEPTH, Frame, evaluate, execute, join_counts
-from shardwise.planning.source_records import unwalked
-from shardwise.planning.source_values import (
+from shardwise.planning.source.files import FunctionNode, find_node, is_generator, underlying
+from shardwise.planning.source.frames import MOST_DEPTH, Frame, evaluate, execute, join_counts
+from shardwise.planning.source.records import unwalked
+from shardwise.planning.source.values import (
     ARGUMENT,
     NONE,
     PLAIN,

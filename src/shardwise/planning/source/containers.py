@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.planning.source_attributes import wrap
-from shardwise.planning.source_files import underlying
-from shardwise.planning.source_frames import Frame
-from shardwise.planning.source_functions import Arguments, enter_function
-from shardwise.planning.source_records import consume
-from shardwise.planning.source_values import (
+from shardwise.planning.source.attributes import wrap
+from shardwise.planning.source.files import underlying
+from shardwise.planning.source.frames import Frame
+from shardwise.planning.source.functions import Arguments, enter_function
+from shardwise.planning.source.records import consume
+from shardwise.planning.source.values import (
     PLAIN,
     TENSOR,
     Atom,

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.planning.places import Places, is_holder
-from shardwise.planning.source_frames import Fact, Frame, Loop
-from shardwise.planning.source_values import (
+from shardwise.planning.source.frames import Fact, Frame, Loop
+from shardwise.planning.source.values import (
     Bound,
     Closure,
     Known,

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from shardwise.planning.places import is_holder
-from shardwise.planning.source_attributes import load_from_module
-from shardwise.planning.source_builtins import BUILTINS, WITHOUT_EFFECT
-from shardwise.planning.source_containers import list_items
-from shardwise.planning.source_files import underlying
-from shardwise.planning.source_frames import Fact, Frame
-from shardwise.planning.source_functions import Arguments, enter_closure, enter_function
-from shardwise.planning.source_module_methods import MODULE_METHODS
-from shardwise.planning.source_records import consume, is_interesting, record_call
-from shardwise.planning.source_tensors import is_torch_function, reads_no_content, torch_result
-from shardwise.planning.source_values import (
+from shardwise.planning.source.attributes import load_from_module
+from shardwise.planning.source.builtins import BUILTINS, WITHOUT_EFFECT
+from shardwise.planning.source.containers import list_items
+from shardwise.planning.source.files import underlying
+from shardwise.planning.source.frames import Fact, Frame
+from shardwise.planning.source.functions import Arguments, enter_closure, enter_function
+from shardwise.planning.source.module_methods import MODULE_METHODS
+from shardwise.planning.source.records import consume, is_interesting, record_call
+from shardwise.planning.source.tensors import is_torch_function, reads_no_content, torch_result
+from shardwise.planning.source.values import (
     ARGUMENT,
     PLAIN,
     TENSOR,

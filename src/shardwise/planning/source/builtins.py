@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.planning.source_attributes import has_attribute, load, wrap
-from shardwise.planning.source_containers import walk
-from shardwise.planning.source_frames import Frame
-from shardwise.planning.source_functions import Arguments, defining_class
-from shardwise.planning.source_values import (
+from shardwise.planning.source.attributes import has_attribute, load, wrap
+from shardwise.planning.source.containers import walk
+from shardwise.planning.source.frames import Frame
+from shardwise.planning.source.functions import Arguments, defining_class
+from shardwise.planning.source.values import (
     PLAIN,
     Known,
     Many,

@@ -1,0 +1,110 @@
+"""The benchmarks run at toy size, and what they count is right. Times are never asserted."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from statistics import median
+
+import pytest
+import torch
+
+from benchmarks.measuring import Pairs, median_interval, slowest, watch_memory
+from tests.docs.test_snippets import ROOT
+
+FIELDS = {
+    "case",
+    "value",
+    "unit",
+    "baseline",
+    "ratio",
+    "goal",
+    "met",
+    "versions",
+    "date",
+    "command",
+    "machine",
+}
+
+
+def run_toy(name: str, *options: str) -> list[dict]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--toy", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_step_does_the_same_as_by_hand():
+    lines = run_toy("step")
+    assert all(line.keys() >= FIELDS for line in lines)
+    equal = [line for line in lines if line["goal"] == "equal"]
+    assert len(equal) == 6
+    assert all(line["met"] and line["value"] == line["baseline"] for line in equal)
+    memory = [line for line in lines if "peak memory" in line["case"]]
+    assert all(line["met"] for line in memory), memory
+
+
+@pytest.mark.slow
+def test_step_runs_as_one_of_many_that_do_not_exist():
+    assert len(run_toy("step", "--fake", "4", "--models", "llama")) == 6
+
+
+def test_planning_runs():
+    lines = run_toy("planning")
+    assert all(line.keys() >= FIELDS for line in lines)
+    by_case = {line["case"].rpartition(": ")[2]: line for line in lines}
+    assert by_case["tensor bytes kept by plan + shard on meta"]["value"] == 0
+    assert by_case["tensor bytes kept by materialize"]["met"]
+    assert by_case["states and buffers of a rank, against dim 0"]["ratio"] < 0.2
+
+
+@pytest.mark.slow
+def test_clip_runs():
+    time, norm = run_toy("clip")
+    assert time.keys() >= FIELDS
+    assert norm["met"]
+
+
+def test_results_that_are_kept_are_whole():
+    for file in sorted((ROOT / "benchmarks/results").glob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            assert json.loads(line).keys() >= FIELDS, file.name
+            assert "--toy" not in json.loads(line)["command"], "a toy's numbers mean nothing"
+
+
+@pytest.mark.parametrize(("count", "low", "high"), [(3, 0, 2), (6, 0, 5), (10, 1, 8), (20, 5, 14)])
+def test_interval_is_the_binomial_one(count: int, low: int, high: int):
+    """Order statistics of the usual tables, for 95 %."""
+    values = list(range(count))
+    random.Random(0).shuffle(values)
+    assert median_interval(values) == (low, high)
+
+
+def test_interval_holds_the_true_median_as_often_as_it_says():
+    draw = random.Random(0)
+    inside = 0
+    for _ in range(1000):
+        low, high = median_interval([draw.gauss(0, 1) for _ in range(20)])
+        inside += low <= 0 <= high
+    assert inside >= 940
+
+
+def test_a_stretch_lasts_as_long_as_on_its_slowest_rank():
+    assert slowest([Pairs((1.0, 4.0), (3.0, 1.0)), Pairs((2.0, 3.0), (2.0, 2.0))]) == Pairs(
+        (2.0, 4.0), (3.0, 2.0)
+    )
+    assert median(Pairs((1.0, 2.0, 4.0), (2.0, 2.0, 2.0)).ratios) == 1.0
+
+
+def test_memory_is_followed_in_the_allocator():
+    kept: list[torch.Tensor] = []
+
+    def work() -> None:
+        kept.append(torch.empty(1000, dtype=torch.uint8))
+        torch.empty(5000, dtype=torch.uint8)
+        torch.empty(0).untyped_storage().resize_(3000)  # as FSDP2 does, past any operator
+
+    memory = watch_memory(work)
+    assert (memory.kept, memory.peak) == (1000, 6000)
