@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comparing.calling import Task, bind_batch, bind_loss
 from tests.by_hand import assert_same, full, full_gradients
 from tests.collectives import count_collectives
 from tests.ranks import ranks
+from tests.zoo import find
 
 DIM = 8
 
@@ -130,6 +132,35 @@ def test_a_copy_made_before_sharding_recomputes_its_own_weights(rank: int) -> No
     for parameter in plain.parameters():
         parameter.data.mul_(0.5)
     assert_same(step(teacher, rank), step(sw.shard(plain), rank), atol=0.0, rtol=0.0)
+
+
+ZOO = [
+    "llama", "t5", "gpt2", "albert", "mixtral", "whisper", "llava", "gemma2", "deepseek_v3", "resnet",
+    "openpi_bfloat16", "bagel", "tied_blocks", "scalars", "spectral_norm", "experts_by_index",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@ranks(2, timeout_s=120)
+def test_models_of_the_zoo_have_the_gradients_they_have_without_recomputing(
+    rank: int, policy: Any, name: str
+) -> None:
+    case = find(name)
+    make_batch, loss = bind_batch(case.make_batch), bind_loss(case.loss)
+    task = Task(make_batch=make_batch, loss=loss, seed=0, num_ranks=2, device=torch.device("cpu"))
+    gradients = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = case.build()
+        if checkpointed:
+            sw.checkpoint_activations(model, policy, config=case.config)
+        sw.shard(model, case.config)
+        for step in range(2):
+            model.zero_grad()
+            task.loss_of(model, rank, step).backward()
+        gradients.append(full_gradients(model))
+    assert_same(gradients[1], gradients[0])
 
 
 @ranks(2)

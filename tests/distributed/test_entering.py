@@ -99,7 +99,7 @@ def test_every_entry_computes_what_one_process_computes(rank: int, call: str):
 
 @ranks(2)
 def test_hooks_are_entered_once_per_call(rank: int):
-    """forward → forward_train → the hooks of forward_train: one entry, not two."""
+    """From forward to forward_train, whose hooks would be a second entry."""
     model = shard(Model(), mesh=mesh_of(2))
     counts = count_entries(model)
     model(batch(rank)).sum().backward()
@@ -161,8 +161,7 @@ def test_recomputation_gathers_again(rank: int):
         def forward(self, x):
             x = self.inp(x)
             x = checkpoint(self.layers[0], x, use_reentrant=False)
-            x = checkpoint(lambda y: self.out(self.layers[1](y)), x, use_reentrant=False)
-            return x
+            return checkpoint(lambda y: self.out(self.layers[1](y)), x, use_reentrant=False)
 
     reference, model = Recomputing(), Recomputing()
     shard(model, mesh=mesh_of(2))

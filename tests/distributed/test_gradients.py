@@ -153,5 +153,5 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(rank: int):
     scaler.scale(model(batch(rank), 0).square().mean()).backward()
     scaler.step(optimizer)
     scaler.update()
-    assert not torch.equal(model.blocks[0].up.weight.full_tensor(), dict(zip(dict(model.named_parameters()), before, strict=True))["blocks.0.up.weight"])
+    assert any(not torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
     assert scaler.get_scale() == 2.0

@@ -524,3 +524,33 @@ def test_recurrent_layers_keep_their_list_of_weights(rank: int):
     assert_same(found, values(plain))
     batch = torch.ones(5, 2, 4)
     assert torch.equal(model(batch)[0], plain(batch)[0])
+
+
+class Bare(nn.Module):
+    """Holds a weight that it does not initialise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 4))
+
+
+class TiedToBare(nn.Module):
+    """The tied weight is written by its second owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Bare()
+        self.second = nn.Linear(4, 3)
+        self.second.weight = self.first.weight
+
+
+@ranks(4)
+def test_tied_weight_is_written_by_the_first_owner_that_can(rank: int):
+    """Rank 3 holds none of its three rows, and must draw all the same."""
+    model = on_meta(TiedToBare)
+    fully_shard(model)
+    torch.manual_seed(3)
+    found = values(materialize(model))
+    torch.manual_seed(3)
+    assert_same(found, values(materialize(on_meta(TiedToBare))))
+    assert 0.1 < found["first.weight"].abs().mean() < 0.5

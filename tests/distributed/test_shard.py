@@ -111,7 +111,7 @@ def test_a_given_plan_is_carried_out_as_it_is(rank: int):
 
 @ranks(2)
 def test_a_plan_of_another_model_or_mesh_is_refused(rank: int):
-    with pytest.raises(PlanError, match="differ in .* parameters"):
+    with pytest.raises(PlanError, match=r"differ in .* parameters"):
         shard(stack(4), mesh=mesh_of(2), plan=plan(stack(3), mesh=mesh_of(2)))
     with pytest.raises(PlanError, match="the plan is for a mesh of"):
         shard(stack(), mesh=mesh_of(2), plan=plan(stack(), mesh=MeshConfig(shard=4, device="cpu")))
@@ -124,7 +124,7 @@ def test_a_model_sharded_before_is_refused(rank: int):
         shard(model, mesh=mesh_of(2))
     by_hand = stack()
     fully_shard(by_hand.blocks[0], mesh=mesh_of(2))
-    with pytest.raises(PlanError, match="'blocks.0' is already sharded"):
+    with pytest.raises(PlanError, match=r"'blocks\.0' is already sharded"):
         shard(by_hand, mesh=mesh_of(2))
 
 

@@ -50,6 +50,7 @@ def wav2vec2() -> nn.Module:
         num_conv_pos_embedding_groups=2,
         num_feat_extract_layers=2,
         apply_spec_augment=False,
+        layerdrop=0.0,  # transformers drops none under FSDP, and so differs from one process
         ctc_loss_reduction="mean",
     )
     return hf.Wav2Vec2ForCTC(config)
@@ -61,11 +62,5 @@ def wav2vec2_batch(seed: int) -> dict[str, Tensor]:
 
 CASES = [
     Case(name="whisper", build=whisper, make_batch=whisper_batch),
-    Case(
-        name="wav2vec2",
-        build=wav2vec2,
-        make_batch=wav2vec2_batch,
-        kept=("wav2vec2.encoder.layers.*",),  # layers are dropped at random, on each rank by itself
-        slow=True,
-    ),
+    Case(name="wav2vec2", build=wav2vec2, make_batch=wav2vec2_batch, slow=True),
 ]

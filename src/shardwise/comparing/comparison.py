@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.comparing.causes import Evidence, likely_cause
@@ -16,6 +15,7 @@ from shardwise.comparing.measuring import GRADIENT_FLOOR, Gap, largest, largest_
 from shardwise.comparing.reference import Reference, ReferenceStep, registered_buffers
 from shardwise.comparing.tolerances import Tolerance
 from shardwise.comparing.verdict import ORDER, Deviation, Difference, Quantity
+from shardwise.sharding.layout import local_part, local_tensor
 
 Tensors = Mapping[str, Tensor | None]
 
@@ -46,13 +46,9 @@ class Comparison:
     """How far rounding has driven a parameter apart, through the optimizer."""
 
     def compare_start(self) -> None:
-        """Compare weights and ties before the first step.
-
-        Ranks:
-            Collective.
-        """
+        """Compare weights and ties before the first step."""
         theirs = dict(self.reference.model.named_parameters())
-        self._compare("weight", 0, self._whole_parameters(theirs), theirs)
+        self._compare("weight", 0, self._parameters(), theirs)
         tied, ours = ties(self.reference.model), ties(self.model)
         broken = {name: Gap(math.inf, math.inf, None, None) for name in tied if tied[name] != ours.get(name)}
         self._judge("tie", 0, broken, len(tied))
@@ -71,7 +67,7 @@ class Comparison:
         self._compare_gradients(expected, before, step + 1)
         self.optimizer.step()
         theirs = dict(self.reference.model.named_parameters())
-        gaps = self._compare("parameter", step + 1, self._whole_parameters(theirs), theirs, mistaken=before)
+        gaps = self._compare("parameter", step + 1, self._parameters(), theirs, mistaken=before)
         self.drift = max([self.drift, *(gap.furthest for gap in gaps.values() if gap.within)])
         buffers = self.reference.buffers[self.reference.rank]
         self._compare("buffer", step + 1, registered_buffers(self.model), buffers)
@@ -87,18 +83,15 @@ class Comparison:
 
     def _compare_gradients(self, expected: ReferenceStep, before: dict[str, Tensor], step: int) -> None:
         """Compare gradients, and note how far the coming optimizer step may drive parameters apart."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        ours = {name: parameters[name].grad for name in expected.gradients}
-        held = held_everywhere([name for name, gradient in ours.items() if gradient is not None], self.mesh)
-        gradients = {name: whole(gradient) if name in held else None for name, gradient in ours.items()}
+        ours = {name: parameter.grad for name, parameter in self._parameters().items()}
         floor = GRADIENT_FLOOR * max(map(largest, expected.gradients.values()), default=0.0)
         mistaken = expected.own_gradients
-        self._compare("gradient", step, gradients, expected.gradients, floor=floor, mistaken=mistaken)
+        self._compare("gradient", step, ours, expected.gradients, floor=floor, mistaken=mistaken)
         update = largest_change(before, dict(self.reference.model.named_parameters()))
         for name, theirs in expected.gradients.items():
-            gradient = gradients[name]
-            if theirs is not None and gradient is not None and gradient.shape == theirs.shape:
-                self.slack[name] = self.slack.get(name, 0.0) + step_slack(gradient, theirs, update)
+            mine, part = own_part(ours[name], theirs)
+            if mine is not None and part is not None and mine.shape == part.shape:
+                self.slack[name] = self.slack.get(name, 0.0) + step_slack(mine, part, update)
 
     def _compare(
         self,
@@ -110,15 +103,20 @@ class Comparison:
         floor: float = 0.0,
         mistaken: Tensors | None = None,
     ) -> dict[str, Gap]:
-        """Measure every pair. `mistaken` is what the sharded run holds after the usual mistake."""
-        gaps = {
-            name: measure(
-                ours.get(name), value, self.tolerance.at(step), floor=floor, slack=self._slack(quantity, name)
-            )
-            for name, value in theirs.items()
-        }
+        """Measure this rank's part of every pair, on the scale of the whole.
+
+        `mistaken` is what the sharded run would hold after the usual mistake.
+        """
+        allowed = self.tolerance.at(step)
+        gaps = {}
+        for name, value in theirs.items():
+            scale = max(floor, largest(value))
+            mine, part = own_part(ours.get(name), value)
+            gaps[name] = measure(mine, part, allowed, floor=scale, slack=self._slack(quantity, name))
         wrong = [name for name, gap in gaps.items() if not gap.within]
-        usual = mistaken is not None and all(measure(ours[n], mistaken[n], 1e-6).within for n in wrong)
+        usual = mistaken is not None and all(
+            measure(*own_part(ours[name], mistaken[name]), 1e-6).within for name in wrong
+        )
         self._judge(quantity, step, gaps, len(theirs), usual_mistake=usual)
         return gaps
 
@@ -173,9 +171,8 @@ class Comparison:
                 cause=likely_cause(evidence),
             )
 
-    def _whole_parameters(self, names: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-        ours = dict(self.model.named_parameters(remove_duplicate=False))
-        return {name: whole(ours[name]) for name in names}
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters(remove_duplicate=False))
 
 
 def earliest(differences: list[Difference], order: Mapping[str, int]) -> Difference | None:
@@ -188,23 +185,15 @@ def earliest(differences: list[Difference], order: Mapping[str, int]) -> Differe
     return min(differences, key=moment, default=None)
 
 
-def whole(tensor: Tensor | None) -> Tensor | None:
-    """The full tensor of a DTensor, else the tensor itself.
+def own_part(ours: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What this rank holds of a tensor, and the same part of one process's.
 
-    Ranks:
-        Collective for a DTensor.
+    Between them the ranks compare everything, replicas too, and none waits for another that has no gradient.
     """
-    tensor = None if tensor is None else tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def held_everywhere(names: list[str], mesh: DeviceMesh) -> set[str]:
-    """Names that every rank has a gradient for: only these can be gathered without waiting for ever.
-
-    Ranks:
-        Collective.
-    """
-    return set.intersection(*map(set, gather_objects(names, mesh)))
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return ours, theirs
+    mine = local_tensor(ours)
+    return mine, local_part(theirs.detach(), ours).to(mine.device)
 
 
 def gather_objects(value: object, mesh: DeviceMesh) -> list:

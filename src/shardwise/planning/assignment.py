@@ -68,7 +68,7 @@ def _shared_modules(tree: Tree, units: list[Unit]) -> list[Unit]:
         if node.keys and node.other_parents and node.has_forward and node.parent is not None:
             alone = any(mine is node for unit in units for mine in unit.nodes)
             if not alone and len(_homes([node.parent, *node.other_parents], units)) > 1:
-                reason = f"{node.class_name} shared by {node.parent.fqn or 'the root'} and others; gathered once for all"
+                reason = f"{node.class_name} shared by {node.parent.fqn or 'the root'} and others, gathered for all"
                 shared.append(Unit((node,), "tie", reason, held=True))
     return shared
 

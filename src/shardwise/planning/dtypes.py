@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from shardwise.config.schema import PrecisionConfig
 from shardwise.planning.plan import DTYPE_BYTES
 
@@ -70,3 +72,8 @@ def widest(dtypes: Sequence[str]) -> str:
     if set(dtypes) == set(SIXTEEN_BIT):
         return "float32"
     return max(dtypes, key=lambda dtype: DTYPE_BYTES.get(dtype, 0))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` as `float32`."""
+    return str(dtype).removeprefix("torch.")

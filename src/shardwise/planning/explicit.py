@@ -4,12 +4,10 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable
 
-from torch import nn
-
 from shardwise.config.schema import ShardConfig
 from shardwise.errors import PlanError
 from shardwise.planning.groups import Sizes, Unit
-from shardwise.planning.tree import Node, Tree
+from shardwise.planning.tree import Node, Tree, name_matcher
 
 
 def is_explicit(config: ShardConfig) -> bool:
@@ -111,14 +109,12 @@ def _callable(nodes: Iterable[Node], where: str) -> list[Node]:
 
 def _unknown(name: str, known: list[str], where: str, why: str) -> PlanError:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    fix = "did you mean " + ", ".join(repr(one) for one in near) + "?" if near else f"choose among {', '.join(known[:6])}"
+    fix = f"did you mean {', '.join(map(repr, near))}?" if near else f"choose among {', '.join(known[:6])}"
     return PlanError(f"{where} names {name!r}, which matches nothing", where=f"{where}: {name}", why=why, fix=fix)
 
 
 def ignored_keys(tree: Tree, names: dict[str, int], patterns: tuple[str, ...]) -> set[int]:
     """Keys of the parameters that `ignored` patterns name, as parameters or through their modules."""
-    from shardwise.planning.tree import name_matcher
-
     keys: set[int] = set()
     for pattern in patterns:
         fits = name_matcher(pattern)
@@ -128,13 +124,3 @@ def ignored_keys(tree: Tree, names: dict[str, int], patterns: tuple[str, ...]) -
             raise _unknown(pattern, [*names, *tree.nodes], "ignored", "the pattern fits no parameter or module")
         keys |= found
     return keys
-
-
-def check_forward(module: nn.Module) -> None:
-    """Refuse a root that cannot be called at all."""
-    if type(module).forward is nn.Module.forward and isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise PlanError(
-            f"the model is a {type(module).__name__}, which has no forward",
-            why="FSDP2 gathers parameters when a module is called, and a container is never called",
-            fix="shard its elements, or put it into a module with a forward",
-        )

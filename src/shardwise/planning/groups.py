@@ -35,6 +35,7 @@ class Unit:
     """Gathered from the root's entry to the end of backward, because code outside reads its parameters."""
 
     def contains(self, node: Node) -> bool:
+        """Whether the node is one of its modules or below one."""
         return any(mine.contains(node) for mine in self.nodes)
 
 
@@ -45,9 +46,11 @@ class Sizes:
         self._numel = numel
 
     def of(self, node: Node) -> int:
+        """Parameters at or below a node."""
         return sum(self._numel[key] for key in node.keys)
 
     def of_keys(self, keys: frozenset[int] | set[int]) -> int:
+        """Parameters behind these keys."""
         return sum(self._numel[key] for key in keys)
 
 
@@ -118,7 +121,7 @@ class _Search:
             pieces = [(size, node) for size, node in pieces if size < total and (size <= limit or node.is_atom)]
             if total <= max(limit, 1) or not pieces:
                 return taken
-            size, node = max(pieces, key=lambda piece: piece[0])
+            _, node = max(pieces, key=lambda piece: piece[0])
             reason = f"{node.class_name} taken out of the root, which would outweigh every other group"
             taken.append(Unit((node,), "leaf" if node.is_atom else "block", reason))
 

@@ -1,14 +1,13 @@
 """Cut groups further where one set of settings or one storage dtype does not fit all of a group."""
 
 from collections import defaultdict
-from collections.abc import Callable
 
 from shardwise.config.schema import GroupOverride
 from shardwise.errors import PlanError
 from shardwise.planning.assignment import Assignment
 from shardwise.planning.calls import Calls
 from shardwise.planning.dtypes import majority
-from shardwise.planning.groups import Unit, is_read_outside
+from shardwise.planning.groups import Kind, Unit, is_read_outside
 from shardwise.planning.tree import Node, Tree
 
 _PER_GROUP = ("param_dtype", "reduce_dtype", "output_dtype", "cast_inputs", "reshard_after_forward", "offload")
@@ -46,7 +45,12 @@ def override_islands(tree: Tree, units: list[Unit], overrides: tuple[GroupOverri
 
 
 def storage_splits(
-    assignment: Assignment, tree: Tree, dtype_of: dict[int, str], numel: dict[int, int], trainable: set[int], calls: Calls
+    assignment: Assignment,
+    tree: Tree,
+    dtype_of: dict[int, str],
+    numel: dict[int, int],
+    trainable: set[int],
+    calls: Calls,
 ) -> tuple[list[Unit], dict[int, str]]:
     """Units for the minority dtypes of groups that mix trainable dtypes, and parameters to replicate instead.
 
@@ -96,12 +100,12 @@ def _maximal(nodes: list[Node]) -> list[Node]:
     return [node for node in nodes if not any(other is not node and other.contains(node) for other in nodes)]
 
 
-def _unit(nodes: list[Node], kind: str, reason: str, calls: Calls) -> Unit:
+def _unit(nodes: list[Node], kind: Kind, reason: str, calls: Calls) -> Unit:
     """A unit that is held when its own hooks cannot be relied on to run on every rank and before every use."""
-    unreliable: Callable[[Node], bool] = lambda node: (  # noqa: E731
+    held = any(
         node.fqn in calls.conditional
         or is_read_outside(node, node, calls)
         or (calls.is_known(node.fqn) and node.fqn not in calls.called)
+        for node in nodes
     )
-    held = any(unreliable(node) for node in nodes)
-    return Unit(tuple(nodes), kind, reason, held=held)  # pyrefly: ignore[bad-argument-type]
+    return Unit(tuple(nodes), kind, reason, held=held)

@@ -1,5 +1,6 @@
 """Find parameters that are one tensor under several names, by identity or by storage. Changes nothing."""
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -19,10 +20,12 @@ class Tensor:
 
     @property
     def parameter(self) -> nn.Parameter:
+        """The object that stays when the others are replaced by it."""
         return self.parameters[0]
 
     @property
     def tied_by_storage(self) -> bool:
+        """Whether several objects share its memory."""
         return len(self.parameters) > 1
 
 
@@ -71,7 +74,7 @@ def _refuse_partial_overlap(tensors: list[Tensor]) -> None:
             spans[storage_id(parameter)].append((start, start + int(extent) + 1, tensor))
     for same in spans.values():
         same.sort(key=lambda span: span[:2])
-        for (_, end, first), (start, _, second) in zip(same, same[1:], strict=False):
+        for (_, end, first), (start, _, second) in itertools.pairwise(same):
             if start < end:
                 raise PlanError(
                     f"{first.names[0]!r} and {second.names[0]!r} share memory but are different views of it",

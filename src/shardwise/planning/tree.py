@@ -34,12 +34,14 @@ class Node:
 
     @property
     def ancestors(self) -> Iterator["Node"]:
+        """The nodes above, nearest first."""
         node = self.parent
         while node is not None:
             yield node
             node = node.parent
 
     def contains(self, other: "Node") -> bool:
+        """Whether `other` is this node or below it."""
         return other is self or any(node is self for node in other.ancestors)
 
     @cached_property
@@ -49,6 +51,7 @@ class Node:
 
     @cached_property
     def has_forward(self) -> bool:
+        """Whether the module can be called at all."""
         return "forward" in vars(self.module) or type(self.module).forward is not nn.Module.forward
 
     @cached_property
@@ -68,10 +71,12 @@ class Node:
 
     @property
     def is_composite(self) -> bool:
+        """Whether it can be called and has parts that may be sharded apart."""
         return self.has_forward and not self.is_atom
 
     @property
     def class_name(self) -> str:
+        """The name of the module's class."""
         return type(self.module).__name__
 
 
@@ -99,9 +104,6 @@ class Tree:
             else:
                 node.children.append(self._build(f"{fqn}.{name}" if fqn else name, child, node, key_of))
         return node
-
-    def node_of(self, module: nn.Module) -> Node | None:
-        return self._by_module.get(id(module))
 
     def owners(self) -> dict[int, list[Node]]:
         """Parameter key to the modules that register it, in tree order."""

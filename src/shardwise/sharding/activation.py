@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwise.config.schema import ShardConfig
 from shardwise.errors import ConfigError, ShardError
 from shardwise.sharding.blocks import ReplacedForward, find_blocks, put_back, replacements
+from shardwise.sharding.caches import Caches
 from shardwise.sharding.written_buffers import WrittenBuffers, is_known_to_write
 
 M = TypeVar("M", bound=nn.Module)
@@ -41,7 +42,8 @@ def checkpoint_activations(
     Call it before `compile_blocks` and `shard`. Only `forward` of each block is replaced: names of
     parameters, classes and hooks stay, and FSDP2 gathers a block once for its recomputation and its backward.
     Random numbers are drawn again alike, and buffers that a block writes (batch statistics) are written once.
-    A second call replaces what the first one chose.
+    Caches of keys and values are left out while gradients are recorded, as transformers does. A second call
+    replaces what the first one chose.
 
     Args:
         model: Not sharded yet.
@@ -93,6 +95,7 @@ class CheckpointedForward(ReplacedForward):
             self.options["context_fn"] = partial(
                 create_selective_checkpoint_contexts, partial(_keep, saved_ops)
             )
+        self.caches = Caches(module, self.__wrapped__)
         self.buffers = WrittenBuffers(module)
         self.compiles_inside = is_known_to_write(module)  # a compiler does not follow the care taken of them
 
@@ -100,6 +103,7 @@ class CheckpointedForward(ReplacedForward):
         """Run the block; what it computes inside is not kept."""
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
+        args, kwargs = self.caches.leave_out(args, kwargs)
         options = self.options
         if not torch.compiler.is_compiling() and self.buffers:
             options = {**options, "context_fn": self._contexts}

@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PlanError, ShardwiseError
+from shardwise.planning.dtypes import dtype_name
 from shardwise.planning.plan import Plan
-from shardwise.planning.planner import dtype_name, refuse_sharded
+from shardwise.planning.refusals import refuse_sharded
 from shardwise.ranks import agree_on, raise_together
 
 _SAMPLES = 64

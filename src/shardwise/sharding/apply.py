@@ -68,7 +68,7 @@ def shard(
     remembered = remember_parameters(model, optimizers)
     replaced = list(model.parameters())
     _prepare_storage(model, plan)
-    modules = {name: module for name, module in model.named_modules(remove_duplicate=False)}
+    modules = dict(model.named_modules(remove_duplicate=False))
     aside = _set_aside(model, plan)
     for group in plan.groups:  # children first, root last
         _shard_group(group, modules, model, mesh, aside)

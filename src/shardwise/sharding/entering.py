@@ -116,6 +116,7 @@ class RootEntry(Entry):
             compat.on_backward_end(module, replicated.hide)
 
     def before(self) -> None:
+        """Start clean, and show replicated parameters."""
         if compat.was_left_midway(compat.fsdp_state(self.module)):
             recover(self.module)  # an earlier backward raised
         self.replicated.show()
@@ -126,6 +127,7 @@ class RootEntry(Entry):
         return entered
 
     def after(self, output: Any) -> None:
+        """Free what this pass no longer needs."""
         self.replicated.hide()
         for entry in self.parts:
             entry.finish()
@@ -140,6 +142,7 @@ class RootEntry(Entry):
                 compat.reshard_group(group)
 
     def failed(self) -> None:
+        """Forget the step, so that the next one works."""
         self.replicated.hide()
         if not compat.in_backward():
             recover(self.module)

@@ -97,10 +97,8 @@ def _gather(bucket: list[_Entry], keep: bool) -> Iterator[tuple[str, torch.Tenso
 
 def _whole(entry: _Entry, keep: bool) -> torch.Tensor | None:
     tensor = entry.tensor
-    if isinstance(tensor, DTensor) and sharded_axes(tensor):
-        tensor = tensor.full_tensor()
-    else:
-        tensor = local_tensor(tensor)
+    is_split = isinstance(tensor, DTensor) and sharded_axes(tensor)
+    tensor = tensor.full_tensor() if is_split else local_tensor(tensor)
     return tensor.detach().to(entry.dtype) if keep else None
 
 

@@ -27,9 +27,11 @@ class Casts:
     output_dtype: torch.dtype | None
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What goes in, in the group's compute dtype."""
         return (args, kwargs) if self.input_dtype is None else cast_floating((args, kwargs), self.input_dtype)
 
     def output(self, output: Any) -> Any:
+        """What comes out, in the group's output dtype."""
         return output if self.output_dtype is None else cast_floating(output, self.output_dtype)
 
 

@@ -16,7 +16,8 @@ from shardwise.config.schema import MeshConfig, PrecisionConfig, ShardConfig
 from shardwise.errors import ConfigError, ShardError
 from shardwise.planning.dtypes import choose_compute
 from shardwise.planning.plan import Plan
-from shardwise.planning.planner import device_capability, dtype_name
+from shardwise.planning.dtypes import dtype_name
+from shardwise.planning.planner import device_capability
 from shardwise.planning.planner import plan as make_plan
 from shardwise.sharding.agreement import plan_together
 from shardwise.sharding.apply import shard

@@ -22,7 +22,7 @@ class ShardedState:
 
 
 _ROOTS: WeakSet[nn.Module] = WeakSet()
-# In the module's own dict, not in a table here: the state refers back to the model, and a table would keep both.
+# In the module's own dict, not in a table here: the state refers to the model, and a table would keep both.
 _ATTRIBUTE = "_shardwise_state"
 
 

@@ -161,8 +161,8 @@ class Checkpointed(nn.Module):
         for block in self.blocks:
             if self.training:
                 x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = self._checkpoint(block.__call__, x)
+                continue
+            x = self._checkpoint(block.__call__, x)
         return checkpoint_sequential(list(self.tail), 2, x, use_reentrant=False)
 
 

@@ -67,7 +67,7 @@ def test_a_container_named_as_a_group_is_refused(settings):
 
 
 def test_an_unknown_pattern_is_refused_with_the_nearest_names():
-    with pytest.raises(PlanError, match="'blokcs.0', which matches nothing") as error:
+    with pytest.raises(PlanError, match=r"'blokcs\.0', which matches nothing") as error:
         plan(make(), ShardConfig(block_patterns=("blokcs.0",)), mesh=TWO_RANKS)
     assert "blocks.0" in error.value.fix
 

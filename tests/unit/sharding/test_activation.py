@@ -177,6 +177,58 @@ def test_buffers_that_a_block_writes_are_written_once(policy: Any):
     assert int(model.get_buffer("0.norm.num_batches_tracked")) == 3
 
 
+class CachedBlock(nn.Module):
+    """Appends to a cache as transformers' layers do."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.linear, self.out = layer_idx, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, past_key_values: Any = None, use_cache: bool = True) -> Tensor:
+        keys = self.linear(x)
+        if past_key_values is not None and use_cache:
+            keys = past_key_values.update(keys, self.layer_idx)
+        return x + self.out(keys.mean(0, keepdim=True))
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+
+    def update(self, keys: Tensor, layer: int) -> Tensor:
+        self.keys[layer] = torch.cat([self.keys[layer], keys]) if layer in self.keys else keys
+        return self.keys[layer]
+
+    def get_seq_length(self, layer: int) -> int:
+        return len(self.keys.get(layer, ()))
+
+
+class WithCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CachedBlock(index) for index in range(2))
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        return self.blocks[1](self.blocks[0](x, cache), past_key_values=cache)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_cache_is_left_out_while_gradients_are_recorded_and_filled_otherwise(policy: Any):
+    torch.manual_seed(0)
+    plain = WithCache()
+    model = sw.checkpoint_activations(copy.deepcopy(plain), policy)
+    x, cache = torch.randn(3, 4), Cache()
+    for one in (plain, model):
+        one(x, Cache()).square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter.grad, model.get_parameter(name).grad), name  # pyrefly: ignore
+    with torch.no_grad():
+        model(x, cache)
+    assert [cache.get_seq_length(layer) for layer in range(2)] == [3, 3]
+    with pytest.raises(sw.ShardError, match="past_key_values already holds 3 positions"):
+        model(x, cache)
+
+
 def test_without_gradients_nothing_is_recomputed():
     model = sw.checkpoint_activations(transformer())
     with torch.no_grad(), _Products() as products:

@@ -1,0 +1,249 @@
+"""A plan in the making: facts about the model gathered once, and the steps from them to groups."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shardwise.config.schema import ShardConfig
+from shardwise.errors import PlanError
+from shardwise.planning.assignment import Assignment, assign
+from shardwise.planning.calls import Calls
+from shardwise.planning.dtypes import FLOATING, SIXTEEN_BIT, Compute, dtype_name, widest
+from shardwise.planning.explicit import ignored_keys, is_explicit, named_units
+from shardwise.planning.groups import Sizes, Unit, around_calls, find_units
+from shardwise.planning.islands import override_islands, storage_splits
+from shardwise.planning.placement import choose_shard_dim
+from shardwise.planning.plan import Group, Plan, PlannedParameter
+from shardwise.planning.prefetching import add_prefetch
+from shardwise.planning.settings import SettingsOf
+from shardwise.planning.ties import Tensor, find_tensors
+from shardwise.planning.tree import Node, Tree
+
+
+class Draft:
+    """The facts about one model, gathered once, from which the plan's parts are made."""
+
+    def __init__(self, model: nn.Module, config: ShardConfig, axes: dict[str, int], device: str) -> None:
+        self.model, self.config, self.axes, self.device = model, config, axes, device
+        self.tensors = find_tensors(model)
+        names = {name: key for key, tensor in enumerate(self.tensors) for name in tensor.names}
+        every = {id(parameter): key for key, tensor in enumerate(self.tensors) for parameter in tensor.parameters}
+        asked = ignored_keys(Tree(model, every), names, config.ignored)
+        self.ignored = dict.fromkeys(sorted(asked), "named in ignored")
+        self.replicated: dict[int, str] = {}
+        for key, tensor in enumerate(self.tensors):
+            if key not in self.ignored:
+                self._set_aside(key, tensor)
+        aside = self.ignored.keys() | self.replicated.keys()
+        self.tree = Tree(model, {identity: key for identity, key in every.items() if key not in aside})
+        self.numel = {key: tensor.parameter.numel() for key, tensor in enumerate(self.tensors)}
+        self.sizes = Sizes(self.numel)
+        self.dtype_of = {key: dtype_name(tensor.parameter.dtype) for key, tensor in enumerate(self.tensors)}
+        self.trainable = {key for key, tensor in enumerate(self.tensors) if tensor.parameter.requires_grad}
+        self.upcast: dict[int, str] = {}
+        self._unit_names: frozenset[str] = frozenset()
+
+    def _set_aside(self, key: int, tensor: Tensor) -> None:
+        """Keep whole what FSDP2 cannot split."""
+        parameter = tensor.parameter
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            self.ignored[key] = f"{dtype_name(parameter.dtype)} storage is left as it is"
+        elif parameter.ndim == 0:
+            self.replicated[key] = "a scalar has no dimension to split"
+        elif parameter.numel() == 0:
+            self.replicated[key] = "an empty parameter has nothing to split"
+
+    def storage_dtypes(self) -> list[str]:
+        """Floating dtypes of what is trained, or of everything where nothing is."""
+        keys = [key for key in self.tree.root.keys if self.dtype_of[key] in FLOATING]
+        return sorted({self.dtype_of[key] for key in keys if key in self.trainable} or {self.dtype_of[k] for k in keys})
+
+    def units(self, calls: Calls) -> list[Unit]:
+        """Modules to shard together: those the user named, or those found, and islands among them."""
+        if self.config.group_by == "root":
+            units: list[Unit] = []
+        elif is_explicit(self.config):
+            units = [around_calls(unit, calls) for unit in named_units(self.tree, self.sizes, self.config)]
+        else:
+            units = find_units(self.tree, self.sizes, calls)
+        return units + override_islands(self.tree, units, self.config.overrides, calls)
+
+    def assignment(self, units: list[Unit], calls: Calls) -> Assignment:
+        """Every parameter to one unit, with no unit of two trainable dtypes."""
+        names = {key: tensor.names for key, tensor in enumerate(self.tensors)}
+        assignment = assign(self.tree, units, calls, names)
+        if self.config.mixed_storage == "upcast":
+            for keys in [*assignment.keys, assignment.root]:
+                self._upcast([key for key in keys if key in self.trainable])
+        splits, odd = storage_splits(assignment, self.tree, self.dtype_of, self.numel, self.trainable, calls)
+        if splits:
+            assignment = assign(self.tree, assignment.units + splits, calls, names)
+        for key, reason in {**odd, **assignment.replicated}.items():
+            self.replicated[key] = reason
+        for keys in [*assignment.keys, assignment.root]:
+            keys[:] = [key for key in keys if key not in self.replicated]
+        return assignment
+
+    def _upcast(self, keys: list[int]) -> None:
+        dtypes = sorted({self.dtype_of[key] for key in keys})
+        if len(dtypes) > 1 and all(dtype in FLOATING for dtype in dtypes):
+            target = widest(dtypes)
+            for key in keys:
+                if self.dtype_of[key] != target:
+                    self.upcast[key], self.dtype_of[key] = self.dtype_of[key], target
+
+    def groups(self, assignment: Assignment, calls: Calls, compute: Compute) -> list[Group]:
+        """Groups with their settings, children first and the root last."""
+        settings_of = SettingsOf(self.tree, self.config, compute, pin_memory=self._pin_memory())
+        self._unit_names = frozenset(node.fqn for unit in assignment.units for node in unit.nodes)
+        groups = [
+            self._group(unit, keys, calls, settings_of)
+            for unit, keys in zip(assignment.units, assignment.keys, strict=True)
+            if keys
+        ]
+        root = Unit((self.tree.root,), "block", "what no other group holds; gathered first, kept until backward ends")
+        groups.append(self._group(root, assignment.root, calls, settings_of, is_root=True))
+        return add_prefetch(groups, self.config.prefetch, self.config.overrides)
+
+    def _group(
+        self, unit: Unit, keys: list[int], calls: Calls, settings_of: SettingsOf, *, is_root: bool = False
+    ) -> Group:
+        trained = {self.dtype_of[key] for key in keys if key in self.trainable}
+        storage = sorted(trained or {self.dtype_of[key] for key in keys})
+        settings = settings_of.group(unit.nodes, storage, is_root=is_root)
+        if any(dtype not in FLOATING for dtype in storage):  # complex numbers have no 16-bit compute dtype
+            settings = replace(settings, param_dtype=None, reduce_dtype=None, cast_inputs=False)
+        reshard, reason = settings.reshard_after_forward, unit.reason
+        if unit.held:
+            reshard = False
+        elif not is_root and self.config.reshard_after_forward is None and self._runs_again(unit, calls):
+            reshard, reason = False, f"{reason}; called several times a pass, so it is kept until backward"
+        conditional = any(self._holds(unit, name) for name in calls.conditional)
+        unused = self.config.unused_parameters
+        return Group(
+            modules=tuple(node.fqn for node in unit.nodes),
+            kind="root" if is_root else unit.kind,
+            parameters=tuple(self._parameter(key) for key in keys),
+            param_dtype=settings.param_dtype,
+            reduce_dtype=settings.reduce_dtype,
+            output_dtype=settings.output_dtype,
+            cast_inputs=settings.cast_inputs,
+            reshard_after_forward=reshard,
+            offload=settings.offload,
+            pin_memory=settings.pin_memory,
+            forward_prefetch=("",) * settings.forward_prefetch,  # depths; add_prefetch turns them into names
+            backward_prefetch=("",) * settings.backward_prefetch,
+            entry_points=self._entry_points(unit, calls, is_root),
+            held=unit.held,
+            reduce_unused=unused == "reduce" or (unused == "auto" and conditional),
+            reason=reason,
+        )
+
+    def _runs_again(self, unit: Unit, calls: Calls) -> bool:
+        return any(node.fqn in calls.repeated for node in unit.nodes)
+
+    def _holds(self, unit: Unit, name: str) -> bool:
+        """Whether a module of this name, with parameters that may be left out, belongs to the unit."""
+        node = self.tree.nodes.get(name)
+        return node is not None and unit.contains(node) and bool(node.keys)
+
+    def _entry_points(self, unit: Unit, calls: Calls, is_root: bool) -> tuple[str, ...]:
+        found = [f"{node.fqn}:{method}" for node in unit.nodes for method in sorted(calls.methods.get(node.fqn, ()))]
+        if is_root:
+            found += [f":{method}" for method in ("forward", *calls.public_methods)]
+        names = {node.fqn for node in unit.nodes}
+        for entry in self.config.entry_points:
+            module, _, method = entry.rpartition(":")
+            self._check_entry_point(entry, module, method)
+            is_home = module in names or (is_root and module not in self._unit_names)
+            found += [f"{module}:{method}"] if is_home else []
+        return tuple(dict.fromkeys(found))
+
+    def _check_entry_point(self, entry: str, module: str, method: str) -> None:
+        node = self.tree.nodes.get(module)
+        if node is None or not callable(getattr(type(node.module), method, None)):
+            raise PlanError(
+                f"entry point {entry!r} does not exist",
+                where=f"entry_points: {entry}",
+                why="an entry point is module.fqn:method, or :method for the root",
+                fix=f"check the spelling; the root's methods are reached as :{method or 'method'}",
+            )
+
+    def _pin_memory(self) -> bool:
+        asked = self.config.pin_memory
+        return torch.accelerator.is_available() if asked is None else asked
+
+    def _parameter(self, key: int, placement: str = "shard", reason: str = "") -> PlannedParameter:
+        tensor = self.tensors[key]
+        parameter = tensor.parameter
+        dim, why = 0, ""
+        if placement == "shard" and self.config.shard_dim == "auto":
+            dim, why = choose_shard_dim(tuple(parameter.shape), self.axes.get("shard", 1))
+        notes = [reason, why]
+        if tensor.tied_by_storage:
+            notes.append("tied by storage; becomes one parameter object under all its names")
+        if rewritten := placement == "shard" and not parameter.is_contiguous():
+            notes.append("rewritten row-major: FSDP2 splits contiguous storage only")
+        if key in self.upcast:
+            notes.append(f"stored in {self.dtype_of[key]} instead of {self.upcast[key]}, as asked")
+        return PlannedParameter(
+            fqn=tensor.names[0],
+            aliases=tensor.names[1:],
+            shape=tuple(parameter.shape),
+            dtype=self.dtype_of[key],
+            trainable=key in self.trainable,
+            placement=placement,  # pyrefly: ignore[bad-argument-type]
+            shard_dim=dim,
+            make_contiguous=rewritten,
+            upcast_from=self.upcast.get(key),
+            reason="; ".join(note for note in notes if note),
+        )
+
+    def plan(self, groups: list[Group], calls: Calls, compute: Compute) -> Plan:
+        """Everything decided, in one value."""
+        return Plan(
+            model=type(self.model).__name__,
+            device=self.device,
+            axes=tuple((name, size) for name, size in self.axes.items() if name != "tensor"),
+            groups=tuple(groups),
+            replicated=tuple(self._parameter(key, "replicate", why) for key, why in sorted(self.replicated.items())),
+            ignored=tuple(self._parameter(key, "ignore", why) for key, why in sorted(self.ignored.items())),
+            grad_scaler=compute.grad_scaler,
+            early_root=self.config.prefetch.early_root,
+            outer_modules=self._outer_modules(groups),
+            track_unused=any(group.reduce_unused for group in groups),
+            reasons=(compute.reason, *calls.notes),
+            warnings=tuple(self._warnings(groups)),
+        )
+
+    def _outer_modules(self, groups: list[Group]) -> tuple[str, ...]:
+        """Callable modules around or beside the groups that use the root's parameters."""
+        names = {parameter.fqn for parameter in groups[-1].parameters}
+        root_keys = {key for key, tensor in enumerate(self.tensors) if tensor.names[0] in names}
+        found: list[str] = []
+
+        def visit(node: Node) -> None:
+            for child in node.children:
+                if child.fqn in self._unit_names or not child.keys & root_keys:
+                    continue
+                if child.has_forward:
+                    found.append(child.fqn)
+                if not child.is_atom:
+                    visit(child)
+
+        visit(self.tree.root)
+        return tuple(found)
+
+    def _warnings(self, groups: list[Group]) -> list[str]:
+        warnings = []
+        short = [p for group in groups for p in group.parameters if p.trainable and p.dtype in SIXTEEN_BIT]
+        if short and not self.config.allow_16bit_storage:
+            warnings.append(
+                f"{len(short)} trainable parameters are stored in {short[0].dtype} (first: {short[0].fqn}): optimizer "
+                "updates smaller than 1/256 of a weight are lost. Store float32 and compute in bfloat16 "
+                "(model.float() before sharding), or set allow_16bit_storage=True"
+            )
+        if len(groups) == 1 and self.config.group_by != "root" and not groups[0].modules[0] and len(self.tensors) > 1:
+            warnings.append("a single group: all parameters are gathered at once. Name blocks with block_patterns")
+        return warnings
