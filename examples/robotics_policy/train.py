@@ -45,9 +45,7 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.query, self.key, self.value = (
-            nn.Linear(width, NUM_HEADS * HEAD_DIM, bias=False) for _ in range(3)
-        )
+        self.query, self.key, self.value = (nn.Linear(width, NUM_HEADS * HEAD_DIM, bias=False) for _ in range(3))
         self.output = nn.Linear(NUM_HEADS * HEAD_DIM, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

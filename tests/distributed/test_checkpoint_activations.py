@@ -101,9 +101,7 @@ def test_a_block_is_gathered_once_for_recomputation_and_backward(rank: int, resh
             model(batch(rank)).square().mean().backward()
         counts.append(Counter((each.kind, each.num_bytes) for each in trace.collectives))
     assert counts[0] == counts[1]
-    assert counts[0].total() >= (
-        3 * 3 if reshard else 2 * 3
-    )  # all-gathers and a reduce-scatter of each block
+    assert counts[0].total() >= (3 * 3 if reshard else 2 * 3)  # all-gathers and a reduce-scatter of each block
 
 
 @ranks(2)
@@ -143,9 +141,7 @@ ZOO = [
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize("policy", ["full", "selective"])
 @ranks(2, timeout_s=120)
-def test_models_of_the_zoo_have_the_gradients_they_have_without_recomputing(
-    rank: int, policy: Any, name: str
-) -> None:
+def test_models_of_the_zoo_have_the_gradients_they_have_without_recomputing(rank: int, policy: Any, name: str) -> None:
     case = find(name)
     make_batch, loss = bind_batch(case.make_batch), bind_loss(case.loss)
     task = Task(make_batch=make_batch, loss=loss, seed=0, num_ranks=2, device=torch.device("cpu"))

@@ -15,9 +15,7 @@ from tests.ranks import ranks
 
 def build() -> Transformer:
     torch.manual_seed(0)
-    shape = TransformerConfig(
-        vocab_size=32, max_sequence_length=8, width=16, num_layers=3, num_heads=2, dropout=0.2
-    )
+    shape = TransformerConfig(vocab_size=32, max_sequence_length=8, width=16, num_layers=3, num_heads=2, dropout=0.2)
     return Transformer(shape)
 
 

@@ -24,6 +24,7 @@ class Scaled(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.scale, self.empty = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0, 3))
+        self.spare = nn.Parameter(torch.tensor(2.5))  # nobody uses it: no gradient, so no weight decay either
         self.experts = nn.ModuleList([Block() for _ in range(3)])
         self.blocks = nn.ModuleList([Block(), Block()])
 

@@ -36,9 +36,7 @@ def plan_of(model: nn.Module) -> Plan:
     return state.plan
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[list[Tensor]]
-) -> dict[str, Tensor]:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[list[Tensor]]) -> dict[str, Tensor]:
     """A step for each list of batches, whose gradients are averaged."""
     for batch_of in batches:
         optimizer.zero_grad()
@@ -67,9 +65,7 @@ def trained_alone(model: nn.Module, num_ranks: int) -> dict[str, Tensor]:
 )
 @pytest.mark.parametrize("build", [tiny, composed])
 @ranks(2)
-def test_three_steps_equal_one_process_with_an_optimizer_built_before(
-    rank: int, build: Any, config: Any
-) -> None:
+def test_three_steps_equal_one_process_with_an_optimizer_built_before(rank: int, build: Any, config: Any) -> None:
     model = build()
     expected = trained_alone(model, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -126,13 +122,9 @@ def test_explanations_of_settings_stand_in_the_plan(rank: int) -> None:
 
 @ranks(2)
 def test_mixed_precision_reaches_the_groups_and_buffers(rank: int) -> None:
-    precision = MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
-    )
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
     model = sw.prepare_fully_shard(tiny(), None, {"mixed_precision": precision})
-    assert {(group.param_dtype, group.reduce_dtype) for group in plan_of(model).groups} == {
-        ("bfloat16", "float32")
-    }
+    assert {(group.param_dtype, group.reduce_dtype) for group in plan_of(model).groups} == {("bfloat16", "float32")}
     assert model.scale.dtype is torch.bfloat16
     loss_of(model, tokens(rank)).backward()
     assert model.blocks[0].up.weight.grad.dtype is torch.float32

@@ -265,6 +265,18 @@ def test_every_setting_trains_the_same(rank: int, config: ShardConfig):
     assert_equal(model, reference)
 
 
+@ranks(2)
+def test_weights_loaded_after_an_early_gather_are_used(rank: int):
+    model = shard(stack(), ShardConfig(prefetch=PrefetchConfig(early_root=True)), mesh=mesh_of(2))
+    with torch.no_grad():
+        expected = model(ids(0))
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    train(model, 2, rank)
+    model.load_state_dict(saved)
+    with torch.no_grad():
+        assert torch.equal(model(ids(0)), expected)
+
+
 @ranks(4)
 @pytest.mark.parametrize("config", [ShardConfig(), ShardConfig(reshard_after_forward=2)], ids=["flat", "int"])
 def test_four_ranks_train_the_same(rank: int, config: ShardConfig):

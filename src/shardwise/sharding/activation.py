@@ -92,9 +92,7 @@ class CheckpointedForward(ReplacedForward):
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
         if saved_ops:
             # torch.compile follows exactly this form.
-            self.options["context_fn"] = partial(
-                create_selective_checkpoint_contexts, partial(_keep, saved_ops)
-            )
+            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, saved_ops))
         self.caches = Caches(module, self.__wrapped__)
         self.buffers = WrittenBuffers(module)
         self.compiles_inside = is_known_to_write(module)  # a compiler does not follow the care taken of them
@@ -104,9 +102,9 @@ class CheckpointedForward(ReplacedForward):
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
         args, kwargs = self.caches.leave_out(args, kwargs)
-        options = self.options
+        options: dict[str, Any] = self.options
         if not torch.compiler.is_compiling() and self.buffers:
-            options = {**options, "context_fn": self._contexts}
+            options = options | {"context_fn": self._contexts}
         return checkpoint(self.__wrapped__, *args, **options, **kwargs)
 
     def _contexts(self) -> Contexts:
@@ -124,9 +122,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
         yield
 
 
-def _keep(
-    saved_ops: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
+def _keep(saved_ops: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
 
 

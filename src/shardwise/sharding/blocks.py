@@ -38,9 +38,7 @@ def find_blocks(model: nn.Module, config: ShardConfig | None, *, action: str) ->
     grouped = {name for group in plan(model, config).groups for name in group.modules if name}
     tree = Tree(model, {id(parameter): key for key, parameter in enumerate(model.parameters())})
     nodes = [node for node in tree.root.walk() if node.fqn in grouped and node.is_composite]
-    outermost = [
-        node for node in nodes if not any(other is not node and other.contains(node) for other in nodes)
-    ]
+    outermost = [node for node in nodes if not any(other is not node and other.contains(node) for other in nodes)]
     if not outermost:
         raise ShardError(
             f"{type(model).__name__} has no blocks to work on",

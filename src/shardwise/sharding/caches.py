@@ -22,18 +22,17 @@ class Caches:
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._names = list(inspect.signature(forward).parameters)
+        self._is_declared = any(name in _INSTEAD for name in self._names)
         indices = (getattr(inner, "layer_idx", None) for inner in module.modules())
         self._layer = next((index for index in indices if isinstance(index, int)), 0)
 
-    def leave_out(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def leave_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments without a cache; training needs none, and transformers leaves it out the same way.
 
         Raises:
             ShardError: The cache already holds keys for this block (prefix tuning): they would be lost.
         """
-        if _INSTEAD.keys().isdisjoint(self._names) and _INSTEAD.keys().isdisjoint(kwargs):
+        if not self._is_declared and not any(name in _INSTEAD for name in kwargs):
             return args, kwargs
         named = zip(self._names, args, strict=False)
         args = (*(self._instead(name, value) for name, value in named), *args[len(self._names) :])
@@ -41,7 +40,7 @@ class Caches:
 
     def _instead(self, name: str, value: Any) -> Any:
         if name not in _INSTEAD or value is None:
-            return _INSTEAD[name]
+            return value
         length = getattr(value, "get_seq_length", None)
         if length is not None and length(self._layer) > 0:
             raise ShardError(
@@ -50,4 +49,4 @@ class Caches:
                 why="a layer that is recomputed in backward would append to the cache twice",
                 fix='checkpoint_activations(model, "none") where a filled cache is trained with',
             )
-        return value
+        return _INSTEAD[name]

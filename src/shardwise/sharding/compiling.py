@@ -32,7 +32,7 @@ def compile_blocks(model: M, *, config: ShardConfig | None = None, **compile_opt
         Local. Choose alike on every rank.
     """
     # This backend, for debugging, runs a recomputation that it has compiled with other random numbers.
-    inside = False
+    inside = compile_options.get("backend") == "eager"
     for module in find_blocks(model, config, action="compile_blocks").values():
         chain = list(replacements(module))
         compiled = next((replaced for replaced in chain if isinstance(replaced, CompiledForward)), None)
@@ -68,8 +68,8 @@ class CompiledForward(ReplacedForward):
         """Run the compiled block."""
         if self._compiled is None:
             self._compiled = torch.compile(self.__wrapped__, **self.options)
-        return CompiledForward(copy.deepcopy(self.__wrapped__, memo), self.options)._compiled(*args, **kwargs)
+        return self._compiled(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledForward":
         # The compiled function is bound to the original's weights: the copy compiles its own.
-        return self
+        return CompiledForward(copy.deepcopy(self.__wrapped__, memo), self.options)

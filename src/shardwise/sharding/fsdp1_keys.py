@@ -96,9 +96,7 @@ def _strategy(translation: Translation, key: str, value: Any, model: nn.Module) 
         translation.problem(key, f"is {value!r}", f"choose among {', '.join(STRATEGIES)}")
     elif name == "NO_SHARD":
         fix = "use torch.nn.parallel.DistributedDataParallel"
-        translation.problem(
-            key, "NO_SHARD: FSDP2 always shards, and a copy per rank is data parallelism", fix
-        )
+        translation.problem(key, "NO_SHARD: FSDP2 always shards, and a copy per rank is data parallelism", fix)
     else:
         translation.strategy = name
 
@@ -142,9 +140,7 @@ def _backward_prefetch(translation: Translation, key: str, value: Any, model: nn
     if name == "BACKWARD_PRE":
         translation.note(key, "BACKWARD_PRE is what FSDP2 always does; prefetch.backward asks for more")
     elif name == "NONE":
-        translation.note(
-            key, "None: FSDP2 gathers one group ahead in backward all the same; it holds one group more"
-        )
+        translation.note(key, "None: FSDP2 gathers one group ahead in backward all the same; it holds one group more")
     elif name == "BACKWARD_POST":
         what = "BACKWARD_POST does not exist in FSDP2, which gathers ahead of each group's gradients"
         translation.problem(key, what, "use BACKWARD_PRE, or reshard_after_forward to save memory")
@@ -168,16 +164,12 @@ def _ignored(translation: Translation, key: str, value: Any, model: nn.Module) -
         name = item if isinstance(item, str) else modules.get(id(item), parameters.get(id(item)))
         if not name:
             what = "the model itself" if name == "" else f"a {type(item).__name__} that is not in the model"
-            translation.problem(
-                key, f"names {what}", "pass modules or parameters of this model, or their names"
-            )
+            translation.problem(key, f"names {what}", "pass modules or parameters of this model, or their names")
         elif not isinstance(item, nn.Module) or next(item.parameters(), None) is not None:
             names.append(name)
     if names:
         translation.settings["ignored"] = (*translation.settings.get("ignored", ()), *names)
-        translation.note(
-            key, "gradients of ignored parameters are averaged over ranks; FSDP1 left that to you"
-        )
+        translation.note(key, "gradients of ignored parameters are averaged over ranks; FSDP1 left that to you")
 
 
 def _auto_wrap(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
@@ -292,10 +284,6 @@ _READERS: dict[str, Reader] = {
     ),
     "te_checkpoint_wrapper": _unless_off("is not offered", "call shardwise.checkpoint_activations(model)"),
     "te_shard_fp8_weight": _unless_off("is not offered", "leave it out"),
-    "param_init_fn": _unless_off(
-        "is a step of its own", "call shardwise.materialize(model, init=...) afterwards"
-    ),
-    "process_group": _unless_off(
-        "a group has no device or axes", "pass device_mesh=DeviceMesh.from_group(...)"
-    ),
+    "param_init_fn": _unless_off("is a step of its own", "call shardwise.materialize(model, init=...) afterwards"),
+    "process_group": _unless_off("a group has no device or axes", "pass device_mesh=DeviceMesh.from_group(...)"),
 }

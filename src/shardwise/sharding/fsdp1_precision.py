@@ -69,23 +69,17 @@ def read_fields(translation: Translation, key: str, given: dict[str, Any]) -> di
         explain_low_precision_grads(translation, f"{key}.keep_low_precision_grads", True)
     if given.get("_module_classes_to_ignore"):
         names = ", ".join(sorted(kind.__name__ for kind in given["_module_classes_to_ignore"]))
-        translation.note(
-            key, f"{names}: FSDP1 kept such modules out of low precision; name them in overrides for that"
-        )
+        translation.note(key, f"{names}: FSDP1 kept such modules out of low precision; name them in overrides for that")
     return _fields(translation, key, dtypes, given)
 
 
-def _fields(
-    translation: Translation, key: str, dtypes: dict[str, str | None], given: dict[str, Any]
-) -> dict[str, Any]:
+def _fields(translation: Translation, key: str, dtypes: dict[str, str | None], given: dict[str, Any]) -> dict[str, Any]:
     param = dtypes.get("param_dtype")
     fields: dict[str, Any] = {"param_dtype": param or "storage"}
     if (reduce := dtypes.get("reduce_dtype") or param) is not None:
         fields["reduce_dtype"] = reduce
         if dtypes.get("reduce_dtype") is None and reduce in ("bfloat16", "float16"):
-            translation.note(
-                key, f"gradients are summed in {reduce}, the param_dtype, as no reduce_dtype is given"
-            )
+            translation.note(key, f"gradients are summed in {reduce}, the param_dtype, as no reduce_dtype is given")
     if (output := dtypes.get("output_dtype")) is not None:
         fields["output_dtype"] = output
     casts = [given.get(name) for name in _CASTS]
@@ -123,9 +117,7 @@ def resolve_named(translation: Translation, compute_dtype: str | None) -> None:
     name = name or "DEFAULT"
     if name == "FULL":
         translation.precision["param_dtype"] = "storage"
-        translation.note(
-            "mixed_precision", "FULL: computes as stored; gradients are summed in 32 bits or more"
-        )
+        translation.note("mixed_precision", "FULL: computes as stored; gradients are summed in 32 bits or more")
         return
     dtype = trainer or compute_dtype
     translation.precision["param_dtype"] = dtype or "storage"
@@ -133,6 +125,4 @@ def resolve_named(translation: Translation, compute_dtype: str | None) -> None:
         translation.precision["reduce_dtype"] = dtype
     whose = "the trainer's precision" if trainer else "this device's own choice"
     sums = dtype if name == "PURE" and dtype else "float32"
-    translation.note(
-        "mixed_precision", f"{name}: computes in {dtype or 'storage'}, {whose}; sums gradients in {sums}"
-    )
+    translation.note("mixed_precision", f"{name}: computes in {dtype or 'storage'}, {whose}; sums gradients in {sums}")

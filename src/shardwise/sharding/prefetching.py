@@ -37,9 +37,16 @@ def _gather_early(root: nn.Module) -> None:
     """Start gathering the root's parameters when its optimizer has stepped, not when forward begins."""
     global _installed
     _EARLY_ROOTS.add(root)
+    root.register_load_state_dict_pre_hook(_drop_early_gather)
     if not _installed:
         register_optimizer_step_post_hook(_after_step)
         _installed = True
+
+
+def _drop_early_gather(root: nn.Module, *_: Any) -> None:
+    """Weights are about to be loaded: what was gathered early would hide them from the next forward."""
+    for group in compat.state_param_groups(compat.fsdp_state(root)):
+        compat.settle(group)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -14,9 +14,8 @@ from shardwise import compat
 from shardwise.config.load import load
 from shardwise.config.schema import MeshConfig, PrecisionConfig, ShardConfig
 from shardwise.errors import ConfigError, ShardError
-from shardwise.planning.dtypes import choose_compute
+from shardwise.planning.dtypes import choose_compute, dtype_name
 from shardwise.planning.plan import Plan
-from shardwise.planning.dtypes import dtype_name
 from shardwise.planning.planner import device_capability
 from shardwise.planning.planner import plan as make_plan
 from shardwise.sharding.agreement import plan_together
@@ -76,9 +75,7 @@ def prepare_fully_shard(
         _sync_from_rank_zero(model)
     if translation.buffer_dtype is not None:
         _cast_buffers(model, getattr(torch, translation.buffer_dtype))
-    optimizers = (
-        () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    )
+    optimizers = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     return shard(model, mesh=mesh, optimizers=optimizers, plan=plan)
 
 
@@ -86,9 +83,7 @@ def _read(config: ShardConfig | Mapping[str, Any] | None, model: nn.Module) -> T
     if config is None:
         return Translation()
     if isinstance(config, ShardConfig):
-        return Translation(
-            settings={field.name: getattr(config, field.name) for field in fields(ShardConfig)}
-        )
+        return Translation(settings={field.name: getattr(config, field.name) for field in fields(ShardConfig)})
     if isinstance(config, Mapping):
         return translate(config, model)
     raise ConfigError(
@@ -110,14 +105,8 @@ def _find_mesh(translation: Translation) -> DeviceMesh:
     mesh = data_parallel_mesh(mesh)
     if translation.strategy in HYBRID and mesh.ndim == 1 and translation.replicate != 1:
         fix = f"set data_parallel_replicate_degree, the number of copies, to a divisor of {mesh.size()}"
-        translation.problem(
-            "sharding_strategy", f"{translation.strategy} needs a mesh with a replicate axis", fix
-        )
-    if (
-        translation.strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
-        and mesh.ndim == 2
-        and translation.replicate is None
-    ):
+        translation.problem("sharding_strategy", f"{translation.strategy} needs a mesh with a replicate axis", fix)
+    if translation.strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and mesh.ndim == 2 and translation.replicate is None:
         what = f"{translation.strategy} shards over all ranks, but the mesh has {mesh.shape[0]} copies"
         translation.problem("sharding_strategy", what, "use HYBRID_SHARD, or a mesh of one axis")
     return mesh
@@ -147,20 +136,14 @@ def _complete(translation: Translation, model: nn.Module, mesh: DeviceMesh) -> S
     drop_ignored(chosen, config.ignored)
     join_ties(model, chosen, translation)
     overrides = overrides_of(chosen, _base(config, compute))
-    return replace(
-        config, wrap_if=lambda name, module: name in chosen, overrides=(*overrides, *config.overrides)
-    )
+    return replace(config, wrap_if=lambda name, module: name in chosen, overrides=(*overrides, *config.overrides))
 
 
-def _chosen(
-    translation: Translation, model: nn.Module, config: ShardConfig
-) -> dict[str, dict[str, Any]] | None:
+def _chosen(translation: Translation, model: nn.Module, config: ShardConfig) -> dict[str, dict[str, Any]] | None:
     """Modules to be groups, with settings of their own; None leaves it to the config."""
     if translation.only_children:
         if _names_groups(config):
-            translation.problem(
-                "auto_wrap", "False contradicts the groups that the config names", "give one of them"
-            )
+            translation.problem("auto_wrap", "False contradicts the groups that the config names", "give one of them")
         return {name: {} for name in direct_children(model)}
     chosen = chosen_modules(model, translation)
     if chosen is not None and _names_groups(config):
@@ -183,9 +166,7 @@ def _base(config: ShardConfig, compute: str | None) -> dict[str, Any]:
         "param_dtype": (compute or "storage") if param == "auto" else param,
         "reduce_dtype": "float32" if reduce == "auto" else reduce,
         "cast_inputs": config.precision.cast_inputs,
-        "reshard_after_forward": True
-        if config.reshard_after_forward is None
-        else config.reshard_after_forward,
+        "reshard_after_forward": True if config.reshard_after_forward is None else config.reshard_after_forward,
         "offload": config.offload,
         "forward_prefetch": config.prefetch.forward,
         "backward_prefetch": config.prefetch.backward,

@@ -40,9 +40,7 @@ class Translation:
         """Set a field of `ShardConfig` on behalf of `key`; two keys that differ are a problem."""
         earlier, before = self._said_by.get(name, (key, value))
         if before != value:
-            self.problem(
-                earlier, f"contradicts {key}: one asks for {before!r}, the other for {value!r}", "give one"
-            )
+            self.problem(earlier, f"contradicts {key}: one asks for {before!r}, the other for {value!r}", "give one")
         self._said_by[name] = (key, value)
         self.settings[name] = value
 

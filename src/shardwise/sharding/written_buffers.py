@@ -30,10 +30,7 @@ class WrittenBuffers:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._places: list[Place] = [
-            (inner, name)
-            for inner in module.modules()
-            for name, buffer in inner._buffers.items()
-            if buffer is not None
+            (inner, name) for inner in module.modules() for name, buffer in inner._buffers.items() if buffer is not None
         ]
         self._written: dict[bool, list[Place]] = {}
 

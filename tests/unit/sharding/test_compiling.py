@@ -24,9 +24,7 @@ def fresh_compiler() -> Iterator[None]:
 
 def transformer() -> Transformer:
     torch.manual_seed(0)
-    config = TransformerConfig(
-        vocab_size=32, max_sequence_length=8, width=16, num_layers=12, num_heads=2, dropout=0.2
-    )
+    config = TransformerConfig(vocab_size=32, max_sequence_length=8, width=16, num_layers=12, num_heads=2, dropout=0.2)
     return Transformer(config)
 
 

@@ -69,9 +69,7 @@ def test_no_sharding_is_refused_with_data_parallelism_as_the_way_out():
 
 def test_a_strategy_and_a_contrary_reshard_are_a_contradiction():
     assert "contradicts" in problems(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=True)[0]
-    assert (
-        "contradicts FULL_SHARD" in problems(sharding_strategy="FULL_SHARD", reshard_after_forward=False)[0]
-    )
+    assert "contradicts FULL_SHARD" in problems(sharding_strategy="FULL_SHARD", reshard_after_forward=False)[0]
     assert not problems(sharding_strategy="FULL_SHARD", reshard_after_forward=2)
     assert not problems(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=False)
 
@@ -119,9 +117,7 @@ def test_dtypes_are_read_as_objects_and_names(value: Any, dtype: str | None):
         (None, "bf16", {"param_dtype": "bfloat16"}),
     ],
 )
-def test_composers_names_mean_what_they_mean_there(
-    name: str | None, precision: str | None, expected: dict[str, str]
-):
+def test_composers_names_mean_what_they_mean_there(name: str | None, precision: str | None, expected: dict[str, str]):
     given = {"mixed_precision": name, "precision": precision}
     translation = read(**{key: value for key, value in given.items() if value is not None})
     resolve_named(translation, "float16")  # what the device would choose
@@ -140,9 +136,7 @@ def test_composers_names_mean_what_they_mean_there(
         ({"reduce_dtype": "fp32"}, {"param_dtype": "storage", "reduce_dtype": "float32"}),
         ({"cast_forward_inputs": False}, {"param_dtype": "storage", "cast_inputs": False}),
         (
-            MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-            ),
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32),
             {
                 "param_dtype": "bfloat16",
                 "reduce_dtype": "float32",

@@ -44,11 +44,7 @@ def test_a_model_without_an_opinion_says_nothing():
 
 def test_the_function_answers_true_false_or_settings():
     def answer(module: nn.Module) -> Any:
-        return (
-            {"reshard_after_forward": False}
-            if isinstance(module, Block)
-            else isinstance(module, nn.Embedding)
-        )
+        return {"reshard_after_forward": False} if isinstance(module, Block) else isinstance(module, nn.Embedding)
 
     chosen, translation = ask(Model(answer))
     blocks = {f"blocks.{index}": {"reshard_after_forward": False} for index in range(2)}
