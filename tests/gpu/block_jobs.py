@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
 from shardwise.models.transformer import Transformer, TransformerConfig
@@ -15,8 +16,17 @@ def build(dropout: float) -> Transformer:
     ).cuda()
 
 
+CONFIG = sw.ShardConfig(precision=sw.PrecisionConfig(param_dtype="storage"))
+
+
+def join() -> tuple[int, DeviceMesh]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    rank, num_ranks = start_ranks()
+    return rank, init_device_mesh("cuda", (num_ranks,), mesh_dim_names=("shard",))
+
+
 def step(model: nn.Module, rank: int) -> tuple[dict[str, Tensor], int]:
-    """Gradients of a step with the same random numbers each time, and the bytes kept for backward."""
+    """This rank's gradients of a step, always with the same random numbers, and the bytes kept for backward."""
     tokens = torch.randint(0, 256, (8, 512), generator=torch.Generator().manual_seed(rank)).cuda()
     model.zero_grad()
     torch.cuda.synchronize()
@@ -25,16 +35,14 @@ def step(model: nn.Module, rank: int) -> tuple[dict[str, Tensor], int]:
     loss = model(tokens).float().square().mean()
     kept = torch.cuda.memory_allocated() - before
     loss.backward()
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}, kept  # pyrefly: ignore
+    return {name: p.grad.to_local().clone() for name, p in model.named_parameters()}, kept  # pyrefly: ignore
 
 
 def recompute(policy: str) -> tuple[float, int, int]:
     """Largest relative difference of a gradient to those without recomputing, and the bytes kept by each."""
-    rank, _ = start_ranks()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    config = sw.ShardConfig(precision=sw.PrecisionConfig(param_dtype="storage"))
-    kept, bytes_kept = step(sw.shard(build(0.1), config), rank)
-    model = sw.shard(sw.checkpoint_activations(build(0.1), policy), config)  # pyrefly: ignore
+    rank, mesh = join()
+    kept, bytes_kept = step(sw.shard(build(0.1), CONFIG, mesh=mesh), rank)
+    model = sw.shard(sw.checkpoint_activations(build(0.1), policy), CONFIG, mesh=mesh)  # pyrefly: ignore
     step(model, rank)
     recomputed, bytes_recomputed = step(model, rank)
     torch.distributed.destroy_process_group()
@@ -43,12 +51,10 @@ def recompute(policy: str) -> tuple[float, int, int]:
 
 def compile_with_inductor(policy: str) -> float:
     """Largest relative difference of a gradient between compiled and plain blocks."""
-    rank, _ = start_ranks()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    config = sw.ShardConfig(precision=sw.PrecisionConfig(param_dtype="storage"))
-    plain, _ = step(sw.shard(build(0.0), config), rank)
+    rank, mesh = join()
+    plain, _ = step(sw.shard(build(0.0), CONFIG, mesh=mesh), rank)
     model = sw.compile_blocks(sw.checkpoint_activations(build(0.0), policy))  # pyrefly: ignore
-    sw.shard(model, config)
+    sw.shard(model, CONFIG, mesh=mesh)
     step(model, rank)
     compiled, _ = step(model, rank)
     torch.distributed.destroy_process_group()
