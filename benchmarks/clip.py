@@ -50,9 +50,7 @@ def measure(setup: Setup) -> Measured:
     torch.manual_seed(0)
     parameters = []
     for _ in range(setup.num_params):
-        parameter = nn.Parameter(
-            distribute_tensor(torch.randn(64, 16, device=setup.device), mesh, [Shard(0)])
-        )
+        parameter = nn.Parameter(distribute_tensor(torch.randn(64, 16, device=setup.device), mesh, [Shard(0)]))
         parameter.grad = parameter.detach().clone()
         parameters.append(parameter)
     # A norm that is never reached: gradients stay the same for every call, the work does not.
@@ -73,9 +71,7 @@ def measure(setup: Setup) -> Measured:
 
 def results_of(setup: Setup, by_rank: list[Measured]) -> list[Result]:
     pairs, norms = slowest([one.times.wall for one in by_rank]), by_rank[0].norms
-    baseline, value = (
-        median(times) / setup.num_calls * 1e3 for times in (pairs.baseline_s, pairs.candidate_s)
-    )
+    baseline, value = (median(times) / setup.num_calls * 1e3 for times in (pairs.baseline_s, pairs.candidate_s))
     name = f"clip/{setup.num_params} parameters, {setup.device}, {setup.num_ranks} ranks"
     ratio = median(pairs.ratios)
     return [

@@ -18,9 +18,7 @@ class Experts(nn.Module):
         mixed = torch.zeros_like(x)
         for slot in range(NUM_CHOSEN):
             gate, up = torch.einsum("tw,tiw->ti", x, self.gate_up[chosen[:, slot]]).chunk(2, -1)
-            mixed += weight[:, slot, None] * torch.einsum(
-                "ti,twi->tw", F.silu(gate) * up, self.down[chosen[:, slot]]
-            )
+            mixed += weight[:, slot, None] * torch.einsum("ti,twi->tw", F.silu(gate) * up, self.down[chosen[:, slot]])
         return mixed
 
 
@@ -39,8 +37,7 @@ class Layer(nn.Module):
         attended = self.norms[0](x)
         batch, length, _ = x.shape
         query, key, value = (
-            proj(attended).view(batch, length, -1, 128).transpose(1, 2)
-            for proj in (self.query, self.key, self.value)
+            proj(attended).view(batch, length, -1, 128).transpose(1, 2) for proj in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, -1))

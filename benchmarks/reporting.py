@@ -81,9 +81,9 @@ def _table(results: list[Result]) -> str:
         rows.append(
             (
                 result.case,
-                _number(result.value, result.unit),
-                _number(result.baseline, result.unit),
-                _number(result.ratio),
+                format_number(result.value, result.unit),
+                format_number(result.baseline, result.unit),
+                format_number(result.ratio),
                 f"{low_high[0]:.4g} to {low_high[1]:.4g}" if low_high else "",
                 result.goal,
                 {True: "met", False: "MISSED", None: ""}[result.met],
@@ -95,7 +95,8 @@ def _table(results: list[Result]) -> str:
     )
 
 
-def _number(value: float | None, unit: str = "") -> str:
+def format_number(value: float | None, unit: str = "") -> str:
+    """Four digits, or all of a whole number."""
     if value is None:
         return ""
     shown = f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"

@@ -139,8 +139,13 @@ def start_gather(group: Any) -> None:
 
 
 def reduce_when_backward_ends(group: Any) -> None:
-    """Keep a group gathered until backward is over, instead of freeing it when its first input has a gradient."""
+    """Keep a group gathered until backward is over, instead of freeing it when its first input has a gradient.
+
+    It is also left out of the order that backward prefetches by: that order must be the same on every rank, and a
+    gathered group is kept even where its module did not run.
+    """
     group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
+    group._record_post_forward = lambda: None
 
 
 def before_post_backward(group: Any, callback: Callable[[], None]) -> None:

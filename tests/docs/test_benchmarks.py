@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.measuring import Pairs, median_interval, slowest, watch_memory
+from benchmarks.tabulate import PAGE, filled, newest
 from tests.docs.test_snippets import ROOT
 
 FIELDS = {
@@ -74,6 +75,11 @@ def test_results_that_are_kept_are_whole():
             assert "--toy" not in json.loads(line)["command"], "a toy's numbers mean nothing"
 
 
+def test_page_of_measurements_shows_the_newest_results():
+    page = PAGE.read_text()
+    assert page == filled(page, newest()), "python -m benchmarks.tabulate"
+
+
 @pytest.mark.parametrize(("count", "low", "high"), [(3, 0, 2), (6, 0, 5), (10, 1, 8), (20, 5, 14)])
 def test_interval_is_the_binomial_one(count: int, low: int, high: int):
     """Order statistics of the usual tables, for 95 %."""
@@ -92,9 +98,7 @@ def test_interval_holds_the_true_median_as_often_as_it_says():
 
 
 def test_a_stretch_lasts_as_long_as_on_its_slowest_rank():
-    assert slowest([Pairs((1.0, 4.0), (3.0, 1.0)), Pairs((2.0, 3.0), (2.0, 2.0))]) == Pairs(
-        (2.0, 4.0), (3.0, 2.0)
-    )
+    assert slowest([Pairs((1.0, 4.0), (3.0, 1.0)), Pairs((2.0, 3.0), (2.0, 2.0))]) == Pairs((2.0, 4.0), (3.0, 2.0))
     assert median(Pairs((1.0, 2.0, 4.0), (2.0, 2.0, 2.0)).ratios) == 1.0
 
 

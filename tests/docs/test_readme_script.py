@@ -72,9 +72,7 @@ def test_sharded_script_trains_like_the_plain_one(tmp_path: Path):
     for theirs, ours in zip(expected.splitlines(), actual.splitlines(), strict=True):
         assert ours.split()[0] == theirs.split()[0]
         wanted = [float(value) for value in theirs.split()[1:]]
-        assert [float(value) for value in ours.split()[1:]] == pytest.approx(wanted, abs=2e-4), (
-            theirs.split()[0]
-        )
+        assert [float(value) for value in ours.split()[1:]] == pytest.approx(wanted, abs=2e-4), theirs.split()[0]
 
 
 def test_few_lines_change():

@@ -95,9 +95,7 @@ def run_on_ranks(script: str, folder: Path, num_ranks: int) -> str:
 def run_in(folder: Path, command: list[str]) -> str:
     """What a command prints, run in a folder with this repository's sources on the path."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S
-    )
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -111,9 +109,7 @@ def test_links_lead_somewhere(page: Path):
 
 def test_snippets_are_found_with_their_output():
     fence = "```"
-    text = (
-        f"{fence}python run\na\n{fence}\n{fence}text\nout\n{fence}\n{fence}python run ranks=2\nb\n{fence}\n"
-    )
+    text = f"{fence}python run\na\n{fence}\n{fence}text\nout\n{fence}\n{fence}python run ranks=2\nb\n{fence}\n"
     assert snippets_of(text) == [Snippet("a\n", None, "out\n"), Snippet("b\n", 2, None)]
 
 

@@ -168,7 +168,8 @@ def _wire_entries(
         if len(group.modules) > 1
     ]
     state.forget += [entry.forget for entry in parts]
-    root = RootEntry(model, _casts(plan.root), held, parts, replicated)
+    branches = any(group.held and group.reduce_unused for group in plan.groups)
+    root = RootEntry(model, _casts(plan.root), held, parts, replicated, branches=branches)
     for group in plan.groups:
         single = group is not plan.root and len(group.modules) == 1
         entry = Entry(modules[group.modules[0]], model, _casts(group)) if single else root

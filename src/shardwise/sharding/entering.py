@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise import compat
-from shardwise.sharding.inputs import Casts
+from shardwise.sharding.inputs import Casts, change_tensors
 from shardwise.sharding.outputs import differentiable, gather_before_backward
 from shardwise.sharding.parts import PartsEntry
 from shardwise.sharding.recovery import recover
@@ -105,9 +105,12 @@ class RootEntry(Entry):
         held: Iterable[Any],
         parts: Iterable[PartsEntry],
         replicated: Replicated,
+        *,
+        branches: bool,
     ) -> None:
+        """`branches`: the data of a rank decide which groups run."""
         super().__init__(module, module, casts)
-        self.held, self.parts, self.replicated = tuple(held), tuple(parts), replicated
+        self.held, self.parts, self.replicated, self.branches = tuple(held), tuple(parts), replicated, branches
         for group in self.held:
             compat.reduce_when_backward_ends(group)
         if replicated:
@@ -122,6 +125,10 @@ class RootEntry(Entry):
         self.replicated.show()
 
     def _enter(self, args: Any, kwargs: Any) -> Any:
+        if self.branches and torch.is_grad_enabled():
+            # A group reduces its gradients when its inputs' are known, or last of all if they need none. Which it is
+            # must not depend on the branch a rank took, or ranks would reduce in different orders.
+            args, kwargs = change_tensors((args, kwargs), _wanting_gradient)
         entered = super()._enter(args, kwargs)
         self._gather_held()
         return entered
@@ -150,6 +157,11 @@ class RootEntry(Entry):
     def _gather_held(self, *_: Any) -> None:
         for group in self.held:
             compat.gather_group(group)
+
+
+def _wanting_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    wants = tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor if wants else tensor.detach().requires_grad_()
 
 
 def guard_outside_call(root: Entry, module: nn.Module) -> None:

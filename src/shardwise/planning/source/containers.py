@@ -177,7 +177,10 @@ def _pick(items: AnySequence[Value], at: Any, index: Value) -> Value:
     if isinstance(at, bool) or not isinstance(at, int | slice):
         is_slice = any(isinstance(atom, Known) and atom.object is slice for atom in index.atoms)
         everything = join(items) if items else PLAIN
-        return Value(frozenset({Many(everything)})) if is_slice else _chosen(everything, index)
+        if not is_slice:
+            return _chosen(everything, index)
+        # `layers[:depth]`: which ones run is up to the data where the bound is.
+        return Value(frozenset({Many(_chosen(everything, index) if index.source >= Source.TENSOR else everything)}))
     try:
         chosen = items[at]
     except (IndexError, TypeError, ValueError):
