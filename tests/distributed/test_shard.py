@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError, PlanError, ShardError
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
 from shardwise.sharding.apply import shard
+from shardwise.sharding.blocks import replacements
 from shardwise.sharding.mesh import init_distributed
 from shardwise.sharding.registry import sharded_state
 from tests.collectives import count_collectives
@@ -254,8 +255,9 @@ def test_an_evaluation_between_backward_and_step_changes_nothing(rank: int):
         ShardConfig(shard_dim="first"),
         ShardConfig(unused_parameters="reduce"),
         ShardConfig(overrides=(GroupOverride(pattern="*.norm", reshard_after_forward=False),)),
+        ShardConfig(activations="full"),
     ],
-    ids=["keep", "reshard", "offload", "prefetch", "early", "class", "children", "size", "first", "unused", "island"],
+    ids=["keep", "reshard", "offload", "prefetch", "early", "class", "children", "size", "first", "unused", "island", "ac"],
 )
 def test_every_setting_trains_the_same(rank: int, config: ShardConfig):
     model = stack()
@@ -263,6 +265,14 @@ def test_every_setting_trains_the_same(rank: int, config: ShardConfig):
     shard(model, config, mesh=mesh_of(2))
     train(model, 3, rank)
     assert_equal(model, reference)
+
+
+@ranks(2)
+def test_blocks_are_recomputed_and_compiled_as_the_config_says(rank: int):
+    model = shard(stack(), ShardConfig(activations="full", compile=True), mesh=mesh_of(2))
+    kinds = [type(forward).__name__ for forward in replacements(model.blocks[0])]
+    assert kinds == ["CompiledForward", "CheckpointedForward"]
+    assert not list(replacements(model.head))
 
 
 @ranks(2)

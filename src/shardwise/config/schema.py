@@ -143,6 +143,10 @@ class ShardConfig:
     """Explicit prefetching."""
     overrides: tuple[GroupOverride, ...] = ()
     """Per-pattern settings; the last match wins."""
+    activations: Literal["keep", "full", "selective", "every_n"] = "keep"
+    """What `checkpoint_activations` recomputes in backward instead of keeping; `keep` recomputes nothing."""
+    compile: bool = False
+    """Compile each repeated block, as `compile_blocks` does."""
     shard_dim: Literal["auto", "first"] = "auto"
     """`auto` takes dim 0 unless another dimension wastes less padding; `first` is always dim 0."""
     mixed_storage: Literal["split", "upcast"] = "split"

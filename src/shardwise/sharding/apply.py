@@ -14,7 +14,9 @@ from shardwise import compat
 from shardwise.config.schema import ShardConfig
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.planner import plan as make_plan
+from shardwise.sharding.activation import checkpoint_activations
 from shardwise.sharding.agreement import agree_on_plan, agree_on_weights, check_fits, plan_together
+from shardwise.sharding.compiling import compile_blocks
 from shardwise.sharding.entering import Entry, RootEntry, guard_outside_call
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
 from shardwise.sharding.inputs import Casts, register_post_backward
@@ -66,6 +68,7 @@ def shard(
     agree_on_plan(plan, mesh)
     agree_on_weights(model, mesh)
     remembered = remember_parameters(model, optimizers)
+    _change_blocks(model, config or ShardConfig())
     replaced = list(model.parameters())
     _prepare_storage(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -78,6 +81,14 @@ def shard(
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
     return model
+
+
+def _change_blocks(model: nn.Module, config: ShardConfig) -> None:
+    """Recomputation inside, compilation around it, sharding outside both: the only order that works."""
+    if config.activations != "keep":
+        checkpoint_activations(model, config.activations, config=config)
+    if config.compile:
+        compile_blocks(model, config=config)
 
 
 def _prepare_storage(model: nn.Module, plan: Plan) -> None:
