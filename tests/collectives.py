@@ -37,14 +37,10 @@ class Trace:
 
     collectives: list[Collective] = field(default_factory=list)
 
-    def count(
-        self, kind: str, *, served: Collection[str] | None = None, in_backward: bool | None = None
-    ) -> int:
+    def count(self, kind: str, *, served: Collection[str] | None = None, in_backward: bool | None = None) -> int:
         """How many of a kind, for the group of these parameters if given, in forward or backward if given."""
         return sum(
-            each.kind == kind
-            and (served is None or each.served in served)
-            and in_backward in (None, each.in_backward)
+            each.kind == kind and (served is None or each.served in served) and in_backward in (None, each.in_backward)
             for each in self.collectives
         )
 

@@ -7,11 +7,7 @@ from tests.zoo import cases
 from tests.zoo.checking import check_case
 
 NAMES = [pytest.param(c.name, marks=[pytest.mark.slow] * c.slow) for c in cases("diffusers").values()]
-FOUR = [
-    pytest.param(c.name, marks=[pytest.mark.slow] * c.slow)
-    for c in cases("diffusers").values()
-    if c.four_ranks
-]
+FOUR = [pytest.param(c.name, marks=[pytest.mark.slow] * c.slow) for c in cases("diffusers").values() if c.four_ranks]
 
 
 @pytest.mark.parametrize("name", NAMES)

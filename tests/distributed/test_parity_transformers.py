@@ -7,11 +7,7 @@ from tests.zoo import cases
 from tests.zoo.checking import check_case
 
 NAMES = [pytest.param(c.name, marks=[pytest.mark.slow] * c.slow) for c in cases("transformers").values()]
-FOUR = [
-    pytest.param(c.name, marks=[pytest.mark.slow] * c.slow)
-    for c in cases("transformers").values()
-    if c.four_ranks
-]
+FOUR = [pytest.param(c.name, marks=[pytest.mark.slow] * c.slow) for c in cases("transformers").values() if c.four_ranks]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,5 +1,6 @@
 """The parts of parity() that need no second rank: conventions, distances, tolerances, the one process."""
 
+import json
 import math
 import random
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.comparing import Deviation, parity
+from shardwise.comparing import Deviation, Difference, Parity, parity
 from shardwise.comparing.calling import (
     Task,
     bind_batch,
@@ -28,9 +29,7 @@ from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.sharding.mesh import shutdown
 
 
-def deviation(
-    quantity: Any, sharded: float | None, reference: float | None, name: str = "a.weight", step: int = 1
-):
+def deviation(quantity: Any, sharded: float | None, reference: float | None, name: str = "a.weight", step: int = 1):
     return Deviation(
         quantity=quantity,
         name=name,
@@ -43,9 +42,7 @@ def deviation(
     )
 
 
-def cause(
-    *deviations: Deviation, num_compared: int = 4, tied: frozenset[str] = frozenset(), **options: bool
-) -> str:
+def cause(*deviations: Deviation, num_compared: int = 4, tied: frozenset[str] = frozenset(), **options: bool) -> str:
     evidence = Evidence(
         deviations=deviations,
         num_compared=num_compared,
@@ -193,9 +190,7 @@ def test_one_process_keeps_each_ranks_statistics_apart():
 def test_causes_tell_the_usual_mistakes_apart():
     assert "summed over ranks instead of averaged" in cause(deviation("gradient", 8.0, 2.0))
     assert "divided by the number of ranks twice" in cause(deviation("gradient", 0.5, 2.0))
-    assert "3 times those of one process" in cause(
-        deviation("gradient", 6.0, 2.0), deviation("gradient", 3.0, 1.0)
-    )
+    assert "3 times those of one process" in cause(deviation("gradient", 6.0, 2.0), deviation("gradient", 3.0, 1.0))
     assert "never reached the shard" in cause(deviation("gradient", None, 2.0))
     assert "zeros were reduced" in cause(deviation("gradient", 0.0, None))
     assert "not averaged" in cause(deviation("gradient", 5.0, 2.0), usual_mistake=True)
@@ -206,10 +201,38 @@ def test_causes_tell_the_usual_mistakes_apart():
     assert "holds other tensors" in cause(deviation("parameter", 1.0, 2.0), usual_mistake=True)
 
 
-def test_rounding_is_suspected_first_in_16_bits():
-    slight = Deviation(
-        quantity="loss", name="", step=1, rank=0, sharded=1.0, reference=1.2, relative=0.2, within=False
+def test_verdict_is_valid_json_whatever_differs():
+    missing = Deviation(
+        quantity="gradient",
+        name="a.weight",
+        step=1,
+        rank=0,
+        sharded=None,
+        reference=2.0,
+        relative=math.inf,
+        within=False,
     )
+    verdict = Parity(
+        equal=False,
+        steps=1,
+        world_size=2,
+        losses=(math.nan,),
+        reference_losses=(1.0,),
+        tolerance=1e-5,
+        tolerance_reason="float32",
+        worst=(missing,),
+        first_difference=Difference(deviation=missing, module="a (Linear)", num_others=0, cause="unknown"),
+        plan="M in 1 groups",
+    )
+    read = json.loads(json.dumps(verdict.to_dict(), allow_nan=False))
+    assert read["losses"] == [None]
+    assert read["worst"][0]["relative"] is None
+    assert read["first_difference"]["deviation"]["name"] == "a.weight"
+    assert "gradient of `a.weight` differs at step 1 on rank 0\n  sharded none, one process 2" in str(verdict)
+
+
+def test_rounding_is_suspected_first_in_16_bits():
+    slight = Deviation(quantity="loss", name="", step=1, rank=0, sharded=1.0, reference=1.2, relative=0.2, within=False)
     assert cause(slight, low_precision=True).startswith("possibly nothing but rounding")
     assert not cause(slight).startswith("possibly")
 

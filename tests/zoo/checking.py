@@ -62,11 +62,7 @@ def check_groups(case: Case, plan: Plan) -> None:
         )
         # A tied or functionally read embedding is needed again at the end of the forward.
         used_late = group.kind == "tie" or (group.held and group.kind == "leaf")
-        excused = (
-            group is plan.root
-            or used_late
-            or _matches_group(group, case.runs_again + case.together + case.kept)
-        )
+        excused = group is plan.root or used_late or _matches_group(group, case.runs_again + case.together + case.kept)
         assert _is_freed(group) or excused, f"{case.name}: group {group.name} stays gathered\n{plan}"
 
 
@@ -81,19 +77,14 @@ def largest_unit(model: nn.Module, case: Case) -> int:
     blocks = [_numel(m) for name, m in model.named_modules() if _matches(name, case.blocks)] or [
         _numel(block) for block in _blocks(model)
     ]
-    named = {
-        p: None for name, m in model.named_modules() if _matches(name, case.together) for p in m.parameters()
-    }
+    named = {p: None for name, m in model.named_modules() if _matches(name, case.together) for p in m.parameters()}
     return max([*leaves, *blocks, sum(p.numel() for p in named)])
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     counts = Counter(type(module) for module in model.modules())
     elements = {
-        id(child)
-        for m in model.modules()
-        if isinstance(m, (nn.ModuleList, nn.ModuleDict))
-        for child in m.children()
+        id(child) for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)) for child in m.children()
     }
     return [
         module
@@ -143,9 +134,7 @@ def check_trace(case: Case, plan: Plan, trace: Trace, with_gradient: set[str]) -
         backward = trace.count("all_gather", served=served, in_backward=True)
         reduced = trace.count("reduce_scatter", served=served)
         used, freed = bool(served & with_gradient), _is_freed(group)
-        about = (
-            f"{case.name}: group {group.name}: gathered {forward} + {backward} times, reduced {reduced} times"
-        )
+        about = f"{case.name}: group {group.name}: gathered {forward} + {backward} times, reduced {reduced} times"
         assert forward == 1 if used else forward <= 1, f"{about}\n{plan}"
         assert backward == 1 if used and freed else backward <= freed, f"{about}\n{plan}"
         assert reduced == 1 if used else reduced <= 1, f"{about}\n{plan}"

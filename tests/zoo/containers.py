@@ -62,9 +62,7 @@ class InNestedLists(Root):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages: Any = nn.ModuleList(
-            [nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])]
-        )
+        self.stages: Any = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)

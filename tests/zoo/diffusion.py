@@ -120,9 +120,7 @@ CASES = [
         name="diffusion_transformer",
         build=diffusion_transformer,
         make_batch=diffusion_transformer_batch,
-        runs_again=(
-            "transformer_blocks.0.*",
-        ),  # the root calls the first block's embedding once more at the end
+        runs_again=("transformer_blocks.0.*",),  # the root calls the first block's embedding once more at the end
         slow=True,
     ),
     Case(name="stable_diffusion_3", build=stable_diffusion_3, make_batch=stable_diffusion_3_batch, slow=True),

@@ -209,7 +209,5 @@ CASES = [
         four_ranks=True,
     ),
     Case(name="bagel_method", build=Bagel, make_batch=bagel_batch, loss=cache_loss, runs_again=("**",)),
-    Case(
-        name="bagel_samples", build=Bagel, make_batch=bagel_batch, loss=mixed_entries_loss, runs_again=("**",)
-    ),
+    Case(name="bagel_samples", build=Bagel, make_batch=bagel_batch, loss=mixed_entries_loss, runs_again=("**",)),
 ]

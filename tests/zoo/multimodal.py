@@ -53,9 +53,7 @@ def siglip() -> nn.Module:
 
 def llava() -> nn.Module:
     config = hf.LlavaConfig(
-        text_config=hf.LlamaConfig(
-            **TEXT, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2
-        ),
+        text_config=hf.LlamaConfig(**TEXT, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2),
         vision_config=hf.CLIPVisionConfig(**VISION),
         image_token_index=IMAGE_TOKEN,
         image_token_id=IMAGE_TOKEN,

@@ -193,9 +193,7 @@ def signed_batch(rank: int, seed: int) -> Tensor:
 
 def weight_normed() -> nn.Module:
     """Torch's parametrisation."""
-    return Root(
-        [nn.Sequential(parametrizations.weight_norm(nn.Linear(DIM, DIM)), nn.Tanh()) for _ in range(3)]
-    )
+    return Root([nn.Sequential(parametrizations.weight_norm(nn.Linear(DIM, DIM)), nn.Tanh()) for _ in range(3)])
 
 
 def old_weight_normed() -> nn.Module:
@@ -209,9 +207,7 @@ def old_weight_normed() -> nn.Module:
 
 
 def spectral_normed() -> nn.Module:
-    return Root(
-        [nn.Sequential(parametrizations.spectral_norm(nn.Linear(DIM, DIM)), nn.Tanh()) for _ in range(3)]
-    )
+    return Root([nn.Sequential(parametrizations.spectral_norm(nn.Linear(DIM, DIM)), nn.Tanh()) for _ in range(3)])
 
 
 CASES = [

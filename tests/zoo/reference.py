@@ -31,9 +31,7 @@ TIED_LLAMA = LlamaConfig(
 
 def tutorial() -> nn.Module:
     return Transformer(
-        TransformerConfig(
-            vocab_size=96, max_sequence_length=32, width=32, num_layers=3, num_heads=4, dropout=0.1
-        )
+        TransformerConfig(vocab_size=96, max_sequence_length=32, width=32, num_layers=3, num_heads=4, dropout=0.1)
     )
 
 
@@ -56,7 +54,5 @@ def next_token_loss(logits: Tensor, batch: Tensor) -> Tensor:
 CASES = [
     Case(name="tutorial", build=tutorial, make_batch=tokens, loss=next_token_loss, four_ranks=True),
     Case(name="reference_llama", build=llama, make_batch=tokens, loss=next_token_loss),
-    Case(
-        name="meta_llama", build=tied_llama_on_meta, make_batch=tokens, loss=next_token_loss, four_ranks=True
-    ),
+    Case(name="meta_llama", build=tied_llama_on_meta, make_batch=tokens, loss=next_token_loss, four_ranks=True),
 ]

@@ -20,9 +20,7 @@ def qwen3() -> nn.Module:
 
 
 def gemma2() -> nn.Module:
-    return hf.Gemma2ForCausalLM(
-        hf.Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=8, sliding_window=4)
-    )
+    return hf.Gemma2ForCausalLM(hf.Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=8, sliding_window=4))
 
 
 def phi3() -> nn.Module:
@@ -50,9 +48,7 @@ def bloom() -> nn.Module:
 
 
 def falcon() -> nn.Module:
-    config = hf.FalconConfig(
-        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False
-    )
+    config = hf.FalconConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False)
     return hf.FalconForCausalLM(config)
 
 
@@ -84,9 +80,7 @@ def bart() -> nn.Module:
 
 
 def mamba() -> nn.Module:
-    return hf.MambaForCausalLM(
-        hf.MambaConfig(vocab_size=96, hidden_size=32, state_size=4, num_hidden_layers=2)
-    )
+    return hf.MambaForCausalLM(hf.MambaConfig(vocab_size=96, hidden_size=32, state_size=4, num_hidden_layers=2))
 
 
 def qwen2_moe() -> nn.Module:

@@ -212,12 +212,8 @@ CASES = [
     Case(name="tied_blocks", build=TiedBlocks, make_batch=ids, together=("blocks.*",)),
     Case(name="shared_module", build=SharedModule, make_batch=ids, runs_again=("blocks.0",), four_ranks=True),
     Case(name="used_twice", build=UsedTwice, make_batch=ids, runs_again=("first", "again")),
-    Case(
-        name="reads_block_weight", build=ReadsBlockWeight, make_batch=features(2, DIM), together=("blocks.*",)
-    ),
-    Case(
-        name="only_reads_weights", build=OnlyReadsWeights, make_batch=features(2, DIM), together=("blocks.*",)
-    ),
+    Case(name="reads_block_weight", build=ReadsBlockWeight, make_batch=features(2, DIM), together=("blocks.*",)),
+    Case(name="only_reads_weights", build=OnlyReadsWeights, make_batch=features(2, DIM), together=("blocks.*",)),
     Case(name="owns_parameters", build=OwnsParameters, make_batch=features(2, 5, DIM)),
     Case(name="shared_tower", build=SharedTower, make_batch=pair, runs_again=("tower", "tower.*")),
     Case(name="twin_towers", build=TwinTowers, make_batch=pair),

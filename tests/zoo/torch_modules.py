@@ -110,9 +110,7 @@ def word_ids(seed: int) -> Tensor:
 
 CASES = [
     Case(name="recurrent", build=Recurrent, make_batch=features(2, 5, DIM), four_ranks=True),
-    Case(
-        name="attention_under_root", build=AttentionUnderRoot, make_batch=features(2, 5, DIM), four_ranks=True
-    ),
+    Case(name="attention_under_root", build=AttentionUnderRoot, make_batch=features(2, 5, DIM), four_ranks=True),
     Case(name="transformer_encoder", build=Encoder, make_batch=features(2, 5, DIM)),
     Case(name="nn_transformer", build=EncoderDecoder, make_batch=pair),
     Case(name="conv_net", build=ConvNet, make_batch=features(2, 3, 8, 8)),

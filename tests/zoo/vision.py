@@ -17,9 +17,7 @@ def vit() -> nn.Module:
 
 
 def resnet() -> nn.Module:
-    config = hf.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic", num_labels=4
-    )
+    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic", num_labels=4)
     return hf.ResNetForImageClassification(config)
 
 

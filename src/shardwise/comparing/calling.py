@@ -76,9 +76,7 @@ def bind_batch(make_batch: Callable[..., Any]) -> Callable[[int, int, int], Any]
     known = {"rank", "step", "seed"} & set(_parameters(make_batch))
     if known:
         if unknown := [name for name in required if name not in known]:
-            raise _wrong_signature(
-                "make_batch", unknown, "rank, step and seed are all that parity() can give"
-            )
+            raise _wrong_signature("make_batch", unknown, "rank, step and seed are all that parity() can give")
 
         def by_name(rank: int, step: int, seed: int) -> Any:
             values = {"rank": rank, "step": step, "seed": seed}
@@ -178,9 +176,7 @@ def _required_parameters(function: Callable[..., Any], what: str) -> list[str]:
         inspect.Parameter.KEYWORD_ONLY,
     )
     return [
-        name
-        for name, p in _parameters(function).items()
-        if p.kind in kinds and p.default is inspect.Parameter.empty
+        name for name, p in _parameters(function).items() if p.kind in kinds and p.default is inspect.Parameter.empty
     ]
 
 

@@ -80,9 +80,7 @@ def _of_gradient(first: Deviation, evidence: Evidence) -> str:
             "them at None)"
         )
     if evidence.usual_mistake and evidence.world_size > 1:
-        return (
-            "it is this rank's own gradient, not averaged over ranks: the parameter was left out of sharding"
-        )
+        return "it is this rank's own gradient, not averaged over ranks: the parameter was left out of sharding"
     if (ratio := _common_ratio(evidence.deviations)) is not None and evidence.world_size > 1:
         return _of_ratio(ratio, evidence.world_size)
     if {deviation.name for deviation in evidence.deviations} <= evidence.tied:

@@ -79,9 +79,7 @@ class _CallOrder:
         if self.order:
             return
         for prefix, module in self.model.named_modules():
-            own = [
-                f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)
-            ]
+            own = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]
             if own:
                 self.handles.append(module.register_forward_pre_hook(self._note(own)))
 

@@ -72,9 +72,7 @@ def parity(
         Collective. Each rank holds the whole model once more, for the one process.
     """
     if steps < 1:
-        raise ConfigError(
-            f"steps is {steps}", where="parity(steps=...)", why="nothing runs", fix="steps=1 or more"
-        )
+        raise ConfigError(f"steps is {steps}", where="parity(steps=...)", why="nothing runs", fix="steps=1 or more")
     make_batch, loss_of = bind_batch(make_batch), bind_loss(loss)
     mesh = mesh or default_mesh()
     ranks = data_parallel_mesh(mesh)
@@ -100,9 +98,7 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return AdamW(parameters, lr=1e-3)
 
 
-def _build_twice(
-    build_model: Callable[[], nn.Module], seed: int, device: torch.device
-) -> tuple[nn.Module, nn.Module]:
+def _build_twice(build_model: Callable[[], nn.Module], seed: int, device: torch.device) -> tuple[nn.Module, nn.Module]:
     """The model for one process and the model to shard, from the same random numbers.
 
     Ranks:

@@ -1,5 +1,6 @@
 """What a comparison found: `Parity`, its worst deviations, and the first difference with its likely cause."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -82,8 +83,8 @@ class Parity:
         return next((deviation for deviation in self.worst if deviation.quantity == quantity), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
-        return asdict(self)
+        """Everything as plain values, for JSON, which knows neither infinity nor NaN: those become None."""
+        return _for_json(asdict(self))
 
     def __str__(self) -> str:
         verdict = "equal" if self.equal else "DIFFERENT"
@@ -96,6 +97,14 @@ class Parity:
         lines += [f"  worst {deviation.quantity:<10} {deviation}" for deviation in self.worst]
         lines.append(f"  tolerance  {self.tolerance:.0e}: {self.tolerance_reason}")
         return "\n".join([*lines, f"  plan       {self.plan}"])
+
+
+def _for_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _for_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _value(value: float | None) -> str:

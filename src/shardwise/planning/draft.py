@@ -141,7 +141,7 @@ class Draft:
         )
 
     def _runs_again(self, unit: Unit, calls: Calls) -> bool:
-        return any(node.fqn in calls.repeated for node in unit.nodes)
+        return any(node.fqn in calls.repeated and not _is_only_beside_repeats(node) for node in unit.nodes)
 
     def _holds(self, unit: Unit, name: str) -> bool:
         """Whether a module of this name, with parameters that may be left out, belongs to the unit."""
@@ -247,3 +247,10 @@ class Draft:
         if len(groups) == 1 and self.config.group_by != "root" and not groups[0].modules[0] and len(self.tensors) > 1:
             warnings.append("a single group: all parameters are gathered at once. Name blocks with block_patterns")
         return warnings
+
+
+def _is_only_beside_repeats(node: Node) -> bool:
+    """Whether a list holds another block twice: reading the source cannot tell which of a list's blocks those are."""
+    siblings = node.parent.children if node.parent is not None else []
+    twice = [sibling for sibling in siblings if node.parent in sibling.other_parents]
+    return bool(twice) and node not in twice
