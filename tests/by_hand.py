@@ -89,9 +89,7 @@ def shard_module(module: M, mesh: DeviceMesh, **settings: Any) -> M:
     return module
 
 
-def reference_gradients(
-    model: nn.Module, batches: Sequence[torch.Tensor], **kwargs: Any
-) -> dict[str, torch.Tensor]:
+def reference_gradients(model: nn.Module, batches: Sequence[torch.Tensor], **kwargs: Any) -> dict[str, torch.Tensor]:
     """One process runs every rank's batch in turn and averages."""
     model = copy.deepcopy(model)
     for batch in batches:
@@ -110,6 +108,4 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: Any) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(
-            actual[name], value, **(tolerance or FP32), msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(actual[name], value, **(tolerance or FP32), msg=lambda m, n=name: f"{n}: {m}")

@@ -46,9 +46,7 @@ def leaks_since(before: Snapshot) -> list[str]:
     while (lines := list(_still_running(before))) and time.monotonic() < deadline:
         time.sleep(0.02)
     lines += _changed(before.environment, _environment(), "environment variable")
-    lines += [
-        f"process group {name!r} was not destroyed" for name in _group_names() if name not in before.groups
-    ]
+    lines += [f"process group {name!r} was not destroyed" for name in _group_names() if name not in before.groups]
     if before.modes:  # torch may be imported by the test itself: then there is nothing to compare with
         lines += _changed(before.modes, _torch_modes(), "torch's")
     return lines
@@ -82,11 +80,7 @@ def _still_running(before: Snapshot) -> Iterator[str]:
 
 def _children() -> list[psutil.Process]:
     children = psutil.Process().children()
-    return [
-        child
-        for child in children
-        if not any(part in " ".join(_command(child)) for part in _HELPER_PROCESSES)
-    ]
+    return [child for child in children if not any(part in " ".join(_command(child)) for part in _HELPER_PROCESSES)]
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -106,11 +100,7 @@ def _group_names() -> list[str]:
     if c10d is None:
         return []
     world = c10d._world
-    return [
-        str(name)
-        for group, name in world.pg_names.items()
-        if not (group.group_desc or "").startswith("mesh_")
-    ]
+    return [str(name) for group, name in world.pg_names.items() if not (group.group_desc or "").startswith("mesh_")]
 
 
 def num_groups() -> int:

@@ -67,9 +67,7 @@ def serve(rank: int, num_ranks: int, folder: Path, connection: Connection) -> No
         os.environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
         torch.set_num_threads(1)
         store = dist.FileStore(str(folder / "store"), num_ranks)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=_COLLECTIVE_TIMEOUT
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_COLLECTIVE_TIMEOUT)
         dist.barrier()
         gc.freeze()  # the imports never die; collecting after each test need not look at them
         connection.send("ready")

@@ -247,9 +247,7 @@ def settle(group: Any) -> None:
 
 def local_part(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     """The view of `full` that this rank holds of `parameter`."""
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         full = full.narrow(dim, min(start, full.size(dim)), length)
     return full
@@ -265,9 +263,7 @@ def dtensor_like(local: torch.Tensor, parameter: DTensor) -> DTensor:
 def allocate_shard(fsdp_param: Any) -> torch.Tensor:
     """Give a sharded parameter on meta zeroed storage, padded and pinned as FSDP2 needs it; return it."""
     old = fsdp_param.sharded_param
-    padded = torch.zeros(
-        fsdp_param.padded_sharded_param_size, dtype=old.dtype, device=shard_device(fsdp_param)
-    )
+    padded = torch.zeros(fsdp_param.padded_sharded_param_size, dtype=old.dtype, device=shard_device(fsdp_param))
     if fsdp_param.pin_memory:
         padded = padded.pin_memory()
     dim = fsdp_param.fsdp_placement.dim

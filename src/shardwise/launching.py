@@ -57,9 +57,7 @@ class Launch:
         if self.source == "single":
             return None
         # torchrun's agent already runs a store, which torch finds by these variables only.
-        return (
-            "env://" if self.source in ("torchrun", "ray") else f"tcp://{self.master_addr}:{self.master_port}"
-        )
+        return "env://" if self.source in ("torchrun", "ray") else f"tcp://{self.master_addr}:{self.master_port}"
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:

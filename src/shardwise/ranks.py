@@ -140,8 +140,6 @@ def _under_rank(rank: int, error: BaseException) -> ShardwiseError:
 
 
 def _difference(ours: str, theirs: str, their_name: str) -> str:
-    lines = list(
-        difflib.unified_diff(ours.splitlines(), theirs.splitlines(), "rank 0", their_name, lineterm="", n=1)
-    )
+    lines = list(difflib.unified_diff(ours.splitlines(), theirs.splitlines(), "rank 0", their_name, lineterm="", n=1))
     hidden = len(lines) - _MAX_DIFF_LINES
     return "\n".join(lines[:_MAX_DIFF_LINES] + ([f"... and {hidden} more lines"] if hidden > 0 else []))

@@ -53,9 +53,7 @@ def reference(model: Tiny, num_ranks: int, skips: list[tuple[int, ...]]) -> dict
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def run(
-    model: Tiny, rank: int, mode: AccumulationMode, skips: list[tuple[int, ...]]
-) -> list[tuple[int, int]]:
+def run(model: Tiny, rank: int, mode: AccumulationMode, skips: list[tuple[int, ...]]) -> list[tuple[int, int]]:
     """Accumulate, and return how many (reduce-scatters, all-reduces) each micro-step made."""
     counts = []
     for step, skip in enumerate(skips):
@@ -84,9 +82,7 @@ def test_gradients_equal_single_process_on_one_axis(rank: int, mode: Accumulatio
         ("hsdp", [(3, 0), (3, 0), (3, 3)]),
     ],
 )
-def test_gradients_equal_single_process_on_two_axes(
-    rank: int, mode: AccumulationMode, expected: list[tuple[int, int]]
-):
+def test_gradients_equal_single_process_on_two_axes(rank: int, mode: AccumulationMode, expected: list[tuple[int, int]]):
     reference_model = tiny()
     model = shard_by_hand(reference_model, mesh_2d())
     assert run(model, rank, mode, [()] * 3) == expected

@@ -35,9 +35,7 @@ from tests.ranks import ranks
 NORMS = [1.0, 2.0, 3.0, math.inf]
 
 
-def check(
-    parameters: list[nn.Parameter], wholes: list[torch.Tensor], norm_type: float, max_norm: float
-) -> None:
+def check(parameters: list[nn.Parameter], wholes: list[torch.Tensor], norm_type: float, max_norm: float) -> None:
     """Clip, and compare with torch on full gradients in one process."""
     twins = [nn.Parameter(torch.zeros_like(whole)) for whole in wholes]
     for twin, whole in zip(twins, wholes, strict=True):
@@ -56,9 +54,7 @@ def check(
         torch.testing.assert_close(full(parameter.grad), twin.grad, rtol=1e-5, atol=1e-6)
 
 
-def parameter(
-    whole: torch.Tensor, mesh: DeviceMesh | None = None, placements: list | None = None
-) -> nn.Parameter:
+def parameter(whole: torch.Tensor, mesh: DeviceMesh | None = None, placements: list | None = None) -> nn.Parameter:
     """A parameter whose gradient is `whole`, placed as asked."""
     if mesh is None:
         made = nn.Parameter(torch.zeros_like(whole))

@@ -88,9 +88,7 @@ def test_swap_evaluates_the_average_and_restores_on_exceptions(rank: int):
     step(model, rank, 0)
     ema.update()
     before, average = full_parameters(model), averages(ema)
-    reference.load_state_dict(
-        {**reference.state_dict(), **average, "head.weight": average["embedding.weight"]}
-    )
+    reference.load_state_dict({**reference.state_dict(), **average, "head.weight": average["embedding.weight"]})
 
     def evaluate() -> torch.Tensor:
         with torch.no_grad():

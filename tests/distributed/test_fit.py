@@ -81,10 +81,6 @@ def test_ranks_and_seeds_draw_passages_of_their_own():
 
 
 def test_summary_reads_as_a_sentence():
-    training = Training(
-        model="tutorial", num_params=892_000, num_ranks=1, losses=(5.5, 2.25), tokens=4000, seconds=2.0
-    )
-    expected = (
-        "trained tutorial (892k parameters) on 1 rank: loss 5.500 -> 2.250 in 2 steps, 2 s, 2k tokens/s"
-    )
+    training = Training(model="tutorial", num_params=892_000, num_ranks=1, losses=(5.5, 2.25), tokens=4000, seconds=2.0)
+    expected = "trained tutorial (892k parameters) on 1 rank: loss 5.500 -> 2.250 in 2 steps, 2 s, 2k tokens/s"
     assert str(training) == expected

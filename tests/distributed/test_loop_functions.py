@@ -103,9 +103,7 @@ def test_average_and_swap(rank: int):
     ema.update()
     plain = Scaled()
     average = {name: 0.75 * before[name] + 0.25 * after[name] for name in before}
-    plain.load_state_dict(
-        {**plain.state_dict(), **average, "body.head.weight": average["body.embedding.weight"]}
-    )
+    plain.load_state_dict({**plain.state_dict(), **average, "body.head.weight": average["body.embedding.weight"]})
     with ema.swap(), torch.no_grad():
         torch.testing.assert_close(model(tokens(0)), plain(tokens(0)))
     assert_same({name: full(p.detach()) for name, p in model.named_parameters()}, after, **EXACT)
@@ -174,9 +172,7 @@ def test_one_rank_takes_the_same_path(rank: int, mode: AccumulationMode):
     ema.update()
     for _, tensor in iter_full_tensors(model, include_buffers=False):
         assert torch.equal(tensor, torch.full_like(tensor, 0.5))
-    assert all(
-        torch.equal(full(t), torch.full_like(full(t), 0.5)) for t in ema.state_dict()["shadow"].values()
-    )
+    assert all(torch.equal(full(t), torch.full_like(full(t), 0.5)) for t in ema.state_dict()["shadow"].values())
     recover(model)
     assert token_mean(torch.tensor(6.0), 3).item() == 2.0
     assert list(lockstep([1, 2])) == [1, 2]

@@ -353,9 +353,7 @@ def test_init_that_differs_between_ranks_is_refused_or_synchronised(rank: int):
         if isinstance(module, nn.Linear):
             nn.init.constant_(module.weight, dist.get_rank() + 1.0)
 
-    with pytest.raises(
-        ShardError, match=r"blocks\.0\.attention\.out_proj\.weight differs between ranks, and 5"
-    ):
+    with pytest.raises(ShardError, match=r"blocks\.0\.attention\.out_proj\.weight differs between ranks, and 5"):
         materialize(sharded(), init)
     model = materialize(sharded(), init, sync_from_rank_zero=True)
     assert torch.equal(values(model)["blocks.1.ff.weight"], torch.ones(7, 8))
@@ -399,9 +397,7 @@ def test_initialiser_that_fails_on_one_rank_raises_on_all(rank: int):
             raise OSError("no such file")
 
     for sync in (False, True):
-        with pytest.raises(
-            ShardError, match=r"an initialiser of Embedding failed: OSError: no such"
-        ) as caught:
+        with pytest.raises(ShardError, match=r"an initialiser of Embedding failed: OSError: no such") as caught:
             materialize(sharded(), init, sync_from_rank_zero=sync)
         assert caught.value.where == "embed"
 
@@ -446,9 +442,7 @@ def test_peak_memory_is_the_shard_and_one_module(rank: int, from_the_top: bool, 
     for layer in model.get_submodule("layers").children():
         fully_shard(layer)
     fully_shard(model)
-    init = (
-        (lambda module: module.init_weights() if isinstance(module, Wide) else None) if from_the_top else None
-    )
+    init = (lambda module: module.init_weights() if isinstance(module, Wide) else None) if from_the_top else None
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profile:

@@ -79,9 +79,7 @@ def test_weights_are_drawn_as_the_model_draws_them(rank: int):
     projection = full(model.get_parameter("transformer.h.0.attn.c_proj.weight"))
     assert model.get_parameter("lm_head.weight") is model.get_parameter("transformer.wte.weight")
     assert 0.018 < embedding.std().item() < 0.022
-    assert (
-        0.008 < projection.std().item() < 0.012
-    )  # 0.02 / sqrt(2 layers * 2): the root writes its descendants
+    assert 0.008 < projection.std().item() < 0.012  # 0.02 / sqrt(2 layers * 2): the root writes its descendants
     assert not full(model.get_parameter("transformer.h.1.mlp.c_fc.bias")).any()
 
 

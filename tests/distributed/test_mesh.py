@@ -68,9 +68,7 @@ def test_mesh_that_does_not_fit_is_refused_before_the_ranks_meet():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_absent_gpu_is_named():
-    with pytest.raises(
-        EnvironmentProblem, match=r"mesh\.device is cuda, but this process sees no accelerator"
-    ):
+    with pytest.raises(EnvironmentProblem, match=r"mesh\.device is cuda, but this process sees no accelerator"):
         init_distributed(MeshConfig(device="cuda"))
     assert not dist.is_initialized()
 

@@ -121,9 +121,7 @@ def test_state_is_split_like_its_parameter(rank: int):
 @ranks(2)
 def test_optimizer_of_another_model_is_refused_before_anything_changes(rank: int):
     model, other = Net(), Net()
-    optimizer = torch.optim.SGD(
-        [{"params": model.parameters()}, {"params": [*other.hidden.parameters()]}], lr=0.1
-    )
+    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": [*other.hidden.parameters()]}], lr=0.1)
     with pytest.raises(ShardError, match="4 of 4 parameters are not parameters of Net") as caught:
         shard(model, optimizers=[optimizer])
     assert caught.value.where == "optimizers[0] (SGD), param_groups[1]"

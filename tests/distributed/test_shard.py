@@ -257,7 +257,20 @@ def test_an_evaluation_between_backward_and_step_changes_nothing(rank: int):
         ShardConfig(overrides=(GroupOverride(pattern="*.norm", reshard_after_forward=False),)),
         ShardConfig(activations="full"),
     ],
-    ids=["keep", "reshard", "offload", "prefetch", "early", "class", "children", "size", "first", "unused", "island", "ac"],
+    ids=[
+        "keep",
+        "reshard",
+        "offload",
+        "prefetch",
+        "early",
+        "class",
+        "children",
+        "size",
+        "first",
+        "unused",
+        "island",
+        "ac",
+    ],
 )
 def test_every_setting_trains_the_same(rank: int, config: ShardConfig):
     model = stack()

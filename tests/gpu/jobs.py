@@ -51,6 +51,7 @@ def train_and_compare(settings: dict[str, object]) -> dict[str, float]:
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
         worst = {"loss": 0.0, "norm": 0.0, "parameter": 0.0}
         for step in range(3):
+            mine = 0.0
             for other in range(world_size):
                 expected = loss_of(reference, tokens(other, step).cuda())
                 (expected / world_size).backward()

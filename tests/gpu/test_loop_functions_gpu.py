@@ -69,9 +69,7 @@ def test_accumulate(mesh: DeviceMesh, mode: AccumulationMode, policy: MixedPreci
             loss_of(model, tokens(0, step).cuda(), skip=skip).backward()
         loss_of(reference, tokens(0, step).cuda(), skip=skip).backward()
     expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    assert_same(
-        full_gradients(model), expected, **(GPU if policy is not BF16 else {"atol": 0.05, "rtol": 0.1})
-    )
+    assert_same(full_gradients(model), expected, **(GPU if policy is not BF16 else {"atol": 0.05, "rtol": 0.1}))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

@@ -44,9 +44,7 @@ def on_meta() -> Net:
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {
-        name: (t.to_local() if isinstance(t, DTensor) else t).detach().cuda() for name, t in tensors.items()
-    }
+    return {name: (t.to_local() if isinstance(t, DTensor) else t).detach().cuda() for name, t in tensors.items()}
 
 
 @pytest.mark.usefixtures("single_rank")

@@ -20,9 +20,7 @@ def parity(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
     batch: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:CALLABLE", help="Makes a batch from rank, step and seed; else one is invented."
-        ),
+        typer.Option(metavar="MODULE:CALLABLE", help="Makes a batch from rank, step and seed; else one is invented."),
     ] = None,
     settings: SetOption = None,
     format: FormatOption = Format.TEXT,

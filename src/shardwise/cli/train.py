@@ -18,9 +18,7 @@ def train(
     run: RunArgument = None,
     settings: SetOption = None,
     nproc: NprocOption = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print every setting as YAML and stop.")
-    ] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print every setting as YAML and stop.")] = False,
     format: FormatOption = Format.TEXT,
 ) -> None:
     """Shard a model and train it; without a run file, the tutorial's transformer on this machine."""

@@ -39,16 +39,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key.value!r} occurs twice", problem_mark=key.start_mark
-                )
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} occurs twice", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-def load(
-    cls: type[C], source: str | Path | Mapping[str, Any] | None = None, overrides: Iterable[str] = ()
-) -> C:
+def load(cls: type[C], source: str | Path | Mapping[str, Any] | None = None, overrides: Iterable[str] = ()) -> C:
     """Read a config.
 
     Args:

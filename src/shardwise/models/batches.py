@@ -14,9 +14,7 @@ _TEXT = ("tokens", "input_ids")
 _IMAGE = ("pixel_values",)
 
 
-def make_batch(
-    model: nn.Module, *, generator: torch.Generator, batch_size: int = 2, sequence_length: int = 16
-) -> Any:
+def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int = 2, sequence_length: int = 16) -> Any:
     """Random tokens or pixels for `model`, as a tensor (reference models) or a dict of keyword arguments.
 
     Args:

@@ -77,12 +77,8 @@ SHAPES: dict[str, LlamaConfig] = {
         rope_factor=32.0,
         tie_embeddings=True,
     ),
-    "llama3-8b": LlamaConfig(
-        hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8
-    ),
-    "llama3-70b": LlamaConfig(
-        hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64, num_kv_heads=8
-    ),
+    "llama3-8b": LlamaConfig(hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8),
+    "llama3-70b": LlamaConfig(hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64, num_kv_heads=8),
     "llama3-405b": LlamaConfig(
         hidden_size=16_384,
         intermediate_size=53_248,

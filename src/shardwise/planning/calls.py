@@ -73,9 +73,7 @@ class Calls:
         """
         met = seen.called
         read = {
-            name
-            for name in self.foreign_reads
-            if name.rpartition(".")[0] in met and name not in seen.foreign_reads
+            name for name in self.foreign_reads if name.rpartition(".")[0] in met and name not in seen.foreign_reads
         }
         bypassed = {name: inner - met for name, inner in self.bypassed.items()}
         return replace(

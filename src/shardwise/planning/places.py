@@ -80,10 +80,7 @@ class Places:
         return frozenset(
             id(module)
             for name, module in self.modules.items()
-            if any(
-                is_opaque(self.modules[above]) or _is_parametrization(name, above)
-                for above in enclosing(name)
-            )
+            if any(is_opaque(self.modules[above]) or _is_parametrization(name, above) for above in enclosing(name))
         )
 
     def name_under(self, module: nn.Module, outer: Iterable[nn.Module]) -> str:

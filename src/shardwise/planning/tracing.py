@@ -59,9 +59,7 @@ def trace_calls(model: nn.Module, example_inputs: Any) -> Calls:
     except Exception as error:  # the model's own code runs here and may raise anything
         where = failing_module(error, places) or "the root"
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        return dataclasses.replace(
-            watch.calls(), complete=False, notes=(f"tracing stopped in {where}: {why}",)
-        )
+        return dataclasses.replace(watch.calls(), complete=False, notes=(f"tracing stopped in {where}: {why}",))
     return watch.calls()
 
 
@@ -152,9 +150,7 @@ class _Watch:
         }
         return Calls(
             called=frozenset(self.counts),
-            internal=frozenset(
-                name for name, module in places.modules.items() if id(module) in places.internal
-            ),
+            internal=frozenset(name for name, module in places.modules.items() if id(module) in places.internal),
             bypassed=_freeze(self.bypassed),
             methods=_freeze(self.methods),
             foreign_reads=_freeze(self.reads),
@@ -232,7 +228,5 @@ def _map_tensors(thing: Any, change: Any) -> Any:
         return {key: _map_tensors(item, change) for key, item in thing.items()}
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         fields = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing) if field.init}
-        return dataclasses.replace(
-            thing, **{name: _map_tensors(item, change) for name, item in fields.items()}
-        )
+        return dataclasses.replace(thing, **{name: _map_tensors(item, change) for name, item in fields.items()})
     return thing

@@ -140,9 +140,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def _wire(
-    model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh, state: ShardedState
-) -> None:
+def _wire(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh, state: ShardedState) -> None:
     """Put our hooks around FSDP2's: entries, held groups, gradients outside groups, prefetching."""
     compat.mend_accumulation(model)
     replicated = _place_outside(model, plan, modules, mesh)

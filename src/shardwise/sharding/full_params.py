@@ -178,9 +178,7 @@ def _registered(places: list[tuple[nn.Module, str]], own: nn.Parameter) -> torch
     return replaced[0] if replaced else own
 
 
-def _find_reshaped(
-    slots: _Slots, changed: dict[nn.Parameter, torch.Tensor], model: nn.Module
-) -> ShardError | None:
+def _find_reshaped(slots: _Slots, changed: dict[nn.Parameter, torch.Tensor], model: nn.Module) -> ShardError | None:
     for parameter, new in changed.items():
         if new.shape != parameter.shape:
             module, name = slots[parameter][0]

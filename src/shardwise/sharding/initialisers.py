@@ -81,10 +81,7 @@ def _reset_parametrized(module: Any) -> None:
     shown = {name: getattr(module, name) for name in module.parametrizations}
     plain.__dict__["_parameters"] = {
         **module._parameters,
-        **{
-            name: nn.Parameter(torch.empty_like(tensor), requires_grad=False)
-            for name, tensor in shown.items()
-        },
+        **{name: nn.Parameter(torch.empty_like(tensor), requires_grad=False) for name, tensor in shown.items()},
     }
     for reset in _resets_of(plain):
         reset()

@@ -97,9 +97,7 @@ def _allocate(model: nn.Module, pending: Sequence[Entry], device: torch.device) 
 class _Walk:
     """One pass over the modules, children first."""
 
-    def __init__(
-        self, entries: Sequence[Entry], device: torch.device, mesh_to_sync: DeviceMesh | None
-    ) -> None:
+    def __init__(self, entries: Sequence[Entry], device: torch.device, mesh_to_sync: DeviceMesh | None) -> None:
         self.failure: ShardError | None = None
         self._device, self._mesh_to_sync = device, mesh_to_sync
         self._own: dict[nn.Module, list[Entry]] = {}
@@ -123,8 +121,7 @@ class _Walk:
         self._seen.add(module)
         owner = weights_owner(module, owner)
         children = [
-            self.visit(child, f"{path}.{name}".lstrip("."), owner, init)
-            for name, child in module.named_children()
+            self.visit(child, f"{path}.{name}".lstrip("."), owner, init) for name, child in module.named_children()
         ]
         own = [entry for entry in self._own.get(module, []) if entry.pending]
         if not own and not any(children):
@@ -220,9 +217,7 @@ def _mesh_of(model: nn.Module, entries: Sequence[Entry]) -> DeviceMesh | None:
     return whole if is_part else mesh
 
 
-def _device(
-    entries: Sequence[Entry], device: torch.device | str | None, mesh: DeviceMesh | None
-) -> torch.device:
+def _device(entries: Sequence[Entry], device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
     """Where the model computes, which is where whole tensors are made."""
     if device is not None:
         return torch.device(device)

@@ -111,8 +111,7 @@ def _device_asked_for(config: MeshConfig) -> str:
         return found
     if config.device not in ("cpu", found):
         raise EnvironmentProblem(
-            f"mesh.device is {config.device}, but this process sees "
-            + ("no accelerator" if found == "cpu" else found),
+            f"mesh.device is {config.device}, but this process sees " + ("no accelerator" if found == "cpu" else found),
             where="mesh.device",
             why="shards live on the device that is asked for, on every rank",
             fix=f"set mesh.device = {found}, or check the driver and the torch build for {config.device}",
@@ -233,6 +232,4 @@ def latest_mesh() -> DeviceMesh | None:
 def _remember(mesh: DeviceMesh | None) -> None:
     global _LATEST, _GROUP_OF_LATEST
     _LATEST = mesh
-    _GROUP_OF_LATEST = (
-        weakref.ref(dist.group.WORLD) if mesh is not None and dist.group.WORLD is not None else None
-    )
+    _GROUP_OF_LATEST = weakref.ref(dist.group.WORLD) if mesh is not None and dist.group.WORLD is not None else None

@@ -29,9 +29,7 @@ _OPAQUE = (
 )
 
 
-def cast_inputs(
-    batch: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-) -> Any:
+def cast_inputs(batch: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
     """Cast the floating-point tensors in `batch` to `dtype`, and move all its tensors to `device`.
 
     Looks into dicts and other mappings, lists, tuples, named tuples, sets, dataclasses (frozen, slotted, with

@@ -77,15 +77,11 @@ def replicated_axes(entry: Entry, mesh: DeviceMesh) -> list[int]:
     if entry.fingerprint is not None or not isinstance(entry.tensor, DTensor):
         return list(range(mesh.ndim))
     placements = dict(zip(_axis_names(entry.tensor.device_mesh), entry.tensor.placements, strict=True))
-    return [
-        axis for axis, name in enumerate(_axis_names(mesh)) if isinstance(placements.get(name), Replicate)
-    ]
+    return [axis for axis, name in enumerate(_axis_names(mesh)) if isinstance(placements.get(name), Replicate)]
 
 
 def _differing(entries: Sequence[Entry], mesh: DeviceMesh, axis: int) -> list[str]:
-    prints = [
-        entry.fingerprint if entry.fingerprint is not None else fingerprint(entry.local) for entry in entries
-    ]
+    prints = [entry.fingerprint if entry.fingerprint is not None else fingerprint(entry.local) for entry in entries]
     lowest = torch.stack([value.to(mesh.device_type) for value in prints])
     highest = lowest.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group(axis))

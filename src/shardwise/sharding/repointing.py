@@ -45,9 +45,7 @@ def remember_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> Re
     name_of: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name_of.setdefault(id(parameter), name)
-    return Remembered(
-        tuple(_names_in(optimizer, index, name_of, model) for index, optimizer in enumerate(optimizers))
-    )
+    return Remembered(tuple(_names_in(optimizer, index, name_of, model) for index, optimizer in enumerate(optimizers)))
 
 
 def repoint(optimizers: Sequence[Optimizer], remembered: Remembered, model: nn.Module) -> None:
@@ -132,8 +130,7 @@ def _refuse_state(where: str, name: str, state: dict[str, Any], parameter: torch
             carried = tensor is value and _is_split(key, tensor, parameter)
             if not carried and tensor.ndim > 0:
                 raise ShardError(
-                    f"state {key!r} of {name} has shape {tuple(tensor.shape)}, "
-                    f"the parameter {tuple(parameter.shape)}",
+                    f"state {key!r} of {name} has shape {tuple(tensor.shape)}, the parameter {tuple(parameter.shape)}",
                     where=where,
                     why="only state of the parameter's own shape can be split as the parameter is; "
                     "factored or flattened state cannot",

@@ -73,9 +73,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _examine(optimizer: Optimizer) -> tuple[weakref.ref[Any], ...]:
     """Raise if the optimizer holds parameters that no model uses; return the FSDP2 groups it steps."""
     places = {
-        id(parameter): index
-        for index, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
+        id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
     }
     _refuse_replaced(optimizer, places)
     owned = []
@@ -126,13 +124,10 @@ def _left_behind(
     why: str,
     fix: str,
 ) -> ShardError:
-    shapes = ", ".join(str(tuple(parameter.shape)) for parameter in stale[:3]) + (
-        ", …" if len(stale) > 3 else ""
-    )
+    shapes = ", ".join(str(tuple(parameter.shape)) for parameter in stale[:3]) + (", …" if len(stale) > 3 else "")
     groups = sorted({places[id(parameter)] for parameter in stale})
     return ShardError(
-        f"{type(optimizer).__name__} holds {len(stale)} of {len(places)} parameters "
-        f"that {model} no longer uses",
+        f"{type(optimizer).__name__} holds {len(stale)} of {len(places)} parameters that {model} no longer uses",
         where=f"param_groups {groups}: shapes {shapes}",
         why=why,
         fix=fix,

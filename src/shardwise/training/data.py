@@ -62,9 +62,7 @@ class _Upcoming(Generic[Batch]):
         return int(self.flag.item())
 
 
-def _fetch(
-    batches: Iterator[Batch], device: torch.device, group: dist.ProcessGroup | None
-) -> _Upcoming[Batch]:
+def _fetch(batches: Iterator[Batch], device: torch.device, group: dist.ProcessGroup | None) -> _Upcoming[Batch]:
     batch, error, status = None, None, _HAS_BATCH
     try:
         batch = next(batches)

@@ -188,9 +188,7 @@ def _data_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
 def _check_accumulation(micro_step: int, num_micro_steps: int, mode: str) -> None:
     for name, value in (("micro_step", micro_step), ("num_micro_steps", num_micro_steps)):
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(
-                f"{name} is {value!r}", where=f"accumulate({name})", why="it counts", fix="pass an int"
-            )
+            raise ConfigError(f"{name} is {value!r}", where=f"accumulate({name})", why="it counts", fix="pass an int")
     if num_micro_steps < 1:
         raise ConfigError(
             f"num_micro_steps is {num_micro_steps}",

@@ -97,9 +97,7 @@ def test_folder_without_config_and_unknown_class_are_explained(tmp_path: Path):
         load_model(config_folder(tmp_path, {**GPT2, "architectures": ["NoSuchModel"]}))
 
 
-@pytest.mark.parametrize(
-    "config", [{**GPT2, "architectures": ["GPT2LMHeadModel"]}, VIT], ids=["text", "image"]
-)
+@pytest.mark.parametrize("config", [{**GPT2, "architectures": ["GPT2LMHeadModel"]}, VIT], ids=["text", "image"])
 def test_invented_batch_fits_the_model_and_depends_on_the_seed(tmp_path: Path, config: dict[str, object]):
     model = load_model(config_folder(tmp_path, config), device="cpu")
     first, again = (make_batch(model, generator=torch.Generator().manual_seed(1)) for _ in range(2))

@@ -156,9 +156,7 @@ def bert() -> Built:
 def albert() -> Built:
     import transformers
 
-    config = transformers.AlbertConfig(
-        **{**SMALL, "num_hidden_layers": 4}, embedding_size=16, num_hidden_groups=2
-    )
+    config = transformers.AlbertConfig(**{**SMALL, "num_hidden_layers": 4}, embedding_size=16, num_hidden_groups=2)
     return transformers.AlbertForMaskedLM(config), text()
 
 
@@ -183,9 +181,7 @@ def deberta() -> Built:
 def roberta() -> Built:
     import transformers
 
-    return transformers.RobertaForMaskedLM(
-        transformers.RobertaConfig(**SMALL, max_position_embeddings=64)
-    ), text()
+    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SMALL, max_position_embeddings=64)), text()
 
 
 @model

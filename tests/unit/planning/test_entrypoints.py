@@ -303,10 +303,7 @@ def test_layers_run_part_by_part_are_bypassed_and_never_called():
     for tower in ("vision_language.model", "expert"):
         for i in range(3):
             layer = f"{tower}.layers.{i}"
-            parts = {
-                f"{layer}.{part}"
-                for part in ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp")
-            }
+            parts = {f"{layer}.{part}" for part in ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp")}
             assert calls.bypassed[layer] == parts
             assert calls.bypassed[f"{layer}.self_attn"] == {p for p in parts if "self_attn" in p}
             assert parts <= calls.called

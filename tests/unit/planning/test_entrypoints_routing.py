@@ -156,9 +156,7 @@ def test_a_module_also_called_without_a_condition_is_not_conditional():
         def forward(self, x):
             return super().forward(x) + self.experts[1](x)
 
-    assert read_calls(Both()).conditional == {
-        f"experts.{i}{part}" for i in (0, 2, 3) for part in ("", ".up", ".down")
-    }
+    assert read_calls(Both()).conditional == {f"experts.{i}{part}" for i in (0, 2, 3) for part in ("", ".up", ".down")}
 
 
 class LayerDrop(nn.Module):

@@ -244,9 +244,7 @@ def test_merged_facts_keep_what_is_certain():
         assumed=frozenset({"b"}),
         repeated={"a": 3},
     )
-    two = Calls(
-        called=frozenset({"a", "b"}), bypassed={"m": frozenset({"a"})}, repeated={"a": 2}, notes=("note",)
-    )
+    two = Calls(called=frozenset({"a", "b"}), bypassed={"m": frozenset({"a"})}, repeated={"a": 2}, notes=("note",))
     both = one.merge(two)
     assert both.conditional == frozenset()
     assert both.assumed == frozenset()

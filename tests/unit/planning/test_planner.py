@@ -80,17 +80,12 @@ def test_fused_experts_are_split_where_it_saves_memory():
     assert "8.0x" in first.reason
     whole = 2 * 8 * 4096 * 14336 * 4
     assert result.bytes_per_rank == whole // 64
-    padded = plan(
-        nn.Sequential(Experts(), Experts()), ShardConfig(shard_dim="first"), mesh=MeshConfig(shard=64)
-    )
+    padded = plan(nn.Sequential(Experts(), Experts()), ShardConfig(shard_dim="first"), mesh=MeshConfig(shard=64))
     assert padded.bytes_per_rank == 8 * result.bytes_per_rank
 
 
 def test_an_int_reshard_must_divide_the_shard_axis():
-    assert (
-        plan(make(), ShardConfig(reshard_after_forward=2), mesh=FOUR_RANKS).groups[1].reshard_after_forward
-        == 2
-    )
+    assert plan(make(), ShardConfig(reshard_after_forward=2), mesh=FOUR_RANKS).groups[1].reshard_after_forward == 2
     for bad in (3, 4, 1):
         with pytest.raises(PlanError, match=f"reshard_after_forward = {bad} does not fit") as error:
             plan(make(), ShardConfig(reshard_after_forward=bad), mesh=FOUR_RANKS)

@@ -67,9 +67,7 @@ def test_what_is_protected_stays(way: str):
 
 def test_metadata_opens_nothing():
     model = nn.Linear(3, 3)
-    mode = FullOnDemand(
-        take_inventory(model), lambda *_: pytest.fail("opened"), lambda _: True, torch.device("cpu")
-    )
+    mode = FullOnDemand(take_inventory(model), lambda *_: pytest.fail("opened"), lambda _: True, torch.device("cpu"))
     weight = model.weight
     with mode:
         assert (weight.shape, weight.dim(), weight.dtype, weight.requires_grad) == (

@@ -229,9 +229,7 @@ def test_device_moves_every_tensor_and_nothing_asked_changes_nothing():
 
 def test_hugging_face_containers():
     transformers = pytest.importorskip("transformers")
-    output = transformers.modeling_outputs.BaseModelOutput(
-        last_hidden_state=numbers(), hidden_states=(numbers(),)
-    )
+    output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=numbers(), hidden_states=(numbers(),))
     result = cast_inputs(output, HALF)
     assert type(result) is type(output)
     assert result.last_hidden_state.dtype == result["hidden_states"][0].dtype == HALF

@@ -100,9 +100,7 @@ def load_from_module(module: nn.Module, name: str, frame: Frame) -> Value:
     if own is not _MISSING:
         if isinstance(own, bool):  # a switch that training code may flip after the plan was made
             return PLAIN
-        if (
-            isinstance(own, torch.Tensor) and name + "_v" in module._parameters
-        ):  # weight_norm's computed weight
+        if isinstance(own, torch.Tensor) and name + "_v" in module._parameters:  # weight_norm's computed weight
             return _all_of([module._parameters[name + suffix] for suffix in ("_v", "_g")])
         return wrap(own, setting)
     registered = _registered(module, name)

@@ -63,9 +63,7 @@ def _filter(arguments: Arguments, frame: Frame) -> Value:
 @builtin(dict)
 def _dict(arguments: Arguments, frame: Frame) -> Value:
     if arguments.positional or arguments.spread:
-        return join(
-            [*arguments.positional, PLAIN, Value(frozenset({Mapping(tuple(arguments.keywords.items()))}))]
-        )
+        return join([*arguments.positional, PLAIN, Value(frozenset({Mapping(tuple(arguments.keywords.items()))}))])
     return Value(frozenset({Mapping(tuple(arguments.keywords.items()))}))
 
 
@@ -140,15 +138,10 @@ def _getattr(arguments: Arguments, frame: Frame) -> Value:
     if names and not name.open:
         found = [_attribute(thing, one, default, frame) for one in names]
         return join(found).like(picked=name.source >= Source.ARGUMENT and len(found) > 1, loops=name.loops)
-    modules = [
-        atom.object for atom in thing.atoms if isinstance(atom, Known) and isinstance(atom.object, nn.Module)
-    ]
+    modules = [atom.object for atom in thing.atoms if isinstance(atom, Known) and isinstance(atom.object, nn.Module)]
     fits = _name_filter(name)
     children = [
-        wrap(child)
-        for module in modules
-        for key, child in module._modules.items()
-        if child is not None and fits(key)
+        wrap(child) for module in modules for key, child in module._modules.items() if child is not None and fits(key)
     ]
     picked = name.source >= Source.ARGUMENT
     return join([*children, *default]).like(picked=picked, loops=name.loops, open=True) if children else PLAIN
@@ -156,9 +149,7 @@ def _getattr(arguments: Arguments, frame: Frame) -> Value:
 
 def _name_filter(name: Value) -> Callable[[str], Any]:
     """An f-string with unknown parts is evaluated to the pattern of what it may become."""
-    patterns = [
-        atom.object for atom in name.atoms if isinstance(atom, Known) and isinstance(atom.object, re.Pattern)
-    ]
+    patterns = [atom.object for atom in name.atoms if isinstance(atom, Known) and isinstance(atom.object, re.Pattern)]
     return patterns[0].fullmatch if len(patterns) == 1 else bool
 
 
@@ -205,9 +196,7 @@ def _super(arguments: Arguments, frame: Frame) -> Value:
 def _partial(arguments: Arguments, frame: Frame) -> Value:
     if not arguments.positional:
         return PLAIN
-    given = Partial(
-        arguments.positional[0], tuple(arguments.positional[1:]), tuple(arguments.keywords.items())
-    )
+    given = Partial(arguments.positional[0], tuple(arguments.positional[1:]), tuple(arguments.keywords.items()))
     return Value(frozenset({given}))
 
 

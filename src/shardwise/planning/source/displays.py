@@ -28,18 +28,12 @@ def _sequence(node: ast.Tuple | ast.List | ast.Set, frame: Frame) -> Value:
         value = evaluate(part.value if isinstance(part, ast.Starred) else part, frame)
         if not isinstance(part, ast.Starred):
             items.append(value)
-        elif (
-            len(value.atoms) == 1
-            and not value.open
-            and isinstance(inner := next(iter(value.atoms)), Sequence)
-        ):
+        elif len(value.atoms) == 1 and not value.open and isinstance(inner := next(iter(value.atoms)), Sequence):
             items += inner.items
         else:
             rest = item(value, PLAIN, frame)
             return Value(
-                frozenset(
-                    {Many(join([*items, rest, *(evaluate(p, frame) for p in node.elts[len(items) :])]))}
-                )
+                frozenset({Many(join([*items, rest, *(evaluate(p, frame) for p in node.elts[len(items) :])]))})
             )
     return Value(frozenset({Sequence(tuple(items))}))
 
@@ -77,9 +71,7 @@ def _dict_comprehension(node: ast.DictComp, frame: Frame) -> Value:
 
 @expression(ast.JoinedStr)
 def _f_string(node: ast.JoinedStr, frame: Frame) -> Value:
-    values = [
-        evaluate(part.value if isinstance(part, ast.FormattedValue) else part, frame) for part in node.values
-    ]
+    values = [evaluate(part.value if isinstance(part, ast.FormattedValue) else part, frame) for part in node.values]
     objects = [value.only() for value in values]
     together = opaque(*values)
     if all(isinstance(thing, str | int) for thing in objects):

@@ -30,11 +30,7 @@ def public_entries(model: nn.Module, book: FactBook) -> tuple[list[str], list[st
     for name in _candidates(type(model)):
         function = underlying(inspect.getattr_static(type(model), name))[0]
         node = find_node(function) if function is not None else None
-        if (
-            name == "generate"
-            and function is not None
-            and (function.__module__ or "").startswith("transformers.")
-        ):
+        if name == "generate" and function is not None and (function.__module__ or "").startswith("transformers."):
             found.append(name)  # thousands of lines that end in self(...)
             continue
         if node is None or not book.follow(Entry(model, name)):
@@ -51,13 +47,7 @@ def _candidates(cls: type) -> list[str]:
     for base in cls.__mro__:
         module = base.__module__ or ""
         for name, attribute in vars(base).items():
-            if (
-                name in names
-                or name.startswith("_")
-                or name == "forward"
-                or base is nn.Module
-                or base is object
-            ):
+            if name in names or name.startswith("_") or name == "forward" or base is nn.Module or base is object:
                 continue
             if hasattr(nn.Module, name) or not isinstance(attribute, types.FunctionType):
                 continue

@@ -51,9 +51,7 @@ def _subscript(node: ast.Subscript, frame: Frame) -> Value:
 
 @expression(ast.Slice)
 def _slice(node: ast.Slice, frame: Frame) -> Value:
-    bounds = [
-        evaluate(part, frame) if part is not None else NONE for part in (node.lower, node.upper, node.step)
-    ]
+    bounds = [evaluate(part, frame) if part is not None else NONE for part in (node.lower, node.upper, node.step)]
     numbers = [bound.only() for bound in bounds]
     if all(number is None or type(number) is int for number in numbers):
         for bound in bounds:
@@ -82,9 +80,7 @@ def _call(node: ast.Call, frame: Frame) -> Value:
             consume(receiver.like(atoms=tensors), frame)
         results.append(method_result(Value(open=True, source=Source.TENSOR), name, arguments))
     if rest.atoms:
-        results.append(
-            invoke(load(rest.like(open=False), name, frame).like(loops=rest.loops), arguments, frame)
-        )
+        results.append(invoke(load(rest.like(open=False), name, frame).like(loops=rest.loops), arguments, frame))
     if receiver.open or not receiver.atoms or tensors:
         if method_reads_arguments(name) and not rest.atoms:
             hand_over(arguments, frame, name=name)

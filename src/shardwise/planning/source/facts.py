@@ -70,9 +70,7 @@ class FactBook:
 
     def _read(self, entry: Entry) -> list[Entry]:
         module = entry.module
-        if is_opaque(module) or (
-            type(module).__module__.startswith("torch.") and not self._has_parts(module)
-        ):
+        if is_opaque(module) or (type(module).__module__.startswith("torch.") and not self._has_parts(module)):
             self.active[id(module), entry.name] = True
             return []
         kind = (self._kind(module), entry.name)
@@ -84,9 +82,7 @@ class FactBook:
         try:
             analysis = self._analyse(entry)
             why = "no source" if analysis is None else ""
-        except (
-            Exception
-        ) as error:  # whatever odd code does to the reader, the rest of the model is still read
+        except Exception as error:  # whatever odd code does to the reader, the rest of the model is still read
             analysis, why = None, f"{type(error).__name__}: {error}"
         if analysis is not None:
             return self._keep(analysis, entry, kind)
@@ -104,9 +100,7 @@ class FactBook:
         analysis = Analysis(self.places, entry.name)
         frame = Frame(analysis, (module,), None, {}, receiver=module)
         own = vars(module).get(entry.name)
-        result = start(
-            own if own is not None else inspect.getattr_static(type(module), entry.name), module, frame
-        )
+        result = start(own if own is not None else inspect.getattr_static(type(module), entry.name), module, frame)
         if result is None:
             return None
         record_escape(result, frame)
@@ -176,8 +170,7 @@ class FactBook:
         """A number that modules of one class with the same submodules and parameters share."""
         if id(module) not in self._kind_of:
             children = tuple(
-                (name, self._kind(child) if child is not None else -1)
-                for name, child in module._modules.items()
+                (name, self._kind(child) if child is not None else -1) for name, child in module._modules.items()
             )
             present = tuple((name, tensor is not None) for name, tensor in module._parameters.items())
             own = vars(module).get("forward")

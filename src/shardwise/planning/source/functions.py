@@ -119,9 +119,7 @@ def enter_closure(closure: Closure, arguments: Arguments, frame: Frame) -> Value
     args = closure.node.args
     positional = [*args.posonlyargs, *args.args]
     names: dict[str, Value] = {}
-    for argument, default in zip(
-        positional[len(positional) - len(args.defaults) :], args.defaults, strict=True
-    ):
+    for argument, default in zip(positional[len(positional) - len(args.defaults) :], args.defaults, strict=True):
         names[argument.arg] = evaluate(default, home)
     for argument, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
         if default is not None:
@@ -157,11 +155,7 @@ def _argument(parameter: ast.arg) -> Value:
     )
     words = set(re.findall(r"\w+", text)) if isinstance(text, str) else set()
     tensor = any(word.endswith("Tensor") for word in words)
-    return (
-        TENSOR
-        if tensor and all(word.endswith("Tensor") or word in _AROUND_TENSOR for word in words)
-        else ARGUMENT
-    )
+    return TENSOR if tensor and all(word.endswith("Tensor") or word in _AROUND_TENSOR for word in words) else ARGUMENT
 
 
 def _child(

@@ -165,9 +165,7 @@ def _put_off(callee: Value, arguments: Arguments, frame: Frame) -> bool:
     if len(bound) <= _READ_ONE_BY_ONE or len(bound) < len(callee.atoms):
         return False
     receivers = [atom.receiver.object for atom in bound]
-    if len({atom.name for atom in bound}) > 1 or any(
-        is_interesting(v, analysis.places) for v in arguments.values()
-    ):
+    if len({atom.name for atom in bound}) > 1 or any(is_interesting(v, analysis.places) for v in arguments.values()):
         return False
     if bound[0].name == "__call__" or not all(receiver in analysis.places for receiver in receivers):
         return False

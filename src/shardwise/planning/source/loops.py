@@ -19,9 +19,7 @@ def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame
     """
     analysis = frame.analysis
     analysis.num_loops += 1
-    element, count, dynamic = (
-        walk(iterable, frame) if iterable is not None else (Value(open=True), None, False)
-    )
+    element, count, dynamic = walk(iterable, frame) if iterable is not None else (Value(open=True), None, False)
     if count == 0:
         return
     loop = Loop(analysis.num_loops, count)
@@ -47,9 +45,7 @@ def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame
 def _mark(element: Value, identity: int) -> Value:
     """The element and, where it is a row, each part of it, as chosen by this loop's turn."""
     atoms = frozenset(
-        Sequence(tuple(_mark(inner, identity) for inner in atom.items))
-        if isinstance(atom, Sequence)
-        else atom
+        Sequence(tuple(_mark(inner, identity) for inner in atom.items)) if isinstance(atom, Sequence) else atom
         for atom in element.atoms
     )
     return element.like(atoms=atoms, loops=element.loops | {identity})

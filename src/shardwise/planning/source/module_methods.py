@@ -79,9 +79,7 @@ def _get_submodule(module: nn.Module, arguments: Arguments, frame: Frame) -> Val
     return value
 
 
-@module_method(
-    "to", "float", "half", "bfloat16", "double", "cuda", "cpu", "eval", "train", "requires_grad_", "type"
-)
+@module_method("to", "float", "half", "bfloat16", "double", "cuda", "cpu", "eval", "train", "requires_grad_", "type")
 def _itself(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
     return known(module)
 
@@ -96,9 +94,7 @@ def container_method(value: Value, name: str, arguments: Arguments, frame: Frame
             rows += atom.items
         elif isinstance(atom, Known) and (by_key := dict_items(atom.object)) is not None:
             rows += by_key.items()
-        elif name == "pop" and (
-            isinstance(atom, Sequence) or list_items(getattr(atom, "object", None)) is not None
-        ):
+        elif name == "pop" and (isinstance(atom, Sequence) or list_items(getattr(atom, "object", None)) is not None):
             return item(value, PLAIN, frame)
         else:
             return None

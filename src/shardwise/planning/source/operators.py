@@ -57,9 +57,7 @@ def combine(left: Value, right: Value, op: ast.operator, frame: Frame) -> Value:
         return _join_lists([value for value in (left, right) if _is_list(value)], frame)
     result = opaque(use_as_data(left, frame), use_as_data(right, frame))
     if result.source == Source.CONTENT and not isinstance(op, ast.BitAnd | ast.BitOr):
-        return result.like(
-            source=Source.CONTENT if min(left.source, right.source) != Source.TENSOR else Source.TENSOR
-        )
+        return result.like(source=Source.CONTENT if min(left.source, right.source) != Source.TENSOR else Source.TENSOR)
     return result
 
 
@@ -86,9 +84,7 @@ def _unary(node: ast.UnaryOp, frame: Frame) -> Value:
     value = evaluate(node.operand, frame)
     if isinstance(node.op, ast.Not):
         answer = truth(value)
-        return (
-            PLAIN.like(source=value.source) if answer is None else known(not answer, settings=value.settings)
-        )
+        return PLAIN.like(source=value.source) if answer is None else known(not answer, settings=value.settings)
     number = value.only()
     if isinstance(node.op, ast.USub) and type(number) in (int, float):
         return known(-number, settings=value.settings)
@@ -130,12 +126,7 @@ def _compare_two(left: Value, op: ast.cmpop, right: Value, frame: Frame) -> Valu
     if isinstance(op, ast.Is | ast.IsNot):
         answer = _same_object(left, right)
         return PLAIN if answer is None else known(answer is isinstance(op, ast.Is), settings=settings)
-    if (
-        left.source == Source.RANDOM
-        and isinstance(op, ast.Lt | ast.LtE)
-        and other in (0, 0.0)
-        and other is not False
-    ):
+    if left.source == Source.RANDOM and isinstance(op, ast.Lt | ast.LtE) and other in (0, 0.0) and other is not False:
         return known(False, settings=settings)  # layerdrop that is switched off
     if isinstance(one, _SIMPLE) and isinstance(other, _SIMPLE):
         try:

@@ -48,15 +48,12 @@ def unwalked(value: Value, frame: Frame) -> tuple[Loop, ...]:
     return tuple(
         loop
         for loop in frame.loops
-        if loop.identity not in value.loops
-        or (loop.count is not None and loop.count > len(candidates(value)))
+        if loop.identity not in value.loops or (loop.count is not None and loop.count > len(candidates(value)))
     )
 
 
 def _object(leaf: Known | Bound | Closure) -> Any:
-    return (
-        leaf.object if isinstance(leaf, Known) else leaf.receiver.object if isinstance(leaf, Bound) else leaf
-    )
+    return leaf.object if isinstance(leaf, Known) else leaf.receiver.object if isinstance(leaf, Bound) else leaf
 
 
 def record_read(parameter: nn.Parameter, frame: Frame) -> None:

@@ -126,9 +126,7 @@ def _with(node: ast.With, frame: Frame) -> None:
 
 @statement(ast.Try, ast.TryStar)
 def _try(node: ast.Try, frame: Frame) -> None:
-    _branches(
-        [[*node.body, *node.orelse], *([*handler.body] for handler in node.handlers)], frame, depends=False
-    )
+    _branches([[*node.body, *node.orelse], *([*handler.body] for handler in node.handlers)], frame, depends=False)
     dead = frame.dead
     frame.dead = ""
     execute(node.finalbody, frame)

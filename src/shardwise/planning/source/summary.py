@@ -24,9 +24,7 @@ def summarise(book: FactBook, facts: Iterable[Fact], public_methods: Iterable[st
     return Calls(
         called=frozenset(called),
         assumed=frozenset(places.name(module) for module in _modules(book) if id(module) in book.assumed),
-        conditional=frozenset(
-            name for name in called - unconditional if has_parameters(places.modules[name])
-        ),
+        conditional=frozenset(name for name in called - unconditional if has_parameters(places.modules[name])),
         internal=frozenset(name for name, module in places.modules.items() if id(module) in places.internal),
         bypassed=_freeze(tables["bypassed"]),
         methods=_freeze(tables["methods"]),

@@ -43,9 +43,7 @@ def _assign_item(target: ast.Subscript, value: Value, frame: Frame) -> None:
     consume(value, frame)
     if isinstance(target.value, ast.Name) and value.atoms and target.value.id in frame.names:
         pieces = [value, *(part for atom in holder.atoms for part in _parts(atom))]
-        frame.names[target.value.id] = join(
-            [holder.like(atoms=frozenset()), Value(frozenset({Many(join(pieces))}))]
-        )
+        frame.names[target.value.id] = join([holder.like(atoms=frozenset()), Value(frozenset({Many(join(pieces))}))])
 
 
 def _parts(atom: object) -> tuple[Value, ...]:

@@ -78,9 +78,7 @@ def is_plain_torch(function: Any) -> bool:
 
 def method_reads_content(name: str) -> bool:
     """Whether calling `tensor.name(...)` computes with the tensor."""
-    return name not in _SIZES and not name.startswith(
-        ("is_", "new_", "get_device", "requires_grad", "register_")
-    )
+    return name not in _SIZES and not name.startswith(("is_", "new_", "get_device", "requires_grad", "register_"))
 
 
 def method_reads_arguments(name: str) -> bool:
