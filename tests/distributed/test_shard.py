@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.config.schema import GroupOverride, MeshConfig, PrecisionConfig, PrefetchConfig, ShardConfig
 from shardwise.errors import ConfigError, PlanError, ShardError
+from shardwise.models.llama import SHAPES, Llama
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
 from shardwise.sharding.apply import shard
@@ -350,6 +351,31 @@ def test_bfloat16_compute_stays_near_float32(rank: int):
     assert_equal(model, reference, rtol=0.0, atol=5e-5)
     moved = [(p.full_tensor() - q).abs().max() for p, q in zip(model.parameters(), stack().parameters(), strict=True)]
     assert max(moved) > 20 * 5e-5, "too little happened for the tolerance to mean anything"
+
+
+@ranks(2)
+def test_bfloat16_arithmetic_is_that_of_hand_written_fsdp2(rank: int):
+    """Bit for bit: same casts at the same places."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Llama(SHAPES["llama3-debug"]))
+    by_hand, ours = models
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (by_hand.model.embed_tokens, *by_hand.model.layers, by_hand.lm_head, by_hand):
+        fully_shard(module, mesh=mesh_of(2), mp_policy=policy)
+    shard(ours, ShardConfig(precision=PrecisionConfig(param_dtype="bfloat16")), mesh=mesh_of(2))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    for step in range(4):
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss = model(ids(10 * step + rank)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1], step
+    assert losses[0] > 0
 
 
 @ranks(2)
