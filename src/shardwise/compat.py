@@ -126,11 +126,22 @@ def _unseen_when_recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@contextlib.contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """FSDP2 keeps the tensors it gathers into; made in inference mode, they could never be trained with later."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 @_unseen_when_recomputed
 def gather_group(group: Any) -> None:
     """Gather a group's parameters now and register them."""
-    group.unshard()
-    group.wait_for_unshard()
+    with _outside_inference_mode():
+        group.unshard()
+        group.wait_for_unshard()
 
 
 def start_gather(group: Any) -> None:
@@ -173,7 +184,8 @@ def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
 @_unseen_when_recomputed
 def enter_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Run FSDP2's pre-forward hook of `module` by hand."""
-    return fsdp_state(module)._pre_forward(module, args, kwargs)
+    with _outside_inference_mode():
+        return fsdp_state(module)._pre_forward(module, args, kwargs)
 
 
 @_unseen_when_recomputed

@@ -178,3 +178,16 @@ def test_the_user_can_name_entry_points(rank: int):
     model(batch(rank))
     expected = Model().layers[0].forward_inference(batch(rank))
     torch.testing.assert_close(model.layers[0].forward_inference(batch(rank)), expected)
+
+
+@ranks(2)
+def test_a_model_trains_after_inference_mode(rank: int):
+    """What was gathered in inference mode must not be saved for backward later."""
+    reference, model = Model(), shard(Model(), mesh=mesh_of(2))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(batch(rank)), reference(batch(rank)))
+    for seed in range(2):
+        (reference(batch(seed)).square().mean() / 2).backward()
+    model(batch(rank)).square().mean().backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-6)

@@ -131,6 +131,18 @@ class ByBranch(nn.Module):
         return x
 
 
+class ByName(nn.Module):
+    """Experts under names; the data of a rank spell the name. All are of one size, so a mix-up would be silent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({name: Expert() for name in "abc"})
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.experts["abc"[int(x[:, -1].max()) % 3]](x))
+
+
 class LayerDrop(nn.Module):
     """Skips layers at random, differently on every rank, as speech models do in training."""
 
@@ -177,6 +189,7 @@ CASES = [
     Case(name="experts_by_index", build=by_index, make_batch=routed_batch, four_ranks=True),
     Case(name="experts_by_mask", build=by_mask, make_batch=routed_batch, four_ranks=True),
     Case(name="experts_by_all", build=by_all, make_batch=routed_batch, four_ranks=True),
+    Case(name="experts_by_name", build=ByName, make_batch=routed_batch, kept=("experts.*",)),
     Case(name="layer_drop", build=LayerDrop, make_batch=routed_batch, kept=("layers.*",), four_ranks=True),
     Case(name="early_exit", build=EarlyExit, make_batch=routed_batch, kept=("layers.*",)),
     Case(name="layers_by_slice", build=BySlice, make_batch=routed_batch, kept=("layers.*",)),

@@ -12,7 +12,7 @@ from shardwise.planning.draft import Draft
 from shardwise.planning.dtypes import choose_compute
 from shardwise.planning.entrypoints import find_calls
 from shardwise.planning.plan import Plan
-from shardwise.planning.refusals import refuse_sharded, refuse_uncallable
+from shardwise.planning.refusals import refuse_sharded, refuse_uncallable, refuse_unsupported
 from shardwise.planning.settings import check_config
 
 
@@ -60,6 +60,7 @@ def make_plan(
     """`plan()` with the hardware's capability given."""
     refuse_sharded(model)
     refuse_uncallable(model)
+    refuse_unsupported(model)
     axes, device = mesh_axes(mesh)
     check_config(config, axes)
     draft = Draft(model, config, axes, device)

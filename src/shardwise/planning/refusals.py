@@ -1,8 +1,9 @@
-"""Models that cannot be planned for: sharded before, in part or from above, or without a forward."""
+"""Models that cannot be planned for: sharded before, without a forward, or with parameters of unknown kinds."""
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardwise.errors import PlanError
 
@@ -45,3 +46,27 @@ def refuse_uncallable(module: nn.Module) -> None:
             why="FSDP2 gathers parameters when a module is called, and a container is never called",
             fix="shard its elements, or put it into a module with a forward",
         )
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise for parameters that FSDP2 cannot shard and nothing here can make shardable.
+
+    Raises:
+        PlanError: A lazy module without shapes yet, or a layer that makes sparse gradients.
+    """
+    for name, module in model.named_modules():
+        if any(is_lazy(parameter) for parameter in module._parameters.values()):
+            raise PlanError(
+                f"{name or 'the model'} ({type(module).__name__}) has parameters without a shape yet",
+                where=name,
+                why="a lazy module learns its shapes in its first forward, and a plan needs them",
+                fix="run one batch through the model before sharding, or give the sizes to the constructor",
+            )
+        trained = any(parameter is not None and parameter.requires_grad for parameter in module._parameters.values())
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and trained:
+            raise PlanError(
+                f"{name or 'the model'} ({type(module).__name__}) makes sparse gradients",
+                where=name,
+                why="FSDP2 reduces gradients in one dense buffer",
+                fix=f"build it with sparse=False, or freeze it: {name}.requires_grad_(False)",
+            )

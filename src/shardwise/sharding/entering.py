@@ -48,12 +48,12 @@ class Entry:
             if self.depth:
                 return method(*args, **kwargs)
             try:
-                args, kwargs = self._enter(args, kwargs)
+                args, kwargs = self.enter(args, kwargs)
                 output = method(*args, **kwargs)
             except BaseException:
-                self._fail()
+                self.fail()
                 raise
-            return self._leave(args, output)
+            return self.leave(args, output)
 
         setattr(owner, name, enter_method)
 
@@ -61,18 +61,19 @@ class Entry:
         if self.depth:
             self.depth += 1
             return None
-        return self._enter(args, kwargs)
+        return self.enter(args, kwargs)
 
     def _leave_call(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.depth > 1:  # an inner call; where it raised, an outer one may still catch that
             self.depth -= 1
             return None
         if output is None and sys.exc_info()[1] is not None:  # `always_call` brought us here, not a return
-            self._fail()
+            self.fail()
             return None
-        return self._leave(args, output)
+        return self.leave(args, output)
 
-    def _enter(self, args: Any, kwargs: Any) -> Any:
+    def enter(self, args: Any, kwargs: Any) -> Any:
+        """Gather for an outermost call; returns the arguments to call with."""
         self.before()
         compat.initialise(self.root)
         self.since = compat.sequence_number()
@@ -81,7 +82,8 @@ class Entry:
         self.depth = 1
         return entered
 
-    def _leave(self, args: Any, output: Any) -> Any:
+    def leave(self, args: Any, output: Any) -> Any:
+        """Free after an outermost call; returns the output to hand on."""
         self.depth = 0
         output = compat.leave_forward(self.module, args, output)
         self.after(output)
@@ -90,7 +92,8 @@ class Entry:
     def _gather_before_backward(self, output: Any) -> None:
         gather_before_backward(self.module, output, self.since)
 
-    def _fail(self) -> None:
+    def fail(self) -> None:
+        """Leave an outermost call that raised."""
         self.depth = 0
         self.failed()
 
@@ -124,12 +127,13 @@ class RootEntry(Entry):
             recover(self.module)  # an earlier backward raised
         self.replicated.show()
 
-    def _enter(self, args: Any, kwargs: Any) -> Any:
+    def enter(self, args: Any, kwargs: Any) -> Any:
+        """Gather the root and what is held for the whole pass."""
         if self.branches and torch.is_grad_enabled():
             # A group reduces its gradients when its inputs' are known, or last of all if they need none. Which it is
             # must not depend on the branch a rank took, or ranks would reduce in different orders.
             args, kwargs = change_tensors((args, kwargs), _wanting_gradient)
-        entered = super()._enter(args, kwargs)
+        entered = super().enter(args, kwargs)
         self._gather_held()
         return entered
 
@@ -170,14 +174,14 @@ def guard_outside_call(root: Entry, module: nn.Module) -> None:
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         entered.append(not root.depth)
-        return root._enter(args, kwargs) if not root.depth else None
+        return root.enter(args, kwargs) if not root.depth else None
 
     def leave(_: nn.Module, args: Any, output: Any) -> Any:
         if not entered.pop():
             return None
         if output is None and sys.exc_info()[1] is not None:
-            return root._fail()
-        return root._leave(args, output)
+            return root.fail()
+        return root.leave(args, output)
 
     module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
     module.register_forward_hook(leave, always_call=True)

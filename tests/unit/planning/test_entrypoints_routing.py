@@ -1,5 +1,7 @@
 """read_calls: which modules run only when the data says so, and which conditions do not count."""
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -199,3 +201,70 @@ class BranchOnAnnotatedInput(BranchOnInput):
 @pytest.mark.parametrize("kind", [BranchOnInput, BranchOnAnnotatedInput])
 def test_branches_on_the_content_of_an_input_are_conditional(kind):
     assert read_calls(kind()).conditional == {"first", "second"}
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for name in "abc"})
+        self.e0, self.e1 = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+        self.names = {0: "a", 1: "b", 2: "c"}
+
+
+class ByLetter(Named):
+    def forward(self, x):
+        return self.experts["abc"[int(x.sum()) % 3]](x)
+
+
+class ByTable(Named):
+    def forward(self, x):
+        return self.experts[self.names[int(x.argmax())]](x)
+
+
+class ByAttributeName(Named):
+    def forward(self, x):
+        return getattr(self, f"e{x.argmax().item()}")(x)
+
+
+class ByFlag(Named):
+    def forward(self, x):
+        return {True: self.e0, False: self.e1}[bool(x.sum() > 0)](x)
+
+
+class ByPythonRandom(Named):
+    def forward(self, x):
+        return (self.e0 if random.random() < 0.5 else self.e1)(x)
+
+
+class ByMatch(Named):
+    def forward(self, x):
+        match int(x.sum()):
+            case 0:
+                return self.e0(x)
+            case _:
+                return self.e1(x)
+
+
+class UntilLarge(Named):
+    def forward(self, x):
+        while x.norm() < 10:
+            x = x * 2 + self.e0(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "picked"),
+    [
+        (ByLetter, {"experts.a", "experts.b", "experts.c"}),
+        (ByTable, {"experts.a", "experts.b", "experts.c"}),
+        (ByAttributeName, {"e0", "e1"}),
+        (ByFlag, {"e0", "e1"}),
+        (ByPythonRandom, {"e0", "e1"}),
+        (ByMatch, {"e0", "e1"}),
+        (UntilLarge, {"e0"}),
+    ],
+)
+def test_modules_looked_up_by_the_data_are_conditional(kind, picked):
+    """Missed, ranks would gather each other's experts in place of their own, and nothing would be raised."""
+    found = read_calls(kind()).conditional
+    assert picked <= found

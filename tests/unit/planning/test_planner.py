@@ -174,3 +174,14 @@ def test_example_inputs_give_the_same_groups_as_the_source():
     assert [g.modules for g in plan(model, mesh=TWO_RANKS, example_inputs=(ids,)).groups] == [
         g.modules for g in plan(model, mesh=TWO_RANKS).groups
     ]
+
+
+def test_what_cannot_be_sharded_is_refused_with_its_name():
+    lazy = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8))
+    with pytest.raises(PlanError, match=r"1 \(LazyLinear\) has parameters without a shape yet"):
+        plan(lazy, mesh=TWO_RANKS)
+    sparse = nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Linear(8, 8))
+    with pytest.raises(PlanError, match=r"0 \(Embedding\) makes sparse gradients"):
+        plan(sparse, mesh=TWO_RANKS)
+    sparse[0].requires_grad_(False)
+    assert plan(sparse, mesh=TWO_RANKS).groups

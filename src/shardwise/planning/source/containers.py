@@ -133,7 +133,9 @@ def item(value: Value, index: Value, frame: Frame) -> Value:
     if value.open or not found:
         found.append(PLAIN.like(source=_indexed(value, index), loops=value.loops))
     result = join(found)
-    return result.like(picked=result.picked or value.picked, loops=result.loops | value.loops)
+    # A name looked up by a number from the data is itself up to the data: `experts[names[best]]`.
+    source = max(result.source, index.source) if index.source >= Source.CONTENT else result.source
+    return result.like(picked=result.picked or value.picked, loops=result.loops | value.loops, source=source)
 
 
 def _indexed(value: Value, index: Value) -> Source:
@@ -199,5 +201,5 @@ def _look_up(by_key: dict[Any, Value], at: Any, index: Value) -> Value:
 
 def _chosen(element: Value, index: Value) -> Value:
     """One of several alike, chosen by an index that is not known."""
-    picked = index.source >= Source.ARGUMENT and len(element.atoms) > 1
+    picked = (index.picked or index.source >= Source.ARGUMENT) and len(element.atoms) > 1
     return element.like(picked=element.picked or picked, loops=element.loops | index.loops)

@@ -17,7 +17,7 @@ from shardwise.planning.source.frames import Fact, Frame
 from shardwise.planning.source.functions import Arguments, enter_closure, enter_function
 from shardwise.planning.source.module_methods import MODULE_METHODS
 from shardwise.planning.source.records import consume, is_interesting, record_call
-from shardwise.planning.source.tensors import is_torch_function, reads_no_content, torch_result
+from shardwise.planning.source.tensors import is_random_function, is_torch_function, reads_no_content, torch_result
 from shardwise.planning.source.values import (
     ARGUMENT,
     PLAIN,
@@ -90,6 +90,8 @@ def _invoke_known(thing: Any, callee: Value, arguments: Arguments, frame: Frame)
         return _invoke_atom(Partial(known(thing.func), positional, keywords), callee, arguments, frame)
     if isinstance(thing, type):
         return _construct(thing, arguments, frame)
+    if is_random_function(thing):
+        return opaque(*arguments.values(), source=Source.RANDOM)
     if is_torch_function(thing):
         return _invoke_torch(thing, arguments, frame)
     if isinstance(thing, types.FunctionType | types.MethodType) or hasattr(thing, "__wrapped__"):

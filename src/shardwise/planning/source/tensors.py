@@ -1,5 +1,6 @@
 """What torch functions and tensor methods do to a value: does the result depend on a tensor's content?"""
 
+import random
 import types
 from typing import Any
 
@@ -25,13 +26,10 @@ _SIZES = {
     "__len__",
     "storage_offset",
 }
-_TENSOR_METHODS = {
-    "sum", "max", "min", "mean", "argmax", "argmin", "amax", "amin", "topk", "sort", "argsort", "cumsum",
-    "prod", "to", "cpu", "cuda", "float", "half", "bfloat16", "double", "long", "int", "bool", "view",
-    "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "contiguous", "clone", "detach",
-    "chunk", "split", "expand", "softmax", "sigmoid", "pow", "mul", "add", "sub", "div", "gather",
-    "scatter", "index_select", "masked_fill", "t",
-}  # fmt: skip
+# A value nobody knows, on which such a method is called, is a tensor: no container or string has it.
+_TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")} - {
+    name for kind in (dict, list, str, set, torch.nn.Module) for name in dir(kind)
+} | {"to", "cpu", "cuda", "float", "half", "double", "bfloat16"}
 _FROM_LIKENESS = {"to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"}
 _WITHOUT_CONTENT = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
 _PLAIN_MODULES = (
@@ -50,6 +48,13 @@ def is_torch_function(thing: Any) -> bool:
         return "VariableFunctions" in thing.__qualname__ or (thing.__module__ or "").startswith("torch")
     module = getattr(thing, "__module__", None)
     return isinstance(module, str) and (module == "torch" or module.startswith("torch."))
+
+
+def is_random_function(thing: Any) -> bool:
+    """Whether a callable is of Python's or numpy's random numbers, which every rank draws for itself."""
+    if isinstance(getattr(thing, "__self__", None), random.Random):
+        return True
+    return (getattr(thing, "__module__", None) or "").startswith(("random", "numpy.random"))
 
 
 def reads_no_content(name: str) -> bool:
