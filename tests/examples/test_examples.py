@@ -33,7 +33,20 @@ def test_the_command_in_the_header_runs(name: str):
     program, *arguments = shlex.split(header.splitlines()[-1])
     assert program == "torchrun"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    run = _run(command)
     assert run.returncode == 0, run.stderr
     assert " groups over shard 2" in run.stdout  # the plan
     assert run.stdout.count("loss ") >= 20
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command, again if gloo aborts the interpreter's exit.
+
+    With torch 2.13 about one in twenty plain-torch gloo scripts ends by "terminate called without an active exception"
+    after its last line; nothing that was computed is affected. Any other failure counts at once.
+    """
+    for _ in range(3):
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+        if "terminate called without an active exception" not in run.stderr:
+            break
+    return run
