@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -255,14 +254,6 @@ def settle(group: Any) -> None:
     """Finish a gather that is on its way, then free what was gathered and register the shards again."""
     group.wait_for_unshard()
     group._to_sharded()
-
-
-def local_part(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    """The view of `full` that this rank holds of `parameter`."""
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        full = full.narrow(dim, min(start, full.size(dim)), length)
-    return full
 
 
 def dtensor_like(local: torch.Tensor, parameter: DTensor) -> DTensor:

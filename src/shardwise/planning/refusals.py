@@ -55,14 +55,15 @@ def refuse_unsupported(model: nn.Module) -> None:
         PlanError: A lazy module without shapes yet, or a layer that makes sparse gradients.
     """
     for name, module in model.named_modules():
-        if any(is_lazy(parameter) for parameter in module._parameters.values()):
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if any(is_lazy(parameter) for parameter in own):
             raise PlanError(
                 f"{name or 'the model'} ({type(module).__name__}) has parameters without a shape yet",
                 where=name,
                 why="a lazy module learns its shapes in its first forward, and a plan needs them",
                 fix="run one batch through the model before sharding, or give the sizes to the constructor",
             )
-        trained = any(parameter is not None and parameter.requires_grad for parameter in module._parameters.values())
+        trained = any(parameter.requires_grad for parameter in own)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and trained:
             raise PlanError(
                 f"{name or 'the model'} ({type(module).__name__}) makes sparse gradients",

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
+from shardwise.sharding.layout import local_part
 from shardwise.sharding.poison import poison
 
 
@@ -82,9 +83,8 @@ class Entry:
 
     def store(self, full: torch.Tensor) -> None:
         """Keep this rank's part of `full`."""
-        source = compat.local_part(full, self.tensor) if isinstance(self.tensor, DTensor) else full
         with torch.no_grad():
-            self.local.copy_(source)
+            self.local.copy_(local_part(full, self.tensor))
 
     def gather(self, device: torch.device) -> torch.Tensor:
         """The whole tensor, as a copy.

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise import compat
 from shardwise.errors import ShardError
+from shardwise.sharding.layout import local_part
 from shardwise.sharding.watching import watch_optimizers
 
 __all__ = ["Remembered", "remember_parameters", "repoint", "watch_optimizers"]
@@ -83,7 +84,7 @@ def shard_like(full: torch.Tensor, parameter: DTensor) -> DTensor:
     Ranks:
         Local. Every rank must hold the same `full`.
     """
-    local = compat.local_part(full, parameter).to(
+    local = local_part(full, parameter).to(
         device=parameter.to_local().device, copy=True, memory_format=torch.contiguous_format
     )
     return compat.dtensor_like(local, parameter)
