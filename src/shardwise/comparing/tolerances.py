@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 from shardwise.planning.plan import Group, Plan
 
-ORDER_REASON = "{dtype}; ranks add up in another order than one process; tenfold after the first step"
+ORDER_REASON = (
+    "{dtype}; ranks add up in another order than one process; tenfold after the first step, gradients on the scale "
+    "of at least a tenth of the model's largest"
+)
 STORAGE_REASON = "{dtype} storage; a sum taken in another order rounds to the neighbouring value"
 COMPUTE_REASON = "{dtype} compute against one process in storage precision; every product is rounded"
 # Relative to a tensor's largest value. A 16-bit storage dtype is off by a few units in the last place, 16-bit
