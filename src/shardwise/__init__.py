@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from shardwise.errors import PlanError as PlanError
     from shardwise.errors import ShardError as ShardError
     from shardwise.errors import ShardwiseError as ShardwiseError
+    from shardwise.explaining import Explanation as Explanation
+    from shardwise.explaining import explain as explain
     from shardwise.planning.plan import Plan as Plan
     from shardwise.planning.planner import plan as plan
     from shardwise.sharding.activation import checkpoint_activations as checkpoint_activations
@@ -51,6 +53,7 @@ _HOMES = {
     "shardwise.errors": (
         "CheckpointError", "ConfigError", "EnvironmentProblem", "PlanError", "ShardError", "ShardwiseError",
     ),
+    "shardwise.explaining": ("Explanation", "explain"),
     "shardwise.planning.plan": ("Plan",),
     "shardwise.planning.planner": ("plan",),
     "shardwise.sharding.activation": ("checkpoint_activations",),

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.explain import explain
 from shardwise.cli.parity import parity
 from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(parity)
+app.command()(explain)
 
 
 def _print_version(wanted: bool) -> None:

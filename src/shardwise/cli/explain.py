@@ -1,0 +1,64 @@
+"""`shardwise explain`: what a rule, an error code, or an error in a log means. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.options import Format, FormatOption
+
+_RULE = re.compile(r"SW[0-9]{3}", re.IGNORECASE)
+
+
+def explain(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="CODE | FILE | -", help="A code such as SW201, a log file, or - for standard input."),
+    ] = "-",
+    format: FormatOption = Format.TEXT,
+) -> None:
+    """Say what a rule or an error means: cause, fix, and the torch versions that have it.
+
+    A log may hold the lines of many ranks: the first failure is explained, not what followed from it.
+    """
+    from shardwise.explaining import explain as find_explanation
+
+    page = _page_of_rule(target)
+    if page is not None:
+        typer.echo(json.dumps({"code": target.upper(), "page": page}) if format is Format.JSON else page.rstrip())
+        return
+    explanation = find_explanation(_text_of(target))
+    typer.echo(json.dumps(explanation.to_dict()) if format is Format.JSON else str(explanation))
+    raise typer.Exit(0 if explanation.failure is not None else 1)
+
+
+def _page_of_rule(target: str) -> str | None:
+    from shardwise.pages import page_folder
+
+    path = page_folder("rules") / f"{target.upper()}.md"
+    return path.read_text(encoding="utf-8") if _RULE.fullmatch(target) and path.is_file() else None
+
+
+def _text_of(target: str) -> str:
+    from shardwise.errors import ConfigError
+    from shardwise.explaining.catalogue import catalogue
+
+    if target == "-":
+        return sys.stdin.read()
+    known = {name for failure in catalogue().values() for name in (failure.code, failure.name, failure.alias)} - {""}
+    if target in known or target.upper() in known:
+        return target
+    path = Path(target)
+    if path.is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    raise ConfigError(
+        f"{target} is neither a code nor a file",
+        where="shardwise explain",
+        why="codes look like SW502; anything else is taken for the path of a log",
+        fix="check the path, or pipe the text in: `... 2>&1 | shardwise explain -`",
+    )

@@ -1,0 +1,5 @@
+"""Know why: known failures, each with its cause and its fix, found in an exception, a text or a log. No torch."""
+
+from shardwise.explaining.answer import Explanation, explain
+
+__all__ = ["Explanation", "explain"]

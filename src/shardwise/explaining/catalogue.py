@@ -1,0 +1,78 @@
+"""The catalogue of known failures: one page each in docs/errors, whose head says how to recognise it. No torch."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import yaml
+
+from shardwise.errors import ConfigError
+from shardwise.pages import page_folder
+
+_PAGE = re.compile(r"\A---\n(?P<head>.*?)^---\n# [^\n]*\n\n(?P<body>.*)\Z", re.DOTALL | re.MULTILINE)
+_SECTION = re.compile(r"^## (?P<title>[^\n]+)\n\n(?P<text>.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """One way to fail that is understood."""
+
+    code: str
+    """`SW5nn`; never reused for something else."""
+    name: str
+    """In words, with hyphens."""
+    kind: Literal["cause", "echo", "warning"]
+    """An echo is what other ranks, or the launcher, say when somebody else has failed."""
+    torch: str
+    """Versions it occurs in."""
+    patterns: tuple[re.Pattern[str], ...]
+    what: str
+    why: str
+    fix: str
+    with_shardwise: str = ""
+    sources: tuple[str, ...] = ()
+    alias: str = ""
+    """What it was called before it had a code."""
+
+    def find(self, text: str) -> re.Match[str] | None:
+        """Where the failure's message stands in `text`, the earliest of its patterns."""
+        matches = [match for pattern in self.patterns if (match := pattern.search(text))]
+        return min(matches, key=lambda match: match.start(), default=None)
+
+
+@functools.cache
+def catalogue() -> dict[str, Failure]:
+    """Every known failure by its code."""
+    pages = sorted(page_folder("errors").glob("SW*.md"))
+    if not pages:
+        raise ConfigError(
+            "the pages about errors are missing",
+            where=str(page_folder("errors")),
+            why="they are part of the package",
+            fix="install shardwise again",
+        )
+    failures = [_read(page.read_text(encoding="utf-8"), page.name) for page in pages]
+    return {failure.code: failure for failure in failures}
+
+
+def _read(text: str, name: str) -> Failure:
+    page = _PAGE.match(text)
+    assert page is not None, f"{name} has no head"
+    head = yaml.safe_load(page["head"])
+    sections = {match["title"]: match["text"].strip() for match in _SECTION.finditer(page["body"])}
+    return Failure(
+        code=head["code"],
+        name=head["name"],
+        kind=head["kind"],
+        torch=head["torch"],
+        patterns=tuple(re.compile(pattern) for pattern in head["patterns"]),
+        what=page["body"].partition("## ")[0].strip(),
+        why=sections["Why"],
+        fix=sections["Fix"],
+        with_shardwise=sections.get("With shardwise", ""),
+        sources=tuple(head.get("sources", ())),
+        alias=head.get("alias", ""),
+    )
