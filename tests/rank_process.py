@@ -26,13 +26,17 @@ from types import FrameType, ModuleType, TracebackType
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from shardwise.diagnosing.guard import Guard, guard
+from shardwise.sharding.registry import sharded_state, when_sharded
 from tests.leaks import leaks_since, num_groups, restore, take_snapshot
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 # Longer than any test may take: a hang is the pool's to report, not gloo's.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _PR_SET_PDEATHSIG = 1
+_GUARDS: list[Guard] = []
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ def serve(rank: int, num_ranks: int, folder: Path, connection: Connection) -> No
         store = dist.FileStore(str(folder / "store"), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_COLLECTIVE_TIMEOUT)
         dist.barrier()
+        when_sharded(_guard)
         gc.freeze()  # the imports never die; collecting after each test need not look at them
         connection.send("ready")
         while (job := _next_job(connection)) is not None:
@@ -88,11 +93,21 @@ def _run(job: Job, rank: int) -> Outcome:
     random.seed(0)
     torch.manual_seed(0)
     outcome = _outcome_of(job, rank)
+    while _GUARDS:
+        _GUARDS.pop().close()
     gc.collect()
     if outcome.status == "passed" and (leaks := leaks_since(before)):
         outcome = Outcome("leaked", "the test leaked:\n  " + "\n  ".join(leaks), "leak")
     restore(before)
     return Outcome(outcome.status, outcome.text, outcome.kind, num_groups())
+
+
+def _guard(model: nn.Module) -> None:
+    """Every model that a test shards is guarded: ranks that diverge are named, and no alarm may be false."""
+    state = sharded_state(model)
+    assert state is not None
+    if state.mesh.size() > 1 and dist.get_backend() == "gloo":
+        _GUARDS.append(guard(model))
 
 
 def _outcome_of(job: Job, rank: int) -> Outcome:

@@ -1,9 +1,13 @@
 """The only file that names private torch or compares torch versions; everything else sees these few functions."""
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -425,6 +429,11 @@ def is_nested_state(state: Any) -> bool:
     return state._is_root is False
 
 
+def is_root(state: Any) -> bool | None:
+    """Whether the first forward found this state to be its model's root; None before that."""
+    return state._is_root
+
+
 def reset_iteration(state: Any) -> None:
     """Bring a root's tree back to where a forward can start: nothing in flight, everything sharded."""
     if state._is_root is None:  # no forward has run yet: there is nothing to reset but an early unshard()
@@ -464,10 +473,10 @@ def was_left_midway(state: Any) -> bool:
 
 
 @contextlib.contextmanager
-def untouched_by_fsdp(model: nn.Module, refuse: Callable[..., NoReturn]) -> Iterator[None]:
-    """Let other parameters stand in the tree: FSDP2 does not adopt them, and calls `refuse` for a gather."""
+def untouched_by_fsdp(groups: Iterable[Any], refuse: Callable[..., NoReturn]) -> Iterator[None]:
+    """Let other parameters stand for those of the groups: FSDP2 does not adopt them, and calls `refuse` to gather."""
     with contextlib.ExitStack() as stack:
-        for group in param_groups(model):
+        for group in groups:
             stack.enter_context(_shadowed(group, "unshard", refuse))
             for param in group.fsdp_params:
                 stack.enter_context(_shadowed(param, "reset_sharded_param", lambda: None))
@@ -542,3 +551,180 @@ def all_gather_flat(output: torch.Tensor, part: torch.Tensor, group: dist.Proces
     """Gather equal parts into one flat tensor; torch 2.13 renamed it and warns about the old name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, part, group=group)
+
+
+def axes_in_cutting_order(tensor: DTensor, dim: int) -> list[int]:
+    """The mesh axes of a DTensor, those that cut `dim` in the order in which they do."""
+    axes = list(range(tensor.device_mesh.ndim))
+    for entry in getattr(tensor._spec, "shard_order", None) or ():
+        if entry.tensor_dim == dim and list(entry.mesh_dims) != sorted(entry.mesh_dims):
+            return list(entry.mesh_dims) + [axis for axis in axes if axis not in entry.mesh_dims]
+    return axes
+
+
+def split_rows(placement: Any, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """Row numbers as a placement that shards would divide them among `count` ranks, in its own manner."""
+    strided = type(placement)(dim=0, split_factor=placement.split_factor) if _is_strided(placement) else Shard(0)
+    return tuple(strided._split_tensor(rows, count, with_padding=False)[0])
+
+
+def _is_strided(placement: Any) -> bool:
+    return hasattr(placement, "split_factor")
+
+
+def is_in_backward(group: Any) -> bool:
+    """Whether a backward has entered the group and not left it."""
+    return group._training_state.name == "PRE_BACKWARD"
+
+
+def set_reduce_dtype(group: Any, dtype: torch.dtype) -> None:
+    """Sum a group's gradients in another dtype from now on."""
+    group.mp_policy = dataclasses.replace(group.mp_policy, reduce_dtype=dtype)
+    group._init_mp_dtypes()
+
+
+def private_policy(name: str) -> Any:
+    """A wrapping policy of FSDP1 that scripts import although its name is private."""
+    from torch.distributed.fsdp import wrap
+
+    return getattr(wrap, name)
+
+
+_private_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def private_gloo_group(purpose: str, timeout: timedelta) -> Any:
+    """A gloo group of all ranks that torch does not know of, so that `destroy_process_group` leaves it alone.
+
+    Every rank must make its private groups in the same order: the count of them is the name they meet under.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    count = _private_groups.setdefault(dist.group.WORLD, itertools.count())
+    prefixed = dist.PrefixStore(f"{purpose}/{next(count)}", store)
+    return dist.ProcessGroupGloo(prefixed, dist.get_rank(), dist.get_world_size(), timeout)
+
+
+def broadcast_on(group: Any, tensor: torch.Tensor) -> None:
+    """Overwrite `tensor` with rank 0's, on a group that torch does not know of."""
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    group.broadcast([tensor], options).wait()
+
+
+def gather_on(group: Any, tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Fill `parts` on rank 0 with every rank's tensor, on a group that torch does not know of."""
+    options = dist.GatherOptions()
+    options.rootRank = 0
+    group.gather([parts] if parts else [], [tensor], options).wait()
+
+
+def pin_host_memory(address: int, num_bytes: int) -> bool:
+    """Let the GPU copy straight to this memory of ours; False where the driver refuses."""
+    runtime: Any = torch.cuda.cudart()
+    return int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
+
+
+def unpin_host_memory(address: int) -> None:
+    """Take that back, before the memory is given up."""
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)
+
+
+def default_comm_hooks() -> Any:
+    """The module with the gradient hooks that torch ships for FSDP1."""
+    from torch.distributed.algorithms._comm_hooks import default_hooks
+
+    return default_hooks
+
+
+class LocalGradScaler(torch.amp.GradScaler):
+    """A gradient scaler that unscales this rank's part of each gradient, also in float16, and then asks `agree`."""
+
+    def agree(self, found_inf: torch.Tensor) -> None:
+        """Called with this rank's finding, to be overwritten by that of all ranks."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        shards: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (grad := parameter.grad) is not None:
+                    own = grad.to_local() if isinstance(grad, DTensor) else grad
+                    shards.setdefault((own.device, own.dtype), []).append(own)
+        found = {found_inf.device: found_inf}
+        with torch.no_grad():
+            for (device, _), grads in shards.items():
+                flag = found.setdefault(device, found_inf.to(device, copy=True))
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale.to(device))
+            for flag in found.values():
+                self.agree(flag)
+        return found
+
+
+def before_collectives(
+    group: Any, callback: Callable[[str, int, bool], None], failed: Callable[[Exception], None]
+) -> None:
+    """Call `callback` just before a collective of a group is started.
+
+    Args:
+        group: An FSDP2 parameter group.
+        callback: Gets "gather" or "reduce", the elements sent, and whether gradients are recorded. It may raise: the
+            collective is then not started.
+        failed: Called with what the collective raised; may raise something that says more.
+    """
+    unshard, with_gradient = group.unshard, False
+
+    def note_then_unshard(*args: Any, **kwargs: Any) -> None:
+        nonlocal with_gradient
+        with_gradient = torch.is_grad_enabled()  # further down FSDP2 switches it off
+        unshard(*args, **kwargs)
+
+    group.unshard = note_then_unshard
+    for attribute, kind in (("_all_gather_comm", "gather"), ("_reduce_scatter_comm", "reduce")):
+        comm = getattr(group, attribute)
+
+        # A subclass, since FSDP2 asks for the class when its own settings change it.
+        class Reporting(type(comm)):  # type: ignore[misc]
+            what = kind
+
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                sent = kwargs["input_tensor"] if "input_tensor" in kwargs else args[1]
+                callback(self.what, sent.numel(), with_gradient)
+                try:
+                    return super().__call__(*args, **kwargs)
+                except Exception as error:
+                    failed(error)
+                    raise
+
+        comm.__class__ = Reporting
+
+
+def fsdp1_flat_params(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """FSDP1's flat parameters in a wrapped model, each with the name of the module that was wrapped."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            yield name, module._handle.flat_param
+
+
+def flat_param_entries(flat_param: Any) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """Name (in its wrapped module), shape and first element of each parameter in a flat one of FSDP1."""
+    names = iter(zip(flat_param._fqns, flat_param._shapes, strict=True))
+    start = 0
+    for numel, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
+        if not is_padding:
+            name, shape = next(names)
+            yield name, tuple(shape), start
+        start += numel
+
+
+def flat_param_ties(flat_param: Any) -> Iterator[tuple[str, str]]:
+    """Further names of parameters in a flat one of FSDP1, each with the name it is stored under."""
+    for info in flat_param._shared_param_infos:
+        also, stored = (info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name)
+        yield ".".join(filter(None, also)), ".".join(filter(None, stored))
+
+
+def flat_param_numel(flat_param: Any) -> int:
+    """Elements of all ranks' parts of a flat parameter of FSDP1, without the padding of the last rank."""
+    return flat_param._unpadded_unsharded_size.numel()

@@ -23,7 +23,7 @@ from shardwise.sharding.inputs import Casts, register_post_backward
 from shardwise.sharding.mesh import data_parallel_mesh, default_mesh
 from shardwise.sharding.parts import PartsEntry
 from shardwise.sharding.prefetching import set_prefetch
-from shardwise.sharding.registry import ShardedState, remember
+from shardwise.sharding.registry import ShardedState, announce, remember
 from shardwise.sharding.replicated import Replicated
 from shardwise.sharding.repointing import remember_parameters, repoint
 from shardwise.sharding.watching import watch_optimizers
@@ -80,6 +80,7 @@ def shard(
     remember(model, state)
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
+    announce(model)
     return model
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise import compat
 from shardwise.sharding.inputs import Casts, change_tensors
+from shardwise.sharding.notes import annotate
 from shardwise.sharding.outputs import differentiable, gather_before_backward
 from shardwise.sharding.parts import PartsEntry
 from shardwise.sharding.recovery import recover
@@ -96,6 +97,8 @@ class Entry:
         """Leave an outermost call that raised."""
         self.depth = 0
         self.failed()
+        if (error := sys.exc_info()[1]) is not None:
+            annotate(error, self.root)
 
 
 class RootEntry(Entry):

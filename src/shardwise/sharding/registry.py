@@ -22,6 +22,7 @@ class ShardedState:
 
 
 _ROOTS: WeakSet[nn.Module] = WeakSet()
+_LISTENERS: list[Callable[[nn.Module], object]] = []
 # In the module's own dict, not in a table here: the state refers to the model, and a table would keep both.
 _ATTRIBUTE = "_shardwise_state"
 
@@ -30,6 +31,21 @@ def remember(model: nn.Module, state: ShardedState) -> None:
     """Record that `model` is the root of a sharded model."""
     model.__dict__[_ATTRIBUTE] = state
     _ROOTS.add(model)
+
+
+def announce(model: nn.Module) -> None:
+    """Tell whoever asked that `model` has been sharded."""
+    for callback in _LISTENERS:
+        callback(model)
+
+
+def when_sharded(callback: Callable[[nn.Module], object]) -> None:
+    """Call `callback` with every model that `shard` shards from now on, as the last thing it does.
+
+    Ranks:
+        Local; the callback itself may be collective, since `shard` is.
+    """
+    _LISTENERS.append(callback)
 
 
 def sharded_state(model: nn.Module) -> ShardedState | None:
