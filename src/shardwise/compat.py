@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -630,6 +632,17 @@ def unpin_host_memory(address: int) -> None:
     runtime.cudaHostUnregister(address)
 
 
+def is_called_by_dcp() -> bool:
+    """Whether what calls this, a method of `nn.Module` made anew, works for torch.distributed.checkpoint's helpers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != "torch.nn.modules.module" and not name.startswith("shardwise."):
+            return name == "torch.distributed.checkpoint.state_dict"
+        frame = frame.f_back
+    return False
+
+
 def default_comm_hooks() -> Any:
     """The module with the gradient hooks that torch ships for FSDP1."""
     from torch.distributed.algorithms._comm_hooks import default_hooks
@@ -728,3 +741,36 @@ def flat_param_ties(flat_param: Any) -> Iterator[tuple[str, str]]:
 def flat_param_numel(flat_param: Any) -> int:
     """Elements of all ranks' parts of a flat parameter of FSDP1, without the padding of the last rank."""
     return flat_param._unpadded_unsharded_size.numel()
+
+
+def places_in_group(group: Any) -> Iterator[tuple[Any, nn.Module, str]]:
+    """Each parameter record of a group with the module that registers it and the name there."""
+    for fsdp_param in group.fsdp_params:
+        yield fsdp_param, fsdp_param._module_info.module, fsdp_param._module_info.param_name
+
+
+def registered_parameter(fsdp_param: Any) -> nn.Parameter | None:
+    """What stands on the module in a parameter's place now."""
+    info = fsdp_param._module_info
+    return info.module._parameters.get(info.param_name)
+
+
+def real_and_padded_numel(fsdp_param: Any) -> tuple[int, int]:
+    """Elements of a parameter, and elements that all ranks of its shard axis hold of it, padding included."""
+    real = fsdp_param._orig_size.numel()
+    padded = fsdp_param.padded_sharded_param_size.numel() * fsdp_param.mesh_info.shard_mesh_size
+    return real, padded
+
+
+def watch_data_assignment(assign: Callable[[DTensor, torch.Tensor], bool]) -> None:
+    """Ask `assign(tensor, value)` at each `tensor.data = value` on a DTensor; torch goes on where it returns False.
+
+    torch changes only the wrapper's metadata then: the local tensor, which is what trains, stays as it was.
+    """
+    plain = torch._C.TensorBase.data
+
+    def set_data(self: DTensor, value: torch.Tensor) -> None:
+        if not assign(self, value):
+            plain.__set__(self, value)
+
+    DTensor.data = property(lambda self: plain.__get__(self), set_data)  # pyrefly: ignore[bad-assignment]

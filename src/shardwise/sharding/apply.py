@@ -16,6 +16,7 @@ from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.planner import plan as make_plan
 from shardwise.sharding.activation import checkpoint_activations
 from shardwise.sharding.agreement import agree_on_plan, agree_on_weights, check_fits, plan_together
+from shardwise.sharding.assigning import watch_assignments
 from shardwise.sharding.compiling import compile_blocks
 from shardwise.sharding.entering import Entry, RootEntry, guard_outside_call
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
@@ -80,6 +81,7 @@ def shard(
     remember(model, state)
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
+    watch_assignments(model)
     announce(model)
     return model
 

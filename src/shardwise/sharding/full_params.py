@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ def full_params(
     _refuse_meta(model)
     slots = _find_slots(model, recurse)
     own: dict[nn.Parameter, nn.Parameter] = {}
-    with compat.untouched_by_fsdp(model, _refuse_gather):
+    with compat.untouched_by_fsdp(_groups(model, recurse), _refuse_gather):
         error: BaseException | None = None
         try:
             own = _gather_parameters(slots, rank0_only)
@@ -149,6 +149,14 @@ def _find_slots(model: nn.Module, recurse: bool) -> _Slots:
         children = [child for child in module._modules.values() if child is not None]
         waiting.extend(child for child in reversed(children) if recurse or not isinstance(child, FSDPModule))
     return slots
+
+
+def _groups(model: nn.Module, recurse: bool) -> list[Any]:
+    """The groups whose parameters are shown whole; those of inner units go on gathering theirs."""
+    if recurse:
+        return compat.param_groups(model)
+    state = compat.fsdp_state(model)
+    return [] if state is None else compat.state_param_groups(state)
 
 
 def _gather_parameters(slots: _Slots, rank0_only: bool) -> dict[nn.Parameter, nn.Parameter]:

@@ -63,8 +63,8 @@ class Entry:
         """Where it stands in `module`."""
         return next(place for place in self.places if place.module is module)
 
-    def allocate(self, device: torch.device) -> None:
-        """Poisoned storage in place of meta, for this rank's part only."""
+    def allocate(self, device: torch.device, *, poisoned: bool = True) -> None:
+        """Storage in place of meta, for this rank's part only; poisoned, unless the caller writes all of it."""
         if self.fsdp_param is not None:
             self.stand(compat.allocate_shard(self.fsdp_param))
         elif isinstance(self.tensor, DTensor):
@@ -72,7 +72,8 @@ class Entry:
             self.stand(compat.replace_in_place(self.tensor, compat.dtensor_like(local, self.tensor)))
         else:
             self.stand(compat.replace_in_place(self.tensor, _empty_like(self.tensor, device)))
-        poison(self.local)
+        if poisoned:
+            poison(self.local)
 
     def stand(self, tensor: torch.Tensor) -> None:
         """Let `tensor` be this entry's from now on, in all its places."""

@@ -1,6 +1,6 @@
 """Give a model on meta its values, holding no more than this rank's part and one module in full."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
@@ -64,7 +64,7 @@ def materialize(
         if not compat.is_settled(group):
             compat.settle(group)
     entries = take_inventory(model)
-    mesh = _mesh_of(model, entries)
+    mesh = mesh_of(model, entries)
     if any(entry.pending for entry in entries):
         target = _device(entries, device, mesh)
         _allocate(model, [entry for entry in entries if entry.pending], target)
@@ -85,10 +85,23 @@ def materialize(
     return model
 
 
-def _allocate(model: nn.Module, pending: Sequence[Entry], device: torch.device) -> None:
+def allocate(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
+    """Give storage without values to those of the model's `tensors` that stand on meta: the caller writes them all.
+
+    Ranks:
+        Local.
+    """
+    wanted = {id(tensor) for tensor in tensors}
+    entries = take_inventory(model)
+    pending = [entry for entry in entries if entry.pending and id(entry.tensor) in wanted]
+    if pending:
+        _allocate(model, pending, _device(entries, None, mesh_of(model, entries)), poisoned=False)
+
+
+def _allocate(model: nn.Module, pending: Sequence[Entry], device: torch.device, *, poisoned: bool = True) -> None:
     on_meta = [entry.tensor for entry in pending]
     for entry in pending:
-        entry.allocate(device)
+        entry.allocate(device, poisoned=poisoned)
     replaced = [old for old, entry in zip(on_meta, pending, strict=True) if entry.tensor is not old]
     if replaced:
         watch_optimizers(model, replaced)
@@ -203,7 +216,7 @@ def _failed(module: nn.Module, path: str, error: Exception) -> ShardError:
     return failure
 
 
-def _mesh_of(model: nn.Module, entries: Sequence[Entry]) -> DeviceMesh | None:
+def mesh_of(model: nn.Module, entries: Sequence[Entry]) -> DeviceMesh | None:
     """The ranks that hold this model between them; None in a single process without a process group."""
     meshes = [entry.tensor.device_mesh for entry in entries if isinstance(entry.tensor, DTensor)]
     if (state := sharded_state(model)) is not None:
