@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from shardwise.config.schema import PrefetchConfig as PrefetchConfig
     from shardwise.config.schema import RunConfig as RunConfig
     from shardwise.config.schema import ShardConfig as ShardConfig
+    from shardwise.diagnosing.check import check as check
+    from shardwise.diagnosing.explained import explained as explained
+    from shardwise.diagnosing.guard import Guard as Guard
+    from shardwise.diagnosing.guard import guard as guard
     from shardwise.errors import CheckpointError as CheckpointError
     from shardwise.errors import ConfigError as ConfigError
     from shardwise.errors import EnvironmentProblem as EnvironmentProblem
@@ -50,6 +54,9 @@ _HOMES = {
     "shardwise.config.schema": (
         "GroupOverride", "MeshConfig", "PrecisionConfig", "PrefetchConfig", "RunConfig", "ShardConfig",
     ),
+    "shardwise.diagnosing.check": ("check",),
+    "shardwise.diagnosing.explained": ("explained",),
+    "shardwise.diagnosing.guard": ("Guard", "guard"),
     "shardwise.errors": (
         "CheckpointError", "ConfigError", "EnvironmentProblem", "PlanError", "ShardError", "ShardwiseError",
     ),

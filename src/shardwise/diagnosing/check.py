@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from shardwise.diagnosing.checks import groups, optimizers, parameters
 from shardwise.diagnosing.checks.ranks import across_ranks
 from shardwise.diagnosing.checks.subject import look_at
+from shardwise.errors import ShardError
 from shardwise.findings import Finding, Severity
 
 _LOCAL = (
@@ -41,3 +42,22 @@ def check(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = 
     findings += across_ranks(subject)
     order = list(Severity)
     return sorted(findings, key=lambda finding: order.index(finding.severity))
+
+
+def refuse_errors(findings: Sequence[Finding]) -> None:
+    """Raise if any finding is an error; warnings pass.
+
+    Raises:
+        ShardError: With every error that was found.
+
+    Ranks:
+        Local; the findings of `check` may differ between ranks, so gather them first where that matters.
+    """
+    errors = [finding for finding in findings if finding.severity is Severity.ERROR]
+    if errors:
+        raise ShardError(
+            f"{errors[0].message}" + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""),
+            where="; ".join(f"{finding.code} {finding.where}" for finding in errors[:8]),
+            why="this would fail at the first step, or train wrongly without a word",
+            fix=errors[0].fix,
+        )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.checkpointing.staging import wait_for_copies
 from shardwise.errors import CheckpointError, ConfigError, ShardError
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.layout import local_part, local_tensor
@@ -28,6 +29,9 @@ class EMA:
     Ranks:
         Local throughout: no method communicates. Call them on every rank.
     """
+
+    waits_for_copies = True
+    """A checkpoint in the making may copy the averages at leisure: whoever changes them waits for it."""
 
     def __init__(
         self, model: nn.Module, decay: float | Callable[[int], float], *, include_buffers: bool = False
@@ -51,6 +55,7 @@ class EMA:
         self._refuse_if_swapped("update")
         decay = self.decay(self.num_updates) if callable(self.decay) else self.decay
         _check_decay(decay)
+        wait_for_copies()
         with torch.no_grad():
             for shadows, values in self._alike_pairs():
                 if shadows[0].is_floating_point() or shadows[0].is_complex():
@@ -72,6 +77,7 @@ class EMA:
         """
         self._refuse_if_swapped("swap")
         pairs = self._pairs()
+        wait_for_copies()
         with torch.no_grad():
             backup = [(value, value.clone()) for _, value in pairs]
             for shadow, value in pairs:
@@ -103,6 +109,7 @@ class EMA:
         """
         loaded = state_dict["shadow"]
         _check_matches(self._shadow, loaded)
+        wait_for_copies()
         with torch.no_grad():
             for name, shadow in self._shadow.items():
                 new = loaded[name]

@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from shardwise.config.schema import RunConfig
+from shardwise.diagnosing.check import check, refuse_errors
+from shardwise.diagnosing.explained import explained
+from shardwise.diagnosing.guard import guard
 from shardwise.errors import ConfigError
 from shardwise.models.load import load_model
 from shardwise.progress import NoProgress, Progress
@@ -82,10 +85,12 @@ def fit(config: RunConfig, *, progress: Progress | None = None) -> Training:
     batches = _batches(config, mesh)
     losses: list[float] = []
     start = time.perf_counter()
+    refuse_errors(check(model, optimizer))
     progress.start(config.steps, f"training {config.model}")
-    for _ in range(config.steps):
-        losses.append(_step(model, optimizer, batches, config, mesh))
-        progress.advance(note=f"loss {losses[-1]:.3f}")
+    with guard(model), explained(model):
+        for _ in range(config.steps):
+            losses.append(_step(model, optimizer, batches, config, mesh))
+            progress.advance(note=f"loss {losses[-1]:.3f}")
     progress.finish()
     ranks = data_parallel_mesh(mesh).size()
     return Training(
