@@ -555,6 +555,14 @@ def all_gather_flat(output: torch.Tensor, part: torch.Tensor, group: dist.Proces
     gather(output, part, group=group)
 
 
+def reduce_scatter_flat(output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `whole` over the ranks and keep this rank's part of it."""
+    if hasattr(dist, "reduce_scatter_single"):  # torch >= 2.13, where the old name warns
+        dist.reduce_scatter_single(output, whole, group=group)
+    else:
+        dist.reduce_scatter_tensor(output, whole, group=group)
+
+
 def axes_in_cutting_order(tensor: DTensor, dim: int) -> list[int]:
     """The mesh axes of a DTensor, those that cut `dim` in the order in which they do."""
     axes = list(range(tensor.device_mesh.ndim))

@@ -1,0 +1,52 @@
+"""`shardwise doctor`: is this environment fit to train in? No torch until it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.options import Format, FormatOption
+
+if TYPE_CHECKING:
+    from shardwise.diagnosing.bandwidth import Measured
+    from shardwise.diagnosing.environment import Environment
+
+
+def doctor(
+    ranks: Annotated[
+        int | None, typer.Option(min=0, help="Ranks for the test of collectives; 0 leaves it out.")
+    ] = None,
+    format: FormatOption = Format.TEXT,
+) -> None:
+    """Look at torch, GPUs, launcher, limits and disk, and run real collectives between local ranks.
+
+    Exit status 0: nothing wrong; 1: findings; 3: the collectives failed.
+    """
+    from shardwise.diagnosing.environment import look_around
+    from shardwise.launching import start_local
+
+    environment = look_around()
+    num_ranks = ranks if ranks is not None else max(len(environment.facts["gpus"].get("devices", [])), 2)
+    rows: list[Measured] = []
+    if num_ranks:
+        rows = start_local("shardwise.diagnosing.bandwidth:measure_collectives", num_ranks)[0]
+    if format is Format.JSON:
+        typer.echo(json.dumps(_as_dict(environment, rows)))
+    else:
+        from rich.console import Console
+
+        from shardwise.report.doctor import print_examination
+
+        print_examination(Console(), environment, rows, num_ranks)
+    raise typer.Exit(1 if any(finding.severity != "note" for finding in environment.findings) else 0)
+
+
+def _as_dict(environment: Environment, rows: list[Measured]) -> dict[str, Any]:
+    return {
+        **environment.facts,
+        "collectives": [dataclasses.asdict(row) | {"bytes_per_second": row.bytes_per_second} for row in rows],
+        "findings": [dataclasses.asdict(finding) for finding in environment.findings],
+    }
