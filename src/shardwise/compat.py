@@ -782,3 +782,16 @@ def watch_data_assignment(assign: Callable[[DTensor, torch.Tensor], bool]) -> No
             plain.__set__(self, value)
 
     DTensor.data = property(lambda self: plain.__get__(self), set_data)  # pyrefly: ignore[bad-assignment]
+
+
+def flight_record() -> bytes | None:
+    """The pickle of torch's flight recorder on this rank; None where it is off or empty."""
+    extension = torch._C._distributed_c10d
+    dump = getattr(extension, "_dump_fr_trace", None) or getattr(extension, "_dump_nccl_trace", None)
+    return dump() if dump is not None else None
+
+
+def collective_numels(group: Any) -> tuple[int, int]:
+    """Elements that a rank sends when a group is gathered, and when its gradients are reduced."""
+    gathered = sum(fsdp_param.padded_sharded_param_size.numel() for fsdp_param in group.fsdp_params)
+    return gathered, gathered * group.fsdp_params[0].mesh_info.shard_mesh_size if group.fsdp_params else 0

@@ -18,7 +18,10 @@ _RULE = re.compile(r"SW[0-9]{3}", re.IGNORECASE)
 def explain(
     target: Annotated[
         str,
-        typer.Argument(metavar="CODE | FILE | -", help="A code such as SW201, a log file, or - for standard input."),
+        typer.Argument(
+            metavar="CODE | FILE | FOLDER | -",
+            help="A code such as SW201, a log, a folder of flight recorder dumps, or - for standard input.",
+        ),
     ] = "-",
     format: FormatOption = Format.TEXT,
 ) -> None:
@@ -32,9 +35,26 @@ def explain(
     if page is not None:
         typer.echo(json.dumps({"code": target.upper(), "page": page}) if format is Format.JSON else page.rstrip())
         return
+    if Path(target).is_dir():
+        _explain_dumps(Path(target), format)
+        return
     explanation = find_explanation(_text_of(target))
     typer.echo(json.dumps(explanation.to_dict()) if format is Format.JSON else str(explanation))
     raise typer.Exit(0 if explanation.failure is not None else 1)
+
+
+def _explain_dumps(folder: Path, format: Format) -> None:
+    """What the flight recorders of a run that hung have kept."""
+    import dataclasses
+
+    from shardwise.diagnosing.hangs import explain_hang
+
+    hangs = explain_hang(folder)
+    if format is Format.JSON:
+        typer.echo(json.dumps([dataclasses.asdict(hang) for hang in hangs]))
+    else:
+        typer.echo("\n".join(map(str, hangs)) or "The dumps show no difference between the ranks.")
+    raise typer.Exit(0 if hangs else 1)
 
 
 def _page_of_rule(target: str) -> str | None:

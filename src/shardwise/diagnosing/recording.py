@@ -1,0 +1,55 @@
+"""Keep a record of collectives, and write it down when ranks seem to hang."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import compat
+
+
+def dump_collectives(folder: str | Path, model: nn.Module | None = None) -> Path | None:
+    """Write what torch's flight recorder has kept on this rank, for `explain_hang` and `shardwise explain FOLDER`.
+
+    The recorder must be on when the process group starts: TORCH_FR_BUFFER_SIZE=2000 in the environment.
+
+    Args:
+        folder: Is made if it is not there; every rank writes into the same one.
+        model: Sharded; its groups' sizes are written too, so that collectives get their modules' names.
+
+    Returns:
+        The file; None where the recorder was off.
+
+    Ranks:
+        Local: works while other ranks hang, from any thread.
+    """
+    record = compat.flight_record()
+    if record is None:
+        return None
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if model is not None and dist.get_rank() == 0:
+        (folder / "groups.json").write_text(json.dumps(_sizes(model)))
+    path = folder / f"rank_{dist.get_rank()}"
+    path.write_bytes(record)
+    return path
+
+
+def _sizes(model: nn.Module) -> dict[str, str]:
+    """What each group gathers and reduces, in elements, to the modules it may be."""
+    names: dict[str, list[str]] = defaultdict(list)
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        state = compat.fsdp_state(module)
+        for group in [] if state is None else compat.state_param_groups(state):
+            if id(group) not in seen:
+                seen.add(id(group))
+                gathered, reduced = compat.collective_numels(group)
+                names[f"gather {gathered}"].append(name or "(root)")
+                names[f"reduce {reduced}"].append(name or "(root)")
+    return {key: " or ".join([*owners[:2], *([f"{len(owners) - 2} more"] if len(owners) > 2 else [])])
+            for key, owners in names.items()}  # fmt: skip

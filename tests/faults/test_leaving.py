@@ -1,0 +1,43 @@
+"""However a program leaves, short of SIGKILL, a save that it began is finished first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.checkpointing.manager import Checkpointer
+
+SCRIPT = Path(__file__).with_name("leaving_run.py")
+STATUS = {"ends": 0, "raises": 1, "exits": 4, "is terminated": -signal.SIGTERM, "destroys the group": 0}
+
+
+@pytest.mark.parametrize("manner", STATUS)
+def test_save_is_finished_when_the_program(tmp_path: Path, manner: str):
+    folder = tmp_path / "run"
+    num_ranks = 2 if manner == "destroys the group" else 1
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), manner, str(folder), str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(num_ranks)
+    ]
+    outputs = [process.communicate(timeout=90) for process in processes]
+    assert [process.returncode for process in processes] == [STATUS[manner]] * num_ranks, outputs
+    assert all(output.strip() == "saved" for output, _ in outputs)
+    assert ("on purpose" in outputs[0][1]) == (manner == "raises")
+    model = nn.Linear(64, 64)
+    with Checkpointer(folder, asynchronous=False) as checkpointer:
+        assert checkpointer.load(model=model) == 1
+    assert torch.equal(model.weight, torch.full((64, 64), 7.0))
