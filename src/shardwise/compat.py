@@ -795,3 +795,30 @@ def collective_numels(group: Any) -> tuple[int, int]:
     """Elements that a rank sends when a group is gathered, and when its gradients are reduced."""
     gathered = sum(fsdp_param.padded_sharded_param_size.numel() for fsdp_param in group.fsdp_params)
     return gathered, gathered * group.fsdp_params[0].mesh_info.shard_mesh_size if group.fsdp_params else 0
+
+
+def named_groups(model: nn.Module) -> dict[str, Any]:
+    """FSDP2's groups by the module they stand for, in the order of the modules."""
+    groups: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        state = fsdp_state(module)
+        for number, group in enumerate([] if state is None else state_param_groups(state)):
+            if id(group) not in seen:
+                seen.add(id(group))
+                groups[(name or "(root)") + (f" [{number}]" if number else "")] = group
+    return groups
+
+
+def unsharded_gradient_bytes(group: Any) -> int:
+    """Bytes of whole gradients that wait for their reduction."""
+    waiting = [
+        gradient
+        for param in group.fsdp_params
+        for gradient in (
+            getattr(param, "unsharded_accumulated_grad", None),
+            getattr(getattr(param, "_unsharded_param", None), "grad", None),
+        )
+        if gradient is not None
+    ]
+    return sum(gradient.numel() * gradient.element_size() for gradient in waiting)

@@ -134,16 +134,7 @@ def _kind(what: str, with_gradient: bool) -> Kind:
 
 
 def _named_groups(model: nn.Module) -> dict[str, Any]:
-    """The groups by the modules they stand for, in the order of the modules."""
-    groups: dict[str, Any] = {}
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        state = compat.fsdp_state(module)
-        own = [] if state is None else compat.state_param_groups(state)
-        for number, group in enumerate(own):
-            if id(group) not in seen:
-                seen.add(id(group))
-                groups[(name or "(root)") + (f" [{number}]" if number else "")] = group
+    groups = compat.named_groups(model)
     if not groups:
         raise ShardError(
             "the model is not sharded",

@@ -42,14 +42,9 @@ def dump_collectives(folder: str | Path, model: nn.Module | None = None) -> Path
 def _sizes(model: nn.Module) -> dict[str, str]:
     """What each group gathers and reduces, in elements, to the modules it may be."""
     names: dict[str, list[str]] = defaultdict(list)
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        state = compat.fsdp_state(module)
-        for group in [] if state is None else compat.state_param_groups(state):
-            if id(group) not in seen:
-                seen.add(id(group))
-                gathered, reduced = compat.collective_numels(group)
-                names[f"gather {gathered}"].append(name or "(root)")
-                names[f"reduce {reduced}"].append(name or "(root)")
+    for name, group in compat.named_groups(model).items():
+        gathered, reduced = compat.collective_numels(group)
+        names[f"gather {gathered}"].append(name)
+        names[f"reduce {reduced}"].append(name)
     return {key: " or ".join([*owners[:2], *([f"{len(owners) - 2} more"] if len(owners) > 2 else [])])
             for key, owners in names.items()}  # fmt: skip

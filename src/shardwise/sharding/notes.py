@@ -3,9 +3,12 @@
 import traceback
 from types import TracebackType
 
+import torch
 from torch import nn
 
+from shardwise import compat
 from shardwise.explaining import explain
+from shardwise.sharding.holdings import describe_holdings, holdings
 from shardwise.sharding.registry import sharded_state
 
 _MARK = "shardwise:"
@@ -36,6 +39,9 @@ def annotate(error: BaseException, model: nn.Module) -> None:
         rows.append(f"fix: {_flat(failure.fix)}")
         if failure.with_shardwise:
             rows.append(f"with shardwise: {_flat(failure.with_shardwise)}")
+    if isinstance(error, torch.OutOfMemoryError):
+        phase = "backward" if compat.in_backward() else "forward or step"
+        rows.append(f"in {phase}, this rank holds:\n{describe_holdings(holdings(model))}")
     if rows:
         error.add_note("\n  ".join([_MARK, *rows]))
 

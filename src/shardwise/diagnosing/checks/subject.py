@@ -46,31 +46,16 @@ def look_at(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Subject:
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     modules = {module: name for name, module in model.named_modules()}
-    groups: dict[str, Any] = {}
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        state = compat.fsdp_state(module)
-        for group in [] if state is None else compat.state_param_groups(state):
-            if id(group) not in seen:
-                seen.add(id(group))
-                groups[_free_name(name or "(root)", groups)] = group
-                for fsdp_param, owner, leaf in compat.places_in_group(group):
-                    names.setdefault(id(fsdp_param.sharded_param), f"{modules[owner]}.{leaf}".lstrip("."))
+    groups = compat.named_groups(model)
+    for group in groups.values():
+        for fsdp_param, owner, leaf in compat.places_in_group(group):
+            names.setdefault(id(fsdp_param.sharded_param), f"{modules[owner]}.{leaf}".lstrip("."))
     state = sharded_state(model)
     planned = tuple(state.plan.parameters) if state is not None else ()
     averaged = (
         frozenset(p.fqn for p in (*state.plan.ignored, *state.plan.replicated)) if state is not None else frozenset()
     )
     return Subject(model, optimizers, parameters, groups, _mesh(model, groups), planned, averaged, names)
-
-
-def _free_name(name: str, taken: dict[str, Any]) -> str:
-    number = 1
-    wanted = name
-    while wanted in taken:
-        wanted = f"{name} [{number}]"
-        number += 1
-    return wanted
 
 
 def _mesh(model: nn.Module, groups: dict[str, Any]) -> DeviceMesh | None:
