@@ -52,6 +52,8 @@ def choose_compute(
 
 def choose_reduce(precision: PrecisionConfig, storage: Sequence[str]) -> str | None:
     """The dtype gradients are summed in: 32 bits, because 16 lose small contributions of many ranks."""
+    if precision.reduce_dtype == "storage":
+        return None  # FSDP2 sums gradients in the dtype they come in
     if precision.reduce_dtype != "auto":
         return precision.reduce_dtype
     if any(dtype not in FLOATING for dtype in storage):

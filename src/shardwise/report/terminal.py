@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bars
 from rich.text import Text
 
 from shardwise.errors import ShardwiseError
+from shardwise.units import format_bytes
 
 _ROWS = ("where", "why", "fix")
 _PLAIN_LINES = 10
 
 
 class TerminalProgress:
-    """One bar in a terminal; in a file or pipe, about ten lines that say the same."""
+    """One bar in a terminal; in a file or pipe, about ten lines that say the same.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    Args:
+        console: Where to draw.
+        in_bytes: The steps are bytes: show them as such, and how many a second.
+    """
+
+    def __init__(self, console: Console, *, in_bytes: bool = False) -> None:
+        self._console, self._in_bytes = console, in_bytes
         self._bars: Bars | None = None
         self._label, self._total, self._done = "", 0, 0
+        self._started_s = 0.0
 
     def start(self, total: int, label: str) -> None:
         """Draw an empty bar."""
         self._label, self._total, self._done = label, total, 0
+        self._started_s = time.monotonic()
         if self._console.is_terminal:
+            counts = (DownloadColumn(), TransferSpeedColumn()) if self._in_bytes else (MofNCompleteColumn(),)
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
-                MofNCompleteColumn(),
+                *counts,
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[note]}"),
             )
@@ -45,7 +62,7 @@ class TerminalProgress:
         if self._bars is not None:
             self._bars.update(self._bars.task_ids[0], advance=steps, note=note)
         elif self._crossed_a_tenth(before) or before == 0:
-            self._print(f"{self._label} {self._done}/{self._total}  {note}".rstrip())
+            self._print(f"{self._label} {self._count()}  {note}".rstrip())
 
     def finish(self, note: str = "") -> None:
         """Leave the bar as it stands and print the last note under it."""
@@ -54,6 +71,12 @@ class TerminalProgress:
             self._bars = None
         if note:
             self._print(note)
+
+    def _count(self) -> str:
+        if not self._in_bytes:
+            return f"{self._done}/{self._total}"
+        rate = self._done / max(time.monotonic() - self._started_s, 1e-6)
+        return f"{format_bytes(self._done)} of {format_bytes(self._total)}, {format_bytes(rate)}/s"
 
     def _crossed_a_tenth(self, before: int) -> bool:
         lines = min(_PLAIN_LINES, max(self._total, 1))
@@ -65,9 +88,9 @@ class TerminalProgress:
 
 
 @contextmanager
-def progress_on(console: Console) -> Iterator[TerminalProgress]:
+def progress_on(console: Console, *, in_bytes: bool = False) -> Iterator[TerminalProgress]:
     """A progress bar that is taken down even when the work fails."""
-    progress = TerminalProgress(console)
+    progress = TerminalProgress(console, in_bytes=in_bytes)
     try:
         yield progress
     finally:

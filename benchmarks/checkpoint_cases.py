@@ -1,0 +1,190 @@
+"""Saving, loading, resharding and reading safetensors, on one set of ranks: what each rank measures."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import distribute_tensor
+
+from benchmarks.checkpoint_state import (
+    Times,
+    aligned_copy,
+    build_model,
+    evict,
+    local_bytes,
+    local_of,
+    raw_reads_of_safetensors,
+    read_raw,
+    remove,
+    sync_all,
+    take_turns,
+    watch_host_memory,
+    write_raw,
+    write_raw_direct,
+)
+from benchmarks.processes import join
+from shardwise.checkpointing.manager import Checkpointer
+from shardwise.checkpointing.weights import load_weights
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One set of ranks."""
+
+    num_ranks: int
+    device: str
+    size: str
+    folder: Path
+    num_rounds: int
+    layouts: tuple[int, ...] = ()
+    """Numbers of ranks whose checkpoints this one reads, beside its own."""
+    only_layouts: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times by case and by who did it, and what else was found."""
+
+    times: dict[str, Times] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+def measure(setup: Setup) -> Measured:
+    """All cases on this rank.
+
+    Ranks:
+        Collective.
+    """
+    join(setup.device, setup.num_ranks)
+    model = build_model(setup.size, setup.device)
+    measured = Measured(numbers={"bytes": sum(p.nbytes for p in model.parameters()), "local": local_bytes(model)})
+    if not setup.only_layouts:
+        _saving(setup, model, measured)
+        _loading(setup, model, measured)
+        if (setup.folder / "hf").exists():
+            _safetensors(setup, model, measured)
+    _layouts(setup, model, measured)
+    dist.destroy_process_group()
+    return measured
+
+
+def _saving(setup: Setup, model: nn.Module, measured: Measured) -> None:
+    root = setup.folder / "saving"
+    state = {"model": dict(model.named_parameters())}
+    works: dict[str, Callable[[], object]] = {}
+    with Checkpointer(root / "ours", keep_last=None, asynchronous=False) as checkpointer:
+        works["ours"] = lambda: checkpointer.save(1, model=model)
+        works["dcp"] = lambda: dcp.save(state, checkpoint_id=root / "dcp")
+        if setup.device == "cpu":
+            aligned = aligned_copy(model)
+            works["raw"] = lambda: write_raw(root / f"raw-{dist.get_rank()}", model)
+            works["raw direct"] = lambda: write_raw_direct(root / f"raw-{dist.get_rank()}", aligned)
+
+        def prepare(name: str) -> None:
+            remove(root)
+            if dist.get_rank() == 0:
+                root.mkdir(parents=True)
+            dist.barrier()
+
+        take_turns(works, 1, prepare=prepare)
+        measured.times["save"] = take_turns(works, setup.num_rounds, prepare=prepare)
+    remove(root)
+
+
+def _loading(setup: Setup, model: nn.Module, measured: Measured) -> None:
+    root = setup.folder / "loading"
+    state = {"model": dict(model.named_parameters())}
+    with Checkpointer(root / "ours", asynchronous=False) as checkpointer:
+        checkpointer.save(1, model=model)
+        dcp.save(state, checkpoint_id=root / "dcp")
+        expected = [local_of(parameter).clone() for parameter in model.parameters()]
+        works: dict[str, Callable[[], object]] = {
+            "ours": lambda: checkpointer.load(model=model),
+            "ours unchecked": lambda: checkpointer.load(model=model, verify="no"),
+            "dcp": lambda: dcp.load(state, checkpoint_id=root / "dcp"),
+        }
+        for name, work in works.items():  # fills the page cache, and is right
+            _scramble(model)
+            work()
+            same = all(torch.equal(local_of(p), e) for p, e in zip(model.parameters(), expected, strict=True))
+            assert same, f"{name} loads something else"
+        measured.times["load, warm"] = take_turns(works, setup.num_rounds)
+        sync_all(root)
+        measured.times["load, cold"] = take_turns(works, setup.num_rounds, prepare=lambda name: _evict(root))
+    remove(root)
+
+
+def _safetensors(setup: Setup, model: nn.Module, measured: Measured) -> None:
+    folder = setup.folder / "hf"
+    parameters = dict(model.named_parameters())
+    works: dict[str, Callable[[], object]] = {
+        "ours": lambda: load_weights(model, folder),
+        "torch reader": lambda: dcp.load(dict(parameters), storage_reader=HuggingFaceStorageReader(str(folder))),
+    }
+    if setup.device == "cpu":
+        reads = raw_reads_of_safetensors(folder, model)
+        works["raw"] = lambda: read_raw(reads)
+    for work in works.values():
+        work()
+    measured.times["safetensors, warm"] = take_turns(works, setup.num_rounds)
+    measured.times["safetensors, cold"] = take_turns(works, setup.num_rounds, prepare=lambda name: _evict(folder))
+    others: dict[str, Callable[[], object]] = {
+        "ours": works["ours"],
+        "rank 0 broadcast": lambda: _broadcast(model, folder),
+        "every rank torch.load(mmap)": lambda: _torch_load(model, folder.with_suffix(".pt")),
+    }
+    measured.times["safetensors, other ways"] = take_turns(others, min(setup.num_rounds, 3))
+    with watch_host_memory() as peak:
+        load_weights(model, folder)
+    measured.numbers["safetensors extra"] = peak()
+
+
+def _layouts(setup: Setup, model: nn.Module, measured: Measured) -> None:
+    """Read what other numbers of ranks have written, beside what as many have."""
+    root = setup.folder / "layouts"
+    with Checkpointer(root / str(setup.num_ranks), asynchronous=False) as checkpointer:
+        checkpointer.save(1, model=model)
+        works: dict[str, Callable[[], object]] = {"same": lambda: checkpointer.load(model=model)}
+        others = {number: Checkpointer(root / str(number), asynchronous=False) for number in setup.layouts}
+        for number, other in others.items():
+            works[f"{number} to {setup.num_ranks}"] = lambda other=other: other.load(model=model)
+        for work in works.values():
+            work()
+        if others:
+            measured.times["reshard"] = take_turns(works, setup.num_rounds)
+        for other in others.values():
+            other.close()
+
+
+def _broadcast(model: nn.Module, folder: Path) -> None:
+    state: dict[str, torch.Tensor] = {}
+    if dist.get_rank() == 0:
+        for file in sorted(folder.glob("*.safetensors")):
+            state |= load_file(file)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+
+
+def _torch_load(model: nn.Module, file: Path) -> None:
+    state = torch.load(file, mmap=True, weights_only=True)
+    for name, parameter in model.named_parameters():
+        placed = distribute_tensor(state[name].to(parameter.device), parameter.device_mesh, parameter.placements)  # pyrefly: ignore
+        local_of(parameter).copy_(placed.to_local())
+
+
+def _scramble(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        local_of(parameter).fill_(-1)
+
+
+def _evict(path: Path) -> None:
+    if dist.get_rank() == 0:
+        evict(path)
+    dist.barrier()

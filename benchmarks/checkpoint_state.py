@@ -1,0 +1,254 @@
+"""What the checkpoint benchmarks save and load, the raw system calls they are held against, and the page cache."""
+
+import contextlib
+import gc
+import json
+import mmap
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from shardwise.checkpointing.memory import bytes_of
+
+Work = Callable[[], object]
+CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model: `num_blocks` feed-forward blocks."""
+
+    num_blocks: int
+    width: int
+
+
+SIZES = {"toy": Size(2, 64), "full": Size(8, 2048)}  # full: 268 million numbers, 1.07 GB, matrices of 67 MB
+
+
+class Block(nn.Module):
+    """Two large matrices and a few small tensors, as a transformer has them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def build_model(size: str, device: str) -> nn.Sequential:
+    """A sharded model with weights in memory that has been written before.
+
+    Ranks:
+        Collective.
+    """
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(SIZES[size].width) for _ in range(SIZES[size].num_blocks)))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    for parameter in model.parameters():
+        local_of(parameter).normal_(generator=generator)
+    return model
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's own memory of a tensor."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_bytes(model: nn.Module) -> int:
+    return sum(local_of(parameter).nbytes for parameter in model.parameters())
+
+
+def write_hugging_face_folder(folder: Path, size: str, num_files: int = 2) -> None:
+    """The model's weights as safetensors files with an index, and as one `torch.save` file beside them."""
+    folder.mkdir(parents=True)
+    model = nn.Sequential(*(Block(SIZES[size].width) for _ in range(SIZES[size].num_blocks)))
+    state = dict(model.state_dict())
+    torch.save(state, folder.with_suffix(".pt"))
+    names = sorted(state)
+    share = -(-len(names) // num_files)
+    weight_map: dict[str, str] = {}
+    for number in range(num_files):
+        file = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        part = names[number * share : (number + 1) * share]
+        save_file({name: state[name] for name in part}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    sync_all(folder)
+    sync_all(folder.with_suffix(".pt"))
+
+
+def raw_reads_of_safetensors(folder: Path, model: nn.Module) -> list[tuple[Path, int, memoryview]]:
+    """Which bytes of which file belong to this rank's memory: what `preadv` alone would have to do."""
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    headers: dict[str, tuple[int, dict[str, dict[str, list[int]]]]] = {}
+    for file in set(weight_map.values()):
+        with (folder / file).open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            headers[file] = (8 + length, json.loads(opened.read(length)))
+    reads = []
+    for name, parameter in model.named_parameters():
+        start, header = headers[weight_map[name]]
+        local = local_of(parameter)
+        rows = -(-parameter.shape[0] // dist.get_world_size()) * dist.get_rank()
+        row_bytes = local.nbytes // max(local.shape[0], 1)
+        offset = start + header[name]["data_offsets"][0] + rows * row_bytes
+        reads.append((folder / weight_map[name], offset, bytes_of(local)))
+    return sorted(reads, key=lambda read: (str(read[0]), read[1]))
+
+
+def read_raw(reads: list[tuple[Path, int, memoryview]]) -> None:
+    """`preadv` in the order on the disk, one call for each chunk."""
+    files = {path: os.open(path, os.O_RDONLY) for path in {path for path, _, _ in reads}}
+    for path, offset, memory in reads:
+        for at in range(0, len(memory), CHUNK_BYTES):
+            os.preadv(files[path], [memory[at : at + CHUNK_BYTES]], offset + at)
+    for descriptor in files.values():
+        os.close(descriptor)
+
+
+def write_raw(path: Path, model: nn.Module) -> None:
+    """`write` of this rank's memory through the page cache, then `fsync`."""
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL)
+    for parameter in model.parameters():
+        memory = bytes_of(local_of(parameter))
+        for at in range(0, len(memory), CHUNK_BYTES):
+            os.write(descriptor, memory[at : at + CHUNK_BYTES])
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def write_raw_direct(path: Path, memory: mmap.mmap) -> None:
+    """`write` past the page cache, from memory that is aligned and filled already, then `fsync`."""
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_DIRECT)
+    view = memoryview(memory)
+    for at in range(0, len(view), CHUNK_BYTES):
+        os.write(descriptor, view[at : at + CHUNK_BYTES])
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def aligned_copy(model: nn.Module) -> mmap.mmap:
+    """This rank's memory, one tensor after another, page by page."""
+    num_bytes = -(-local_bytes(model) // 4096) * 4096
+    memory, at = mmap.mmap(-1, num_bytes), 0
+    for parameter in model.parameters():
+        source = bytes_of(local_of(parameter))
+        memory[at : at + len(source)] = source
+        at += len(source)
+    return memory
+
+
+def sync_all(path: Path) -> None:
+    """Have the disk take the files, so that the page cache can be emptied of them."""
+    for each in _files(path):
+        with each.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def evict(path: Path) -> None:
+    """Empty the page cache of these files. A virtual machine's host may keep them in its own."""
+    for each in _files(path):
+        with each.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _files(path: Path) -> list[Path]:
+    return [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+
+
+def remove(path: Path) -> None:
+    """By rank 0, while the others wait.
+
+    Ranks:
+        Collective.
+    """
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
+    dist.barrier()
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """How long one work took once."""
+
+    wall_s: float
+    cpu_s: float
+    """Of all threads of this rank: what it worked, without what it waited for or shared cores with."""
+
+
+Times = dict[str, list[Stretch]]
+
+
+def take_turns(
+    works: Mapping[str, Work], num_rounds: int, *, prepare: Callable[[str], object] = lambda name: None
+) -> Times:
+    """How long each work took in each round; in every round another goes first, so that drift hits all alike.
+
+    Args:
+        works: By name.
+        num_rounds: How often each is run.
+        prepare: Called with the name before each, and not timed.
+
+    Ranks:
+        Collective: each stretch lasts from when all have begun until all are done.
+    """
+    times: Times = {name: [] for name in works}
+    names = list(works)
+    for turn in range(num_rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            prepare(name)
+            gc.collect()
+            dist.barrier()
+            start, start_cpu = time.perf_counter(), time.process_time()
+            works[name]()
+            cpu_s = time.process_time() - start_cpu
+            dist.barrier()
+            times[name].append(Stretch(time.perf_counter() - start, cpu_s))
+    return times
+
+
+@contextlib.contextmanager
+def watch_host_memory() -> Iterator[Callable[[], int]]:
+    """Follow this process's own memory (not the page cache's): the most it grew by, in bytes."""
+    stop, peak, before = threading.Event(), 0, _anonymous_bytes()
+
+    def follow() -> None:
+        nonlocal peak
+        while not stop.wait(0.002):
+            peak = max(peak, _anonymous_bytes() - before)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        yield lambda: peak
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,87 @@
+"""Read bytes of a stored piece, whole blocks at a time, and compare their checksums. No torch."""
+
+from __future__ import annotations
+
+import threading
+from typing import Self
+
+from shardwise.checkpointing.checksums import checksum, checksum_of_parts
+from shardwise.checkpointing.contents import ITEM_BYTES, Contents, Piece, StoredTensor
+from shardwise.checkpointing.files import Reader, join, open_reader
+from shardwise.errors import CheckpointError
+
+
+class OpenFiles:
+    """The files of a checkpoint, opened when first read; any thread may read any of them."""
+
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
+        self._readers: dict[str, Reader] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+    def reader(self, file: str) -> Reader:
+        """The open file."""
+        with self._lock:
+            if file not in self._readers:
+                self._readers[file] = open_reader(join(self.contents.folder, file))
+            return self._readers[file]
+
+
+class BlockReader:
+    """Reads for one thread.
+
+    Args:
+        files: Shared by all threads.
+        verify: Compare checksums, where the checkpoint has them.
+    """
+
+    def __init__(self, files: OpenFiles, *, verify: bool) -> None:
+        self._files, self._verify = files, verify
+        self._block_bytes = files.contents.block_bytes
+        # What a part shares its first and last block with: read so that the block can be verified, then dropped.
+        self._before, self._after = (memoryview(bytearray(self._block_bytes if verify else 0)) for _ in range(2))
+
+    def read(self, tensor: StoredTensor, piece: Piece, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of `piece` from its byte `start` on.
+
+        Raises:
+            CheckpointError: The file is missing, short or damaged.
+        """
+        if piece.data is not None:
+            buffer[:] = piece.data[start : start + len(buffer)]
+            return
+        reader = self._files.reader(piece.file)
+        if not self._verify or not piece.checksums:
+            reader.read_into(piece.offset + start, [buffer])
+            return
+        block, stop = self._block_bytes, start + len(buffer)
+        begin = start // block * block
+        end = min(-(-stop // block) * block, piece.box.numel * ITEM_BYTES[tensor.dtype])
+        before, after = self._before[: start - begin], self._after[: end - stop]
+        reader.read_into(piece.offset + begin, [before, buffer, after])
+        for first in range(begin, end, block):
+            last = min(first + block, end)
+            inner = buffer[max(first - start, 0) : last - start]
+            if first >= start and last <= stop:
+                found = checksum(inner)
+            else:
+                parts = ([before] if first < start else []) + [inner] + ([after] if last > stop else [])
+                found = checksum_of_parts(parts)
+            if found != piece.checksums[first // block]:
+                raise self._damaged(tensor, piece, first, last)
+
+    def _damaged(self, tensor: StoredTensor, piece: Piece, first: int, last: int) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint is damaged: bytes of {tensor.name} are not those that were saved",
+            where=f"{join(self._files.contents.folder, piece.file)}, "
+            f"bytes {piece.offset + first:,} to {piece.offset + last:,}",
+            why="their checksum differs: the disk, the network or a program has changed the file",
+            fix="load an older checkpoint, or copy this one again; `shardwise ckpt verify` lists all damage",
+        )

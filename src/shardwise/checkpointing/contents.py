@@ -1,0 +1,140 @@
+"""What a checkpoint holds, whatever its format: tensors as boxes of bytes in files, and small values.
+
+Every format reads itself into `Contents`; loading, converting, inspecting, verifying and comparing know nothing
+else. No torch and no I/O here, so that the process that writes in the background stays small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element, by the name torch gives the dtype (`str(dtype)` without `torch.`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: from `starts`, `sizes` elements along each dimension."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        """The box that is all of a tensor."""
+        return Box((0,) * len(shape), shape)
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box; a scalar has one."""
+        return math.prod(self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """The part that both boxes share, or None when they share no element."""
+        starts = tuple(map(max, self.starts, other.starts))
+        ends = [
+            min(a + size_a, b + size_b)
+            for a, size_a, b, size_b in zip(self.starts, self.sizes, other.starts, other.sizes, strict=True)
+        ]
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return None if any(size <= 0 for size in sizes) else Box(starts, sizes)
+
+    def lies_in(self, shape: tuple[int, ...]) -> bool:
+        """Whether the box is a part of a tensor of this shape."""
+        return len(shape) == len(self.starts) == len(self.sizes) and all(
+            start >= 0 and size >= 0 and start + size <= length
+            for start, size, length in zip(self.starts, self.sizes, shape, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box whose elements lie one after another (row-major) in a file, or in memory where no file has them so."""
+
+    box: Box
+    file: str = ""
+    """Relative to the checkpoint's folder, with `/`. Empty when `data` is set."""
+    offset: int = 0
+    """The byte of `file` at which the first element starts."""
+    checksums: tuple[int, ...] = ()
+    """XXH3-64 of each `Contents.block_bytes` from `offset` on (the last may be shorter); empty: not checksummed."""
+    data: memoryview | None = field(default=None, compare=False)
+    """The bytes themselves, for the few formats that store them in no usable order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a checkpoint and where its parts lie."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A checkpoint, read as far as its index: nothing of the tensors' bytes yet.
+
+    Names are flat and those of `torch.distributed.checkpoint`: `model.layers.0.weight`,
+    `optim.state.layers.0.weight.exp_avg`, `optim.param_groups.0.lr`. A file of weights alone has bare names.
+    """
+
+    path: Path | str
+    """The folder, or the single file; a `str` is the URL of a store that fsspec serves."""
+    format: str
+    """`sharded` (ours), `dcp` (torch's), `full`, `safetensors`, `fsdp1-full`, `fsdp1-sharded`, `fsdp1-local`."""
+    tensors: Mapping[str, StoredTensor]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Everything that is no tensor, by the same flat names, as plain Python values."""
+    file_bytes: Mapping[str, int] = field(default_factory=dict)
+    """How large each file must be, where the format says so."""
+    block_bytes: int = 0
+    """Bytes under one checksum; 0 when the format has none."""
+    step: int | None = None
+    world_size: int | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What else the format knows: mesh, plan, versions, dates."""
+    structure: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    """Flat name to the path in the nested state dict it came from, where a dot would be ambiguous."""
+
+    @property
+    def folder(self) -> Path | str:
+        """What `Piece.file` is relative to."""
+        return self.path if isinstance(self.path, str) or self.path.is_dir() else self.path.parent
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())

@@ -1,0 +1,119 @@
+"""Open a checkpoint without being told what it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.checkpointing import files
+from shardwise.checkpointing.committing import committed_steps, step_folder
+from shardwise.checkpointing.contents import Contents
+from shardwise.checkpointing.flat_params import LAYOUT_FILE, flat_sizes, layout_of_model, read_layout
+from shardwise.checkpointing.formats.bin_shards import is_bin_shards, read_bin_shards
+from shardwise.checkpointing.formats.dcp import is_dcp, read_dcp
+from shardwise.checkpointing.formats.full import read_full
+from shardwise.checkpointing.formats.rank_files import find_series, read_rank_files
+from shardwise.checkpointing.formats.safetensors import is_safetensors, read_safetensors
+from shardwise.checkpointing.torch_files import is_torch_file
+from shardwise.checkpointing.unflattening import needs_model, unflatten
+from shardwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_PARTS_OF_FOLDERS = (".metadata", "manifest.json")
+
+
+def open_checkpoint(path: str | files.Place, *, model: nn.Module | None = None) -> Contents:
+    """Read a checkpoint of any format as far as its index.
+
+    Args:
+        path: A folder (ours, a run's with several steps, torch's Distributed Checkpoint, Hugging Face's, one file a
+            rank) or a file (safetensors, an index, `torch.save`).
+        model: What it was saved from, where the files alone do not name the parameters: FSDP1's LOCAL state dicts and
+            optimizers that number their parameters. On the meta device is enough.
+
+    Returns:
+        The contents, under the names it was saved with.
+
+    Raises:
+        CheckpointError: Nothing is there, it is of no known format, damaged, or asks for code to be run.
+
+    Ranks:
+        Local. Every rank may open the same checkpoint.
+    """
+    place = files.place(path) if isinstance(path, str) else path
+    contents = _open_file(place) if files.size_of(place) is not None else _open_folder(place)
+    if not needs_model(contents):
+        return contents
+    layout = layout_of_model(model, contents) if model is not None else read_layout(contents.folder)
+    return contents if layout is None else unflatten(contents, layout)
+
+
+def require_names(contents: Contents) -> None:
+    """Refuse contents whose parameters still have no names.
+
+    Raises:
+        CheckpointError: With what to pass.
+    """
+    if not needs_model(contents):
+        return
+    flat = len(flat_sizes(contents))
+    what = f"{flat} flat parameters (FSDP1's LOCAL state dict)" if flat else "an optimizer that numbers its parameters"
+    raise CheckpointError(
+        f"the checkpoint holds {what}, and the files do not say which parameters they are",
+        where=str(contents.path),
+        why="only the model's definition, or a layout recorded while it was there, tells their names and shapes",
+        fix=f"pass the model (`--model MODEL`, or model=), or put a {LAYOUT_FILE} beside the files",
+    )
+
+
+def _open_file(place: files.Place) -> Contents:
+    folder, name = files.split(place)
+    if is_safetensors(place):
+        return read_safetensors(place)
+    if name.endswith(".bin.index.json"):
+        return read_bin_shards(place)
+    if name in _PARTS_OF_FOLDERS or name.endswith(".distcp"):
+        return _open_folder(folder)
+    if is_torch_file(place) or name.endswith(_TORCH_SUFFIXES):
+        return read_full(place)
+    raise _unknown(place, "the file is no safetensors file, no index of one, and not what torch.save writes")
+
+
+def _open_folder(place: files.Place) -> Contents:
+    names = files.names_in(place)
+    if not names:
+        what = "the folder is empty" if files.exists(place) else "there is no such file or folder"
+        raise CheckpointError(what, where=str(place), fix="check the path")
+    if is_dcp(place):
+        return read_dcp(place)
+    if steps := committed_steps(place):
+        return read_dcp(step_folder(place, steps[-1]))
+    if is_safetensors(place):
+        return read_safetensors(place)
+    if is_bin_shards(place):
+        return read_bin_shards(place)
+    torch_names = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
+    if len(torch_names) == 1:
+        return read_full(files.join(place, torch_names[0]))
+    if find_series(place):
+        return read_rank_files(place)
+    if any(name.endswith(".distcp") for name in names):
+        raise CheckpointError(
+            "the folder has the data of a checkpoint but no index",
+            where=str(place),
+            why="`.metadata` is written last: the save was interrupted, or the file was not copied",
+            fix="load an older checkpoint, or copy this one again with its hidden files",
+        )
+    raise _unknown(place, f"it holds {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
+
+
+def _unknown(place: files.Place, found: str) -> CheckpointError:
+    return CheckpointError(
+        "this is no checkpoint of a known format",
+        where=str(place),
+        why=f"{found}; tried: Distributed Checkpoint folders, ours and torch's (`manifest.json`, `.metadata`), runs of "
+        "several steps, safetensors files and indexes, Hugging Face `.bin` shards, torch.save files, one or one a rank",
+        fix="name the checkpoint's own folder or file",
+    )

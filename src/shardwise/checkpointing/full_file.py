@@ -1,0 +1,201 @@
+"""A run in one `torch.save` file: model, optimizers and extras gathered to the first rank, which writes as they come.
+
+For handing over and for small models; a run resumes faster from the sharded checkpoints of `Checkpointer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from shardwise.checkpointing.broadcasting import describe
+from shardwise.checkpointing.channel import Channel
+from shardwise.checkpointing.contents import Contents
+from shardwise.checkpointing.exporting import Put, refuse_remote, stream_gathered
+from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
+from shardwise.checkpointing.formats.full_writing import FullWriter, tensors_in
+from shardwise.checkpointing.loading import load_run
+from shardwise.checkpointing.nested import LAYOUT, put_together
+from shardwise.checkpointing.optimizer_state import KINDS
+from shardwise.checkpointing.readers import FirstRankReader, OwnReader
+from shardwise.checkpointing.reading import Verify
+from shardwise.checkpointing.sections import with_our_names
+from shardwise.checkpointing.slices import dtype_name
+from shardwise.checkpointing.state import Collected, Run, Stateful
+from shardwise.checkpointing.tensor_info import TensorInfo
+from shardwise.checkpointing.together import mesh_of_model, on_first, together
+from shardwise.checkpointing.values import decode_value
+from shardwise.errors import CheckpointError
+from shardwise.progress import Progress
+
+NOTES = "__shardwise__"
+"""A text in the dictionary: what nested dictionaries alone do not say (JSON)."""
+
+Optimizers = Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer]
+
+
+def save_full(
+    path: str | Path,
+    *,
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizers: Optimizers = (),
+    extra: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **objects: Stateful,
+) -> None:
+    """Write `{"model": ..., "optim": ..., "extra": ..., ...}` with full tensors, for `torch.load(weights_only=True)`.
+
+    Optimizer state stands under parameter names, as `get_optimizer_state_dict` gives it. Of values that differ
+    between ranks (batch statistics) the first rank's are kept.
+
+    Args:
+        path: The file.
+        model: Sharded or not; one, or several by name.
+        optimizers: One, several, or several by name, with all the state they hold now.
+        extra: Plain values and tensors to keep beside them, such as the step.
+        overwrite: Replace a file that is there already. It stays until the new one is whole and on the disk.
+        progress: Is told the bytes that are written.
+        objects: Anything with `state_dict`, by name: `scheduler=...`.
+
+    Raises:
+        CheckpointError: Something cannot be stored, or the file cannot be written.
+
+    Ranks:
+        Collective. No rank holds more than two buckets besides its own part; the first writes.
+    """
+    run = Run(model, optimizers, objects)
+    mesh = _mesh(run)
+    together(lambda: refuse_remote(path), mesh)
+    found = together(lambda: run.collect(extra=extra), mesh)
+    tree, named = together(lambda: _as_tree(found), mesh)
+    order = [(info, named[id(info)]) for info in tensors_in(tree)]
+
+    def open_writer(stack: ExitStack) -> Put:
+        return stack.enter_context(FullWriter(Path(path), tree, overwrite=overwrite)).write
+
+    stream_gathered(order, open_writer, mesh, progress)
+
+
+def load_full(
+    path: str | Path,
+    *,
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizers: Optimizers = (),
+    strict: bool = True,
+    verify: Verify = "while",
+    broadcast: bool = False,
+    progress: Progress | None = None,
+    **objects: Stateful,
+) -> Any:
+    """Load what `save_full` wrote, or any checkpoint with a model and optimizers, into a sharded run or a plain one.
+
+    Args:
+        path: The file; any format that holds what is asked for will do.
+        model: As when it was saved; on meta or not, on any number of ranks.
+        optimizers: Stepped or not.
+        strict: Everything stored of each object must find its place, and every place its value.
+        verify: When checksums are compared, as in `load_weights`.
+        broadcast: Only the first rank opens the file, and sends the others what they need.
+        progress: Is told the bytes that this rank reads.
+        objects: Anything with `load_state_dict`, by name.
+
+    Returns:
+        What was given as `extra`.
+
+    Raises:
+        CheckpointError: The same on every rank; nothing was changed unless the data turned out corrupt.
+
+    Ranks:
+        Collective over all ranks.
+    """
+    run = Run(model, optimizers, objects)
+    mesh = _mesh(run)
+    channel = Channel()
+    try:
+        contents = _open(path, run, mesh, broadcast)
+        reader = FirstRankReader(mesh) if broadcast else OwnReader()
+        loaded = load_run(
+            run, contents, channel, strict=strict, verify=verify, rng=False, progress=progress, reader=reader
+        )
+    finally:
+        channel.close()
+    return loaded.extra
+
+
+def _open(path: str | Path, run: Run, mesh: DeviceMesh | None, broadcast: bool) -> Contents:
+    opened: list[Contents] = []
+
+    def open_file() -> Contents:
+        only = next(iter(run.models.values())) if len(run.models) == 1 else None
+        contents = open_checkpoint(path, model=only)
+        require_names(contents)
+        opened.append(_with_notes(with_our_names(contents)))
+        return describe(opened[0])
+
+    if broadcast:
+        described = on_first(open_file, mesh)
+        return opened[0] if opened else described
+    together(open_file, mesh)
+    return opened[0]
+
+
+def _as_tree(found: Collected) -> tuple[dict[str, Any], dict[int, Any]]:
+    """The nested dictionary with infos in place of tensors, and the tensor of each info."""
+    infos: dict[str, TensorInfo] = {}
+    tensors: dict[int, Any] = {}
+    for leaf in found.leaves:
+        infos[leaf.name] = TensorInfo(leaf.name, dtype_name(leaf.tensor.dtype), tuple(leaf.tensor.shape))
+        tensors[id(infos[leaf.name])] = leaf.tensor
+    parts: dict[tuple[str | int, ...], Any] = {found.paths[name]: info for name, info in infos.items()}
+    parts |= {found.paths[alias]: infos[name] for alias, name in found.aliases.items()}
+    # Dictionaries are taken apart when the file is read, and a pickle that runs no code holds plain values only.
+    notes = {name: value for name, value in found.values.items() if _is_structured(value)}
+    for name, value in found.values.items():
+        if found.paths[name][-1] not in (LAYOUT, KINDS) and _is_plain(decoded := decode_value(value)):
+            parts[found.paths[name]] = decoded
+    return {**put_together(parts), NOTES: json.dumps(notes)}, tensors
+
+
+def _is_structured(encoded: Any) -> bool:
+    return isinstance(encoded, dict) or (isinstance(encoded, list) and any(map(_is_structured, encoded)))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    if type(value) in (list, tuple, set):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, bytes)
+
+
+def _with_notes(contents: Contents) -> Contents:
+    """Put the notes back among the values, where the sharded format has them."""
+    where = next((name for name in (NOTES, f"extra.{NOTES}") if name in contents.values), None)
+    if where is None:
+        return contents
+    try:
+        notes = {str(name): decode_value(note) for name, note in json.loads(contents.values[where]).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            "the notes of the file cannot be read",
+            where=f"{contents.path}: {NOTES}",
+            why=f"{type(error).__name__}: {error}",
+            fix="copy the file again, or load an older one",
+        ) from None
+    inside = tuple(f"{name}." for name in notes)
+    kept = {name: value for name, value in contents.values.items() if name != where and not name.startswith(inside)}
+    return dataclasses.replace(contents, values={**kept, **notes})
+
+
+def _mesh(run: Run) -> DeviceMesh | None:
+    meshes = [mesh for model in run.models.values() if (mesh := mesh_of_model(model)) is not None]
+    return max(meshes, key=lambda mesh: mesh.size(), default=None)

@@ -1,0 +1,355 @@
+"""`Checkpointer`: save a run while it trains, load it back on any number of ranks, keep what is worth keeping."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.checkpointing.channel import Channel
+from shardwise.checkpointing.committing import committed_steps, is_committed, remove_checkpoint, step_folder, sweep
+from shardwise.checkpointing.contents import Contents
+from shardwise.checkpointing.describing import describe_run
+from shardwise.checkpointing.files import Place, place
+from shardwise.checkpointing.formats.detect import open_checkpoint
+from shardwise.checkpointing.leaving import Leaving
+from shardwise.checkpointing.loading import load_run
+from shardwise.checkpointing.manifest import read_manifest
+from shardwise.checkpointing.reading import Verify
+from shardwise.checkpointing.retention import Retention, removable
+from shardwise.checkpointing.saving import Saver, Started
+from shardwise.checkpointing.sections import with_our_names
+from shardwise.checkpointing.state import Collected, Run, Stateful
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.progress import Progress
+
+_log = logging.getLogger("shardwise.checkpointing")
+
+
+class Checkpointer:
+    """Saves and loads a run's state in a folder, one subfolder a step.
+
+    A save fixes the state, copies it, and lets training go on; a process of its own writes it. Everything lies
+    under a partial name until all ranks have written and the disk has it; one rename commits it. Whatever
+    happens meanwhile, the last committed checkpoint stays what it was.
+
+    Args:
+        folder: Where checkpoints lie: a local folder that all ranks see, or a URL that fsspec serves.
+        keep_last: The newest so many are kept; None keeps all.
+        keep_every: Those whose step is a multiple of this are kept too.
+        keep_best: And so many with the best `metric`.
+        best: Whether a smaller or a larger metric is better.
+        asynchronous: Write in the background. False: `save` returns when the checkpoint is committed.
+        on_busy: What `save` does while an earlier save is still being written: wait for it, or skip this one.
+        fsync: Commit only what the disk has. False is faster, and a crash of the machine may cost the newest ones.
+        rng: Keep the random number generators of every rank too.
+        progress: Is told the bytes as they are read and written (written: where this process does it).
+
+    Raises:
+        ConfigError: An argument means nothing.
+
+    Ranks:
+        Collective. Every method is, but `wait` and `close`, which wait for this rank's own work. One run at a
+        time may save into a folder.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep_last: int | None = 3,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        best: Literal["min", "max"] = "min",
+        asynchronous: bool = True,
+        on_busy: Literal["wait", "skip"] = "wait",
+        fsync: bool = True,
+        rng: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        if on_busy not in ("wait", "skip"):
+            raise ConfigError(f"on_busy is {on_busy!r}", where="Checkpointer(on_busy=...)", fix="pass 'wait' or 'skip'")
+        self.folder: Place = place(folder)
+        self.extra: Any = None
+        """What was saved as `extra`, after `load`."""
+        self.notes: tuple[str, ...] = ()
+        """What the last `load` has to say, such as random numbers that had to be made up."""
+        self._retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best)
+        self._asynchronous, self._on_busy, self._rng, self._progress = asynchronous, on_busy, rng, progress
+        self._channel = Channel()
+        self._saver = Saver(self._channel, Channel(), fsync=fsync)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._metrics: dict[int, float | None] = {}
+        self._is_swept = self._is_closed = False
+        self._leaving = Leaving(self)
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizers: Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] = (),
+        extra: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+        **objects: Stateful,
+    ) -> bool:
+        """Save the run as it is now.
+
+        Parameters and optimizer states may still be copied when this returns; the next `optimizer.step()` waits
+        for that. Buffers, random numbers and `objects` are copied before.
+
+        Args:
+            step: How far the run is; names the checkpoint.
+            model: The model, or several by name.
+            optimizers: One, several, or several by name.
+            extra: Plain values to keep with it; `load` puts them in `self.extra`.
+            metric: For `keep_best`.
+            **objects: Anything with `state_dict` and `load_state_dict`: schedulers, scalers, averages, data loaders.
+
+        Returns:
+            Whether it is being saved: False when an earlier save is still being written and `on_busy` is "skip".
+
+        Raises:
+            CheckpointError: This save cannot be made; or the last one failed in the background.
+
+        Ranks:
+            Collective.
+        """
+        self._refuse_closed()
+        if self._is_busy_anywhere():
+            return False
+        self.wait()
+        self._sweep()
+
+        def collect() -> Collected:
+            run = Run(model, optimizers, objects)
+            found = run.collect(extra=extra, rng_rank=self._channel.rank if self._rng else None)
+            found.details = describe_run(run)
+            if metric is not None and math.isfinite(metric):
+                found.details["metric"] = float(metric)
+            return found
+
+        started = self._saver.start(self.path(step), step, collect, background=self._asynchronous)
+        self._metrics[step] = metric
+        if self._asynchronous:
+            thread = threading.Thread(target=self._finish, args=(started,), name=f"checkpoint of step {step}")
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError:  # no more threads: the other ranks count on us, so it is done here and now
+                self._finish(started)
+        else:
+            self._saver.finish(started, retire=lambda: self._retire(step), progress=self._progress)
+        return True
+
+    def prepare(
+        self,
+        *,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizers: Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] = (),
+        **objects: Stateful,
+    ) -> None:
+        """Get the memory that saves in the background copy to, and start their process, before the first save does.
+
+        The first save would else wait for it: pinning gigabytes for a GPU takes seconds. Optimizers have their
+        state after the first step.
+
+        Args:
+            model: As in `save`.
+            optimizers: As in `save`.
+            **objects: As in `save`.
+
+        Ranks:
+            Collective.
+        """
+        self._refuse_closed()
+        self.wait()
+        if self._asynchronous:
+            rank = self._channel.rank if self._rng else None
+            self._saver.prepare(lambda: Run(model, optimizers, objects).collect(rng_rank=rank))
+
+    def load(
+        self,
+        *,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizers: Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] = (),
+        step: int | None = None,
+        path: str | Path | None = None,
+        strict: bool = True,
+        verify: Verify = "while",
+        **objects: Stateful,
+    ) -> int:
+        """Put a saved state into the run's objects, on any number of ranks and any mesh.
+
+        Each rank reads its own part. What was saved and is not asked for stays unread.
+
+        Args:
+            model: The model, or several by name: as they were saved; on meta or not.
+            optimizers: As they were saved. They need not have been stepped.
+            step: Which checkpoint; default: the latest.
+            path: A checkpoint elsewhere instead, of any format: torch's Distributed Checkpoint, FSDP1's, one file.
+            strict: Everything stored of an object must find its place and every place its value. Otherwise what
+                fits is loaded.
+            verify: `while`: checksums are compared as bytes arrive; should they turn out corrupt, the models refuse
+                to run until they are loaded again. `before`: read twice, and touch nothing before.
+            **objects: As they were saved.
+
+        Returns:
+            The step of the checkpoint; 0 where `path` does not say.
+
+        Raises:
+            CheckpointError: There is none, it does not fit, or it is damaged; the same on every rank.
+
+        Ranks:
+            Collective.
+        """
+        self._refuse_closed()
+        self.wait()
+        chosen = self.latest() if step is None and path is None else step
+        opened: list[tuple[Run, Contents]] = []
+        error: BaseException | None = None
+        try:
+            run = Run(model, optimizers, objects)
+            opened.append((run, self._open(chosen) if path is None else _open_elsewhere(path, run)))
+        except Exception as caught:
+            error = caught
+        self._channel.fail_together(error)
+        loaded = load_run(
+            *opened[0], self._channel, strict=strict, verify=verify, rng=self._rng, progress=self._progress
+        )
+        self.extra, self.notes = loaded.extra, loaded.notes
+        for note in loaded.notes:
+            _log.info(note)
+        return loaded.step
+
+    def latest(self) -> int | None:
+        """The highest step of a committed checkpoint, or None.
+
+        Ranks:
+            Collective: rank 0 looks, so that all see the same.
+        """
+        self._refuse_closed()
+        steps: list[int] = []
+        error: BaseException | None = None
+        try:
+            steps = committed_steps(self.folder) if self._channel.rank == 0 else []
+        except Exception as caught:
+            error = caught
+        self._channel.fail_together(error)
+        return self._channel.broadcast(steps[-1] if steps else None)
+
+    def path(self, step: int) -> Place:
+        """Where the checkpoint of a step lies, or would lie."""
+        return step_folder(self.folder, step)
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises:
+            CheckpointError: The save in the background failed. Raised once, on every rank.
+
+        Ranks:
+            Local, though the save that it waits for needs all ranks.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for what is being written, and give back the process, the memory and the ranks' line.
+
+        Raises:
+            CheckpointError: As `wait` does; everything is given back all the same.
+
+        Ranks:
+            Local, as `wait`.
+        """
+        if self._is_closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._is_closed = True
+            self._leaving.forget()
+            self._saver.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"(also, the last save failed: {failed})")
+
+    def _open(self, step: int | None) -> Contents:
+        if step is not None and is_committed(self.path(step)):
+            return read_manifest(self.path(step))
+        steps = committed_steps(self.folder)
+        raise CheckpointError(
+            "there is no checkpoint to load" if step is None else f"there is no checkpoint of step {step}",
+            where=str(self.folder),
+            why=f"committed are the steps {steps}" if steps else "no save into this folder was ever committed",
+            fix=f"load step {steps[-1]}, the latest" if steps else "check the folder; start afresh where there is none",
+        )
+
+    def _is_busy_anywhere(self) -> bool:
+        if self._on_busy == "wait" or not self._asynchronous:
+            return False
+        busy = self._thread is not None and self._thread.is_alive()
+        return any(self._channel.all_gather(busy))
+
+    def _finish(self, started: Started) -> None:
+        try:
+            self._saver.finish(started, retire=lambda: self._retire(started.step))
+        except BaseException as error:
+            self._error = error
+
+    def _sweep(self) -> None:
+        """Remove what an earlier run left half done, once."""
+        if self._is_swept:
+            return
+        error: BaseException | None = None
+        try:
+            if self._channel.rank == 0:
+                sweep(self.folder)
+        except Exception as caught:
+            error = caught
+        self._channel.fail_together(error)
+        self._is_swept = True
+
+    def _retire(self, newest: int) -> None:
+        """Remove old checkpoints; on rank 0, after `newest` was committed."""
+        steps = committed_steps(self.folder)
+        metrics: dict[int, float] = {}
+        if self._retention.keep_best is not None:
+            for step in steps:
+                if step not in self._metrics:
+                    self._metrics[step] = read_manifest(step_folder(self.folder, step)).details.get("metric")
+            metrics = {step: value for step, value in self._metrics.items() if value is not None}
+        for step in removable(steps, newest, self._retention, metrics):
+            remove_checkpoint(step_folder(self.folder, step))
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise CheckpointError("the Checkpointer is closed", where=str(self.folder), fix="make a new one")
+
+
+def _open_elsewhere(path: str | Path, run: Run) -> Contents:
+    model = next(iter(run.models.values())) if len(run.models) == 1 else None
+    return with_our_names(open_checkpoint(path, model=model))

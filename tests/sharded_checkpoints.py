@@ -1,0 +1,71 @@
+"""Write small checkpoints of our sharded format for tests, with the engine's own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpointing.committing import begin_checkpoint, commit_checkpoint, partial_of
+from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.files import join
+from shardwise.checkpointing.manifest import Header
+from shardwise.checkpointing.torch_zip import value_stream
+from shardwise.checkpointing.values import encode_value
+from shardwise.checkpointing.writing import FileRecord, Item, file_name, write_rank_file
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def parts_along(tensor: torch.Tensor, dim: int, num_parts: int) -> list[tuple[Box, torch.Tensor]]:
+    """The tensor cut along a dimension as torch cuts a shard: the first parts full, the last ones short or empty."""
+    if tensor.dim() == 0 or tensor.numel() == 0:
+        return [(Box.whole(tuple(tensor.shape)), tensor)]
+    parts = []
+    for index, part in enumerate(tensor.chunk(num_parts, dim)):
+        starts = [0] * tensor.dim()
+        starts[dim] = index * -(-tensor.shape[dim] // num_parts)
+        parts.append((Box(tuple(starts), tuple(part.shape)), part.contiguous()))
+    return parts
+
+
+def write_checkpoint(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    num_files: int = 2,
+    dims: Mapping[str, int] | None = None,
+    values: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    structure: Mapping[str, tuple[str | int, ...]] | None = None,
+    block_bytes: int = 64,
+    fsync: bool = False,
+) -> list[FileRecord]:
+    """A committed checkpoint, every tensor cut along a dimension (default 0) over `num_files` ranks' files."""
+    partial = begin_checkpoint(folder)
+    values, aliases = values or {}, aliases or {}
+    records = []
+    for rank in range(num_files):
+        items = []
+        for name, tensor in tensors.items():
+            parts = parts_along(tensor, (dims or {}).get(name, 0), num_files)
+            if rank < len(parts):
+                box, memory = parts[rank]
+                items.append(Item(name, dtype_name(tensor), tuple(tensor.shape), box, memory))
+        streams = {name: value_stream(value) for name, value in values.items()} if rank == 0 else {}
+        place = join(partial, file_name(rank))
+        records.append(write_rank_file(place, items, streams, fsync=fsync, block_bytes=block_bytes))
+    assert partial == partial_of(folder)
+    header = Header(
+        step=7,
+        world_size=num_files,
+        values={name: encode_value(value) for name, value in values.items()},
+        aliases=aliases,
+        structure=structure or {name: tuple(name.split(".", 1)) for name in [*tensors, *values, *aliases]},
+    )
+    commit_checkpoint(folder, records, header, fsync=fsync)
+    return records

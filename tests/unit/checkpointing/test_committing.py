@@ -1,0 +1,198 @@
+"""A checkpoint is there or it is not: killed at any point, on a disk or in a store, the one before stays."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from shardwise.checkpointing import faults
+from shardwise.checkpointing.committing import (
+    begin_checkpoint,
+    commit_checkpoint,
+    committed_steps,
+    is_committed,
+    partial_of,
+    remove_checkpoint,
+    step_folder,
+    sweep,
+)
+from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.faults import POINTS
+from shardwise.checkpointing.files import Place, join, names_in
+from shardwise.checkpointing.formats.dcp import read_dcp
+from shardwise.checkpointing.manifest import Header, read_manifest
+from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.writing import Item, file_name, write_rank_file
+from shardwise.errors import CheckpointError
+from tests.sharded_checkpoints import write_checkpoint
+
+SAVE = """
+import sys
+from pathlib import Path
+from shardwise.checkpointing import faults
+from shardwise.checkpointing.committing import *
+from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.manifest import Header
+from shardwise.checkpointing.writing import Item, file_name, write_rank_file
+root, step, point = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if point:
+    faults.kill_at(point)
+data = bytes([step]) * (20 << 20)
+partial = begin_checkpoint(step_folder(root, step))
+item = Item("x", "uint8", (len(data),), Box.whole((len(data),)), data)
+record = write_rank_file(partial / file_name(0), [item])
+commit_checkpoint(step_folder(root, step), [record], Header(step=step, world_size=1))
+for old in committed_steps(root)[:-1]:
+    remove_checkpoint(step_folder(root, old))
+assert "torch" not in sys.modules, "committing must not need torch"
+"""
+
+
+def save_in_another_process(root: Path, step: int, kill_at: str = "") -> int:
+    command = [sys.executable, "-c", SAVE, str(root), str(step), kill_at]
+    return subprocess.run(command, timeout=60, check=False).returncode
+
+
+def first_byte(folder: Place) -> int:
+    contents = read_manifest(folder)
+    (size,) = contents.tensors["x"].shape
+    whole = read_box(contents, contents.tensors["x"], Box((0,), (size,)))
+    assert (whole == whole[0]).all()
+    return int(whole[0])
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_any_point_a_whole_checkpoint_remains(tmp_path: Path, point: str):
+    assert save_in_another_process(tmp_path, 1) == 0
+    assert save_in_another_process(tmp_path, 2, kill_at=point) == -9
+    steps = committed_steps(tmp_path)
+    assert steps, "no checkpoint is left"
+    is_saved = POINTS.index(point) >= POINTS.index("renamed")
+    assert steps[-1] == (2 if is_saved else 1)
+    for step in steps:
+        assert first_byte(step_folder(tmp_path, step)) == step
+    # Whatever was left over is in nobody's way and can be swept.
+    assert save_in_another_process(tmp_path, 3) == 0
+    sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+@pytest.fixture(params=["disk", "store"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A local folder, and a store without rename."""
+    if request.param == "disk":
+        return tmp_path
+    store = fsspec.filesystem("memory")
+    store.store.clear()
+    store.pseudo_dirs[:] = [""]
+    return "memory://bucket/run"
+
+
+def save(root: Place, step: int, value: float = 1.0, *, commit: bool = True) -> Place:
+    folder = step_folder(root, step)
+    partial = begin_checkpoint(folder)
+    tensor = torch.full((10,), value)
+    item = Item("x", "float32", (10,), Box.whole((10,)), tensor)
+    record = write_rank_file(join(partial, file_name(0)), [item], block_bytes=16)
+    if commit:
+        commit_checkpoint(folder, [record], Header(step=step))
+    return folder
+
+
+def test_only_what_was_committed_is_listed(root: Place):
+    assert committed_steps(root) == []
+    save(root, 20)
+    save(root, 3)
+    unfinished = save(root, 30, commit=False)
+    assert committed_steps(root) == [3, 20]
+    assert not is_committed(unfinished)
+    assert not is_committed(partial_of(unfinished))
+    assert first_byte(step_folder(root, 20)) == 1
+
+
+def test_sweeping_removes_leftovers_and_nothing_else(root: Place):
+    save(root, 1)
+    save(root, 2, commit=False)
+    if isinstance(root, Path):
+        (root / "notes").mkdir()
+        (root / "step-00000009.removing").mkdir()
+        (root / "step-7").mkdir()  # none of ours
+    swept = sweep(root)
+    assert len(swept) == (2 if isinstance(root, Path) else 1)
+    assert committed_steps(root) == [1]
+    assert names_in(root) == (["notes", "step-00000001", "step-7"] if isinstance(root, Path) else ["step-00000001"])
+
+
+def test_an_interrupted_save_can_be_repeated(root: Place):
+    save(root, 5, 1.0, commit=False)
+    save(root, 5, 2.0)
+    assert first_byte(step_folder(root, 5)) == 2
+
+
+def test_a_committed_checkpoint_is_never_written_over(root: Place):
+    save(root, 5, 1.0)
+    with pytest.raises(CheckpointError, match="already"):
+        save(root, 5, 2.0)
+    assert first_byte(step_folder(root, 5)) == 1
+
+
+def test_removing(root: Place):
+    save(root, 1)
+    save(root, 2)
+    remove_checkpoint(step_folder(root, 1))
+    assert committed_steps(root) == [2]
+    assert names_in(root) == ["step-00000002"]
+    remove_checkpoint(step_folder(root, 1))
+
+
+def test_a_removal_that_stops_midway_leaves_no_checkpoint(root: Place):
+    save(root, 1)
+
+    def strike(point: str) -> None:
+        if point == "retired":
+            raise KeyboardInterrupt
+
+    faults.arm(strike)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            remove_checkpoint(step_folder(root, 1))
+    finally:
+        faults.arm(None)
+    assert committed_steps(root) == []
+
+
+def test_a_store_holds_the_same_checkpoint(root: Place):
+    folder = save(root, 4, 3.0)
+    contents = read_dcp(folder)
+    assert torch.equal(read_box(contents, contents.tensors["x"], Box((2,), (5,))), torch.full((5,), 3.0))
+
+
+def test_points_are_reached_in_their_order(tmp_path: Path):
+    reached: list[str] = []
+    faults.arm(reached.append)
+    try:
+        write_checkpoint(tmp_path / "step-00000007", {"x": torch.zeros(10)}, num_files=1, fsync=True)
+        remove_checkpoint(tmp_path / "step-00000007")
+    finally:
+        faults.arm(None)
+    assert tuple(reached) == POINTS
+
+
+def test_an_unknown_point_is_refused():
+    with pytest.raises(ValueError, match="no such point"):
+        faults.kill_at("lunch")
+
+
+def test_ranks_that_disagree_on_a_tensor_are_refused(tmp_path: Path):
+    folder = step_folder(tmp_path, 1)
+    partial = begin_checkpoint(folder)
+    records = []
+    for rank, size in enumerate([4, 5]):
+        item = Item("x", "float32", (size,), Box((0,), (2,)), torch.zeros(2))
+        records.append(write_rank_file(join(partial, file_name(rank)), [item]))
+    with pytest.raises(CheckpointError, match="do not agree on x"):
+        commit_checkpoint(folder, records, Header())
+    assert not is_committed(folder)

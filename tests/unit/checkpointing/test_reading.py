@@ -1,0 +1,231 @@
+"""Parts of stored tensors, read into memory of any kind, and every way in which that must fail."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.checkpointing import read_jobs
+from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
+from shardwise.checkpointing.coverage import coverage_problem
+from shardwise.checkpointing.manifest import read_manifest
+from shardwise.checkpointing.reading import Request, check_requests, read_box, read_requests, verify_requests
+from shardwise.checkpointing.runs import part_of, run_length, runs, slabs
+from shardwise.errors import CheckpointError
+from tests.sharded_checkpoints import write_checkpoint
+
+TENSORS = {
+    "cube": torch.randn(7, 5, 6, generator=torch.Generator().manual_seed(0)),
+    "half": torch.randn(11, 3, generator=torch.Generator().manual_seed(1)).bfloat16(),
+    "flags": torch.arange(23) % 3 == 0,
+    "scalar": torch.tensor(3.0),
+    "empty": torch.empty(0, 4),
+}
+
+
+@pytest.fixture
+def contents(tmp_path: Path) -> Contents:
+    """`cube` is cut along dim 1 and `half` along dim 0, over three files, with tiny blocks."""
+    write_checkpoint(tmp_path / "step-00000007", TENSORS, num_files=3, dims={"cube": 1})
+    return read_manifest(tmp_path / "step-00000007")
+
+
+def random_box(shape: tuple[int, ...], chance: random.Random) -> Box:
+    starts = tuple(chance.randint(0, max(size - 1, 0)) for size in shape)
+    return Box(starts, tuple(chance.randint(min(1, n - a), n - a) for a, n in zip(starts, shape, strict=True)))
+
+
+def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(a, a + n) for a, n in zip(box.starts, box.sizes, strict=True))]
+
+
+def targets_for(box: Box, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Contiguous, of another dtype, transposed, and with gaps."""
+    turned = torch.ones(tuple(reversed(box.sizes)), dtype=dtype).permute(tuple(reversed(range(len(box.sizes)))))
+    gaps = torch.ones((*box.sizes, 2), dtype=dtype)[..., 0]
+    return [torch.ones(box.sizes, dtype=dtype), torch.ones(box.sizes, dtype=torch.float64), turned, gaps]
+
+
+@pytest.mark.parametrize(("chunk_bytes", "min_run_bytes"), [(16 << 20, 64 << 10), (64, 1), (32, 8), (16, 1)])
+def test_any_part_into_any_memory(
+    contents: Contents, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, min_run_bytes: int
+):
+    """Small chunks and runs, so that small tensors take every path that large ones take."""
+    monkeypatch.setattr(read_jobs, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(read_jobs, "_MIN_RUN_BYTES", min_run_bytes)
+    chance = random.Random(chunk_bytes)
+    for _ in range(60):
+        name = chance.choice(list(TENSORS))
+        box = random_box(tuple(TENSORS[name].shape), chance)
+        wanted = part(TENSORS[name], box)
+        for target in targets_for(box, wanted.dtype):
+            requests = [Request(name, target, box)]
+            assert not check_requests(contents, requests)
+            verify = chance.choice(["while", "before", "no"])
+            read_requests(contents, requests, verify=verify, num_threads=chance.choice([1, 3]))
+            assert torch.equal(target, wanted.to(target.dtype)), (name, box, verify)
+        assert torch.equal(read_box(contents, contents.tensors[name], box), wanted)
+
+
+def test_a_parameter_that_needs_gradients(contents: Contents):
+    parameter = torch.nn.Parameter(torch.zeros(11, 3, dtype=torch.bfloat16))
+    read_requests(contents, [Request("half", parameter, Box.whole((11, 3)))])
+    assert torch.equal(parameter, TENSORS["half"])
+
+
+def test_bytes_that_are_already_in_memory(tmp_path: Path):
+    """Formats that store no usable order hand the bytes over themselves."""
+    data = torch.arange(12, dtype=torch.int32)
+    piece = Piece(Box.whole((3, 4)), data=memoryview(data.numpy()).cast("B"))
+    contents = Contents(tmp_path, "full", {"x": StoredTensor("x", "int32", (3, 4), (piece,))})
+    box = Box((1, 1), (2, 2))
+    assert read_box(contents, contents.tensors["x"], box).tolist() == [[5, 6], [9, 10]]
+
+
+def flip(folder: Path, contents: Contents, name: str, at: int) -> str:
+    piece = contents.tensors[name].pieces[0]
+    path = folder / piece.file
+    data = bytearray(path.read_bytes())
+    data[piece.offset + at] ^= 1
+    path.write_bytes(data)
+    return piece.file
+
+
+@pytest.mark.parametrize("at", [0, 63, 64, 100, 7 * 2 * 6 * 4 - 1])
+@pytest.mark.parametrize("verify", ["while", "before"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_flipped_byte_is_found_and_named(contents: Contents, at: int, verify: str, dtype: torch.dtype):
+    file = flip(contents.folder, contents, "cube", at)
+    target = torch.full((7, 5, 6), -1.0, dtype=dtype)
+    with pytest.raises(CheckpointError, match="cube") as caught:
+        read_requests(contents, [Request("cube", target, Box.whole((7, 5, 6)))], verify=verify)
+    assert file in caught.value.where
+    if verify == "before":
+        assert (target == -1).all(), "written although the damage was there to be seen"
+
+
+def test_a_flip_beside_the_part_but_in_its_block_is_found(contents: Contents):
+    """A block is verified as a whole, so that what was wanted is never trusted half checked."""
+    flip(contents.folder, contents, "half", 5)
+    with pytest.raises(CheckpointError, match="half"):
+        read_box(contents, contents.tensors["half"], Box((0, 0), (1, 2)))
+    assert torch.equal(read_box(contents, contents.tensors["half"], Box((0, 0), (1, 2)), verify="no"), part(
+        TENSORS["half"], Box((0, 0), (1, 2))))  # fmt: skip
+
+
+def test_verifying_alone_touches_no_target(contents: Contents):
+    requests = [Request(name, tensor.to("meta"), Box.whole(tuple(tensor.shape))) for name, tensor in TENSORS.items()]
+    verify_requests(contents, requests)
+    flip(contents.folder, contents, "cube", 9)
+    with pytest.raises(CheckpointError, match="cube"):
+        verify_requests(contents, requests)
+
+
+def test_problems_are_found_before_anything_is_read(contents: Contents):
+    def kinds(*requests: Request) -> list[str]:
+        return [problem.kind for problem in check_requests(contents, requests)]
+
+    whole = Box.whole((7, 5, 6))
+    assert kinds(Request("cube", torch.empty(7, 5, 6), whole)) == []
+    assert kinds(Request("other", torch.empty(3), Box.whole((3,)))) == ["missing"]
+    assert kinds(Request("cube", torch.empty(8, 5, 6), Box.whole((8, 5, 6)))) == ["shape"]
+    assert kinds(Request("cube", torch.empty(7, 5), whole)) == ["shape"]
+    path = contents.folder / "__1_0.distcp"
+    good = path.read_bytes()
+    for bad in (good[:-1], good + b"x"):
+        path.write_bytes(bad)
+        assert kinds(Request("cube", torch.empty(7, 5, 6), whole)) == ["file"]
+    path.unlink()
+    assert kinds(Request("cube", torch.empty(7, 5, 6), whole)) == ["file"]
+    # The part that lies in another file can still be read.
+    assert kinds(Request("cube", torch.empty(7, 2, 6), Box((0, 0, 0), (7, 2, 6)))) == []
+
+
+def test_a_file_that_shrinks_after_the_check(contents: Contents):
+    path = contents.folder / contents.tensors["cube"].pieces[0].file
+    path.write_bytes(path.read_bytes()[:200])
+    for threads in (1, 3):
+        with pytest.raises(CheckpointError, match="ends before byte") as caught:
+            read_requests(contents, [Request("cube", torch.empty(7, 5, 6), Box.whole((7, 5, 6)))], num_threads=threads)
+        assert path.name in caught.value.where
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_on_one_thread_ends_them_all(contents: Contents, monkeypatch: pytest.MonkeyPatch, threads: int):
+    monkeypatch.setattr(read_jobs, "CHUNK_BYTES", 64)
+    flip(contents.folder, contents, "cube", 3)
+    requests = [
+        Request(name, torch.empty_like(tensor), Box.whole(tuple(tensor.shape))) for name, tensor in TENSORS.items()
+    ]
+    with pytest.raises(CheckpointError, match="cube"):
+        read_requests(contents, requests, num_threads=threads)
+
+
+class Heard:
+    """Records what a progress bar would show."""
+
+    def __init__(self) -> None:
+        self.total = self.done = self.finished = 0
+
+    def start(self, total: int, label: str) -> None:
+        self.total += total
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        self.done += steps
+
+    def finish(self, note: str = "") -> None:
+        self.finished += 1
+
+
+@pytest.mark.parametrize("verify", ["while", "before"])
+def test_progress_hears_every_byte(contents: Contents, verify: str):
+    heard = Heard()
+    requests = [Request("cube", torch.empty(7, 5, 6), Box.whole((7, 5, 6)))]
+    read_requests(contents, requests, verify=verify, progress=heard)
+    passes = 2 if verify == "before" else 1
+    assert heard.total == heard.done == passes * 7 * 5 * 6 * 4
+    assert heard.finished == 1
+
+
+def test_coverage():
+    whole = Box.whole((4, 6))
+    halves = [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))]
+    assert coverage_problem(whole, halves) == ""
+    assert coverage_problem(whole, [whole]) == ""
+    assert "12 of 24 elements are not stored" in coverage_problem(whole, halves[:1])
+    assert "twice" in coverage_problem(whole, [*halves, Box((1, 1), (1, 1))])
+    # As many elements as there should be, but not the right ones.
+    assert "twice" in coverage_problem(whole, [halves[0], halves[0]])
+    assert coverage_problem(Box((0, 0), (4, 3)), [halves[0], Box((0, 3), (1, 1))]) == ""
+    assert coverage_problem(Box((), ()), [Box((), ())]) == ""
+    assert coverage_problem(Box((), ()), []) != ""
+    assert coverage_problem(Box.whole((0, 3)), []) == ""
+
+
+def test_runs_and_slabs_hold_exactly_what_is_wanted():
+    """Against numbering all elements: a run has only wanted ones, a slab all of its rows."""
+    chance = random.Random(0)
+    for _ in range(300):
+        shape = tuple(chance.randint(1, 4) for _ in range(chance.randint(1, 4)))
+        stored = random_box(shape, chance)
+        wanted = random_box(shape, chance)
+        cut = part_of(stored, wanted)
+        numbers = torch.arange(stored.numel).view(stored.sizes)
+        if cut is None:
+            assert stored.overlap(wanted) is None
+            continue
+        expected = part(numbers, Box(cut.starts, cut.lengths)).flatten().tolist()
+        in_runs = [
+            run for each in runs(cut) for run in [part(numbers, Box(each.starts, each.lengths)).flatten().tolist()]
+        ]
+        assert [n for run in in_runs for n in run] == expected
+        assert all(run == list(range(run[0], run[0] + len(run))) for run in in_runs)
+        assert all(len(run) == run_length(cut) for run in in_runs)
+        for limit in (1, 3, 1000):
+            found = []
+            for slab in slabs(cut, limit):
+                assert slab.numel <= limit
+                block = numbers.flatten()[slab.first : slab.first + slab.numel].view(slab.sizes)
+                found += part(block, Box(slab.starts, slab.lengths)).flatten().tolist()
+            assert sorted(found) == sorted(expected)

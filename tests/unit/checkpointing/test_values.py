@@ -1,0 +1,109 @@
+"""Plain values come back from JSON exactly as they were, and nothing else is let in."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.checkpointing.values import decode_value, encode_value
+from shardwise.errors import CheckpointError
+
+
+def there_and_back(value: Any) -> Any:
+    return decode_value(json.loads(json.dumps(encode_value(value), allow_nan=False)))
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers()
+KEYS = st.text() | st.integers() | st.booleans() | st.tuples(st.integers(), st.text())
+PLAIN = st.recursive(
+    SCALARS,
+    lambda below: (
+        st.lists(below)
+        | st.lists(below).map(tuple)
+        | st.dictionaries(KEYS, below)
+        | st.dictionaries(st.sampled_from(["$", "of", "a"]), below)
+    ),
+    max_leaves=12,
+)
+
+
+@given(PLAIN)
+def test_any_plain_value_survives(value: Any):
+    found = there_and_back(value)
+    assert repr(found) == repr(value)  # tells 1 from 1.0 from True, and NaN from NaN it does not
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2},
+        frozenset({"a"}),
+        torch.float8_e4m3fn,
+        torch.device("cpu"),
+        torch.Size([2, 3]),
+        -0.0,
+        float("inf"),
+        2**200,
+        {"$": "tuple", "of": [1]},
+    ],
+    ids=repr,
+)
+def test_kinds_survive(value: Any):
+    found = there_and_back(value)
+    assert (type(found), found) == (type(value), value)
+    assert math.copysign(1, found) == math.copysign(1, value) if isinstance(value, float) else True
+
+
+@pytest.mark.parametrize("dtype", ["float32", ">i8", "uint8", "bool", "<U3", "complex64"])
+def test_arrays_survive(dtype: str):
+    array = numpy.array([[1, 0], [0, 1]]).astype(dtype)
+    found = there_and_back({"array": array, "scalar": array[0, 0]})
+    assert found["array"].dtype == array.dtype
+    assert (found["array"] == array).all()
+    assert found["array"].flags.writeable
+    assert found["scalar"] == array[0, 0]
+
+
+def test_subclasses_become_what_they_are_made_of():
+    assert there_and_back(Counter({3: 2})) == {3: 2}
+    assert there_and_back(OrderedDict(a=1)) == {"a": 1}
+    assert there_and_back(torch.torch_version.TorchVersion("2.13")) == "2.13"
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize("value", [print, object(), Colour.RED, torch.ones(1), [{"deep": lambda: 0}]], ids=repr)
+def test_other_objects_are_refused_by_name(value: Any):
+    with pytest.raises(CheckpointError, match="cannot be stored") as caught:
+        encode_value({"outer": value}, "schedule")
+    assert caught.value.where.startswith("schedule.outer")
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        {"$": "code", "of": "1+1"},
+        {"$": ["tuple"], "of": []},
+        {"$": "float", "of": "1"},
+        {"$": "torch.dtype", "of": "load"},
+        {"$": "mapping", "of": [[[1], 2]]},
+        {"$": "numpy.array", "dtype": "|O", "shape": [1], "of": "AAAAAAAAAAA="},
+        {"$": "numpy.array", "dtype": "<f4", "shape": [9], "of": "AAAA"},
+        {"$": "bytes"},
+    ],
+    ids=str,
+)
+def test_damaged_encodings_are_refused(encoded: Any):
+    with pytest.raises(CheckpointError, match="not readable"):
+        decode_value(encoded)

@@ -1,0 +1,157 @@
+"""One rank's file: what is in it, how it gets to the disk, and what happens when the disk refuses."""
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.checkpointing.checksums import block_checksums
+from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.direct_writing import DirectFile
+from shardwise.checkpointing.files import create
+from shardwise.checkpointing.memory import bytes_of, copy_bytes
+from shardwise.checkpointing.torch_zip import value_stream
+from shardwise.checkpointing.writing import Item, write_rank_file
+from shardwise.errors import CheckpointError
+
+
+def item(name: str, tensor: torch.Tensor) -> Item:
+    box = Box.whole(tuple(tensor.shape))
+    return Item(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), box, tensor)
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_every_item_is_a_stream_that_torch_reads(tmp_path: Path, fsync: bool):
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.tensor(2.5).bfloat16(),
+        "c": torch.empty(0, 3),
+        "d": torch.arange(999),
+    }
+    path = tmp_path / "__0_0.distcp"
+    record = write_rank_file(
+        path, [item(*each) for each in tensors.items()], {"v": value_stream((1, "x"))}, fsync=fsync, block_bytes=128
+    )
+    data = path.read_bytes()
+    assert record.num_bytes == len(data)
+    for written in record.tensors:
+        stream = data[written.item_offset : written.item_offset + written.item_bytes]
+        assert torch.equal(torch.load(io.BytesIO(stream), weights_only=True), tensors[written.name])
+        raw = bytes_of(tensors[written.name])
+        assert data[written.piece.offset : written.piece.offset + len(raw)] == raw
+        assert written.piece.checksums == block_checksums(raw, 128)
+    (value,) = record.values
+    stream = data[value.item_offset : value.item_offset + value.item_bytes]
+    assert torch.load(io.BytesIO(stream), weights_only=True) == (1, "x")
+
+
+def test_direct_and_cached_writing_give_the_same_file(tmp_path: Path):
+    """Sizes around the buffers' and the disk's blocks, in buffers that fit neither."""
+    chunk = os.urandom(1 << 20)
+    for number, size in enumerate([0, 1, 4095, 4096, 4097, (8 << 20) - 1, 8 << 20, (24 << 20) + 5]):
+        data = (chunk * (size // len(chunk) + 1))[:size]
+        path = tmp_path / str(number)
+        file = DirectFile(path)
+        for at in range(0, size, 700_001):
+            file.append([data[at : at + 350_000], memoryview(data)[at + 350_000 : at + 700_001]])
+        file.sync()
+        file.close()
+        assert path.read_bytes() == data, size
+
+
+def test_items_may_be_made_when_their_turn_comes(tmp_path: Path):
+    """A conversion has no memory for all of them; the file must be the same."""
+    alive: list[int] = []
+
+    def items() -> Iterator[Item]:
+        for number in range(5):
+            alive.append(number)
+            yield item(str(number), torch.full((1000,), float(number)))
+
+    streamed = write_rank_file(tmp_path / "a", items(), total=20_000)
+    at_once = write_rank_file(tmp_path / "b", [item(str(n), torch.full((1000,), float(n))) for n in range(5)])
+    assert alive == list(range(5))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert (streamed.frame, streamed.num_bytes) == (at_once.frame, at_once.num_bytes)
+
+
+def test_memory_that_does_not_fit_is_refused_before_the_file_is_made(tmp_path: Path):
+    wrong = Item("x", "float32", (4, 4), Box((0, 0), (2, 4)), torch.zeros(3))
+    outside = Item("x", "float32", (4, 4), Box((3, 0), (2, 4)), torch.zeros(8))
+    for bad in (wrong, outside):
+        with pytest.raises(CheckpointError, match="cannot store x"):
+            write_rank_file(tmp_path / "f", [bad])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_never_written_over(tmp_path: Path):
+    (tmp_path / "there").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    for name in ("there", "link"):
+        for large in (False, True):
+            with pytest.raises(CheckpointError, match="cannot create"):
+                create(tmp_path / name, large=large)
+    assert (tmp_path / "there").read_text() == "precious"
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.writing import Item, write_rank_file
+from shardwise.errors import CheckpointError
+resource.setrlimit(resource.RLIMIT_FSIZE, (10 << 20, 10 << 20))
+data = bytearray(40 << 20)
+try:
+    item = Item("x", "uint8", (len(data),), Box.whole((len(data),)), data)
+    write_rank_file(Path(sys.argv[1]), [item], fsync=sys.argv[2] == "True")
+except CheckpointError as error:
+    print(error.where, "|", error.why)
+assert "torch" not in sys.modules, "the writer must not need torch"
+"""
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_a_disk_that_takes_no_more_is_one_clear_error(tmp_path: Path, fsync: bool):
+    path = tmp_path / "f"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, path, str(fsync)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"{path} | File too large"
+    assert path.stat().st_size <= 10 << 20
+
+
+def test_a_folder_that_may_not_be_written(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="cannot create") as caught:
+        write_rank_file(tmp_path / "absent" / "f", [])
+    assert "absent" in caught.value.where
+
+
+def test_tensor_memory_is_seen_as_it_is():
+    tensor = torch.arange(5, dtype=torch.int16)
+    view = bytes_of(tensor)
+    view[0] = 9
+    assert tensor[0] == 9
+    assert bytes_of(torch.empty(0)) == b""
+    with pytest.raises(ValueError, match="not a contiguous CPU tensor"):
+        bytes_of(torch.zeros(3, 4).t())
+    with pytest.raises(ValueError, match="not a contiguous CPU tensor"):
+        bytes_of(torch.zeros(3, device="meta"))
+    del tensor
+    assert view[0] == 9, "the view must keep the tensor's memory"
+
+
+def test_copies_of_any_length_between_any_buffers():
+    for size in (0, 1, (64 << 10) - 1, 64 << 10, 200_000):
+        source = os.urandom(size)
+        target = bytearray(size)
+        copy_bytes(memoryview(target), memoryview(source))
+        assert target == source
+    with pytest.raises(ValueError, match="fit"):
+        copy_bytes(memoryview(bytearray(1 << 20)), memoryview(bytes(1 << 19)))
