@@ -1,0 +1,326 @@
+"""FullyShardedDataParallel: FSDP1's class, with FSDP2 doing the work."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from shardwise import compat
+from shardwise.errors import ShardError
+from shardwise.fsdp1 import comm_hooks
+from shardwise.fsdp1.adopting import find_places, remember_replaced
+from shardwise.fsdp1.api import *  # noqa: F403  # scripts import FSDP1's settings from this module too
+from shardwise.fsdp1.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from shardwise.fsdp1.buffers import cast_buffers
+from shardwise.fsdp1.entering import UnitEntry
+from shardwise.fsdp1.flat_parameters import INTERNALS, refuse_internal
+from shardwise.fsdp1.initialising import initialise_unit, sync_from_first_rank
+from shardwise.fsdp1.meshes import find_mesh
+from shardwise.fsdp1.names import PREFIX, WRAPPED
+from shardwise.fsdp1.optimizer_methods import OptimizerStates
+from shardwise.fsdp1.plans import plan_of
+from shardwise.fsdp1.settings import Settings, find_device, find_ignored, read_settings
+from shardwise.fsdp1.summoning import own_slots, summon
+from shardwise.fsdp1.units import Unit, outer_units, units_in
+from shardwise.fsdp1.wrapping import auto_wrap
+from shardwise.planning.plan import Plan
+from shardwise.sharding.registry import ShardedState, remember
+from shardwise.training.step import clip_grad_norm_
+
+
+class FullyShardedDataParallel(OptimizerStates):
+    """A module whose parameters are sharded over ranks, with FSDP1's constructor, methods and names.
+
+    Args:
+        module: To be wrapped; units inside it stay units of their own.
+        process_group: Ranks to shard over; for hybrid strategies the pair (shard, replicate).
+        sharding_strategy: FULL_SHARD unless given. NO_SHARD keeps a copy on every rank.
+        cpu_offload: Keep shards, gradients and optimizer state in CPU memory.
+        auto_wrap_policy: Which modules below become units first.
+        backward_prefetch: FSDP2 always does BACKWARD_PRE.
+        mixed_precision: As in FSDP1: root inputs are cast, BatchNorm is exempt under a policy, gradients are summed
+            in `param_dtype` unless `reduce_dtype` says otherwise.
+        ignored_modules: Left as they are. Their gradients are yours to average, as in FSDP1.
+        param_init_fn: Gives modules on the meta device their values.
+        device_id: Where to compute.
+        sync_module_states: Every rank gets rank 0's values.
+        forward_prefetch: FSDP2 gathers ahead by itself.
+        limit_all_gathers: FSDP2 always does.
+        use_orig_params: Parameters are always the original ones.
+        ignored_states: Parameters or modules to ignore.
+        device_mesh: `(shard)`, or `(replicate, shard)` for hybrid strategies.
+
+    Raises:
+        ConfigError: Arguments contradict each other.
+        ShardError: The module cannot be wrapped.
+
+    Ranks:
+        Collective: wrap on every rank, in the same order.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        settings = read_settings(sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
+        ignored = find_ignored(module, ignored_modules, ignored_states, units_in(module))
+        self._ignored_modules, self._ignored_params = ignored.modules, ignored.parameters
+        # pyrefly takes torch.device, a callable, for a method
+        self.compute_device = find_device(device_id, device_mesh, module)  # pyrefly: ignore[read-only]
+        self.mesh = find_mesh(settings.strategy, process_group, device_mesh, self.compute_device.type)
+        self._take_settings(settings, use_orig_params)
+        if auto_wrap_policy is not None:
+            arguments = {
+                "process_group": process_group,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": self._ignored_params,
+                "device_mesh": device_mesh,
+            }
+            auto_wrap(module, auto_wrap_policy, ignored, arguments, FullyShardedDataParallel, Unit)
+        initialise_unit(module, self.compute_device, self._is_apart, self._ignored_params, param_init_fn)
+        self._fsdp_wrapped_module = module
+        if sync_module_states:
+            own = [parameter for _, _, parameter in own_slots(module, False) if parameter not in self._ignored_params]
+            sync_from_first_rank(module, dict.fromkeys(own), self.mesh, self.compute_device)
+        self._shard(settings)
+
+    def _take_settings(self, settings: Settings, use_orig_params: bool) -> None:
+        """Show the settings under FSDP1's names, and start with FULL state dicts as it does."""
+        self.sharding_strategy, self.mixed_precision = settings.strategy, settings.precision
+        self.cpu_offload = CPUOffload(offload_params=settings.offload)
+        axis = 0 if settings.strategy is ShardingStrategy.NO_SHARD else self.mesh.ndim - 1
+        self.process_group = self.mesh.get_group(axis)
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+        self._use_orig_params = use_orig_params
+        self.is_summoned = self.has_comm_hook = self._is_prepared = False
+        self._state_dict_type = StateDictType.FULL_STATE_DICT
+        self._state_dict_config, self._optim_state_dict_config = FullStateDictConfig(), FullOptimStateDictConfig()
+        self.register_load_state_dict_post_hook(self._clean_missing)
+
+    def _is_apart(self, module: nn.Module) -> bool:
+        return isinstance(module, Unit) or module in self._ignored_modules
+
+    def _shard(self, settings: Settings) -> None:
+        places = find_places(self)
+        fully_shard(
+            self,
+            mesh=self.mesh,
+            reshard_after_forward=settings.reshard_after_forward,
+            mp_policy=settings.mp_policy,
+            offload_policy=settings.offload_policy,
+            ignored_params=self._ignored_params,
+        )
+        UnitEntry(self)
+        compat.mend_accumulation(self)
+        remember_replaced(places)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was wrapped, activation checkpointing taken off."""
+        wrapped = self._fsdp_wrapped_module
+        return getattr(wrapped, "_checkpoint_wrapped_module", wrapped)
+
+    @property
+    def plan(self) -> Plan:
+        """What the units do, as a plan: `print(model.plan)`."""
+        return plan_of(self)
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(compat.state_param_groups(compat.fsdp_state(self)))
+
+    @property
+    def _is_root(self) -> bool | None:
+        return compat.is_root(compat.fsdp_state(self))
+
+    def __getattr__(self, name: str) -> Any:
+        """What the unit itself does not have is looked up in the module that was wrapped."""
+        if name in INTERNALS:
+            raise refuse_internal(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if WRAPPED not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self._modules[WRAPPED], name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Indexing a wrapped `nn.Sequential`."""
+        return self._fsdp_wrapped_module[key]  # pyrefly: ignore[bad-index]
+
+    def _get_name(self) -> str:
+        return "FullyShardedDataParallel"  # FSDP2 gives the object a class of its own
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module; parameters are gathered and freed around it.
+
+        Ranks:
+            Collective.
+        """
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def prepare_as_root(self) -> None:
+        """What FSDP1's root does before its first forward."""
+        if not self._is_prepared:
+            self._is_prepared = True
+            cast_buffers(units_in(self))
+            remember(self, ShardedState(plan=self.plan, mesh=self.mesh))
+
+    def check_is_root(self) -> bool:
+        """Whether this unit is the outermost of its model.
+
+        Ranks:
+            Local. Ask after the model is complete.
+        """
+        compat.initialise(self)
+        return bool(self._is_root)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Unit]:
+        """The units in `module`, itself included; with `root_only` those inside no other.
+
+        Ranks:
+            Local.
+        """
+        return list(outer_units(module)) if root_only else units_in(module)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
+        """Apply `fn` to every submodule and to this one, on whole parameters; changes are kept.
+
+        Ranks:
+            Collective. `fn` must do the same on every rank.
+        """
+        with summon(self, [self]):
+            return super().apply(fn)
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Show whole parameters until the block ends; see `summon`.
+
+        Ranks:
+            Collective, on entering and, with `writeback`, on leaving.
+        """
+        outer = list(outer_units(module))
+        for unit in outer:
+            # A unit that is called inside the block without its root must not take itself for the root.
+            compat.initialise(unit)
+        units = units_in(module) if recurse else [unit for unit in outer if unit is module]
+        with summon(
+            module,
+            units,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ):
+            yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without reducing them; the first backward after the block reduces the sum.
+
+        Ranks:
+            Local. Enter it on every rank.
+        """
+        self._refuse_inner("no_sync")
+        with compat.gradient_sync(self, reduce=False, all_reduce=False, is_last=False):
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm, as one vector, is at most `max_norm`.
+
+        Returns:
+            The norm before, a plain tensor, in the widest dtype of the gradients.
+
+        Ranks:
+            Collective.
+        """
+        self._refuse_inner("clip_grad_norm_")
+        norm = clip_grad_norm_(self, float(max_norm), float(norm_type))
+        dtypes = [parameter.grad.dtype for parameter in self.parameters() if parameter.grad is not None]
+        wide = torch.float32 if not dtypes else dtypes[0]
+        for dtype in dtypes:
+            wide = torch.promote_types(wide, dtype)
+        return norm.to(wide)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, also those of `no_sync` that were never reduced.
+
+        Ranks:
+            Local.
+        """
+        compat.drop_gradients(self) if set_to_none else super().zero_grad(set_to_none)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Reduce gradients by a hook of FSDP1: torch's own, or one with the signature for sharded strategies.
+
+        Ranks:
+            Local. Register the same on every rank.
+        """
+        self._refuse_inner("register_comm_hook")
+        comm_hooks.register(units_in(self), state, hook)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As in FSDP1: names are those of the wrapped model only while whole parameters are summoned."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name.replace(PREFIX, "") if self.is_summoned else name, parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As in FSDP1: names are those of the wrapped model only while whole parameters are summoned."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield name.replace(PREFIX, "") if self.is_summoned else name, buffer
+
+    def _refuse_inner(self, method: str) -> None:
+        if not self.check_is_root():
+            raise ShardError(
+                f"{method} is called on an inner unit",
+                where=f"FullyShardedDataParallel.{method}",
+                why="it is about the whole model",
+                fix=f"call it on the outermost unit: model.{method}(...)",
+            )
