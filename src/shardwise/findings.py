@@ -38,6 +38,58 @@ class Finding:
         return f"{place}{self.severity.value} {self.code}: {self.message}{fix}"
 
 
+class Safety(enum.StrEnum):
+    """What applying a finding's edits does to the program."""
+
+    SAFE = "safe"
+    """The program means the same, or what it plainly meant to."""
+    UNSAFE = "unsafe"
+    """Probably right, but a person should look."""
+    MANUAL = "manual"
+    """Nothing to apply: a person has to decide."""
+
+
+class Status(enum.StrEnum):
+    """What became of the code that a finding of `migrate` is about."""
+
+    REWRITTEN = "rewritten"
+    NEEDS_DECISION = "needs-decision"
+    REPORTED = "reported"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edit:
+    """Replace the characters from `start` to `end` of a file's text by `text`."""
+
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFinding(Finding):
+    """A finding at a place in a source file; `where` is `path:line:column`."""
+
+    path: str
+    """As the user spelled it; `-` is standard input."""
+    line: int
+    """From 1."""
+    column: int = 1
+    """From 1, in characters."""
+    end_line: int = 0
+    """The last line of the code in question; 0 where only the place is known."""
+    end_column: int = 0
+    """Behind its last character."""
+    name: str = ""
+    """The rule's name, as in `optimizer-before-shard`."""
+    safety: Safety = Safety.MANUAL
+    """Whether `edits` may be applied without a look."""
+    status: Status = Status.REPORTED
+    """For `migrate`: what became of the code."""
+    edits: tuple[Edit, ...] = ()
+    """What `--fix` would do; applied all together or not at all."""
+
+
 def worst(findings: list[Finding]) -> Severity | None:
     """The gravest severity among them; None when there are none."""
     order = list(Severity)

@@ -1,0 +1,84 @@
+"""`shardwise lint`: FSDP2 mistakes that can be seen in the code. No torch."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import typer
+
+from shardwise.findings import Safety
+
+
+class SourceFormat(enum.StrEnum):
+    """How findings in source files are printed."""
+
+    TEXT = "text"
+    JSON = "json"
+    SARIF = "sarif"
+    GITHUB = "github"
+
+
+def lint(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files, folders, or - for standard input.")],
+    select: Annotated[
+        list[str] | None, typer.Option(metavar="CODES", help="Look for these only, as in SW201,SW22.")
+    ] = None,
+    ignore: Annotated[list[str] | None, typer.Option(metavar="CODES", help="Leave these out.")] = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Apply the fixes that are safe.")] = False,
+    unsafe_fixes: Annotated[bool, typer.Option("--unsafe-fixes", help="With --fix: the unsafe ones too.")] = False,
+    preview: Annotated[bool, typer.Option("--preview", help="Run new rules too.")] = False,
+    format: Annotated[SourceFormat, typer.Option("--format", help="How to print the findings.")] = SourceFormat.TEXT,
+) -> None:
+    """Find FSDP2 mistakes in source code, without running it."""
+    from shardwise.linting import lint_files, settings_for
+
+    settings = settings_for(select=select, ignore=ignore, preview=preview)
+    fixes = frozenset({Safety.SAFE, Safety.UNSAFE} if unsafe_fixes else {Safety.SAFE}) if fix else frozenset()
+    linted = lint_files(paths, settings, fixes=fixes)
+    if fix and paths == ["-"]:
+        typer.echo("".join(file.text for file in linted), nl=False)
+        return
+    _render(linted, format)
+    raise typer.Exit(1 if any(file.findings for file in linted) else 0)
+
+
+def _render(linted: list, format: SourceFormat) -> None:
+    from shardwise import __version__
+    from shardwise.report import source
+    from shardwise.rules.registry import all_rules
+
+    findings = [finding for file in linted for finding in file.findings]
+    match format:
+        case SourceFormat.TEXT:
+            _render_text(linted)
+        case SourceFormat.JSON:
+            fixable = sum(bool(finding.edits) for finding in findings)
+            fixed = sum(file.num_fixed for file in linted)
+            typer.echo(source.findings_json(findings, {"findings": len(findings), "fixable": fixable, "fixed": fixed}))
+        case SourceFormat.SARIF:
+            typer.echo(source.findings_sarif(findings, all_rules().values(), version=__version__))
+        case SourceFormat.GITHUB:
+            typer.echo(source.findings_github(findings), nl=bool(findings))
+
+
+def _render_text(linted: list) -> None:
+    from rich.console import Console
+
+    from shardwise.report.source import print_findings
+
+    console = Console()
+    for file in linted:
+        print_findings(console, file.findings, {file.path: file.text})
+    findings = [finding for file in linted for finding in file.findings]
+    fixed = sum(file.num_fixed for file in linted)
+    if fixed:
+        console.print(f"{fixed} fixed", style="green")
+    safe = sum(bool(f.edits) and f.safety is Safety.SAFE for f in findings)
+    unsafe = sum(bool(f.edits) and f.safety is Safety.UNSAFE for f in findings)
+    if findings:
+        hint = f"; --fix repairs {safe}" if safe else ""
+        hint += f"; --fix --unsafe-fixes repairs {safe + unsafe}" if unsafe else ""
+        console.print(f"{len(findings)} found in {sum(bool(file.findings) for file in linted)} file(s){hint}")
+    else:
+        console.print("nothing found")

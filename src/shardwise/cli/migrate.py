@@ -1,0 +1,69 @@
+"""`shardwise migrate`: rewrite FSDP1 code to FSDP2. Never imports torch."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from shardwise.migration import Migration
+
+
+class MigrateFormat(enum.StrEnum):
+    """How the result is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+    SARIF = "sarif"
+    GITHUB = "github"
+
+
+class TargetName(enum.StrEnum):
+    """What the rewritten code is written in."""
+
+    TORCH = "torch"
+    SHARDWISE = "shardwise"
+
+
+def migrate(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders, read as one program.")],
+    write: Annotated[bool, typer.Option("--write", help="Change the files instead of showing the difference.")] = False,
+    target: Annotated[
+        TargetName, typer.Option(help="Write plain torch (fully_shard) or shardwise (sw.shard).")
+    ] = TargetName.TORCH,
+    format: Annotated[MigrateFormat, typer.Option("--format", help="How to print the result.")] = MigrateFormat.TEXT,
+) -> None:
+    """Rewrite FSDP1 code to FSDP2, and say what a person must decide."""
+    from rich.console import Console
+
+    from shardwise.migration import migrate as run
+    from shardwise.report.terminal import progress_on
+
+    with progress_on(Console(stderr=True)) as progress:
+        migration = run(paths, target=target.value, write=write, progress=progress)
+    _show(migration, format, written=write)
+    raise typer.Exit(1 if migration.summary["needs-decision"] else 0)
+
+
+def _show(migration: Migration, format: MigrateFormat, *, written: bool) -> None:
+    from importlib import metadata
+
+    from rich.console import Console
+
+    from shardwise.report.migration import print_migration
+    from shardwise.report.source import findings_github, findings_sarif
+    from shardwise.rules.moving.catalogue import KINDS
+
+    match format:
+        case MigrateFormat.JSON:
+            typer.echo(json.dumps(migration.to_dict(), indent=2))
+        case MigrateFormat.SARIF:
+            typer.echo(findings_sarif(migration.findings, KINDS.values(), version=metadata.version("shardwise")))
+        case MigrateFormat.GITHUB:
+            typer.echo(findings_github(migration.findings))
+        case MigrateFormat.TEXT:
+            print_migration(Console(), migration, written=written)

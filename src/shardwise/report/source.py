@@ -1,0 +1,168 @@
+"""Findings of source files, rendered: text with code frames, JSON, SARIF 2.1.0 and GitHub annotations.
+
+`lint` and `migrate` use it. Nothing here reads files: frames come from the texts given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import PurePath
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from rich.console import Console
+from rich.text import Text
+
+from shardwise.findings import Edit, Safety, Severity, SourceFinding
+
+_COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
+_GITHUB = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
+_SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_MAX_FRAME_LINES = 4
+
+
+class Described(Protocol):
+    """What SARIF tells about a rule; a lint `Rule` is one."""
+
+    @property
+    def code(self) -> str:
+        """`SWnnn`."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The bad pattern, in kebab case."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """One sentence."""
+        ...
+
+
+def print_findings(console: Console, findings: Iterable[SourceFinding], texts: Mapping[str, str] | None = None) -> None:
+    """Print each finding as `path:line:column CODE message`, its code frame and its fix.
+
+    Args:
+        console: Colours only where it is a terminal.
+        findings: In the order in which they are to be printed.
+        texts: The files' texts by path; a file that is not there gets no frame.
+    """
+    for finding in findings:
+        console.print(finding_text(finding, (texts or {}).get(finding.path)), soft_wrap=True, highlight=False)
+
+
+def finding_text(finding: SourceFinding, text: str | None = None) -> Text:
+    """One finding for people; with the file's text, the lines in question are shown."""
+    out = Text()
+    out.append(f"{finding.path}:{finding.line}:{finding.column}", style="bold")
+    out.append(f" {finding.code} ", style=f"bold {_COLOURS[finding.severity]}")
+    out.append(finding.message)
+    for line in _frame(finding, text) if text is not None else []:
+        out.append("\n").append(line)
+    if finding.fix:
+        out.append(f"\n  {'fix:':<5} ", style="bold green").append(finding.fix)
+        if finding.edits:
+            out.append(f" [{finding.safety.value}]", style="green")
+    return out
+
+
+def _frame(finding: SourceFinding, text: str) -> list[Text]:
+    """The lines of the finding with their numbers, the code itself underlined."""
+    lines = text.split("\n")
+    last = min(max(finding.end_line, finding.line), finding.line + _MAX_FRAME_LINES - 1, len(lines))
+    width = len(str(last))
+    frame = []
+    for number in range(finding.line, last + 1):
+        code = lines[number - 1].rstrip("\r").expandtabs(1)
+        frame.append(Text.assemble((f"  {number:>{width}} | ", "blue"), code))
+        start = finding.column - 1 if number == finding.line else len(code) - len(code.lstrip())
+        end = finding.end_column - 1 if number == finding.end_line else len(code)
+        if number == finding.line or finding.end_line > finding.line:
+            marks = "^" * max(1, end - start)
+            frame.append(Text.assemble((f"  {'':>{width}} | ", "blue"), " " * start, (marks, "red")))
+    return frame
+
+
+def finding_dict(finding: SourceFinding) -> dict[str, Any]:
+    """One finding as plain values."""
+    fields = ("path", "line", "column", "end_line", "end_column", "code", "name", "message", "fix")
+    return {
+        **{name: getattr(finding, name) for name in fields},
+        "severity": finding.severity.value,
+        "safety": finding.safety.value,
+        "edits": [asdict(edit) for edit in finding.edits],
+    }
+
+
+def findings_json(findings: Sequence[SourceFinding], summary: Mapping[str, Any]) -> str:
+    """Findings and a summary as one JSON object."""
+    return json.dumps({"findings": [finding_dict(one) for one in findings], "summary": dict(summary)}, indent=2)
+
+
+def findings_github(findings: Iterable[SourceFinding]) -> str:
+    """One workflow command a finding, which GitHub shows on the line of a pull request."""
+    return "\n".join(map(_github_line, findings))
+
+
+def _github_line(finding: SourceFinding) -> str:
+    properties = {
+        "title": f"{finding.code} {finding.name}".strip(),
+        "file": PurePath(finding.path).as_posix(),
+        "line": finding.line,
+        "col": finding.column,
+    }
+    if finding.end_line:
+        properties |= {"endLine": finding.end_line, "endColumn": finding.end_column}
+    listed = ",".join(f"{name}={_escaped(str(value), ',:')}" for name, value in properties.items())
+    message = finding.message + (f" Fix: {finding.fix}" if finding.fix else "")
+    return f"::{_GITHUB[finding.severity]} {listed}::{_escaped(message)}"
+
+
+def _escaped(text: str, more: str = "") -> str:
+    for character in "%\r\n" + more:  # the percent sign first: the others bring new ones
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text
+
+
+def findings_sarif(findings: Sequence[SourceFinding], rules: Iterable[Described] = (), *, version: str = "") -> str:
+    """A SARIF 2.1.0 log of one run, with the rules that were hit described."""
+    hit = {finding.code for finding in findings}
+    described = [
+        {"id": rule.code, "name": rule.name, "shortDescription": {"text": rule.summary}}
+        for rule in rules
+        if rule.code in hit
+    ]
+    driver = {"name": "shardwise", "version": version, "rules": described}
+    run = {
+        "tool": {"driver": driver},
+        "columnKind": "unicodeCodePoints",
+        "results": [_sarif_result(finding) for finding in findings],
+    }
+    return json.dumps({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
+
+
+def _sarif_result(finding: SourceFinding) -> dict[str, Any]:
+    uri = {"uri": quote(PurePath(finding.path).as_posix())}
+    region = {"startLine": finding.line, "startColumn": finding.column}
+    if finding.end_line:
+        region |= {"endLine": finding.end_line, "endColumn": finding.end_column}
+    result: dict[str, Any] = {
+        "ruleId": finding.code,
+        "level": finding.severity.value,
+        "message": {"text": finding.message + (f" Fix: {finding.fix}" if finding.fix else "")},
+        "locations": [{"physicalLocation": {"artifactLocation": uri, "region": region}}],
+        "properties": {"safety": finding.safety.value, "status": finding.status.value},
+    }
+    if finding.edits and finding.safety is Safety.SAFE:  # consumers apply what they find here
+        replacements = [_sarif_replacement(edit) for edit in finding.edits]
+        change = {"artifactLocation": uri, "replacements": replacements}
+        result["fixes"] = [{"description": {"text": finding.fix}, "artifactChanges": [change]}]
+    return result
+
+
+def _sarif_replacement(edit: Edit) -> dict[str, Any]:
+    region = {"charOffset": edit.start, "charLength": edit.end - edit.start}
+    return {"deletedRegion": region, "insertedContent": {"text": edit.text}}

@@ -1,0 +1,1 @@
+"""The lint rules, a file for each subject; `registry.all_rules` loads them."""

@@ -1,0 +1,165 @@
+"""Rules about how a sharded model is entered: by calling it, or through methods that FSDP was told about."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from shardwise.findings import Edit, Safety, Severity
+from shardwise.rules.program.events import Event
+from shardwise.rules.program.usage import Usage, modules
+from shardwise.rules.program.values import Constant, Part, Thing
+from shardwise.rules.registry import Hit, Reading, rule
+from shardwise.rules.scopes import Function
+
+_REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method"
+
+
+@rule("SW229", "forward-called-directly", severity=Severity.ERROR, safety=Safety.SAFE)
+def forward_called_directly(reading: Reading) -> Iterator[Hit]:
+    """`model.forward(x)` bypasses the hooks that gather a sharded model's parameters.
+
+    Symptom: `got mixed torch.Tensor and DTensor`.
+    """
+    for usage in reading.usages:
+        for event in usage.events:
+            function = event.node.func if isinstance(event.node, ast.Call) else None
+            if event.method != "forward" or not isinstance(function, ast.Attribute):
+                continue
+            if any(usage.is_sharded(module, event) for module in modules(event.receiver)):
+                start = reading.file.positions.span(function.value)[1]
+                end = reading.file.positions.span(function)[1]
+                yield Hit(
+                    node=event.node,
+                    message="forward() does not run FSDP's hooks; the parameters stay sharded",
+                    fix="call the model itself",
+                    edits=(Edit(start=start, end=end, text=""),),
+                )
+
+
+@rule("SW230", "registered-method-reached-from-forward", severity=Severity.ERROR)
+def registered_method_reached_from_forward(reading: Reading) -> Iterator[Hit]:
+    """A method that `forward` calls must not be registered as a second way in.
+
+    Why: the call enters FSDP twice; when the inner method ends, the parameters are freed under `forward`'s feet.
+    Symptom: `got mixed torch.Tensor and DTensor`; up to torch 2.5 `Expects to be in one of (UNSHARDED)`.
+    """
+    for _, event in reading.events_of(_REGISTER):
+        for value in event.argument(1, "method_name"):
+            name = value.value if isinstance(value, Constant) else None
+            if isinstance(name, str) and _is_reached(reading, event, name):
+                yield Hit(
+                    node=event.node,
+                    message=f"forward itself calls {name}, so FSDP is entered twice"
+                    if name != "forward"
+                    else "forward is hooked already, so FSDP is entered twice",
+                    fix="remove this call: the module is entered by calling it",
+                )
+
+
+def _is_reached(reading: Reading, event: Event, name: str) -> bool:
+    """Whether `forward` of the module's class calls the method; of every class that has both, where it is unknown."""
+    if name == "forward":
+        return True
+    definitions = [
+        one.definition for one in modules(event.argument(0, "module")) if isinstance(one, Thing) and one.definition
+    ]
+    if not definitions:
+        definitions = [one for one in reading.file.classes.values() if {name, "forward"} <= _methods(one).keys()]
+    return bool(definitions) and all(_calls_own(_methods(one).get("forward"), name) for one in definitions)
+
+
+def _methods(definition: ast.ClassDef) -> dict[str, Function]:
+    return {one.name: one for one in definition.body if isinstance(one, Function)}
+
+
+def _calls_own(function: Function | None, name: str) -> bool:
+    if function is None:
+        return False
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == name
+        and getattr(node.func.value, "id", "") == "self"
+        for node in ast.walk(function)
+    )
+
+
+@rule("SW231", "unregistered-entry-point", severity=Severity.ERROR)
+def unregistered_entry_point(reading: Reading) -> Iterator[Hit]:
+    """A method other than `forward` that uses the model's own parameters has to be registered.
+
+    Why: only `forward` is hooked; in any other method the parameters of this group are still DTensors.
+    Symptom: `got mixed torch.Tensor and DTensor`.
+    """
+    for usage in reading.usages:
+        registered = {
+            value.value
+            for event in usage.trace.calls_to(_REGISTER)
+            for value in event.argument(1, "method_name")
+            if isinstance(value, Constant)
+        }
+        if usage.trace.calls_to(_REGISTER) and not registered:
+            continue  # names computed at run time
+        for event in usage.events:
+            for model in event.receiver:
+                if not (isinstance(model, Thing) and model.definition and _is_sharded_by_hand(usage, model, event)):
+                    continue
+                method = _methods(model.definition).get(event.method)
+                if method is None or event.method == "forward" or event.method in registered:
+                    continue
+                child = _child_used(usage, event, model)
+                if child and not _calls_itself(method):
+                    yield Hit(
+                        node=event.node,
+                        message=f"{event.method}() uses {child}, whose parameters only forward() gathers",
+                        fix=f'register_fsdp_forward_method(model, "{event.method}") after fully_shard',
+                    )
+
+
+def _is_sharded_by_hand(usage: Usage, model: Thing, event: Event) -> bool:
+    """By `fully_shard`; shardwise registers entry points itself."""
+    mine = [shard for shard in usage.shards if shard.subject == model and usage.follows(event, shard.event)]
+    return bool(mine) and not any(shard.is_automatic for shard in mine)
+
+
+def _calls_itself(method: Function) -> bool:
+    return any(
+        isinstance(node, ast.Call)
+        and (
+            getattr(node.func, "id", "") == "self"
+            or getattr(node.func, "attr", "") in ("forward", "__call__", "unshard")
+        )
+        for node in ast.walk(method)
+    )
+
+
+def _child_used(usage: Usage, event: Event, model: Thing) -> str:
+    """A module of the model's own group that runs inside the method, by its name."""
+    for later, module in usage.entered:
+        if not (
+            len(later.chain) == len(event.chain) + 1 and later.chain[-1] is event.node and later.order > event.order
+        ):
+            continue
+        function = later.node.func if isinstance(later.node, ast.Call) else None
+        name = function.attr if isinstance(function, ast.Attribute) else ""
+        if (
+            name
+            and getattr(function.value, "id", "") == "self"  # pyrefly: ignore
+            and name not in _methods(model.definition)  # pyrefly: ignore
+            and _is_module(usage, module, model, name)
+            and not usage.is_sharded(module, event)
+            and not any(usage.trace.is_part_of(shard.subject, module) for shard in usage.shards)
+        ):
+            return f"self.{name}"
+    return ""
+
+
+def _is_module(usage: Usage, module: object, model: Thing, name: str) -> bool:
+    """Made in the class's own `__init__` by torch.nn or by a module class of this file."""
+    if isinstance(module, Part):
+        return False
+    origins, definition = getattr(module, "origins", ()), getattr(module, "definition", None)
+    return any(origin.startswith("torch.nn.") for origin in origins) or (
+        definition is not None and "forward" in _methods(definition)
+    )

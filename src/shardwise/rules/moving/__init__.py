@@ -1,0 +1,1 @@
+"""Rewriting FSDP1 programs: one file a subject. No torch, nothing is run."""

@@ -1,0 +1,48 @@
+"""`model.module`: FSDP2 has no wrapper to reach into; the model is the module."""
+
+from __future__ import annotations
+
+import ast
+
+from shardwise.rules.moving.draft import Draft
+from shardwise.rules.moving.program import Program
+from shardwise.rules.moving.sharded import Holds
+from shardwise.rules.source import FileContext
+
+CODE = "SW126"
+_NAMES = ("module", "_fsdp_wrapped_module")
+
+
+def rewrite_inner_modules(draft: Draft, program: Program) -> None:
+    """Take `.module` off wrapped models."""
+    context, sharded = draft.context, program.sharded(draft.context)
+    for node in list(context.parents):
+        if not (isinstance(node, ast.Attribute) and node.attr in _NAMES) or node in draft.taken:
+            continue
+        if any(one in draft.taken for one in context.ancestors(node) if isinstance(one, ast.Call)):
+            continue
+        holds = sharded.holds(node.value)
+        if holds is Holds.NEVER or (holds is Holds.SOMETIMES and node.attr == "module" and _is_guarded(context, node)):
+            continue
+        model = context.source(node.value)
+        if holds is Holds.ALWAYS or node.attr != "module":
+            start, end = context.positions.span(node)
+            draft.edit(context.positions.span(node.value)[1], end, "")
+            draft.taken.add(node)
+            draft.rewritten(CODE, node, f".{node.attr} is gone: the sharded model is the module itself")
+        elif isinstance(node.ctx, ast.Load):
+            draft.replace(node, f'({model}.module if hasattr({model}, "module") else {model})')
+            draft.rewritten(CODE, node, ".module is taken where there is one: DDP has it, FSDP2 does not")
+
+
+def _is_guarded(context: FileContext, node: ast.Attribute) -> bool:
+    """Whether code around asks first: by hasattr or by the type of another wrapper."""
+    for parent in context.ancestors(node):
+        if isinstance(parent, ast.If | ast.IfExp | ast.While) and any(
+            isinstance(one, ast.Call)
+            and isinstance(one.func, ast.Name)
+            and one.func.id in ("hasattr", "isinstance", "getattr")
+            for one in ast.walk(parent.test)
+        ):
+            return True
+    return False

@@ -1,0 +1,134 @@
+"""What no other rule has taken: FSDP1's class as a value, its internals, hooks. Each gets a finding."""
+
+from __future__ import annotations
+
+import ast
+
+from shardwise.rules.moving.draft import ROAD1, Draft
+from shardwise.rules.moving.program import Program
+from shardwise.rules.moving.sharded import Holds
+from shardwise.rules.names import FSDP1
+from shardwise.rules.source import FileContext
+
+_INTERNAL = {"_handle", "_handles", "_all_handles", "flat_param", "_flat_param", "_gradient_postdivide_factor"}
+_INTERNAL |= {"_gradient_predivide_factor", "_fsdp_wrapped_module", "_is_root", "_has_params", "_unshard_params"}
+_SURE = {"flat_param", "_flat_param", "_all_handles", "_gradient_postdivide_factor", "_gradient_predivide_factor"}
+_WRAP = {"torch.distributed.fsdp.wrap.wrap", "torch.distributed.fsdp.wrap.enable_wrap"}
+_WRAP |= {"torch.distributed.fsdp.wrap.auto_wrap"}
+_HOOKS = ("register_comm_hook", "set_comm_hook")
+
+
+def subclasses(context: FileContext, program: Program) -> dict[str, ast.ClassDef]:
+    """The classes of a file that inherit from FSDP."""
+    return {
+        name: node
+        for name, node in context.classes.items()
+        if any(program.is_any(context, base, {FSDP1}) for base in node.bases)
+    }
+
+
+def report_leftovers(draft: Draft, program: Program) -> None:
+    """Note every use of FSDP1 that is still there."""
+    _classes(draft, program)
+    _wraps(draft)
+    _internals(draft, program)
+
+
+def _classes(draft: Draft, program: Program) -> None:
+    context = draft.context
+    inherited = subclasses(context, program)
+    for node in list(context.parents):
+        if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load) or node in draft.taken:
+            continue
+        parent = context.parents[node]
+        if isinstance(parent, ast.ClassDef) and node in parent.bases and program.is_any(context, node, {FSDP1}):
+            draft.undecided(
+                "SW102",
+                node,
+                f"{parent.name} is a subclass of FSDP: FSDP2 has no wrapper class to inherit from",
+                f"keep its methods as functions of the sharded model; or {ROAD1}",
+            )
+        elif _is_import_of_class(context, program, node) and not isinstance(parent, ast.Attribute | ast.Call):
+            _value(draft, node, parent)
+        elif isinstance(parent, ast.Call) and node in parent.args and _is_import_of_class(context, program, node):
+            if parent not in draft.taken and not _has_note(draft, parent):
+                _value(draft, node, parent)
+        elif isinstance(parent, ast.keyword) and _is_import_of_class(context, program, node):
+            _value(draft, node, parent)
+        elif isinstance(parent, ast.Attribute) and _is_import_of_class(context, program, node):
+            if parent not in draft.taken and not any(_has_note(draft, one) for one in context.ancestors(node)):
+                draft.undecided(
+                    "SW131",
+                    node,
+                    f"FSDP.{parent.attr} works on FSDP1's models only",
+                    f"replace it by what it is used for; or {ROAD1}",
+                )
+    for call in context.calls:
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        if name in inherited and call not in draft.taken:
+            draft.undecided(
+                "SW101",
+                call,
+                f"{name}(...) is left alone: it is a subclass of FSDP",
+                f"shard with fully_shard and keep {name}'s methods as functions; or {ROAD1}",
+            )
+
+
+def _is_import_of_class(context: FileContext, program: Program, node: ast.expr) -> bool:
+    return program.is_any(context, node, {FSDP1})
+
+
+def _has_note(draft: Draft, node: ast.AST) -> bool:
+    line = getattr(node, "lineno", None)
+    return isinstance(node, ast.stmt | ast.expr) and any(
+        note.line == line and note.status.value != "reported" for note in draft.notes
+    )
+
+
+def _value(draft: Draft, node: ast.expr, parent: ast.AST) -> None:
+    draft.undecided(
+        "SW102",
+        node,
+        "FSDP's class is used as a value here: passed on, stored or chosen at run time",
+        f"pass a function that calls fully_shard and returns the module; or {ROAD1}",
+    )
+
+
+def _wraps(draft: Draft) -> None:
+    for call in draft.context.calls:
+        if call not in draft.taken and draft.context.is_any(call.func, _WRAP):
+            draft.undecided(
+                "SW103",
+                call,
+                "enable_wrap and wrap make FSDP1 units while the model is built",
+                f"build the model first, then call fully_shard on the same modules, children first; or {ROAD1}",
+            )
+
+
+def _internals(draft: Draft, program: Program) -> None:
+    context, sharded = draft.context, program.sharded(draft.context)
+    for node in list(context.parents):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed.fsdp._"):
+            if not (node.module or "").startswith("torch.distributed.fsdp._fully_shard"):
+                draft.undecided(
+                    "SW127",
+                    node,
+                    f"{node.module} is private to FSDP1",
+                    f"remove what uses it, or write it anew on DTensor; or {ROAD1}",
+                )
+        if not isinstance(node, ast.Attribute) or node in draft.taken:
+            continue
+        if node.attr in _INTERNAL and (node.attr in _SURE or sharded.holds(node.value) is not Holds.NEVER):
+            draft.undecided(
+                "SW127",
+                node,
+                f".{node.attr} is a part of FSDP1's flat parameters, which FSDP2 does not have",
+                f"work on the DTensors that model.parameters() gives; or {ROAD1}",
+            )
+        if node.attr in _HOOKS and sharded.holds(node.value) is not Holds.NEVER:
+            draft.undecided(
+                "SW130",
+                node,
+                f"{node.attr} has no direct counterpart in FSDP2",
+                f"set_all_reduce_hook, or a custom communication class; or {ROAD1}",
+            )

@@ -1,0 +1,182 @@
+"""Program: all files given, so that names can be followed from one module into another."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shardwise.errors import SourceError
+from shardwise.rules.names import canonical
+from shardwise.rules.scopes import Function
+from shardwise.rules.source import FileContext
+
+if TYPE_CHECKING:
+    from shardwise.rules.moving.sharded import Sharded
+
+_MAX_HOPS = 6
+_T = TypeVar("_T")
+
+
+class Program:
+    """The files that are read together, each parsed when it is first asked for.
+
+    Args:
+        texts: By path.
+    """
+
+    def __init__(self, texts: dict[str, str]) -> None:
+        self.texts = texts
+        self._files: dict[str, FileContext | SourceError] = {}
+        self._sharded: dict[str, Sharded] = {}
+        self._remembered: dict[str, Any] = {}
+        self._by_tail: dict[tuple[str, ...], list[str]] = {}
+        for path in texts:
+            parts = _module_parts(path)
+            for start in range(len(parts)):
+                self._by_tail.setdefault(parts[start:], []).append(path)
+
+    def __getstate__(self) -> dict[str, str]:
+        return self.texts  # syntax trees are cheaper to make again than to send to another process
+
+    def __setstate__(self, texts: dict[str, str]) -> None:
+        self.__init__(texts)
+
+    def file(self, path: str) -> FileContext:
+        """A file by its path.
+
+        Raises:
+            SourceError: It cannot be parsed.
+        """
+        if path not in self._files:
+            try:
+                self._files[path] = FileContext(self.texts[path], path)
+            except SourceError as error:
+                self._files[path] = error
+        found = self._files[path]
+        if isinstance(found, SourceError):
+            raise found
+        return found
+
+    def sharded(self, context: FileContext) -> Sharded:
+        """Which of a file's variables hold a wrapped model."""
+        if context.path not in self._sharded:
+            from shardwise.rules.moving.sharded import Sharded
+
+            self._sharded[context.path] = Sharded(context, self)
+        return self._sharded[context.path]
+
+    def remember(self, name: str, work: Callable[[Program], _T]) -> _T:
+        """What `work` says about the whole program, asked once."""
+        if name not in self._remembered:
+            self._remembered[name] = work(self)
+        return self._remembered[name]
+
+    def _parsed(self, path: str) -> FileContext | None:
+        try:
+            return self.file(path)
+        except SourceError:
+            return None
+
+    def origins(self, context: FileContext, node: ast.AST | None) -> frozenset[str]:
+        """As `FileContext.origins`, also through names that other files of the program import or define."""
+        return frozenset().union(*(self._resolve(context, origin, 0) for origin in context.origins(node)))
+
+    def is_any(self, context: FileContext, node: ast.AST | None, names: Collection[str]) -> bool:
+        """Whether an expression may stand for one of these public names."""
+        found = context.origins(node)
+        if not found.isdisjoint(names):
+            return True
+        last = {name.rpartition(".")[2] for name in names}
+        if not found or all(origin.startswith("torch.") for origin in found):
+            return False
+        # A re-export keeps the name, or shortens it as everybody does.
+        if not any(origin.rpartition(".")[2] in (*last, "FSDP", "FSDP1") for origin in found):
+            return False
+        return not self.origins(context, node).isdisjoint(names)
+
+    def _resolve(self, context: FileContext, origin: str, hops: int) -> frozenset[str]:
+        if origin.startswith("torch.") or hops > _MAX_HOPS:
+            return frozenset({origin})
+        module, name = _split(origin)
+        other = self.find_module(context, module) if module else None
+        if other is None or other is context:
+            return frozenset({origin})
+        found: set[str] = set()
+        scope = other.scopes[other.tree]
+        for binding in scope.names.get(name, []):
+            if binding.origin:
+                found |= self._resolve(other, canonical(binding.origin), hops + 1)
+            elif binding.value is not None:
+                for inner in other.origins(binding.value):
+                    found |= self._resolve(other, inner, hops + 1)
+        for star in scope.stars:
+            found |= (
+                {f"{star}.{name}"} if star.startswith("torch.") else self._resolve(other, f"{star}.{name}", hops + 1)
+            )
+        return frozenset(found) or frozenset({origin})
+
+    def find_module(self, context: FileContext, module: str) -> FileContext | None:
+        """The file of a module as imported in `context`: relative names exactly, absolute ones by their ending."""
+        if module.startswith("."):
+            level = len(module) - len(module.lstrip("."))
+            package = Path(context.path).parent
+            for _ in range(level - 1):
+                package = package.parent
+            stem = package.joinpath(*[part for part in module.lstrip(".").split(".") if part])
+            for candidate in (stem.with_suffix(".py"), stem / "__init__.py"):
+                if str(candidate) in self.texts:
+                    return self._parsed(str(candidate))
+            return None
+        candidates = self._by_tail.get(tuple(module.split(".")), [])
+        nearest = max(candidates, key=lambda path: _shared(path, context.path), default=None)
+        return self._parsed(nearest) if nearest else None
+
+    def function(self, context: FileContext, node: ast.AST) -> tuple[FileContext, Function] | None:
+        """The function of the program that a name or attribute stands for, where only one can be meant."""
+        own = context.definition(node)
+        if isinstance(own, Function):
+            return context, own
+        for origin in context.origins(node):
+            if (found := self._function_at(context, origin)) is not None:
+                return found
+        return None
+
+    def _function_at(self, context: FileContext, origin: str, hops: int = 0) -> tuple[FileContext, Function] | None:
+        module, name = _split(origin)
+        other = self.find_module(context, module) if module and hops < _MAX_HOPS else None
+        if other is None:
+            return None
+        found = other.scopes[other.tree].names.get(name, [])
+        if len(found) == 1 and isinstance(found[0].definition, Function):
+            return other, found[0].definition
+        if len(found) == 1 and found[0].origin:  # re-exported
+            return self._function_at(other, found[0].origin, hops + 1)
+        for star in other.scopes[other.tree].stars:
+            if not found and (inner := self._function_at(other, f"{star}.{name}", hops + 1)) is not None:
+                return inner
+        return None
+
+
+def _split(origin: str) -> tuple[str, str]:
+    """Module and name; `..x` is `x` of the package above."""
+    module, _, name = origin.rpartition(".")
+    if origin.startswith(".") and not module.strip("."):
+        module += "."
+    return module, name
+
+
+def _module_parts(path: str) -> tuple[str, ...]:
+    parts = Path(path).with_suffix("").parts
+    return parts[:-1] if parts and parts[-1] == "__init__" else parts
+
+
+def _shared(first: str, second: str) -> int:
+    """How many leading folders two paths have in common."""
+    count = 0
+    for one, other in zip(Path(first).parts, Path(second).parts, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

@@ -1,0 +1,219 @@
+"""Which expressions of a file hold a model that FSDP1 has wrapped. Reads assignments, calls and FSDP's own API."""
+
+from __future__ import annotations
+
+import ast
+import enum
+from collections.abc import Iterator
+from functools import cached_property
+
+from shardwise.rules.moving import constructors
+from shardwise.rules.moving.program import Program
+from shardwise.rules.moving.values import fsdp_name
+from shardwise.rules.scopes import Function, all_parameters
+from shardwise.rules.source import FileContext
+
+_FSDP = "FullyShardedDataParallel"
+_STATIC = ("state_dict_type", "set_state_dict_type", "optim_state_dict", "summon_full_params", "fsdp_modules")
+_STATIC += ("optim_state_dict_to_load", "full_optim_state_dict", "sharded_optim_state_dict", "get_state_dict_type")
+_OTHER_WRAPPERS = {
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.nn.DataParallel",
+    "torch.nn.parallel.DataParallel",
+}
+
+
+class Holds(enum.Enum):
+    """Whether an expression is a wrapped model."""
+
+    NEVER = "never"
+    SOMETIMES = "sometimes"
+    """On some runs or branches; on others it is a plain model, or DDP."""
+    ALWAYS = "always"
+
+
+class Sharded:
+    """The wrapped models of one file.
+
+    Args:
+        context: The file.
+        program: All files given.
+    """
+
+    def __init__(self, context: FileContext, program: Program) -> None:
+        self.context, self.program = context, program
+        self._busy: set[ast.AST] = set()
+
+    @cached_property
+    def constructors(self) -> dict[ast.Call, bool]:
+        """Calls of FSDP's constructor and of functions of the program that return a wrapped model."""
+        return dict(constructors.find(self.context, self.program))
+
+    def holds(self, node: ast.expr) -> Holds:
+        """Whether an expression is a wrapped model where it stands."""
+        key = self._key(node)
+        if key is None:
+            return self._of_value(node)
+        bound = [one for one in self._bound.get(key, []) if self._may_reach(one[0], node)]
+        kinds = [kind for _, kind in bound]
+        if Holds.ALWAYS in kinds or Holds.SOMETIMES in kinds:
+            others = [kind for kind in kinds if kind is Holds.NEVER]
+            sure = not others and any(self._always_reaches(place, node) for place, kind in bound if kind is Holds.ALWAYS)
+            return Holds.ALWAYS if sure else Holds.SOMETIMES
+        return Holds.SOMETIMES if key in self._told and not bound else Holds.NEVER
+
+    def _key(self, node: ast.expr) -> tuple[object, str] | None:
+        """What identifies a variable: its scope and name, or its class and attribute."""
+        match node:
+            case ast.Name(id=name):
+                found = self.context.scope(node).find(name)
+                return (found[0].node if found else self.context.tree, name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=attribute):
+                return (self.context.enclosing_class(node), f"self.{attribute}")
+            case ast.Attribute(value=ast.Name() as base, attr=attribute):
+                found = self.context.scope(base).find(base.id)
+                return (found[0].node if found else self.context.tree, f"{base.id}.{attribute}")
+        return None
+
+    @cached_property
+    def _bound(self) -> dict[tuple[object, str], list[tuple[ast.AST, Holds]]]:
+        """For each variable, the places that give it a wrapped model, or something else that is wrapped."""
+        found: dict[tuple[object, str], list[tuple[ast.AST, Holds]]] = {}
+        for _ in range(3):  # a = FSDP(m); b = a; self.c = b
+            self.__dict__["_bound"] = found
+            again: dict[tuple[object, str], list[tuple[ast.AST, Holds]]] = {}
+            for target, value in self._assignments():
+                key = self._key(target)
+                if key is None:
+                    continue
+                kind = self._of_value(value)
+                if kind is not Holds.NEVER or self._is_other_wrapper(value):
+                    again.setdefault(key, []).append((value, kind))
+            if again == found:
+                break
+            found = again
+        return found
+
+    def _assignments(self) -> Iterator[tuple[ast.expr, ast.expr]]:
+        for node in self.context.parents:
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                        yield from zip(target.elts, node.value.elts, strict=False)
+                    elif isinstance(target, ast.Tuple):
+                        yield from ((one, node.value) for one in target.elts if self._is_model_name(one))
+                    else:
+                        yield target, node.value
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                yield node.target, node.value
+
+    def _is_model_name(self, node: ast.expr) -> bool:
+        return "model" in self.context.source(node).lower()
+
+    def _of_value(self, node: ast.expr) -> Holds:
+        match node:
+            case ast.Call() if node in self.constructors and not self.constructors[node]:
+                return Holds.ALWAYS
+            case ast.Call(func=ast.Attribute(attr="to" | "cuda" | "train" | "eval" | "cpu", value=inner)):
+                return self.holds(inner)
+            case ast.Call() if self.context.is_any(node.func, {"torch.compile"}) and node.args:
+                return self.holds(node.args[0])
+            case ast.Call():
+                return self._of_function(node)
+            case ast.IfExp():
+                kinds = {self.holds(node.body), self.holds(node.orelse)}
+                return kinds.pop() if len(kinds) == 1 else Holds.SOMETIMES
+            case ast.Name() | ast.Attribute():
+                return self.holds(node) if node not in self._busy and self._key(node) in self._bound else Holds.NEVER
+        return Holds.NEVER
+
+    def _of_function(self, call: ast.Call) -> Holds:
+        """What a function of the program returns, if it wraps a model itself."""
+        found = self.program.function(self.context, call.func)
+        if found is None or call in self._busy:
+            return Holds.NEVER
+        context, function = found
+        self._busy.add(call)
+        try:
+            return returns_wrapped(context, self.program, function)
+        finally:
+            self._busy.discard(call)
+
+    def _is_other_wrapper(self, node: ast.expr) -> bool:
+        return isinstance(node, ast.Call) and self.context.is_any(node.func, _OTHER_WRAPPERS)
+
+    @cached_property
+    def _told(self) -> set[tuple[object, str]]:
+        """Variables that FSDP's own functions are called on: they can be nothing else, at least on some runs."""
+        found = set()
+        for call in self.context.calls:
+            name = fsdp_name(self.context, call.func) or ""
+            owner, _, method = name.partition(".")
+            if owner == _FSDP and method in _STATIC and call.args and (key := self._key(call.args[0])) is not None:
+                found.add(key)
+            is_check = isinstance(call.func, ast.Name) and call.func.id == "isinstance" and len(call.args) == 2
+            if is_check and self._names_fsdp(call.args[1]) and (key := self._key(call.args[0])) is not None:
+                found.add(key)
+        for function in self.context.functions:
+            for parameter in all_parameters(function.args):
+                if parameter.annotation is not None and self._names_fsdp(parameter.annotation):
+                    found.add((function, parameter.arg))
+        return found
+
+    def _names_fsdp(self, node: ast.expr) -> bool:
+        return any(
+            fsdp_name(self.context, one) == _FSDP for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute)
+        )
+
+    def _may_reach(self, bound: ast.AST, used: ast.AST) -> bool:
+        """Whether a value given at one place can be what is used at another."""
+        first, second = self.context.enclosing_function(bound), self.context.enclosing_function(used)
+        if first is not second:
+            return True
+        if _line(bound) > _line(used):
+            return self._in_same_loop(bound, used)
+        return not self._in_other_branch(bound, used)
+
+    def _in_same_loop(self, bound: ast.AST, used: ast.AST) -> bool:
+        loops = {one for one in self.context.ancestors(bound) if isinstance(one, ast.For | ast.While)}
+        return any(one in loops for one in self.context.ancestors(used))
+
+    def _in_other_branch(self, bound: ast.AST, used: ast.AST) -> bool:
+        """Whether they are in the two branches of one `if`."""
+        around = {id(one): one for one in [bound, *self.context.ancestors(bound)]}
+        chain = [used, *self.context.ancestors(used)]
+        for inner, outer in zip(chain, chain[1:], strict=False):
+            if isinstance(outer, ast.If) and id(outer) in around:
+                in_body = any(id(one) in around for one in outer.body)
+                used_in_body = any(one is inner for one in outer.body)
+                in_test = inner is outer.test
+                return in_body != used_in_body and not in_test
+        return False
+
+    def _always_reaches(self, bound: ast.AST, used: ast.AST) -> bool:
+        """Whether the assignment happens on every way to the use, within one function."""
+        around = set(self.context.ancestors(used))
+        for parent in self.context.ancestors(bound):
+            if isinstance(parent, Function | ast.Module | ast.ClassDef):
+                return True
+            if isinstance(parent, ast.If | ast.Try | ast.For | ast.While) and parent not in around:
+                return False
+        return True
+
+
+def returns_wrapped(context: FileContext, program: Program, function: Function) -> Holds:
+    """Whether a function returns a wrapped model."""
+    sharded = program.sharded(context)
+    kinds = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Return) and node.value is not None and context.enclosing_function(node) is function:
+            values = node.value.elts[:1] if isinstance(node.value, ast.Tuple) else [node.value]
+            kinds += [sharded.holds(value) for value in values]
+    wrapped = [kind for kind in kinds if kind is not Holds.NEVER]
+    if not wrapped:
+        return Holds.NEVER
+    return Holds.ALWAYS if len(wrapped) == len(kinds) and Holds.SOMETIMES not in kinds else Holds.SOMETIMES
+
+
+def _line(node: ast.AST) -> int:
+    return getattr(node, "lineno", 0)

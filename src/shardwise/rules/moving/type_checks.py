@@ -1,0 +1,82 @@
+"""`isinstance(model, FSDP)`, annotations and `FSDP.fsdp_modules`: under FSDP2 a sharded module is an `FSDPModule`."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from shardwise.rules.moving.draft import Draft
+from shardwise.rules.moving.program import Program
+from shardwise.rules.names import FSDP1
+from shardwise.rules.source import FileContext
+
+CODE = "SW123"
+
+
+def rewrite_type_checks(draft: Draft, program: Program) -> None:
+    """Rewrite every use of the class as a type."""
+    context = draft.context
+    for call in context.calls:
+        if context.origins(call.func) == {f"{FSDP1}.fsdp_modules"} and call not in draft.taken:
+            _modules(draft, call)
+    for node in list(context.parents):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            _quoted(draft, program, node)
+        if not isinstance(node, ast.Name | ast.Attribute) or node in draft.taken:
+            continue
+        if _is_type_use(context, node) and program.origins(context, node) == {FSDP1}:
+            draft.replace(node, draft.name("FSDPModule"))
+            draft.rewritten(CODE, node, "the class became FSDPModule, which every sharded module is")
+
+
+def _is_type_use(context: FileContext, node: ast.expr) -> bool:
+    """The second argument of isinstance, alone or in a tuple; an annotation; `type(x) is FSDP`."""
+    child: ast.AST = node
+    for parent in context.ancestors(node):
+        match parent:
+            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, second]):
+                return second is child
+            case ast.Tuple() | ast.BinOp(op=ast.BitOr()) | ast.Subscript() | ast.List():
+                child = parent
+            case ast.arg() | ast.AnnAssign():
+                return parent.annotation is child
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                return parent.returns is child
+            case ast.Compare(left=ast.Call(func=ast.Name(id="type"))):
+                return True
+            case _:
+                return False
+    return False
+
+
+def _modules(draft: Draft, call: ast.Call) -> None:
+    """`FSDP.fsdp_modules(m, root_only=...)`."""
+    if len(call.args) != 1 or call.keywords:
+        draft.undecided(
+            CODE,
+            call,
+            "fsdp_modules(..., root_only=...) has no counterpart",
+            "[m for m in model.modules() if isinstance(m, FSDPModule)], and keep the roots",
+        )
+        draft.taken.update(ast.walk(call.func))
+        return
+    model = draft.context.source(call.args[0])
+    name = draft.name("FSDPModule")
+    draft.replace(call, f"[module for module in {model}.modules() if isinstance(module, {name})]")
+    draft.taken.update(ast.walk(call))
+    draft.rewritten(CODE, call, "fsdp_modules became a walk over the modules")
+
+
+def _quoted(draft: Draft, program: Program, node: ast.Constant) -> None:
+    """An annotation in quotes."""
+    context = draft.context
+    if not re.fullmatch(r"[\w.\[\], |]+", node.value) or not _is_type_use(context, node):
+        return
+    scope = context.scopes[context.tree]
+    for word in set(re.findall(r"\b\w+\b", node.value)):
+        origins = {one.origin for one in scope.names.get(word, [])}
+        if origins and all(one.endswith(".FullyShardedDataParallel") and one.startswith("torch.") for one in origins):
+            text = context.source(node)
+            draft.replace(node, re.sub(rf"\b{word}\b", draft.name("FSDPModule"), text))
+            draft.rewritten(CODE, node, "the class became FSDPModule, which every sharded module is")
+            return

@@ -1,0 +1,144 @@
+"""The events of a program in the order of its statements, and which of them can happen in one run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwise.rules.program.values import Part, Thing, Value, Values
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A test that was taken, or not, on the way to an event."""
+
+    test: ast.expr | ast.ExceptHandler
+    taken: bool
+    key: str
+    """The test's text without `not`, to recognise the same test elsewhere."""
+    branch: tuple[ast.AST, bool]
+    """The whole test, of which this may be a part, and whether that was taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A keyword's value and the expression that gives it."""
+
+    values: Values
+    node: ast.expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Event:
+    """A call, or an assignment to an attribute, in the order in which the program comes by."""
+
+    node: ast.Call | ast.Attribute
+    """The call, or the target of the assignment."""
+    order: int
+    root: ast.AST
+    """The module or function from which the event was reached; roots have no order among themselves."""
+    guards: tuple[Guard, ...]
+    chain: tuple[ast.Call, ...]
+    """The calls of functions of this file through which it was reached."""
+    contexts: tuple[Event, ...]
+    """The `with` blocks around it, of this function and of its callers."""
+    loop: ast.For | ast.AsyncFor | ast.While | None
+    """The innermost loop around it, also across calls."""
+    origins: frozenset[str] = frozenset()
+    receiver: Values = frozenset()
+    """What the method is called on, or the attribute set on."""
+    method: str = ""
+    """The name behind the last dot."""
+    args: tuple[Values, ...] = ()
+    keywords: Mapping[str, Argument] = field(default_factory=dict)
+    is_open: bool = False
+    """Has `*` or `**` arguments that could not be read."""
+    called: Values = frozenset()
+    """What is called, where that is a value rather than a name or a method."""
+    is_inlined: bool = False
+    """A function of this file, whose own events follow."""
+    result: Values = frozenset()
+
+    @property
+    def is_store(self) -> bool:
+        """An assignment rather than a call."""
+        return isinstance(self.node, ast.Attribute)
+
+    def is_call_to(self, *names: str) -> bool:
+        """Whether it calls one of these public names."""
+        return not self.is_store and not self.origins.isdisjoint(names)
+
+    def argument(self, position: int, keyword: str = "") -> Values:
+        """The values of an argument given by position or by keyword; empty where absent or unknown."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.keywords[keyword].values if keyword in self.keywords else frozenset()
+
+
+def exclude_each_other(one: Event, other: Event) -> bool:
+    """Whether tests on the way to both cannot hold in one run, as far as the tests' text shows."""
+    return any(_contradict(a, b) for a in one.guards for b in other.guards)
+
+
+def _contradict(a: Guard, b: Guard) -> bool:
+    if a.branch[0] is b.branch[0] and a.branch[1] != b.branch[1]:
+        return True
+    if a.key == b.key:
+        return a.taken != b.taken
+    if not (a.taken and b.taken):
+        return False
+    mine, others = _equality(a), _equality(b)
+    return mine is not None and others is not None and mine[0] == others[0] and mine[1].isdisjoint(others[1])
+
+
+def _equality(guard: Guard) -> tuple[str, frozenset[object]] | None:
+    """`x == "a"` or `x in ("a", "b")` as (x, its possible values)."""
+    test = guard.test
+    if not (isinstance(test, ast.Compare) and len(test.ops) == 1):
+        return None
+    right = test.comparators[0]
+    if isinstance(test.ops[0], ast.Eq) and isinstance(right, ast.Constant):
+        return ast.dump(test.left), frozenset({right.value})
+    if isinstance(test.ops[0], ast.In) and isinstance(right, ast.Tuple | ast.List | ast.Set):
+        constants = [item.value for item in right.elts if isinstance(item, ast.Constant)]
+        return (ast.dump(test.left), frozenset(constants)) if len(constants) == len(right.elts) else None
+    return None
+
+
+@dataclass(slots=True)
+class Trace:
+    """The events of one way through a file: its main program, or one function or class that nobody here calls."""
+
+    events: list[Event] = field(default_factory=list)
+    owners: dict[Value, set[Thing | Part]] = field(default_factory=dict)
+    """Whose attribute or item a thing became."""
+
+    def calls_to(self, *names: str) -> list[Event]:
+        """Every call of one of these public names, in order."""
+        return [event for event in self.events if event.is_call_to(*names)]
+
+    def precedes(self, one: Event, other: Event) -> bool:
+        """Whether `one` comes before `other` in one and the same run."""
+        if one.order >= other.order or exclude_each_other(one, other):
+            return False
+        return one.root is other.root or getattr(one.root, "name", "") == "__init__"
+
+    def is_part_of(self, inner: Value, outer: Value) -> bool:
+        """Whether `inner` is reached from `outer`, by a path or by having been made its attribute; not itself."""
+        return inner != outer and outer in self._around(inner, set())
+
+    def _around(self, value: Value, seen: set[Value]) -> set[Value]:
+        if value in seen:
+            return seen
+        seen.add(value)
+        if isinstance(value, Part):
+            for length in range(len(value.path)):
+                self._around(Part(value.owner, value.path[:length]) if length else value.owner, seen)
+        for owner in self.owners.get(value, ()):
+            self._around(owner, seen)
+        return seen
+
+    def are_related(self, a: Value, b: Value) -> bool:
+        """Whether they are the same or one is part of the other."""
+        return a == b or self.is_part_of(a, b) or self.is_part_of(b, a)
