@@ -1,0 +1,25 @@
+"""Messages that torch really raises are recognised, also with what a log puts around them."""
+
+import traceback
+import warnings
+from pathlib import Path
+
+import pytest
+
+from shardwise.explaining import explain
+from tests.distributed.provoked import PROVOKED
+from tests.ranks import ranks
+
+
+@pytest.mark.parametrize("code", sorted(PROVOKED))
+@ranks(2)
+def test_a_real_failure_is_explained(rank: int, code: str, tmp_path: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(BaseException) as caught:
+            PROVOKED[code](tmp_path)
+    lines = "".join(traceback.format_exception(caught.value)).splitlines()
+    in_log = explain("".join(f"[rank{rank}]: {line}\n" for line in lines))
+    failure = explain(caught.value).failure
+    assert (failure and failure.code) == code, caught.value
+    assert (in_log.failure and in_log.failure.code, in_log.rank) == (code, rank)
