@@ -7,6 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.checkpointing.convert import convert_checkpoint as convert_checkpoint
+    from shardwise.checkpointing.differing import diff_checkpoints as diff_checkpoints
+    from shardwise.checkpointing.exporting import save_weights as save_weights
+    from shardwise.checkpointing.full_file import load_full as load_full
+    from shardwise.checkpointing.full_file import save_full as save_full
+    from shardwise.checkpointing.inspecting import Inspection as Inspection
+    from shardwise.checkpointing.inspecting import inspect_checkpoint as inspect_checkpoint
+    from shardwise.checkpointing.keys import KeyReport as KeyReport
+    from shardwise.checkpointing.manager import Checkpointer as Checkpointer
+    from shardwise.checkpointing.verifying import verify_checkpoint as verify_checkpoint
+    from shardwise.checkpointing.weights import load_weights as load_weights
     from shardwise.comparing import Parity as Parity
     from shardwise.comparing import parity as parity
     from shardwise.config.schema import GroupOverride as GroupOverride
@@ -25,8 +36,12 @@ if TYPE_CHECKING:
     from shardwise.errors import PlanError as PlanError
     from shardwise.errors import ShardError as ShardError
     from shardwise.errors import ShardwiseError as ShardwiseError
+    from shardwise.errors import SourceError as SourceError
     from shardwise.explaining import Explanation as Explanation
     from shardwise.explaining import explain as explain
+    from shardwise.linting import lint as lint
+    from shardwise.migration import Migration as Migration
+    from shardwise.migration import migrate as migrate
     from shardwise.planning.plan import Plan as Plan
     from shardwise.planning.planner import plan as plan
     from shardwise.sharding.activation import checkpoint_activations as checkpoint_activations
@@ -50,6 +65,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "shardwise.checkpointing.convert": ("convert_checkpoint",),
+    "shardwise.checkpointing.differing": ("diff_checkpoints",),
+    "shardwise.checkpointing.exporting": ("save_weights",),
+    "shardwise.checkpointing.full_file": ("load_full", "save_full"),
+    "shardwise.checkpointing.inspecting": ("Inspection", "inspect_checkpoint"),
+    "shardwise.checkpointing.keys": ("KeyReport",),
+    "shardwise.checkpointing.manager": ("Checkpointer",),
+    "shardwise.checkpointing.verifying": ("verify_checkpoint",),
+    "shardwise.checkpointing.weights": ("load_weights",),
     "shardwise.comparing": ("Parity", "parity"),
     "shardwise.config.schema": (
         "GroupOverride", "MeshConfig", "PrecisionConfig", "PrefetchConfig", "RunConfig", "ShardConfig",
@@ -59,8 +83,11 @@ _HOMES = {
     "shardwise.diagnosing.guard": ("Guard", "guard"),
     "shardwise.errors": (
         "CheckpointError", "ConfigError", "EnvironmentProblem", "PlanError", "ShardError", "ShardwiseError",
+        "SourceError",
     ),
     "shardwise.explaining": ("Explanation", "explain"),
+    "shardwise.linting": ("lint",),
+    "shardwise.migration": ("Migration", "migrate"),
     "shardwise.planning.plan": ("Plan",),
     "shardwise.planning.planner": ("plan",),
     "shardwise.sharding.activation": ("checkpoint_activations",),

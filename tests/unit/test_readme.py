@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import tree
+
 ROOT = Path(__file__).parents[2]
 ENTRY = re.compile(r"^(?P<indent> *)(?P<names>[\w./]+(?:, [\w./]+)*)(?:\s{2,}|\s*$)")
 
@@ -38,16 +40,25 @@ def tree_in(text: str) -> set[str]:
 
 
 def tree_on_disk() -> set[str]:
+    """Files and folders directly in the package; what is inside them stands in docs/architecture.md."""
     base = ROOT / "src/shardwise"
-    files = {str(path.relative_to(base)) for path in base.rglob("*.py") if path.name != "__init__.py"}
-    folders = {f"{path.parent.relative_to(base)}/" for path in base.rglob("*/__init__.py")}
-    return files | folders | {"__init__.py"}
+    files = {path.name for path in base.glob("*.py")}
+    return files | {f"{path.parent.name}/" for path in base.glob("*/__init__.py")}
 
 
 def test_tree_in_readme_is_the_tree_on_disk():
     shown, real = tree_in((ROOT / "README.md").read_text()), tree_on_disk()
     assert sorted(shown - real) == [], "README.md shows what is not there"
     assert sorted(real - shown) == [], "README.md does not show what is there"
+
+
+def test_architecture_page_shows_every_file():
+    assert tree.PAGE.read_text() == tree.page(), "run: python -m tests.tree"
+
+
+def test_every_file_says_what_it_is():
+    silent = [path for path in tree.SOURCE.rglob("*.py") if not tree.first_sentence(path)]
+    assert silent == []
 
 
 def test_tree_is_read_with_its_folders():

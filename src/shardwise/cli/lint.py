@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise.findings import Safety
+
+if TYPE_CHECKING:
+    from shardwise.linting import Linted
 
 
 class SourceFormat(enum.StrEnum):
@@ -26,7 +29,9 @@ def lint(
     ] = None,
     ignore: Annotated[list[str] | None, typer.Option(metavar="CODES", help="Leave these out.")] = None,
     fix: Annotated[bool, typer.Option("--fix", help="Apply the fixes that are safe.")] = False,
-    unsafe_fixes: Annotated[bool, typer.Option("--unsafe-fixes", help="With --fix: the unsafe ones too.")] = False,
+    unsafe_fixes: Annotated[
+        bool, typer.Option("--unsafe-fixes", help="Apply the fixes that are not safe, too.")
+    ] = False,
     preview: Annotated[bool, typer.Option("--preview", help="Run new rules too.")] = False,
     format: Annotated[SourceFormat, typer.Option("--format", help="How to print the findings.")] = SourceFormat.TEXT,
 ) -> None:
@@ -34,16 +39,17 @@ def lint(
     from shardwise.linting import lint_files, settings_for
 
     settings = settings_for(select=select, ignore=ignore, preview=preview)
-    fixes = frozenset({Safety.SAFE, Safety.UNSAFE} if unsafe_fixes else {Safety.SAFE}) if fix else frozenset()
+    safeties = {Safety.UNSAFE: unsafe_fixes, Safety.SAFE: fix or unsafe_fixes}
+    fixes = frozenset(safety for safety, wanted in safeties.items() if wanted)
     linted = lint_files(paths, settings, fixes=fixes)
-    if fix and paths == ["-"]:
+    if fixes and paths == ["-"]:  # the fixed text takes the place of the findings, as editors expect
         typer.echo("".join(file.text for file in linted), nl=False)
-        return
-    _render(linted, format)
+    else:
+        _render(linted, format)
     raise typer.Exit(1 if any(file.findings for file in linted) else 0)
 
 
-def _render(linted: list, format: SourceFormat) -> None:
+def _render(linted: list[Linted], format: SourceFormat) -> None:
     from shardwise import __version__
     from shardwise.report import source
     from shardwise.rules.registry import all_rules
@@ -62,7 +68,7 @@ def _render(linted: list, format: SourceFormat) -> None:
             typer.echo(source.findings_github(findings), nl=bool(findings))
 
 
-def _render_text(linted: list) -> None:
+def _render_text(linted: list[Linted]) -> None:
     from rich.console import Console
 
     from shardwise.report.source import print_findings
@@ -73,12 +79,13 @@ def _render_text(linted: list) -> None:
     findings = [finding for file in linted for finding in file.findings]
     fixed = sum(file.num_fixed for file in linted)
     if fixed:
-        console.print(f"{fixed} fixed", style="green")
-    safe = sum(bool(f.edits) and f.safety is Safety.SAFE for f in findings)
-    unsafe = sum(bool(f.edits) and f.safety is Safety.UNSAFE for f in findings)
-    if findings:
-        hint = f"; --fix repairs {safe}" if safe else ""
-        hint += f"; --fix --unsafe-fixes repairs {safe + unsafe}" if unsafe else ""
-        console.print(f"{len(findings)} found in {sum(bool(file.findings) for file in linted)} file(s){hint}")
-    else:
+        console.print(f"{fixed} fixed", style="green", highlight=False)
+    if not findings:
         console.print("nothing found")
+        return
+    safe = sum(bool(finding.edits) and finding.safety is Safety.SAFE for finding in findings)
+    unsafe = sum(bool(finding.edits) and finding.safety is Safety.UNSAFE for finding in findings)
+    hint = f"; --fix repairs {safe}" if safe else ""
+    hint += f"; --unsafe-fixes repairs {safe + unsafe}" if unsafe else ""
+    num_files = sum(bool(file.findings) for file in linted)
+    console.print(f"{len(findings)} found in {num_files} file(s){hint}", highlight=False, soft_wrap=True)

@@ -9,7 +9,11 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.ckpt import ckpt
+from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
+from shardwise.cli.lint import lint
+from shardwise.cli.migrate import migrate
 from shardwise.cli.parity import parity
 from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
@@ -18,14 +22,18 @@ EXIT_BUG = 70
 
 app = typer.Typer(
     name="shardwise",
-    help="PyTorch FSDP2 made right: plan how a model is sharded, shard it, train it.",
+    help="PyTorch FSDP2 made right: shard a model, train it, checkpoint it, move from FSDP1, know why.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # errors are ours to print, in `main`
 )
 app.command()(train)
 app.command()(parity)
+app.add_typer(ckpt, name="ckpt")
+app.command()(migrate)
+app.command()(lint)
 app.command()(explain)
+app.command()(doctor)
 
 
 def _print_version(wanted: bool) -> None:
