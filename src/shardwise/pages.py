@@ -7,5 +7,5 @@ _HERE = Path(__file__).parent
 
 def page_folder(kind: str) -> Path:
     """The folder of the pages of one kind, `rules` or `errors`."""
-    shipped = _HERE / "pages" / kind
+    shipped = _HERE / "docs" / kind
     return shipped if shipped.is_dir() else _HERE.parents[1] / "docs" / kind
