@@ -96,7 +96,7 @@ class Training:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         groups = [{"params": trained[:3], "weight_decay": 0.1}, {"params": trained[3:], "lr": 0.02}]
         self.optimizer = torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.95))
-        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.5)
+        self.schedule: Any = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.5)
         self.ema = EMA(self.model, 0.9)
         self.data = Source(rank)
         torch.manual_seed(100 + rank)  # dropout differs between ranks

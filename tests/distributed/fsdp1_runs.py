@@ -99,6 +99,15 @@ def save_with_dcp(model: FSDP, optimizer: torch.optim.Optimizer, folder: Path) -
     return folder / "dcp"
 
 
+def save_as_accelerate(model: FSDP, optimizer: torch.optim.Optimizer, folder: Path) -> Path:
+    """The layout of accelerate's `save_fsdp_model` and `save_fsdp_optimizer`."""
+    state = _state(model, optimizer, StateDictType.SHARDED_STATE_DICT)
+    dcp.save({"model": state["model"]}, checkpoint_id=folder / "pytorch_model_fsdp_0")
+    dcp.save({"optimizer": state["optim"]}, checkpoint_id=folder / "optimizer_0")
+    (folder / "scheduler.bin").write_bytes(b"not read")
+    return folder
+
+
 def save_rank_files(model: FSDP, optimizer: torch.optim.Optimizer, folder: Path) -> Path:
     state = _state(model, optimizer, StateDictType.SHARDED_STATE_DICT)
     with _quiet():
@@ -118,6 +127,7 @@ def save_local(model: FSDP, optimizer: torch.optim.Optimizer, folder: Path) -> P
 SAVERS: dict[str, Callable[[FSDP, torch.optim.Optimizer, Path], Path]] = {
     "full": save_full,
     "dcp": save_with_dcp,
+    "accelerate": save_as_accelerate,
     "rank-files": save_rank_files,
     "local": save_local,
 }

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from shardwise.checkpointing.convert import convert_checkpoint
 from shardwise.checkpointing.differing import diff_checkpoints
 from shardwise.checkpointing.flat_recording import record_flat_params
-from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.manager import Checkpointer
 from shardwise.checkpointing.verifying import verify_checkpoint
 from shardwise.errors import CheckpointError
@@ -26,6 +25,7 @@ CASES = [
     ("full", False, False),
     ("dcp", False, False),
     ("dcp", True, True),
+    ("accelerate", True, False),
     ("rank-files", True, False),
     ("rank-files", False, True),
     ("local", False, False),
@@ -33,17 +33,18 @@ CASES = [
 ]
 
 
-def continue_from(source: Path, kind: str, rank: int, folder: Path) -> list[float]:
-    """Convert, load into FSDP2 and train two steps more."""
+def continue_from(source: Path, kind: str, rank: int, folder: Path, *, directly: bool = False) -> list[float]:
+    """Convert, or not, load into FSDP2 and train two steps more."""
     run = folder / "run"
-    on_rank_zero(lambda: _convert(source, run / "step-00000003", kind))
+    if not directly:
+        on_rank_zero(lambda: _convert(source, run / "step-00000003", kind))
     model = build()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     optimizer = adamw(model)
     with Checkpointer(run, asynchronous=False) as checkpointer:
-        checkpointer.load(model=model, optimizers=optimizer)
+        checkpointer.load(model=model, optimizers=optimizer, path=source if directly else None)
     return train(model, optimizer, rank, range(3, 5))
 
 
@@ -62,8 +63,9 @@ def check_continues(rank: int, folder: Path, kind: str, use_orig_params: bool, w
     source = SAVERS[kind](wrapped, optimizer, folder)
     dist.barrier()
     expected = train(wrapped, optimizer, rank, range(3, 5))
-    found = continue_from(source, kind, rank, folder)
-    assert found == pytest.approx(expected, rel=0, abs=TOLERANCE[dist.get_world_size()])
+    for directly in (False, True):
+        found = continue_from(source, kind, rank, folder, directly=directly)
+        assert found == pytest.approx(expected, rel=0, abs=TOLERANCE[dist.get_world_size()])
 
 
 @pytest.mark.parametrize(("kind", "use_orig_params", "with_mesh"), CASES)
@@ -130,7 +132,7 @@ def test_every_way_to_save_gives_the_same_state(rank: int, tmp_path: Path):
     if rank == 0:
         with torch.device("meta"):
             model = Tied()
-        for kind in ("dcp", "rank-files", "local"):
+        for kind in ("dcp", "accelerate", "rank-files", "local"):
             difference = diff_checkpoints(sources["full"], sources[kind], model=model)
             assert difference.num_equal == 15 + 3 * 13, str(difference)
             assert not difference.tensors
@@ -155,7 +157,8 @@ def test_local_checkpoint_converts_by_its_recorded_layout(rank: int, tmp_path: P
         with torch.device("meta"):
             model = Tied()
         with pytest.raises(CheckpointError, match="2 parameter groups"):
-            open_checkpoint(tmp_path / "local", model=model)
+            convert_checkpoint(tmp_path / "local", tmp_path / "converted", model=model)
+        convert_checkpoint(tmp_path / "local", tmp_path / "weights", "safetensors", model=model)
         record_flat_params(wrapped, tmp_path / "local", optimizer)
         difference = diff_checkpoints(tmp_path / "dcp" / "dcp", tmp_path / "local")
         assert difference.is_empty, str(difference)

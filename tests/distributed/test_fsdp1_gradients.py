@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.fsdp1 import FullyShardedDataParallel as FSDP
 from shardwise.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from tests.by_hand import Block, assert_same, full_gradients, loss_of, tiny, tokens
+from tests.collectives import count_collectives
 from tests.fsdp1_pairs import EXACT, OURS, REAL, both, full_state, model_for, wrapped
 from tests.ranks import ranks
 
@@ -167,6 +168,19 @@ def test_zero_grad_drops_what_no_sync_left_unreduced(rank: int):
 
     real, ours = both(run)
     assert_same(ours, real)
+
+
+@ranks(2)
+def test_no_sync_reduces_nothing_until_it_is_left(rank: int):
+    unit = wrapped(OURS, tiny(), auto_wrap_policy=BLOCKS)
+    with unit.no_sync():
+        with count_collectives(unit) as inside:
+            loss_of(unit, tokens(rank)).backward()
+        assert all(parameter.grad is None for parameter in unit.parameters())
+    with count_collectives(unit) as outside:
+        loss_of(unit, tokens(rank, 1)).backward()
+    assert all(parameter.grad is not None for parameter in unit.parameters() if parameter.requires_grad)
+    assert (inside.count("reduce_scatter"), outside.count("reduce_scatter")) == (0, 3)
 
 
 @ranks(2)

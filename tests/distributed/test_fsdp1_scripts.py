@@ -101,7 +101,7 @@ def check(rank: int, name: str, argv: list[str], road: str, folder: Path) -> Non
     actual = run(road, name, argv, folder / "actual")
     if rank:
         return
-    coarse = name in IN_16_BITS or "bf16" in argv
+    coarse, is_migrated = name in IN_16_BITS or "bf16" in argv, road.startswith("migrated")
     assert [sorted(line) for line in actual] == [sorted(line) for line in expected]
     assert len(expected) >= 3
     for ours, theirs in zip(actual, expected, strict=True):
@@ -110,9 +110,12 @@ def check(rank: int, name: str, argv: list[str], road: str, folder: Path) -> Non
     ours, theirs = saved(folder / "actual"), saved(folder / "expected")
     assert sorted(ours) == sorted(theirs)
     for key, tensor in theirs.items():
-        assert ours[key].dtype == tensor.dtype, key
+        # FSDP1 saves buffers in the dtype they had; a migrated script has them in `buffer_dtype` for good.
+        assert ours[key].dtype == tensor.dtype or (is_migrated and key.endswith("positions")), key
         tolerance = {"atol": 2e-2, "rtol": 2e-2} if coarse else {"atol": 2e-5, "rtol": 1e-4}
-        torch.testing.assert_close(ours[key], tensor, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            ours[key].to(tensor.dtype), tensor, **tolerance, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 @pytest.mark.parametrize("road", ROADS)

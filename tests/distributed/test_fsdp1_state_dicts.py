@@ -155,6 +155,8 @@ def test_loading_leaves_the_given_state_alone(rank: int):
     unit, optimizer = stepped(OURS, rank)
     whole = FSDP.full_optim_state_dict(unit, optimizer, rank0_only=False)
     before = {name: value["step"].item() for name, value in whole["state"].items()}
+    walk(unit, optimizer, rank, range(2, 3))  # the dictionary must not hold the optimizer's own counters
+    assert {name: value["step"].item() for name, value in whole["state"].items()} == before
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(unit, optimizer, whole))
     walk(unit, optimizer, rank, range(2, 4))
     assert {name: value["step"].item() for name, value in whole["state"].items()} == before
@@ -308,6 +310,9 @@ def test_a_state_dict_right_after_a_forward_has_the_present_weights(rank: int):
     expected = full_state(OURS, unit)
     loss_of(unit, tokens(rank))  # leaves the root gathered, as for a backward
     assert_same(full_state(OURS, unit), expected)
+    loss_of(unit, tokens(rank))
+    with FSDP.state_dict_type(unit, StateDictType.SHARDED_STATE_DICT):
+        assert all(isinstance(value, DTensor) for name, value in unit.state_dict().items() if name != "scale")
 
 
 @ranks(2)

@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
 from shardwise.fsdp1 import wrap as our_wrap
 from tests.by_hand import Block, loss_of, tokens
-from tests.fsdp1_pairs import COARSE, EXACT, assert_alike, both, model_for, trained, wrapped
+from tests.fsdp1_pairs import COARSE, EXACT, OURS, assert_alike, both, model_for, trained, wrapped
 from tests.ranks import ranks
 
 BLOCKS = ModuleWrapPolicy({Block})
@@ -92,10 +94,21 @@ def test_hybrid_strategies_train_as_fsdp1(rank: int, strategy: str, given: str):
 
     def run(api: Any) -> Any:
         settings = place | {"sharding_strategy": ShardingStrategy[strategy], "auto_wrap_policy": BLOCKS}
-        return trained(api, wrapped(api, model_for(api), **settings), rank, clip=0.5)
+        unit = wrapped(api, model_for(api), **settings)
+        assert dist.get_process_group_ranks(unit.process_group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        return trained(api, unit, rank, clip=0.5)
 
     real, ours = both(run)
     assert_alike(ours, real)
+
+
+@ranks(2)
+def test_no_shard_keeps_a_copy_on_every_rank(rank: int):
+    for place in ({}, {"process_group": init_device_mesh("cpu", (1, 2)).get_group(1)}):
+        unit = wrapped(OURS, model_for(OURS), sharding_strategy=ShardingStrategy.NO_SHARD, **place)
+        assert all(parameter.to_local().shape == parameter.shape for parameter in unit.parameters())
+        assert (unit.rank, unit.world_size) == (rank, 2)
+        loss_of(unit, tokens(rank)).backward()
 
 
 @ranks(4)
@@ -157,3 +170,44 @@ def test_clipping_gives_fsdp1s_norm(rank: int, norm_type: float):
     real, ours = both(run)
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(real), **EXACT)
     assert ours[1] < 0.1001 < ours[0]
+
+
+def copies_of_blocks(module: nn.Module) -> bool | dict[str, Any]:
+    return {"sharding_strategy": ShardingStrategy.NO_SHARD} if isinstance(module, Block) else False
+
+
+@ranks(2)
+def test_units_of_one_model_may_have_different_strategies(rank: int):
+    def run(api: Any) -> Any:
+        settings = {"auto_wrap_policy": CustomPolicy(copies_of_blocks), "use_orig_params": True}
+        return trained(api, wrapped(api, model_for(api), **settings), rank, clip=0.5)
+
+    real, ours = both(run)
+    assert_alike(ours, real)
+
+
+@ranks(2)
+def test_offloading_trains_as_without(rank: int):
+    """On the CPU it moves nothing; FSDP1 refuses it there."""
+    plain = trained(OURS, wrapped(OURS, model_for(OURS), auto_wrap_policy=BLOCKS), rank, clip=0.5)
+    settings = {"auto_wrap_policy": BLOCKS, "cpu_offload": CPUOffload(offload_params=True)}
+    offloaded = trained(OURS, wrapped(OURS, model_for(OURS), **settings), rank, clip=0.5)
+    assert_alike(offloaded, plain)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@ranks(2)
+def test_units_inside_recomputed_modules_train_as_fsdp1(rank: int, use_reentrant: bool):
+    """Checkpointing around a unit runs its forward again in backward, casts included."""
+    implementation = CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT
+
+    def run(api: Any) -> Any:
+        model = model_for(api)
+        precision = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+        unit = wrapped(api, model, auto_wrap_policy=BLOCKS, mixed_precision=precision)
+        for index, block in enumerate(unit.module.blocks):
+            unit.module.blocks[index] = checkpoint_wrapper(block, implementation)
+        return trained(api, unit, rank)
+
+    real, ours = both(run)
+    assert_alike(ours, real)

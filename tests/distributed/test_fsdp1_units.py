@@ -20,6 +20,7 @@ from shardwise.errors import ConfigError, ShardError
 from shardwise.fsdp1 import FlatParameter
 from shardwise.fsdp1 import FullyShardedDataParallel as FSDP
 from shardwise.fsdp1.wrap import enable_wrap, wrap
+from shardwise.sharding.registry import sharded_state
 from tests.by_hand import Block, assert_same, loss_of, tiny, tokens
 from tests.fsdp1_pairs import CPU, EXACT, OURS, REAL, assert_alike, both, full_state, model_for, quiet, trained, wrapped
 from tests.ranks import ranks
@@ -393,7 +394,40 @@ def test_a_compiled_unit_trains_as_the_same_unit_without(rank: int):
         unit = wrapped(OURS, tiny(), auto_wrap_policy=BLOCKS)
         model = torch.compile(unit, backend="aot_eager") if is_compiled else unit
         optimizer = torch.optim.AdamW(unit.parameters(), lr=0.01)
-        losses.append([step(model, optimizer, rank, number) for number in range(3)])
+        with quiet():  # dynamo looks at gradients of tensors that have none
+            losses.append([step(model, optimizer, rank, number) for number in range(3)])
         states.append(full_state(OURS, unit))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert_same(states[1], states[0])
+
+
+@ranks(2)
+def test_a_unit_says_what_it_does_as_a_plan(rank: int):
+    model = model_for(OURS)
+    unit = FSDP(model, auto_wrap_policy=BLOCKS, ignored_states=[model.frozen])
+    plan = unit.plan
+    assert [group.modules for group in plan.groups] == [("blocks.0",), ("blocks.1",), ("",)]
+    assert [group.reshard_after_forward for group in plan.groups] == [True, True, False]
+    assert {parameter.fqn for parameter in plan.ignored} == {"frozen.weight", "frozen.bias"}
+    assert {parameter.fqn for parameter in plan.parameters} == {name for name, _ in tiny().named_parameters()}
+    assert [parameter.aliases for parameter in plan.root.parameters] == [("head.weight",), ()]
+    assert "FSDP1's FULL_SHARD" in str(plan)
+    loss_of(unit, tokens(rank)).backward()
+    state = sharded_state(unit)
+    assert state is not None
+    assert state.plan == plan
+
+
+class MyFSDP(FSDP):
+    """Scripts subclass it to add a method."""
+
+    def num_units(self) -> int:
+        return len(self.fsdp_modules(self))
+
+
+@ranks(2)
+def test_a_subclass_keeps_its_name_and_methods(rank: int):
+    unit = MyFSDP(tiny(), auto_wrap_policy=BLOCKS)
+    assert unit.num_units() == 3
+    assert (type(unit).__name__, type(unit.blocks[0]).__name__) == ("MyFSDP", "FullyShardedDataParallel")
+    loss_of(unit, tokens(rank)).backward()

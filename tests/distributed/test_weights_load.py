@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardwise import shard
+from shardwise import compat, shard
 from shardwise.checkpointing.slices import parts_of
 from shardwise.checkpointing.weights import load_weights
 from shardwise.errors import CheckpointError
@@ -195,6 +196,20 @@ def test_parts_are_the_rows_that_torch_gives_each_rank(rank: int):
             rows, columns = part.box.starts
             height, width = part.box.sizes
             assert torch.equal(part.memory, whole[rows : rows + height, columns : columns + width]), placements
+
+
+@ranks(2)
+def test_rows_that_are_dealt_out_in_turn_are_several_parts(rank: int):
+    """Alone on its axis, a strided shard leaves each rank every other run of rows."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(9 * 2, dtype=torch.float32).view(9, 2)
+    rows = [[0, 1, 2, 5, 6], [3, 4, 7, 8]][rank]
+    like = DTensor.from_local(whole, mesh, [_StridedShard(0, split_factor=2)], shape=whole.shape, stride=(2, 1))
+    parts = parts_of(compat.dtensor_like(whole[rows].clone(), like))
+    assert [(part.box.starts[0], part.box.sizes[0]) for part in parts] == [[(0, 3), (5, 2)], [(3, 2), (7, 2)]][rank]
+    for part in parts:
+        start, count = part.box.starts[0], part.box.sizes[0]
+        assert torch.equal(part.memory, whole[start : start + count])
 
 
 @ranks(2)

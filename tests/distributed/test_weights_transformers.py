@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise import shard
@@ -26,19 +28,34 @@ SMALL = {
 }
 KV = {"num_key_value_heads": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "image_size": 8, "patch_size": 4}  # fmt: skip
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", {**SMALL, **KV, "tie_word_embeddings": False}),
     "llama-tied": ("LlamaConfig", "LlamaForCausalLM", {**SMALL, **KV, "tie_word_embeddings": True}),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**SMALL, **KV, "head_dim": 8}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 67}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**SMALL, **KV, "num_local_experts": 4}),
+    "vit": ("ViTConfig", "ViTForImageClassification", VISION),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {**SMALL, **KV, "tie_word_embeddings": False}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**SMALL, **KV, "head_dim": 8}),
     "bert": ("BertConfig", "BertForMaskedLM", {**SMALL, "max_position_embeddings": 32}),
     "t5": ("T5Config", "T5ForConditionalGeneration",
            {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8, "vocab_size": 67}),
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**SMALL, **KV, "num_local_experts": 4}),
     "qwen3-moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**SMALL, **KV, **EXPERTS, "head_dim": 8}),
-    "vit": ("ViTConfig", "ViTForImageClassification",
-            {**{k: v for k, v in SMALL.items() if k != "vocab_size"}, "image_size": 8, "patch_size": 4}),
+    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM",
+                {**SMALL, **KV, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    "jamba": ("JambaConfig", "JambaForCausalLM",
+              {**SMALL, **KV, "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 4,
+               "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "llava": ("LlavaConfig", "LlavaForConditionalGeneration",
+              {"text_config": {**SMALL, **KV, "model_type": "llama"},
+               "vision_config": {**VISION, "model_type": "clip_vision_model"}}),
+    "paligemma": ("PaliGemmaConfig", "PaliGemmaForConditionalGeneration",
+                  {"text_config": {**SMALL, **KV, "model_type": "gemma", "head_dim": 8}, "projection_dim": 32,
+                   "vision_config": {**VISION, "model_type": "siglip_vision_model"}}),
 }  # fmt: skip
+FAST = ("llama-tied", "gpt2", "mixtral", "vit")
+SLOW = pytest.mark.slow
+NAMES = [name if name in FAST else pytest.param(name, marks=SLOW) for name in ARCHITECTURES]
 VISION_AND_EXPERTS = {
     "text_config": {**SMALL, **KV, **EXPERTS, "head_dim": 8,
                     "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
@@ -97,7 +114,7 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
             assert torch.equal(full(ours[key]), tensor), key
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", NAMES)
 @ranks(2)
 def test_a_local_folder_loads_as_from_pretrained_would(rank: int, tmp_path: Path, name: str):
     write_folder(name, tmp_path, rank, max_shard_size="40KB")
@@ -112,7 +129,23 @@ def test_a_local_folder_loads_as_from_pretrained_would(rank: int, tmp_path: Path
     torch.testing.assert_close(outcome(name, model), outcome(name, expected), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "t5", "mixtral"])
+@ranks(2)
+def test_conversions_are_found_for_classes_that_sharding_renamed(rank: int, tmp_path: Path):
+    """Transformers looks them up by class, and `fully_shard` changes the classes of the model and its inner one."""
+    write_folder("vit", tmp_path, rank)
+    with torch.device("meta"):
+        model = build("vit")
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model.get_submodule("vit"), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    load_weights(model, tmp_path)
+    assert type(model.vit).__name__ == "FSDPViTModel"
+    assert_same(model, pretrained("vit", tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-tied", "mixtral", pytest.param("gpt2", marks=SLOW), pytest.param("t5", marks=SLOW)]
+)
 @ranks(2)
 def test_from_pretrained_opens_what_save_weights_writes(rank: int, tmp_path: Path, name: str):
     torch.manual_seed(1)
@@ -180,3 +213,24 @@ def test_experts_stored_transposed_are_turned_as_they_are_read(rank: int, tmp_pa
             model = build("qwen3-vl-moe")
         load_weights(shard(model), tmp_path, broadcast=broadcast)
         assert_same(model, expected)
+
+
+@ranks(2)
+def test_diffusers_opens_what_save_weights_writes_and_we_what_it_writes(rank: int, tmp_path: Path):
+    diffusers = pytest.importorskip("diffusers")
+    settings = {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 8,
+                "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+                "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 4}  # fmt: skip
+    torch.manual_seed(rank)  # only what is loaded may make the ranks equal
+    expected = diffusers.UNet2DModel(**settings).eval()
+    if rank == 0:
+        expected.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    dist.barrier()
+    with torch.device("meta"):
+        model = diffusers.UNet2DModel(**settings).eval()
+    load_weights(shard(model), tmp_path / "theirs")
+    save_weights(model, tmp_path / "ours", max_shard_bytes=20_000)
+    theirs = diffusers.UNet2DModel.from_pretrained(tmp_path / "theirs")
+    ours = diffusers.UNet2DModel.from_pretrained(tmp_path / "ours")
+    assert_same(model, theirs)
+    assert_same(ours, theirs)

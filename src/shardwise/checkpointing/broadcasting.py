@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.checkpointing.byte_progress import counting
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor
 from shardwise.checkpointing.copies import row_portions
 from shardwise.checkpointing.reading import Request, read_requests
@@ -75,9 +76,7 @@ def read_and_broadcast(
     wanted: dict[str, list[Request]] = {name: [] for name in names}
     for request in requests:
         wanted[request.name].append(request)
-    if progress is not None:
-        progress.start(sum(contents.tensors[name].num_bytes for name in names), "loading")
-    try:
+    with counting(progress, sum(contents.tensors[name].num_bytes for name in names), "loading") as count:
         for bucket in _buckets({name: contents.tensors[name] for name in names}):
             size = bucket[-1].offset + bucket[-1].num_bytes
             data = torch.empty(size + 1, dtype=torch.uint8)  # the last byte says whether the first rank failed
@@ -89,11 +88,7 @@ def read_and_broadcast(
             if bool(data[-1]):
                 raise_over(mesh, error)
             _keep(bucket, data, wanted)
-            if progress is not None:
-                progress.advance(sum(portion.num_bytes for portion in bucket))
-    finally:
-        if progress is not None:
-            progress.finish()
+            count(sum(portion.num_bytes for portion in bucket))
 
 
 def _buckets(tensors: Mapping[str, StoredTensor]) -> Iterator[list[_Portion]]:

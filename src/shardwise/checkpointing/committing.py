@@ -105,6 +105,8 @@ def commit_checkpoint(folder: Place, records: Iterable[FileRecord], header: Head
     reach("renamed")
     if fsync:
         sync_folder(folder.parent)
+        with contextlib.suppress(CheckpointError):  # the first save may have made the run's folder, in one not ours
+            sync_folder(folder.parent.parent)
     reach("parent-synced")
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 from shardwise.checkpointing.companions import read_companions
 from shardwise.checkpointing.contents import ITEM_BYTES, Contents
 from shardwise.checkpointing.copying import copied_bytes, copy_to_dcp, copy_to_full, copy_to_safetensors
-from shardwise.checkpointing.flat_params import flat_sizes
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.safetensors_writing import DEFAULT_SHARD_BYTES, SafetensorsWriter
 from shardwise.checkpointing.record_checks import refuse_damaged
@@ -113,8 +112,7 @@ def convert_checkpoint(
 
 def _what_to_write(source: Contents, format: Format) -> tuple[Contents, dict[str, str]]:
     """The contents under our names, and what the format cannot hold."""
-    if format != "safetensors" or flat_sizes(source):
-        require_names(source)
+    require_names(source, optimizers=format != "safetensors")
     contents = with_our_names(source)
     left_out = dict(source.details.get("left_out", {}))
     if format == "safetensors":

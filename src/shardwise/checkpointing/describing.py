@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpointing.manifest import Header
 from shardwise.checkpointing.nested import Path
 from shardwise.checkpointing.sharing import PER_RANK
+from shardwise.checkpointing.slices import dtype_name
 from shardwise.checkpointing.state import Collected, Run
 from shardwise.checkpointing.writing import FileRecord
+from shardwise.planning.plan import Plan
 from shardwise.planning.plan_json import encode_plan
 from shardwise.sharding.registry import sharded_state
 
@@ -31,9 +34,9 @@ def describe_run(run: Run) -> dict[str, Any]:
         mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
         described[name] = {
             "class": type(model).__qualname__,
-            "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}),
+            "dtypes": sorted(map(dtype_name, {p.dtype for p in model.parameters()})),
             "mesh": None if mesh is None else _axes(mesh),
-            "plan": None if state is None else json.loads(encode_plan(state.plan)),
+            "plan": None if state is None else _encoded(state.plan),
         }
     return {"models": described}
 
@@ -64,6 +67,12 @@ def make_header(
         structure={name: _path(name, collected.paths) for name in sorted(names)},
         details={**collected.details, "torch": str(torch.__version__), "date": now},
     )
+
+
+@lru_cache(maxsize=8)
+def _encoded(plan: Plan) -> dict[str, Any]:
+    # Training waits for it at every save, and a plan has a line for each parameter.
+    return json.loads(encode_plan(plan))
 
 
 def _path(name: str, paths: Mapping[str, Path]) -> Path:

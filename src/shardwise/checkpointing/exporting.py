@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.checkpointing.byte_progress import counting
 from shardwise.checkpointing.contents import ITEM_BYTES
 from shardwise.checkpointing.files import is_remote
 from shardwise.checkpointing.formats.full_writing import FullWriter, tensors_in
 from shardwise.checkpointing.formats.safetensors_writing import DEFAULT_SHARD_BYTES, SafetensorsWriter, distribute
-from shardwise.checkpointing.hugging_face import companions_of
-from shardwise.checkpointing.memory import bytes_of
+from shardwise.checkpointing.hugging_face import companions_of, weights_stem
+from shardwise.checkpointing.memory import bytes_of, give_back_freed
 from shardwise.checkpointing.slices import ModelTensor, dtype_name, model_tensors
 from shardwise.checkpointing.tensor_info import TensorInfo
 from shardwise.checkpointing.together import is_first, mesh_of_model, on_first, raise_over, together
@@ -27,7 +28,8 @@ from shardwise.sharding.gathering import gather_in_buckets
 from shardwise.sharding.inventory import is_meta
 from shardwise.units import parse_bytes
 
-_BUCKET_BYTES = 64 << 20
+_BUCKET_BYTES = 32 << 20
+_TRIM_BYTES = 64 << 20
 
 Put = Callable[[TensorInfo, memoryview], None]
 
@@ -81,7 +83,12 @@ def save_weights(
         def open_writer(stack: ExitStack) -> Put:
             companions = companions_of(model, target) if not str(path).endswith(".safetensors") else {}
             writer = SafetensorsWriter(
-                Path(path), infos, max_shard_bytes=limit, companions=companions, overwrite=overwrite
+                Path(path),
+                infos,
+                max_shard_bytes=limit,
+                stem=weights_stem(model),
+                companions=companions,
+                overwrite=overwrite,
             )
             stack.enter_context(writer)
             return lambda info, data: writer.write(info.name, data)
@@ -110,22 +117,24 @@ def stream_gathered(
     Ranks:
         Collective over the mesh.
     """
-    writes, error = is_first(mesh), None
+    writes, error, passed = is_first(mesh), None, 0
     with ExitStack() as stack:
         put: list[Put] = []
         on_first(lambda: put.append(open_writer(stack)), mesh)  # before anything is gathered
-        if progress is not None and writes:
-            progress.start(sum(info.num_bytes for info, _ in named), "saving")
-            stack.callback(progress.finish)
+        total = sum(info.num_bytes for info, _ in named)
+        count = stack.enter_context(counting(progress if writes else None, total, "saving"))
         for info, data in _bytes_of_all(named, writes):
+            passed += info.num_bytes
+            if passed >= _TRIM_BYTES:
+                passed = 0
+                give_back_freed()
             if data is None or error is not None:
                 continue  # the others are still gathering: this rank takes part to the end
             try:
                 put[0](info, data)
             except Exception as caught:
                 error = caught
-            if progress is not None:
-                progress.advance(info.num_bytes)
+            count(info.num_bytes)
         if error is not None:
             _leave(stack, error)
         elif writes:

@@ -37,9 +37,20 @@ def companions_of(model: nn.Module, dtype: torch.dtype | None = None) -> dict[st
         if generation is not None and hasattr(generation, "to_json_string"):
             found["generation_config.json"] = generation.to_json_string().encode()
         return found
-    if isinstance(getattr(model, "_internal_dict", None), dict):  # diffusers
-        return {"config.json": _diffusers_config(model)}
-    return {}
+    return {"config.json": _diffusers_config(model)} if _is_of_diffusers(model) else {}
+
+
+def weights_stem(model: nn.Module) -> str:
+    """What the library that opens the folder calls the weights: `<stem>.safetensors`.
+
+    Ranks:
+        Local.
+    """
+    return "diffusion_pytorch_model" if _is_of_diffusers(model) else "model"
+
+
+def _is_of_diffusers(model: nn.Module) -> bool:
+    return isinstance(getattr(model, "_internal_dict", None), dict) and hasattr(model, "to_json_string")
 
 
 def _diffusers_config(model: Any) -> bytes:

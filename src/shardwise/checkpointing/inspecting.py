@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _MAX_VALUE_CHARACTERS = 200
 _NEEDS_MODEL = "SW336"
+_INTERNAL = ("left_out", "metadata", "flat_starts", "unnamed", "dcp_folders")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,9 +148,7 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None) -> I
         ),
         values={name: _short(value) for name, value in contents.values.items()},
         left_out=dict(contents.details.get("left_out", {})),
-        details={
-            key: value for key, value in contents.details.items() if key not in ("left_out", "metadata", "flat_starts")
-        },
+        details={key: value for key, value in contents.details.items() if key not in _INTERNAL},
         findings=tuple(findings),
     )
 

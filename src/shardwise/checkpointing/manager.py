@@ -6,24 +6,27 @@ import logging
 import math
 import threading
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.channel import Channel
-from shardwise.checkpointing.committing import committed_steps, is_committed, remove_checkpoint, step_folder, sweep
+from shardwise.checkpointing.committing import committed_steps, is_committed, step_folder, sweep
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.describing import describe_run
 from shardwise.checkpointing.files import Place, place
-from shardwise.checkpointing.formats.detect import open_checkpoint
+from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.leaving import Leaving
 from shardwise.checkpointing.loading import load_run
 from shardwise.checkpointing.manifest import read_manifest
 from shardwise.checkpointing.reading import Verify
-from shardwise.checkpointing.retention import Retention, removable
+from shardwise.checkpointing.retention import Retention
+from shardwise.checkpointing.retiring import Retiring
 from shardwise.checkpointing.saving import Saver, Started
 from shardwise.checkpointing.sections import with_our_names
 from shardwise.checkpointing.state import Collected, Run, Stateful
@@ -81,13 +84,13 @@ class Checkpointer:
         """What was saved as `extra`, after `load`."""
         self.notes: tuple[str, ...] = ()
         """What the last `load` has to say, such as random numbers that had to be made up."""
-        self._retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best)
+        retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best)
+        self._retiring = Retiring(self.folder, retention)
         self._asynchronous, self._on_busy, self._rng, self._progress = asynchronous, on_busy, rng, progress
         self._channel = Channel()
         self._saver = Saver(self._channel, Channel(), fsync=fsync)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._metrics: dict[int, float | None] = {}
         self._is_swept = self._is_closed = False
         self._leaving = Leaving(self)
 
@@ -123,7 +126,7 @@ class Checkpointer:
         Ranks:
             Collective.
         """
-        self._refuse_closed()
+        self._check_usable()
         if self._is_busy_anywhere():
             return False
         self.wait()
@@ -138,7 +141,7 @@ class Checkpointer:
             return found
 
         started = self._saver.start(self.path(step), step, collect, background=self._asynchronous)
-        self._metrics[step] = metric
+        self._retiring.metrics[step] = metric
         if self._asynchronous:
             thread = threading.Thread(target=self._finish, args=(started,), name=f"checkpoint of step {step}")
             try:
@@ -147,7 +150,7 @@ class Checkpointer:
             except RuntimeError:  # no more threads: the other ranks count on us, so it is done here and now
                 self._finish(started)
         else:
-            self._saver.finish(started, retire=lambda: self._retire(step), progress=self._progress)
+            self._saver.finish(started, retire=partial(self._retiring.after, step), progress=self._progress)
         return True
 
     def prepare(
@@ -170,7 +173,7 @@ class Checkpointer:
         Ranks:
             Collective.
         """
-        self._refuse_closed()
+        self._check_usable()
         self.wait()
         if self._asynchronous:
             rank = self._channel.rank if self._rng else None
@@ -211,7 +214,7 @@ class Checkpointer:
         Ranks:
             Collective.
         """
-        self._refuse_closed()
+        self._check_usable()
         self.wait()
         chosen = self.latest() if step is None and path is None else step
         opened: list[tuple[Run, Contents]] = []
@@ -236,7 +239,7 @@ class Checkpointer:
         Ranks:
             Collective: rank 0 looks, so that all see the same.
         """
-        self._refuse_closed()
+        self._check_usable()
         steps: list[int] = []
         error: BaseException | None = None
         try:
@@ -316,7 +319,7 @@ class Checkpointer:
 
     def _finish(self, started: Started) -> None:
         try:
-            self._saver.finish(started, retire=lambda: self._retire(started.step))
+            self._saver.finish(started, retire=partial(self._retiring.after, started.step))
         except BaseException as error:
             self._error = error
 
@@ -333,23 +336,20 @@ class Checkpointer:
         self._channel.fail_together(error)
         self._is_swept = True
 
-    def _retire(self, newest: int) -> None:
-        """Remove old checkpoints; on rank 0, after `newest` was committed."""
-        steps = committed_steps(self.folder)
-        metrics: dict[int, float] = {}
-        if self._retention.keep_best is not None:
-            for step in steps:
-                if step not in self._metrics:
-                    self._metrics[step] = read_manifest(step_folder(self.folder, step)).details.get("metric")
-            metrics = {step: value for step, value in self._metrics.items() if value is not None}
-        for step in removable(steps, newest, self._retention, metrics):
-            remove_checkpoint(step_folder(self.folder, step))
-
-    def _refuse_closed(self) -> None:
+    def _check_usable(self) -> None:
         if self._is_closed:
             raise CheckpointError("the Checkpointer is closed", where=str(self.folder), fix="make a new one")
+        if self._channel.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
+            raise CheckpointError(
+                f"the Checkpointer knows of one rank, and there are {dist.get_world_size()}",
+                where=str(self.folder),
+                why="it was made before the process group, and every rank would save as if it were alone",
+                fix="make it after init_distributed() or init_process_group()",
+            )
 
 
 def _open_elsewhere(path: str | Path, run: Run) -> Contents:
     model = next(iter(run.models.values())) if len(run.models) == 1 else None
-    return with_our_names(open_checkpoint(path, model=model))
+    contents = open_checkpoint(path, model=model)
+    require_names(contents, optimizers=bool(run.optimizers))
+    return with_our_names(contents)

@@ -66,6 +66,8 @@ def manifest_bytes(records: Iterable[FileRecord], header: Header, other_files: M
         "structure": {name: list(path) for name, path in header.structure.items()},
         "tensors": _tensors(records),
     }
+    if lost := {name for name in header.aliases.values() if name not in body["tensors"]}:
+        raise CheckpointError(f"nothing was stored of {', '.join(sorted(lost))}, of which other names are aliases")
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     rest = text.removeprefix("{").encode("utf-8", "surrogatepass") + b"\n"
     return b'{"checksum": "' + to_hex([checksum(rest)]).encode() + b'",\n' + rest

@@ -66,3 +66,13 @@ def _address(view: memoryview) -> Iterator[int]:
         yield buffer.start
     finally:
         ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+
+
+def give_back_freed() -> None:
+    """Let the allocator return what was freed to the system; it keeps blocks of some MiB, and more with each round.
+
+    For loops that allocate and free large buffers: the process would seem to need memory that nobody uses.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc; others have no such habit
+    if trim is not None:
+        trim(0)

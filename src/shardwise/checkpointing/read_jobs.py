@@ -18,7 +18,6 @@ from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, S
 from shardwise.checkpointing.memory import bytes_of
 from shardwise.checkpointing.runs import Part, Slab, first_element, part_of, run_length, runs, slabs
 from shardwise.checkpointing.transfer import Buffers, narrowed
-from shardwise.progress import Progress
 
 CHUNK_BYTES = 8 << 20
 """The most that is read at once; the bounded buffers have this size."""
@@ -116,9 +115,18 @@ def run_jobs(
     do: Callable[[Job, BlockReader, Buffers], None],
     *,
     verify: bool,
-    progress: Progress | None = None,
+    count: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Do all jobs, on several threads where that pays; the first error ends them all."""
+    """Do all jobs, on several threads where that pays; the first error ends them all.
+
+    Args:
+        contents: What is read.
+        jobs: In the order in which they are taken.
+        num_threads: At most.
+        do: What a thread does with a job.
+        verify: Compare checksums.
+        count: Is told the bytes of each job that is done, by one thread at a time.
+    """
     todo = iter(jobs)
     lock = threading.Lock()
 
@@ -128,9 +136,8 @@ def run_jobs(
         try:
             while (job := take()) is not None:
                 do(job, reader, buffers)
-                if progress is not None:
-                    with lock:
-                        progress.advance(job.num_bytes)
+                with lock:
+                    count(job.num_bytes)
             buffers.wait()
         except BaseException:
             todo = iter(())
@@ -140,6 +147,7 @@ def run_jobs(
         with lock:
             return next(todo, None)
 
+    _wait_for_queued_work(jobs)
     with OpenFiles(contents) as files:
         if num_threads == 1 or sum(job.num_bytes for job in jobs) <= CHUNK_BYTES:
             work()
@@ -148,3 +156,11 @@ def run_jobs(
             futures = [pool.submit(work) for _ in range(min(num_threads, len(jobs)))]
         for future in futures:
             future.result()
+
+
+def _wait_for_queued_work(jobs: list[Job]) -> None:
+    """What the caller's stream has still to do to the targets must not come after our copies on another."""
+    devices = {job.place.target.device for job in jobs if isinstance(job.place, Window)}
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from shardwise.checkpointing.byte_progress import counting
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor
 from shardwise.checkpointing.coverage import coverage_problem
 from shardwise.checkpointing.files import join, size_of
@@ -89,9 +89,9 @@ def read_requests(
     jobs = _all_jobs(contents, requests, verify != "no")
     checks = [job for job in jobs if job.piece.checksums] if verify == "before" else []
     threads = num_threads or _num_threads()
-    with _reporting(progress, [*checks, *jobs], "loading"):
-        run_jobs(contents, checks, threads, check_job, verify=True, progress=progress)
-        run_jobs(contents, jobs, threads, read_job, verify=verify != "no", progress=progress)
+    with counting(progress, _num_bytes(checks) + _num_bytes(jobs), "loading") as count:
+        run_jobs(contents, checks, threads, check_job, verify=True, count=count)
+        run_jobs(contents, jobs, threads, read_job, verify=verify != "no", count=count)
 
 
 def verify_requests(contents: Contents, requests: Iterable[Request], *, progress: Progress | None = None) -> None:
@@ -109,8 +109,8 @@ def verify_requests(contents: Contents, requests: Iterable[Request], *, progress
         Local. Callers make the ranks fail together.
     """
     jobs = [job for job in _all_jobs(contents, requests, True) if job.piece.checksums]
-    with _reporting(progress, jobs, "verifying"):
-        run_jobs(contents, jobs, _num_threads(), check_job, verify=True, progress=progress)
+    with counting(progress, _num_bytes(jobs), "verifying") as count:
+        run_jobs(contents, jobs, _num_threads(), check_job, verify=True, count=count)
 
 
 def read_box(
@@ -137,20 +137,13 @@ def _all_jobs(contents: Contents, requests: Iterable[Request], verify: bool) -> 
     return jobs
 
 
+def _num_bytes(jobs: list[Job]) -> int:
+    return sum(job.num_bytes for job in jobs)
+
+
 def _num_threads() -> int:
-    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-
-
-@contextlib.contextmanager
-def _reporting(progress: Progress | None, jobs: list[Job], label: str) -> Iterator[None]:
-    if progress is None:
-        yield
-        return
-    progress.start(sum(job.num_bytes for job in jobs), label)
-    try:
-        yield
-    finally:
-        progress.finish()
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return min(_MAX_THREADS, len(allowed))
 
 
 def _shape_problem(tensor: StoredTensor, request: Request) -> Problem | None:

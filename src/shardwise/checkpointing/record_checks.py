@@ -6,6 +6,7 @@ import contextlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardwise.checkpointing import files
 from shardwise.checkpointing.contents import Contents
@@ -42,15 +43,25 @@ def streams_of(contents: Contents) -> list[Stream]:
     Ranks:
         Local.
     """
-    if contents.format in ("full", "fsdp1-sharded", "fsdp1-local"):
-        return [Stream(file, 0, size, "") for file, size in contents.file_bytes.items()]
-    if contents.format != "dcp" or isinstance(contents.folder, str):
-        return []
-    metadata = read_dcp_metadata(contents.folder)
+    streams: list[Stream] = []
+    if contents.format in ("full", "fsdp1-full", "fsdp1-sharded", "fsdp1-local"):
+        streams += [Stream(file, 0, size, "") for file, size in contents.file_bytes.items()]
+    inside = ("",) if contents.format == "dcp" else contents.details.get("dcp_folders", ())
+    folder = contents.folder
+    for subfolder in inside if isinstance(folder, Path) else ():
+        streams += _items_of(Path(folder), subfolder)
+    return streams
+
+
+def _items_of(folder: Path, subfolder: str) -> list[Stream]:
+    metadata = read_dcp_metadata(folder / subfolder)
+    prefix = f"{subfolder}/" if subfolder else ""
     named = [(name, item) for name, tensor in metadata.tensors.items() for _, item in tensor.chunks]
     named += metadata.values.items()
     places = {
-        (item.file, item.offset): Stream(item.file, item.offset, item.length, name) for name, item in named if item
+        (item.file, item.offset): Stream(prefix + item.file, item.offset, item.length, name)
+        for name, item in named
+        if item is not None
     }
     return sorted(places.values(), key=lambda stream: (stream.file, stream.offset))
 

@@ -57,7 +57,7 @@ def plan_object(
     if layout is None and not names:
         restoring.problems.append(f"{key}: not in the checkpoint")
         return
-    if differing := view.differing_under(key):
+    if differing := view.differing_under(f"{key}."):
         restoring.problems.append(
             f"{key}: its state differed between the {view.contents.world_size} ranks that saved it ({differing[0]}); "
             "leave it out of load() to go on without it"

@@ -57,10 +57,13 @@ class RunState:
             for optimizer in unborn.values():
                 optimizer.state.clear()
         parts: dict[Path, Any] = {found.paths[leaf.name]: leaf.tensor for leaf in found.leaves}
-        for name, value in found.values.items():
-            is_layout = name.endswith(f".{LAYOUT}")
-            parts[found.paths[name]] = json.dumps(value) if is_layout else decode_value(value)
-        return put_together(parts)
+        values = dict(found.values)
+        for name in [name for name in values if name.endswith(f".{LAYOUT}")]:
+            # DCP would turn keys into text and lose empty dictionaries: an object's values travel as one text.
+            prefix = name.removesuffix(LAYOUT)
+            own = {each: values.pop(each) for each in list(values) if each.startswith(prefix)}
+            parts[found.paths[name]] = json.dumps(own)
+        return put_together(parts | {found.paths[name]: decode_value(value) for name, value in values.items()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `dcp.load` has put into the dictionary that `state_dict` gave it.
@@ -131,13 +134,13 @@ def _rebuilt(stored: Any, path: Path) -> Any:
     """An object's state in its own shape, from the dictionary that `put_together` made of it."""
     if not isinstance(stored, dict) or LAYOUT not in stored:
         return stored
-    prefix = ".".join(map(str, path))
+    prefix = ".".join(map(str, path)) + "."
+    values = json.loads(stored[LAYOUT])
 
-    def find(name: str, _is_tensor: bool) -> Any:
-        rest = name.removeprefix(prefix).lstrip(".")
-        return _leaf(stored, rest)
+    def find(name: str, is_tensor: bool) -> Any:
+        return _leaf(stored, name.removeprefix(prefix)) if is_tensor else decode_value(values[name])
 
-    return unflatten(json.loads(stored[LAYOUT]), find)
+    return unflatten(values[prefix + LAYOUT], find)
 
 
 def _leaf(nested: Any, name: str) -> Any:

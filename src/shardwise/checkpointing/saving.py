@@ -8,30 +8,32 @@ file; rank 0 commits.
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 
 from shardwise.checkpointing.arena import Arena, place_in_arena
 from shardwise.checkpointing.background import WriterProcess
 from shardwise.checkpointing.background_writer import Commit, PlacedItem, WriteFile, value_streams
-from shardwise.checkpointing.channel import Channel, as_shardwise_error
+from shardwise.checkpointing.channel import Channel
 from shardwise.checkpointing.checksums import checksum
 from shardwise.checkpointing.committing import begin_checkpoint, commit_checkpoint, partial_of
 from shardwise.checkpointing.describing import make_header
+from shardwise.checkpointing.exchange import all_values, digest, first_error, names_to_write, portable
 from shardwise.checkpointing.files import Place, join, remove_tree
 from shardwise.checkpointing.holdings import Fixed, Holding, Holdings
 from shardwise.checkpointing.memory import bytes_of
-from shardwise.checkpointing.sharing import HeldTensor, share_boxes, share_tensors, share_values
+from shardwise.checkpointing.sharing import HeldTensor, share_boxes
 from shardwise.checkpointing.staging import Copying, Source
 from shardwise.checkpointing.state import Collected
 from shardwise.checkpointing.writing import FileRecord, Item, file_name, write_rank_file
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.progress import Progress
+
+Retire = Callable[[Sequence[FileRecord]], None]
+"""Called on rank 0 after a commit, with what was written: removes old checkpoints."""
 
 
 @dataclass(slots=True)
@@ -116,12 +118,14 @@ class Saver:
             started.error = caught
         return started
 
-    def finish(self, started: Started, *, retire: Callable[[], None], progress: Progress | None = None) -> None:
+    def finish(
+        self, started: Started, *, retire: Callable[[Sequence[FileRecord]], None], progress: Progress | None = None
+    ) -> None:
         """Write and commit; on the thread that `back` belongs to.
 
         Args:
             started: What `start` returned.
-            retire: Called on rank 0 after the commit: removes old checkpoints.
+            retire: See `Retire`.
             progress: Is told the bytes as they are written, where this process writes them.
 
         Raises:
@@ -138,21 +142,21 @@ class Saver:
         except Exception as caught:
             error = caught
         collected = started.collected
-        signs = self._back.all_gather((_portable(error), _digest(plain), _digest(collected.values)))
-        failed = _first_error([sign[0] for sign in signs])
+        signs = self._back.all_gather((portable(error), digest(plain), digest(collected.values)))
+        failed = first_error([sign[0] for sign in signs])
         record: FileRecord | None = None
         values: dict[str, Any] = {}
         if failed is None:
-            names = self._names_to_write(plain, [sign[1] for sign in signs])
-            values = self._all_values(collected.values, [sign[2] for sign in signs])
+            names = names_to_write(self._back, plain, [sign[1] for sign in signs])
+            values = all_values(self._back, collected.values, [sign[2] for sign in signs])
             try:
                 record = self._write(started, names, values, progress)
             except Exception as caught:
                 error = caught
-        outcomes = self._back.gather((_portable(error), record))
+        outcomes = self._back.gather((portable(error), record))
         verdict = None
         if self._back.rank == 0:
-            verdict = failed or _first_error([outcome[0] for outcome in outcomes])
+            verdict = failed or first_error([outcome[0] for outcome in outcomes])
             verdict = self._conclude(started, [outcome[1] for outcome in outcomes], values, verdict, retire)
         verdict = self._back.broadcast(verdict)
         if verdict is not None:
@@ -178,10 +182,10 @@ class Saver:
         """Agree with the other ranks; return what this one may have to write."""
         boxes = [holding for holding in holdings if holding.kind == "box"]
         others = [holding for holding in holdings if holding.kind != "box"]
-        signs = self._front.all_gather((step, self._holdings.mark(boxes), _portable(error)))
+        signs = self._front.all_gather((step, self._holdings.mark(boxes), portable(error)))
         if error is not None:
             raise error
-        if (failed := _first_error([sign[2] for sign in signs])) is not None:
+        if (failed := first_error([sign[2] for sign in signs])) is not None:
             raise failed
         if len({sign[0] for sign in signs}) > 1:
             raise CheckpointError(
@@ -228,19 +232,6 @@ class Saver:
             if part.kind == "plain"
         }
 
-    def _names_to_write(self, plain: dict[str, HeldTensor], digests: list[int]) -> dict[str, str]:
-        """The plain tensors that this rank writes, and under which names."""
-        alike = len(set(digests)) == 1
-        tables = [plain] * self._back.size if alike else self._back.all_gather(plain)
-        return share_tensors(tables)[self._back.rank]
-
-    def _all_values(self, values: dict[str, Any], digests: list[int]) -> dict[str, Any]:
-        """On rank 0: everything to be stored that is no tensor."""
-        if len(set(digests)) == 1:
-            return values if self._back.rank == 0 else {}
-        tables = self._back.gather(values)
-        return share_values(tables) if self._back.rank == 0 else {}
-
     def _write(
         self, started: Started, names: dict[str, str], values: dict[str, Any], progress: Progress | None
     ) -> FileRecord:
@@ -268,13 +259,13 @@ class Saver:
         records: list[FileRecord | None],
         values: dict[str, Any],
         error: ShardwiseError | None,
-        retire: Callable[[], None],
+        retire: Retire,
     ) -> ShardwiseError | None:
         """On rank 0: commit, or clear away what was written."""
+        written = tuple(record for record in records if record is not None)
         try:
             if error is not None:
                 raise error
-            written = tuple(record for record in records if record is not None)
             header = make_header(started.step, self._back.size, written, values, started.collected)
             job = Commit(started.folder, written, header, self._fsync)
             if started.copying is not None and self._writer is not None:
@@ -284,30 +275,9 @@ class Saver:
         except Exception as caught:
             with contextlib.suppress(ShardwiseError):
                 remove_tree(partial_of(started.folder))
-            return _portable(caught)
+            return portable(caught)
         try:
-            retire()
+            retire(written)
         except Exception as caught:
-            return _portable(caught)
+            return portable(caught)
         return None
-
-
-def _digest(value: Any) -> int:
-    if value and isinstance(next(iter(value.values())), HeldTensor):
-        text = "\n".join(f"{name} {held}" for name, held in sorted(value.items()))
-    else:
-        text = json.dumps(value, sort_keys=True)
-    return xxhash.xxh3_64_intdigest(text.encode())
-
-
-def _portable(error: BaseException | None) -> ShardwiseError | None:
-    return None if error is None else as_shardwise_error(error)
-
-
-def _first_error(errors: list[ShardwiseError | None]) -> ShardwiseError | None:
-    """The first rank's error, under its number where there are several ranks."""
-    for rank, error in enumerate(errors):
-        if error is not None:
-            what = f"rank {rank}: {error.what}" if len(errors) > 1 else error.what
-            return type(error)(what, where=error.where, why=error.why, fix=error.fix)
-    return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from shardwise.checkpointing.arena import Arena
 from shardwise.errors import CheckpointError
 
 _CHUNK_BYTES = 32 << 20  # a copy that training waits for (a loss) must not stand behind gigabytes of ours
+_POLL_S = 0.002
+_SMALL_BYTES = 4096  # step counts lie on the CPU even where all else is on a GPU
 _lock = threading.Lock()
 _active: set[Copying] = set()
 _is_hooked = False
@@ -71,7 +74,7 @@ class Copying:
     def __init__(self, sources: Sequence[Source], arena: Arena) -> None:
         self._sources, self._arena = sources, arena
         self._versions = [source.version() for source in sources]
-        self._is_copied = threading.Event()
+        self._is_copied = threading.Event()  # what lies in CPU memory; a GPU makes its own streams wait
         self._events: list[Any] = []
         self._changed: list[str] = []
         self._is_judged = False
@@ -92,14 +95,16 @@ class Copying:
             with torch.no_grad():
                 for source in self._later:
                     _copy_now(source.memory, self._arena.tensor(source.offset, source.memory))
+            self._is_copied.set()
             for event in self._events:
-                event.synchronize()
+                while not event.query():  # synchronize() would keep a core busy with asking
+                    time.sleep(_POLL_S)
             self._judge()
         finally:
             self._is_copied.set()
             with _lock:
                 _active.discard(self)
-            self._sources, self._later, self._versions = [], [], []  # let go of the run's tensors
+                self._sources, self._later, self._versions = [], [], []  # let go of the run's tensors
         if self._changed:
             raise _changed_meanwhile(self._changed)
 
@@ -107,8 +112,7 @@ class Copying:
         """Hold back whoever is about to change the sources; on a GPU, what is queued after this."""
         if self._later:
             self._is_copied.wait()
-        else:
-            self._judge()
+        self._judge()
         for event in self._events:
             event.wait()  # the current stream waits, not this thread
 
@@ -118,7 +122,7 @@ class Copying:
             device = source.memory.device
             if device.type != "cpu" and device not in streams:
                 streams[device] = _side_stream(device)
-            if device.type == "cpu" and source.is_steady:
+            if device.type == "cpu" and source.is_steady and source.memory.nbytes > _SMALL_BYTES:
                 self._later.append(source)
             elif device.type == "cpu":
                 _copy_now(source.memory, self._arena.tensor(source.offset, source.memory))

@@ -48,7 +48,10 @@ class Buffers:
             place.copy_(wanted)
             return
         with torch.cuda.device(target.device):
-            place.copy_(wanted, non_blocking=True)
+            if wanted.is_contiguous() and wanted.dtype == place.dtype:
+                place.copy_(wanted, non_blocking=True)
+            else:  # the device casts and strides far faster than the CPU
+                place.copy_(narrowed(stored.to(target.device, non_blocking=True), slab.starts, slab.lengths))
             self._pinned[self._turn][1].record()
 
     def wait(self) -> None:

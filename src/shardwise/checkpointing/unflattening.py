@@ -49,12 +49,15 @@ def needs_model(contents: Contents) -> bool:
 def unflatten(contents: Contents, layout: FlatLayout) -> Contents:
     """Give every parameter, and its optimizer state, its own name and shape.
 
+    An optimizer whose numbers cannot be told apart keeps them; `details["unnamed"]` then says why, for those who need
+    its names: who loads weights does not.
+
     Args:
         contents: With flat parameters, or numbered optimizer state, or both.
         layout: From `layout_of_model` or `read_layout`.
 
     Raises:
-        CheckpointError: The sizes are not those of the layout, or the optimizer's order cannot be known.
+        CheckpointError: The flat parameters are not those of the layout.
 
     Ranks:
         Local.
@@ -62,7 +65,11 @@ def unflatten(contents: Contents, layout: FlatLayout) -> Contents:
     result = _Renamed(contents)
     taken: set[str] = set()
     for optimizer in _numbered_optimizers(contents):
-        owners = _owners(contents, optimizer, layout)
+        try:
+            owners = _owners(contents, optimizer, layout)
+        except CheckpointError as error:
+            result.unnamed = error
+            continue
         for number, owner in owners.items():
             _name_states(result, optimizer, number, owner)
             taken.update(tensor.name for _, tensor in optimizer.states.get(number, ()))
@@ -88,6 +95,7 @@ class _Renamed:
 
     def __init__(self, contents: Contents) -> None:
         self.old = contents
+        self.unnamed: CheckpointError | None = None
         self.tensors: dict[str, StoredTensor] = {}
         self.values: dict[str, Any] = dict(contents.values)
         self.structure: dict[str, KeyPath] = {
@@ -105,7 +113,8 @@ class _Renamed:
         self.structure[name] = path
 
     def contents(self) -> Contents:
-        return replace(self.old, tensors=self.tensors, values=self.values, structure=self.structure)
+        details = self.old.details if self.unnamed is None else {**self.old.details, "unnamed": self.unnamed}
+        return replace(self.old, tensors=self.tensors, values=self.values, structure=self.structure, details=details)
 
 
 def _unflatten_parameters(

@@ -100,7 +100,7 @@ Opened = tuple[Contents, tuple[str, ...]]
 def _open(model: nn.Module, tensors: Sequence[ModelTensor], path: str | Path, rename: Rename | None) -> Opened:
     """The checkpoint under the names that the model has for its tensors, and the names that were left out."""
     contents = open_checkpoint(path, model=model)
-    require_names(contents)
+    require_names(contents, optimizers=False)
     renamed = contents if rename is None else rename_contents(contents, rename)
     kept = {tensor.name for tensor in renamed.tensors.values()}
     left_out = tuple(name for name, tensor in contents.tensors.items() if tensor.name not in kept)

@@ -6,12 +6,14 @@ are made by `torch_zip.py`. No torch here: the process that writes in the backgr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
+from shardwise.checkpointing.byte_progress import counting
 from shardwise.checkpointing.checksums import BLOCK_BYTES, checksum
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Piece
 from shardwise.checkpointing.faults import reach
@@ -23,6 +25,7 @@ from shardwise.progress import Progress
 
 _BATCH_BYTES = 8 << 20
 _BATCH_BUFFERS = 512
+_LARGE_BYTES = 32 << 20  # below, a thread and buffers of its own are not worth it
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +119,14 @@ def write_rank_file(
             _check(item)
         total = sum(map(_num_bytes, items))
     layout = _Layout(split(path)[1], block_bytes)
-    writer = create(path, large=fsync)
-    try:
+    is_large = total is None or total >= _LARGE_BYTES
+    with contextlib.closing(create(path, large=fsync and is_large)) as writer:
         reach("file-created")
-        if progress is not None:
-            progress.start(total or 0, "writing")
-        _write(writer, layout.buffers(items, values or {}), (total or 0) // 2, progress)
+        with counting(progress, total or 0, "writing") as count:
+            _write(writer, layout.buffers(items, values or {}), (total or 0) // 2, count)
         reach("file-written")
         if fsync:
             writer.sync()
-    finally:
-        if progress is not None:
-            progress.finish()
-        writer.close()
     reach("file-synced")
     return layout.record()
 
@@ -174,7 +172,7 @@ class _Layout:
         return data
 
 
-def _write(writer: Writer, buffers: Iterator[memoryview | bytes], half: int, progress: Progress | None) -> None:
+def _write(writer: Writer, buffers: Iterator[memoryview | bytes], half: int, count: Callable[[int], None]) -> None:
     """Hand the buffers on in batches, of which each is one system call."""
     batch: list[memoryview | bytes] = []
     waiting = written = 0
@@ -185,8 +183,7 @@ def _write(writer: Writer, buffers: Iterator[memoryview | bytes], half: int, pro
         if written <= half < written + waiting:
             reach("file-half-written")
         written += waiting
-        if progress is not None:
-            progress.advance(waiting)
+        count(waiting)
         batch.clear()
         waiting = 0
 

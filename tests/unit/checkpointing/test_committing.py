@@ -126,6 +126,17 @@ def test_sweeping_removes_leftovers_and_nothing_else(root: Place):
     assert names_in(root) == (["notes", "step-00000001", "step-7"] if isinstance(root, Path) else ["step-00000001"])
 
 
+def test_a_partial_folder_is_no_checkpoint_even_with_its_manifest(tmp_path: Path):
+    """Between the manifest and the rename a crash of the machine may still take files away."""
+    folder = save(tmp_path, 5)
+    for suffix in (".partial", ".removing"):
+        other = folder.rename(folder.with_name("step-00000005" + suffix))
+        assert not is_committed(other)
+        assert committed_steps(tmp_path) == []
+        other.rename(folder)
+    assert is_committed(folder)
+
+
 def test_an_interrupted_save_can_be_repeated(root: Place):
     save(root, 5, 1.0, commit=False)
     save(root, 5, 2.0)

@@ -194,6 +194,19 @@ def test_ours_without_the_manifest_is_still_a_folder_of_torch(tmp_path: Path):
         assert torch.equal(whole(torchs, name), tensors[name])
 
 
+def test_items_that_are_not_what_the_metadata_says(tmp_path: Path):
+    dcp.save({"a": torch.ones(4, 2)}, checkpoint_id=tmp_path)
+    good = (tmp_path / ".metadata").read_bytes()
+    for attribute, value in (("sizes", torch.Size([2, 2])), ("dtype", torch.int32)):
+        metadata = pickle.loads(good)
+        entry = metadata.state_dict_metadata["a"]
+        setattr(entry.properties if attribute == "dtype" else entry.chunks[0], attribute, value)
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CheckpointError, match="damaged") as caught:
+            read_dcp(tmp_path)
+        assert "does not hold" in caught.value.why
+
+
 def test_a_tensor_of_which_a_part_is_not_stored(tmp_path: Path):
     dcp.save({"a": torch.ones(4, 2)}, checkpoint_id=tmp_path)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())

@@ -114,6 +114,12 @@ def test_a_flip_beside_the_part_but_in_its_block_is_found(contents: Contents):
         TENSORS["half"], Box((0, 0), (1, 2))))  # fmt: skip
 
 
+def test_a_flip_before_the_part_but_in_its_block_is_found(contents: Contents):
+    flip(contents.folder, contents, "half", 1)
+    with pytest.raises(CheckpointError, match="half"):
+        read_box(contents, contents.tensors["half"], Box((1, 0), (2, 3)))
+
+
 def test_verifying_alone_touches_no_target(contents: Contents):
     requests = [Request(name, tensor.to("meta"), Box.whole(tuple(tensor.shape))) for name, tensor in TENSORS.items()]
     verify_requests(contents, requests)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ def test_tensors_beyond_four_gigabytes(tmp_path: Path):
     """Sizes and offsets then need 64 bits; the file is a hole, so it costs no space."""
     num_bytes = (1 << 32) + 4096
     head, tail = tensor_frame("uint8", (num_bytes,))
+    assert struct.pack("<QQ", num_bytes, num_bytes) in head, "other zip readers look at the local header"
     path = tmp_path / "large.pt"
     with path.open("wb") as file:
         file.write(head)
@@ -79,6 +81,15 @@ def test_tensors_beyond_four_gigabytes(tmp_path: Path):
 
         index = ZipIndex(read, path.stat().st_size, where=str(path))
         assert index.locate("data/0") == (len(head), num_bytes)
+
+
+def test_a_record_that_claims_more_bytes_than_there_are():
+    head, tail = tensor_frame("int32", (3,))
+    sizes = struct.pack("<II", 12, 12)
+    assert tail.count(sizes) == 1
+    data = head + bytes(12) + tail.replace(sizes, struct.pack("<II", 9999, 9999))
+    with pytest.raises(CheckpointError, match=r"test\.pt"):
+        index_of(data).locate("data/0")
 
 
 def test_a_stream_of_several_tensors_and_values():

@@ -1,5 +1,6 @@
 """One rank's file: what is in it, how it gets to the disk, and what happens when the disk refuses."""
 
+import errno
 import io
 import os
 import subprocess
@@ -125,6 +126,21 @@ def test_a_disk_that_takes_no_more_is_one_clear_error(tmp_path: Path, fsync: boo
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{path} | File too large"
     assert path.stat().st_size <= 10 << 20
+
+
+@pytest.mark.parametrize("failing", ["write", "fsync"])
+def test_an_error_of_the_disk_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str):
+    """Also one that only the writing thread sees; and the thread ends."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    data = torch.zeros(40 << 20, dtype=torch.uint8)
+    monkeypatch.setattr(os, failing, refuse)
+    with pytest.raises(CheckpointError, match="cannot") as caught:
+        write_rank_file(tmp_path / "f", [item("x", data)])
+    assert caught.value.why == "No space left on device"
+    assert "free space" in caught.value.fix
 
 
 def test_a_folder_that_may_not_be_written(tmp_path: Path):

@@ -8,6 +8,7 @@ from shardwise.checkpointing import files
 from shardwise.checkpointing.committing import committed_steps, step_folder
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.flat_params import LAYOUT_FILE, flat_sizes, layout_of_model, read_layout
+from shardwise.checkpointing.formats.accelerate import is_accelerate, read_accelerate
 from shardwise.checkpointing.formats.bin_shards import is_bin_shards, read_bin_shards
 from shardwise.checkpointing.formats.dcp import is_dcp, read_dcp
 from shardwise.checkpointing.formats.full import read_full
@@ -50,15 +51,21 @@ def open_checkpoint(path: str | files.Place, *, model: nn.Module | None = None) 
     return contents if layout is None else unflatten(contents, layout)
 
 
-def require_names(contents: Contents) -> None:
+def require_names(contents: Contents, *, optimizers: bool = True) -> None:
     """Refuse contents whose parameters still have no names.
+
+    Args:
+        contents: From `open_checkpoint`.
+        optimizers: Those that number their parameters are refused, too.
 
     Raises:
         CheckpointError: With what to pass.
     """
-    if not needs_model(contents):
-        return
     flat = len(flat_sizes(contents))
+    if not flat and not (optimizers and needs_model(contents)):
+        return
+    if not flat and isinstance(reason := contents.details.get("unnamed"), CheckpointError):
+        raise reason
     what = f"{flat} flat parameters (FSDP1's LOCAL state dict)" if flat else "an optimizer that numbers its parameters"
     raise CheckpointError(
         f"the checkpoint holds {what}, and the files do not say which parameters they are",
@@ -90,6 +97,8 @@ def _open_folder(place: files.Place) -> Contents:
         return read_dcp(place)
     if steps := committed_steps(place):
         return read_dcp(step_folder(place, steps[-1]))
+    if is_accelerate(place):
+        return read_accelerate(place)
     if is_safetensors(place):
         return read_safetensors(place)
     if is_bin_shards(place):

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.checkpointing import files
 from shardwise.checkpointing.block_hashing import BlockHasher
-from shardwise.checkpointing.formats.safetensors_writing import LARGE_BYTES
+from shardwise.checkpointing.formats.safetensors_file import LARGE_BYTES
 from shardwise.checkpointing.pickle_writing import dumps
 from shardwise.checkpointing.tensor_info import TensorInfo
 from shardwise.checkpointing.torch_file_checksums import RECORD, checksum_record

@@ -1,8 +1,7 @@
 """Write safetensors as the tensors come, holding none of them: one file, or shards with an index. No torch.
 
-Where each tensor will lie follows from names, dtypes and shapes alone. Checksums are known last, so the header is
-written with blanks of their length and filled in at the end. Everything goes under a partial name and is renamed
-when it is whole and on the disk.
+Where each tensor will lie follows from names, dtypes and shapes alone. Everything goes under a partial name and is
+renamed when it is whole and on the disk.
 """
 
 from __future__ import annotations
@@ -15,26 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardwise.checkpointing import files
-from shardwise.checkpointing.block_hashing import BlockHasher
-from shardwise.checkpointing.checksums import BLOCK_BYTES, checksum, to_hex
 from shardwise.checkpointing.contents import ITEM_BYTES
-from shardwise.checkpointing.formats.safetensors import (
-    DTYPES,
-    HEADER_CHECKSUM_KEY,
-    INDEX_SUFFIX,
-    MAX_HEADER_BYTES,
-    METADATA_KEY,
-)
+from shardwise.checkpointing.formats.safetensors import INDEX_SUFFIX
+from shardwise.checkpointing.formats.safetensors_file import NAMES, SafetensorsFile
 from shardwise.checkpointing.tensor_info import TensorInfo
 from shardwise.errors import CheckpointError
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """What Hugging Face's tools write by default."""
-LARGE_BYTES = 64 << 20
-"""From here on a file that is synced anyhow is written past the page cache."""
-_NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
-_BLANK = "0" * 16
-_ALIGNMENT = 64
 _WEIGHT_SUFFIXES = (".safetensors", INDEX_SUFFIX)
 
 
@@ -73,7 +60,7 @@ class SafetensorsWriter:
         self._names = _file_names(stem, len(self._shards))
         self._partial = self._path.with_name(f".{self._path.name}.partial")
         self._companions = dict(companions or {})
-        self._current: _ShardFile | None = None
+        self._current: SafetensorsFile | None = None
         self._num_done = 0
         files.remove_tree(self._partial)
         files.make_folder(self._path.parent if self._is_file else self._partial)
@@ -132,9 +119,9 @@ class SafetensorsWriter:
             self.abort()
             raise
 
-    def _open_next(self) -> _ShardFile:
+    def _open_next(self) -> SafetensorsFile:
         path = self._partial if self._is_file else self._partial / self._names[self._num_done]
-        return _ShardFile(path, self._shards[self._num_done], self._fsync)
+        return SafetensorsFile(path, self._shards[self._num_done], self._fsync)
 
     def _close_current(self) -> None:
         assert self._current is not None
@@ -153,90 +140,13 @@ class SafetensorsWriter:
         return {stem + INDEX_SUFFIX: json.dumps(index, indent=2).encode() + b"\n"}
 
 
-class _ShardFile:
-    """One file while it is written."""
-
-    def __init__(self, path: Path, tensors: Sequence[TensorInfo], fsync: bool) -> None:
-        self._path, self._tensors, self._fsync = path, list(tensors), fsync
-        self._checksums: dict[str, tuple[int, ...]] = {tensor.name: () for tensor in tensors}
-        self._hasher = BlockHasher()
-        self._waiting = [(tensor.name, tensor.num_bytes) for tensor in tensors if tensor.num_bytes]
-        is_large = fsync and sum(tensor.num_bytes for tensor in tensors) >= LARGE_BYTES
-        self._file = files.create(path, large=is_large)
-        self._is_open = True
-        self._file.append([self._header(is_final=False)])
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all bytes have come."""
-        return not self._waiting
-
-    def write(self, name: str, data: memoryview) -> None:
-        """The next bytes of tensor `name`."""
-        if not len(data):
-            return
-        expected, left = self._waiting[0] if self._waiting else ("nothing", 0)
-        if name != expected or len(data) > left:
-            raise AssertionError(f"{len(data)} bytes of {name} came where {left} of {expected} were due")
-        self._file.append([data])
-        self._hasher.update(data)
-        self._waiting[0] = (name, left - len(data))
-        if left == len(data):
-            self._checksums[name] = self._hasher.finish()
-            self._waiting.pop(0)
-
-    def finish(self) -> None:
-        """Close, and fill the checksums in."""
-        if self._waiting:
-            name, left = self._waiting[0]
-            raise AssertionError(f"{left:,} bytes of {name} did not come")
-        if self._fsync:
-            self._file.sync()
-        self.close()
-        with files.os_errors("write the file", self._path), open(self._path, "r+b") as file:
-            file.write(self._header(is_final=True))
-            file.flush()
-            if self._fsync:
-                os.fsync(file.fileno())
-
-    def close(self) -> None:
-        """Give the file back."""
-        if self._is_open:
-            self._is_open = False
-            self._file.close()
-
-    def _header(self, *, is_final: bool) -> bytes:
-        """Of the same length whether the checksums are known or not."""
-        blocks = {tensor.name: -(-tensor.num_bytes // BLOCK_BYTES) for tensor in self._tensors}
-        digests = {name: to_hex(self._checksums[name]) if is_final else _BLANK * blocks[name] for name in blocks}
-        ours = json.dumps({"block_bytes": BLOCK_BYTES, "xxh3": digests}, separators=(",", ":"))
-        header: dict[str, object] = {"__metadata__": {"format": "pt", HEADER_CHECKSUM_KEY: _BLANK, METADATA_KEY: ours}}
-        end = 0
-        for tensor in self._tensors:
-            offsets = [end, end + tensor.num_bytes]
-            end = offsets[1]
-            header[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
-        data = json.dumps(header, separators=(",", ":")).encode()
-        data += b" " * (-(8 + len(data)) % _ALIGNMENT)
-        if len(data) > MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"the header would have {len(data):,} bytes",
-                where=str(self._path),
-                why=f"safetensors allows {MAX_HEADER_BYTES:,}",
-                fix="pass a smaller max_shard_bytes",
-            )
-        if is_final:
-            data = data.replace(f'"{_BLANK}"'.encode(), f'"{checksum(data):016x}"'.encode(), 1)
-        return len(data).to_bytes(8, "little") + data
-
-
 def _check(tensors: Sequence[TensorInfo], path: Path) -> None:
-    strange = [f"{tensor.name}: {tensor.dtype}" for tensor in tensors if tensor.dtype not in _NAMES]
+    strange = [f"{tensor.name}: {tensor.dtype}" for tensor in tensors if tensor.dtype not in NAMES]
     if strange:
         raise CheckpointError(
             f"{len(strange)} tensors have a dtype that safetensors does not have",
             where="\n".join(strange[:20]),
-            why=f"it has {', '.join(_NAMES)}",
+            why=f"it has {', '.join(NAMES)}",
             fix="pass dtype=, or write another format",
         )
     names = [tensor.name for tensor in tensors]

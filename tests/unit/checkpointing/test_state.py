@@ -1,0 +1,179 @@
+"""What a run consists of, in one process: names, objects of all kinds, stores that are no disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from shardwise.checkpointing.manager import Checkpointer
+from shardwise.checkpointing.manifest import read_manifest
+from shardwise.checkpointing.state import Run
+from shardwise.errors import CheckpointError, ConfigError
+
+
+def a_run() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(8, 4)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+SCHEDULES: dict[str, Any] = {
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 3]),
+    "Cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "OneCycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20),
+    "Lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda number: 0.9**number),
+    "Sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_schedules_go_on(tmp_path: Path, kind: str):
+    model, optimizer = a_run()
+    schedule = SCHEDULES[kind](optimizer)
+    rates = []
+    with Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        for number in range(6):
+            step(model, optimizer)
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            if number == 2:
+                checkpointer.save(3, model=model, optimizers=optimizer, schedule=schedule)
+        model, optimizer = a_run()
+        schedule = SCHEDULES[kind](optimizer)
+        checkpointer.load(model=model, optimizers=optimizer, schedule=schedule)
+    for number in range(3, 6):
+        step(model, optimizer)
+        schedule.step()
+        assert optimizer.param_groups[0]["lr"] == rates[number]
+
+
+def test_scaler_and_names_of_wrapped_models(tmp_path: Path):
+    model, optimizer = a_run()
+    compiled: Any = torch.compile(model[0])
+    wrapped = nn.Sequential(compiled, *model[1:])  # names get `_orig_mod.`
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(wrapped(torch.randn(8, 4)).sum())
+    scaler.update(8.0)
+    with Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        checkpointer.save(1, model=wrapped, optimizers=optimizer, scaler=scaler)
+        assert "model.0.weight" in read_manifest(tmp_path / "step-00000001").tensors
+        other, fresh = a_run()
+        new = torch.amp.GradScaler("cpu")
+        checkpointer.load(model=other, optimizers=fresh, scaler=new)
+    assert new.get_scale() == 8.0
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path):
+    model = nn.ModuleDict({"in": nn.Embedding(5, 3), "out": nn.Linear(3, 5, bias=False)})
+    model["out"].weight = model["in"].weight
+    with Checkpointer(tmp_path, asynchronous=False, rng=False) as checkpointer:
+        checkpointer.save(1, model=model)
+        contents = read_manifest(tmp_path / "step-00000001")
+        assert contents.tensors["model.out.weight"].pieces == contents.tensors["model.in.weight"].pieces
+        untied = nn.ModuleDict({"in": nn.Embedding(5, 3), "out": nn.Linear(3, 5, bias=False)})
+        checkpointer.load(model=untied)
+    assert torch.equal(untied["out"].weight, model["in"].weight)
+    assert torch.equal(untied["in"].weight, model["in"].weight)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "background"])
+def test_object_store(tmp_path: Path, asynchronous: bool):
+    # `local://` is fsspec's own view of the disk; a store in memory would not be seen by the writer process.
+    url = f"local://{tmp_path}/runs" if asynchronous else "memory://runs/one"
+    model, optimizer = a_run()
+    step(model, optimizer)
+    with Checkpointer(url, asynchronous=asynchronous, keep_last=2) as checkpointer:
+        for number in (1, 2, 3):
+            checkpointer.save(number, model=model, optimizers=optimizer, extra={"number": number})
+        checkpointer.wait()
+        assert checkpointer.latest() == 3
+        other, fresh = a_run()
+        assert checkpointer.load(model=other, optimizers=fresh, step=2) == 2
+        assert checkpointer.extra == {"number": 2}
+        with pytest.raises(CheckpointError, match="no checkpoint of step 1"):
+            checkpointer.load(model=other, step=1)
+        assert torch.equal(other[2].weight, model[2].weight)
+        fs, inner = fsspec.core.url_to_fs(url)
+        fs.rm(f"{inner}/step-00000003/manifest.json")  # as if it had been interrupted: the manifest is the mark
+        assert checkpointer.latest() == 2
+    if not asynchronous:
+        fs.rm("/runs", recursive=True)
+
+
+def test_what_is_there_already_is_not_written_over(tmp_path: Path):
+    model, _ = a_run()
+    with Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        checkpointer.save(1, model=model)
+        with pytest.raises(CheckpointError, match="step-00000001 already"):
+            checkpointer.save(1, model=model)
+        (tmp_path / "step-00000002.partial").mkdir()
+        (tmp_path / "step-00000002.partial" / "junk").write_text("left over")
+        checkpointer.save(2, model=model)
+        assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
+def test_progress_hears_the_bytes(tmp_path: Path):
+    class Heard:
+        def __init__(self) -> None:
+            self.totals: list[int] = []
+            self.done: list[int] = []
+
+        def start(self, total: int, label: str) -> None:
+            self.totals.append(total)
+            self.done.append(0)
+
+        def advance(self, steps: int = 1, note: str = "") -> None:
+            self.done[-1] += steps
+
+        def finish(self, note: str = "") -> None:
+            pass
+
+    heard = Heard()
+    model, _ = a_run()
+    with Checkpointer(tmp_path, asynchronous=False, progress=heard) as checkpointer:
+        checkpointer.save(1, model=model)
+        checkpointer.load(model=model)
+    written, read = heard.done
+    assert written >= sum(t.nbytes for t in model.state_dict().values())
+    assert read == heard.totals[1] >= sum(t.nbytes for t in model.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"model": 3}, "not a module"),
+        ({"optimizers": [3]}, "not a torch.optim.Optimizer"),
+        ({"objects": {"rng": nn.Identity()}}, "name that checkpoints use"),
+        ({"objects": {"a.b": lr_scheduler.LRScheduler}}, "has a dot"),
+        ({"model": {"a.b": nn.Identity()}}, "has a dot"),
+    ],
+)
+def test_wrong_objects_are_named(arguments: dict[str, Any], what: str):
+    given = {"model": nn.Identity(), **arguments}
+    if given["model"] == 3:
+        given["model"] = {"x": 3}
+    with pytest.raises(ConfigError, match=what):
+        Run(**given)
+
+
+def test_on_meta_there_is_nothing_to_save(tmp_path: Path):
+    with torch.device("meta"):
+        model, _ = a_run()
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match="meta device"):
+        checkpointer.save(1, model=model)
