@@ -10,13 +10,14 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
 
 from shardwise.checkpointing.contents import Box
 from shardwise.checkpointing.convert import convert_checkpoint
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.reading import read_box
-from tests.unit.checkpointing.every_format import FORMATS, model_state, save_full
+from tests.unit.checkpointing.every_format import FORMATS, model_state, run_state, save_full
 
 Files = dict[str, bytes]
 Damage = Callable[[Files], None]
@@ -39,15 +40,24 @@ def _rank_files(folder: Path) -> Path:
     return folder
 
 
+def _as_accelerate(folder: Path) -> Path:
+    state = run_state()
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save({"model": state["model"]}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
+        dcp.save({"optimizer": state["optim"]}, checkpoint_id=folder / "optimizer_0", no_dist=True)
+    return folder
+
+
 MAKERS: dict[str, Callable[[Path], Path]] = {
     **FORMATS,
     "our full": lambda folder: _converted(folder, "full"),
     "our safetensors": lambda folder: _converted(folder, "safetensors"),
     "rank files": _rank_files,
+    "accelerate": _as_accelerate,
 }
 CHECKSUMMED = ("sharded", "our full", "our safetensors")
 """Formats in which no changed byte of a tensor may go unseen."""
-CRC = ("full", "dcp", "bin-shards", "rank files")
+CRC = ("full", "dcp", "bin-shards", "rank files", "accelerate")
 """torch's own, whose records carry a CRC-32; their indexes carry nothing."""
 
 

@@ -28,7 +28,7 @@ def check(format: str, what: str, files: dict[str, bytes]) -> None:
     with written(files, path) as place:
         errors = [finding for finding in _verify(place) if finding.severity is Severity.ERROR]
         refusal, found = _outcome(lambda: read_all(place))
-        folder = str(place.parent)
+        folder = str(place if path == "." else place.parent)
     assert all(folder in finding.where for finding in errors), f"{what}: {errors}"
     if refusal is not None:
         assert folder in refusal.where, f"{what}: {refusal}"

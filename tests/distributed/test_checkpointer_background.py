@@ -50,12 +50,13 @@ def copies_held() -> Iterator[threading.Event]:
             assert go.wait(30)
         copy(memory, target)
 
-    staging._copy_now = copy_later
+    small = staging._SMALL_BYTES
+    staging._copy_now, staging._SMALL_BYTES = copy_later, 0  # pyrefly: ignore[bad-assignment]
     try:
         yield go
     finally:
         go.set()
-        staging._copy_now = copy
+        staging._copy_now, staging._SMALL_BYTES = copy, small
 
 
 @contextmanager

@@ -5,13 +5,19 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardwise import compat
 from shardwise.explaining import explain
 from tests.distributed.provoked import PROVOKED
 from tests.ranks import ranks
 
 
-@pytest.mark.parametrize("code", sorted(PROVOKED))
+# Older torch does not notice the tie; a build with CUDA says something else without a driver.
+ABSENT = ({"SW522"} if compat.TORCH_VERSION < (2, 13) else set()) | ({"SW545"} if torch.version.cuda else set())
+
+
+@pytest.mark.parametrize("code", sorted(PROVOKED.keys() - ABSENT))
 @ranks(2)
 def test_a_real_failure_is_explained(rank: int, code: str, tmp_path: Path):
     with warnings.catch_warnings():

@@ -37,6 +37,13 @@ def main() -> None:
         raise RuntimeError("on purpose")
     elif manner == "exits":
         sys.exit(4)
+    elif manner == "is killed":
+        checkpointer.wait()
+        if (forked := os.fork()) == 0:  # as a data loader does: it holds our end of the writer's socket
+            time.sleep(60)
+            os._exit(0)
+        print(writer.pid, forked, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
     elif manner == "is terminated":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)

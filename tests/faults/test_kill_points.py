@@ -9,9 +9,15 @@ import pytest
 from shardwise.checkpointing.faults import POINTS
 from tests.faults.killed_run import Kind, Running, assert_intact, assert_swept
 
+FEW = ("file-half-written", "manifest-half-written", "partial-synced", "renamed", "retired")
+POINTS_AND_WAYS = [
+    pytest.param(point, background, marks=[] if background and point in FEW else pytest.mark.slow, id=f"{point}, {way}")
+    for way, background in (("background", True), ("waiting", False))
+    for point in POINTS
+]
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "background"])
-@pytest.mark.parametrize("point", POINTS)
+
+@pytest.mark.parametrize(("point", "asynchronous"), POINTS_AND_WAYS)
 def test_killed_at(tmp_path: Path, point: str, asynchronous: bool):
     folder = tmp_path / "run"
     run = Running(folder, Kind(asynchronous=asynchronous, point=point))
@@ -26,11 +32,17 @@ def test_killed_at(tmp_path: Path, point: str, asynchronous: bool):
     assert assert_intact(folder, again.last_committed()) > run.last_committed()
 
 
-@pytest.mark.parametrize("point", ["file-half-written", "file-synced", "manifest-half-written", "renamed"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "point"),
+    [
+        (1, "file-half-written"),
+        (0, "renamed"),
+        pytest.param(0, "file-half-written", marks=pytest.mark.slow),
+        pytest.param(1, "file-synced", marks=pytest.mark.slow),
+        pytest.param(0, "manifest-half-written", marks=pytest.mark.slow),
+    ],
+)
 def test_one_of_two_ranks_killed_at(tmp_path: Path, point: str, rank: int):
-    if rank == 1 and not point.startswith("file"):
-        pytest.skip("only rank 0 commits")
     folder = tmp_path / "run"
     run = Running(folder, Kind(num_ranks=2, asynchronous=True, point=point, strikes_rank=rank))
     run.wait_for_save()

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -18,21 +20,26 @@ SCRIPT = Path(__file__).with_name("leaving_run.py")
 STATUS = {"ends": 0, "raises": 1, "exits": 4, "is terminated": -signal.SIGTERM, "destroys the group": 0}
 
 
-@pytest.mark.parametrize("manner", STATUS)
+def start(manner: str, folder: Path, rank: int = 0) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), manner, str(folder), str(rank)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )
+
+
+SLOW = ("raises", "exits")
+
+
+@pytest.mark.parametrize(
+    "manner", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in STATUS]
+)
 def test_save_is_finished_when_the_program(tmp_path: Path, manner: str):
     folder = tmp_path / "run"
     num_ranks = 2 if manner == "destroys the group" else 1
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), manner, str(folder), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(num_ranks)
-    ]
+    processes = [start(manner, folder, rank) for rank in range(num_ranks)]
     outputs = [process.communicate(timeout=90) for process in processes]
     assert [process.returncode for process in processes] == [STATUS[manner]] * num_ranks, outputs
     assert all(output.strip() == "saved" for output, _ in outputs)
@@ -41,3 +48,20 @@ def test_save_is_finished_when_the_program(tmp_path: Path, manner: str):
     with Checkpointer(folder, asynchronous=False) as checkpointer:
         assert checkpointer.load(model=model) == 1
     assert torch.equal(model.weight, torch.full((64, 64), 7.0))
+
+
+def test_writer_goes_when_its_parent_is_killed(tmp_path: Path):
+    process = start("is killed", tmp_path / "run")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "saved\n"
+    writer, forked = map(int, process.stdout.readline().split())
+    try:
+        assert process.wait(60) == -signal.SIGKILL
+        deadline = time.monotonic() + 5
+        while psutil.pid_exists(writer) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert psutil.pid_exists(forked)
+        assert not psutil.pid_exists(writer)
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        process.communicate()

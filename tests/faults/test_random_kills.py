@@ -26,7 +26,7 @@ def kill_repeatedly(folder: Path, num_kills: int, seed: int) -> None:
 
 
 def test_a_few_random_kills(tmp_path: Path):
-    kill_repeatedly(tmp_path / "run", 8, seed=0)
+    kill_repeatedly(tmp_path / "run", 6, seed=0)
 
 
 @pytest.mark.slow

@@ -78,3 +78,11 @@ def test_page_names_the_rule_its_severity_and_its_fix(code: str):
 def test_every_page_of_a_lint_rule_belongs_to_a_rule():
     ours = {page.stem for page in PAGES.glob("SW*.md") if page.stem >= "SW190"}
     assert ours == set(RULES) | {"SW200"}
+
+
+def test_the_guide_lists_every_rule():
+    listed = re.findall(
+        r"^\| \[(SW\d+)\]\(rules/(\S+)\.md\) \| (\S+)", (PAGES.parent / "lint.md").read_text(), re.MULTILINE
+    )
+    expected = [(code, code, rule.name) for code, rule in RULES.items()] + [("SW200", "SW200", "unreadable-source")]
+    assert listed == sorted(expected)

@@ -46,7 +46,7 @@ class BlockReader:
         self._files, self._verify = files, verify
         self._block_bytes = files.contents.block_bytes
         # What a part shares its first and last block with: read so that the block can be verified, then dropped.
-        self._before, self._after = (memoryview(bytearray(self._block_bytes if verify else 0)) for _ in range(2))
+        self._before = self._after = memoryview(b"")
 
     def read(self, tensor: StoredTensor, piece: Piece, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `piece` from its byte `start` on.
@@ -64,6 +64,8 @@ class BlockReader:
         block, stop = self._block_bytes, start + len(buffer)
         begin = start // block * block
         end = min(-(-stop // block) * block, piece.box.numel * ITEM_BYTES[tensor.dtype])
+        if (start > begin or end > stop) and not self._before:
+            self._before, self._after = (memoryview(bytearray(block)) for _ in range(2))
         before, after = self._before[: start - begin], self._after[: end - stop]
         reader.read_into(piece.offset + begin, [before, buffer, after])
         for first in range(begin, end, block):

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from shardwise.checkpointing import files
 from shardwise.checkpointing.companions import read_companions
 from shardwise.checkpointing.contents import ITEM_BYTES, Contents
 from shardwise.checkpointing.copying import copied_bytes, copy_to_dcp, copy_to_full, copy_to_safetensors
+from shardwise.checkpointing.exporting import refuse_remote
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.safetensors_writing import DEFAULT_SHARD_BYTES, SafetensorsWriter
 from shardwise.checkpointing.record_checks import refuse_damaged
@@ -31,7 +33,7 @@ _FLOATS = tuple(name for name in ITEM_BYTES if name.startswith(("float", "bfloat
 class Conversion:
     """What a conversion wrote."""
 
-    path: Path
+    path: files.Place
     format: Format
     source_format: str
     num_tensors: int
@@ -57,7 +59,7 @@ def convert_checkpoint(
 
     Args:
         src: Any checkpoint that `inspect_checkpoint` knows.
-        dst: A new folder (`dcp`, `safetensors`) or file (`full`; `safetensors` where it ends so).
+        dst: A new folder (`dcp`, `safetensors`) or file (`full`; `safetensors` where it ends so). A URL for `dcp` only.
         format: `dcp`: sharded, ours and torch's, everything kept. `full`: one `torch.save` file, everything kept.
             `safetensors`: the model's weights alone, in a folder that transformers can open.
         dtype: What floating-point weights of the model become; the optimizer's state keeps its own.
@@ -81,6 +83,8 @@ def convert_checkpoint(
     """
     if format not in ("dcp", "full", "safetensors"):
         raise ConfigError(f"{format!r} is no format to write", where="format", fix="choose dcp, full or safetensors")
+    if format != "dcp":
+        refuse_remote(dst)
     listener = progress or NoProgress()
     source = open_checkpoint(src, model=model)
     contents, left_out = _what_to_write(source, format)
@@ -88,7 +92,7 @@ def convert_checkpoint(
     if verify:
         refuse_damaged(source, listener)
     if format == "dcp":
-        copy_to_dcp(contents, Path(dst), targets, progress=listener)
+        copy_to_dcp(contents, files.place(dst), targets, progress=listener)
     elif format == "full":
         copy_to_full(contents, Path(dst), targets, overwrite=overwrite, progress=listener)
     else:
@@ -101,7 +105,7 @@ def convert_checkpoint(
         )
         copy_to_safetensors(contents, writer, progress=listener)
     return Conversion(
-        path=Path(dst),
+        path=files.place(dst),
         format=format,
         source_format=source.format,
         num_tensors=len(contents.tensors),

@@ -13,6 +13,7 @@ from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTe
 from shardwise.checkpointing.flat_params import boxes_of_range
 from shardwise.checkpointing.formats.full_writing import FullWriter
 from shardwise.checkpointing.formats.safetensors_writing import SafetensorsWriter
+from shardwise.checkpointing.full_notes import NOTES, make_notes, plain_values
 from shardwise.checkpointing.manifest import Header
 from shardwise.checkpointing.memory import bytes_of
 from shardwise.checkpointing.reading import read_box
@@ -75,7 +76,7 @@ def copy_to_full(
                 done.advance(len(data))
 
 
-def copy_to_dcp(contents: Contents, dst: Path, targets: Mapping[str, str], *, progress: Progress) -> None:
+def copy_to_dcp(contents: Contents, dst: files.Place, targets: Mapping[str, str], *, progress: Progress) -> None:
     """Copy everything into a sharded checkpoint of one file; `targets` says each tensor's dtype there.
 
     Ranks:
@@ -150,15 +151,16 @@ def _parts(contents: Contents, tensor: StoredTensor, dtype: str) -> Iterator[tup
 
 def _nested(contents: Contents, infos: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """The dictionary that was flattened, with what stands for each tensor in its place."""
+    encoded = {name: encode_value(value, name) for name, value in contents.values.items()}
     root: dict[str, Any] = {}
-    for name in (*contents.tensors, *contents.values):
-        leaf = infos[name] if name in infos else contents.values[name]
+    for name, leaf in {**infos, **plain_values(encoded)}.items():
         path = contents.structure.get(name, (name,))
         here: Any = root
         for key in path[:-1]:
             here = here.setdefault(key, {})
         here[path[-1]] = leaf
-    return _with_lists(root)
+    notes = make_notes(encoded, contents.structure, step=contents.step, world_size=contents.world_size)
+    return {**_with_lists(root), NOTES: notes}
 
 
 def _with_lists(tree: Any) -> Any:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpointing import files
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.safe_pickle import Record, load_pickle
-from shardwise.checkpointing.torch_objects import DCP_METADATA, dtype_name
+from shardwise.checkpointing.pickle_machine import Record
+from shardwise.checkpointing.safe_pickle import load_pickle
+from shardwise.checkpointing.torch_objects import DCP_METADATA
+from shardwise.checkpointing.torch_refs import dtype_name
 from shardwise.errors import CheckpointError
 
 MAX_METADATA_BYTES = 1 << 30
@@ -49,11 +52,8 @@ class DcpMetadata:
     version: str | None
 
 
-def read_dcp_metadata(path: Path) -> DcpMetadata:
-    """Read a `.metadata` file.
-
-    Args:
-        path: The file, or the folder that holds it.
+def read_dcp_metadata(folder: files.Place) -> DcpMetadata:
+    """Read the `.metadata` of a folder.
 
     Raises:
         CheckpointError: It is missing, damaged, or names something no checkpoint needs.
@@ -61,13 +61,10 @@ def read_dcp_metadata(path: Path) -> DcpMetadata:
     Ranks:
         Local.
     """
-    path = path / ".metadata" if path.is_dir() else path
-    try:
-        with path.open("rb") as file:
-            made = load_pickle(file, allowed=DCP_METADATA, where=str(path), max_bytes=MAX_METADATA_BYTES)
-    except OSError as error:
-        raise _unusable(path, f"{error.strerror or error}") from None
-    return parse_dcp_metadata(made, path)
+    place = files.join(folder, ".metadata")
+    data = files.read_small(place, MAX_METADATA_BYTES)
+    made = load_pickle(data, allowed=DCP_METADATA, where=str(place), max_bytes=MAX_METADATA_BYTES)
+    return parse_dcp_metadata(made, Path(str(place)))
 
 
 def parse_dcp_metadata(made: Any, path: Path) -> DcpMetadata:

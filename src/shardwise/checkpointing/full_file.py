@@ -5,8 +5,6 @@ For handing over and for small models; a run resumes faster from the sharded che
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,9 +20,9 @@ from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.exporting import Put, refuse_remote, stream_gathered
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full_writing import FullWriter, tensors_in
+from shardwise.checkpointing.full_notes import NOTES, make_notes, plain_values
 from shardwise.checkpointing.loading import load_run
-from shardwise.checkpointing.nested import LAYOUT, put_together
-from shardwise.checkpointing.optimizer_state import KINDS
+from shardwise.checkpointing.nested import put_together
 from shardwise.checkpointing.readers import FirstRankReader, OwnReader
 from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.sections import with_our_names
@@ -32,12 +30,7 @@ from shardwise.checkpointing.slices import dtype_name
 from shardwise.checkpointing.state import Collected, Run, Stateful
 from shardwise.checkpointing.tensor_info import TensorInfo
 from shardwise.checkpointing.together import mesh_of_model, on_first, together
-from shardwise.checkpointing.values import decode_value
-from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
-
-NOTES = "__shardwise__"
-"""A text in the dictionary: what nested dictionaries alone do not say (JSON)."""
 
 Optimizers = Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer]
 
@@ -138,7 +131,7 @@ def _open(path: str | Path, run: Run, mesh: DeviceMesh | None, broadcast: bool) 
         only = next(iter(run.models.values())) if len(run.models) == 1 else None
         contents = open_checkpoint(path, model=only)
         require_names(contents)
-        opened.append(_with_notes(with_our_names(contents)))
+        opened.append(with_our_names(contents))
         return describe(opened[0])
 
     if broadcast:
@@ -157,43 +150,8 @@ def _as_tree(found: Collected) -> tuple[dict[str, Any], dict[int, Any]]:
         tensors[id(infos[leaf.name])] = leaf.tensor
     parts: dict[tuple[str | int, ...], Any] = {found.paths[name]: info for name, info in infos.items()}
     parts |= {found.paths[alias]: infos[name] for alias, name in found.aliases.items()}
-    # Dictionaries are taken apart when the file is read, and a pickle that runs no code holds plain values only.
-    notes = {name: value for name, value in found.values.items() if _is_structured(value)}
-    for name, value in found.values.items():
-        if found.paths[name][-1] not in (LAYOUT, KINDS) and _is_plain(decoded := decode_value(value)):
-            parts[found.paths[name]] = decoded
-    return {**put_together(parts), NOTES: json.dumps(notes)}, tensors
-
-
-def _is_structured(encoded: Any) -> bool:
-    return isinstance(encoded, dict) or (isinstance(encoded, list) and any(map(_is_structured, encoded)))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, (*value, *value.values())))
-    if type(value) in (list, tuple, set):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str, bytes)
-
-
-def _with_notes(contents: Contents) -> Contents:
-    """Put the notes back among the values, where the sharded format has them."""
-    where = next((name for name in (NOTES, f"extra.{NOTES}") if name in contents.values), None)
-    if where is None:
-        return contents
-    try:
-        notes = {str(name): decode_value(note) for name, note in json.loads(contents.values[where]).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            "the notes of the file cannot be read",
-            where=f"{contents.path}: {NOTES}",
-            why=f"{type(error).__name__}: {error}",
-            fix="copy the file again, or load an older one",
-        ) from None
-    inside = tuple(f"{name}." for name in notes)
-    kept = {name: value for name, value in contents.values.items() if name != where and not name.startswith(inside)}
-    return dataclasses.replace(contents, values={**kept, **notes})
+    parts |= {found.paths[name]: value for name, value in plain_values(found.values).items()}
+    return {**put_together(parts), NOTES: make_notes(found.values, found.paths)}, tensors
 
 
 def _mesh(run: Run) -> DeviceMesh | None:

@@ -6,12 +6,11 @@ import contextlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardwise.checkpointing import files
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.dcp_metadata import read_dcp_metadata
-from shardwise.checkpointing.torch_zip import ZipIndex
+from shardwise.checkpointing.zip_index import ZipIndex
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
 
@@ -47,14 +46,13 @@ def streams_of(contents: Contents) -> list[Stream]:
     if contents.format in ("full", "fsdp1-full", "fsdp1-sharded", "fsdp1-local"):
         streams += [Stream(file, 0, size, "") for file, size in contents.file_bytes.items()]
     inside = ("",) if contents.format == "dcp" else contents.details.get("dcp_folders", ())
-    folder = contents.folder
-    for subfolder in inside if isinstance(folder, Path) else ():
-        streams += _items_of(Path(folder), subfolder)
+    for subfolder in inside:
+        streams += _items_of(contents.folder, subfolder)
     return streams
 
 
-def _items_of(folder: Path, subfolder: str) -> list[Stream]:
-    metadata = read_dcp_metadata(folder / subfolder)
+def _items_of(folder: files.Place, subfolder: str) -> list[Stream]:
+    metadata = read_dcp_metadata(files.join(folder, subfolder) if subfolder else folder)
     prefix = f"{subfolder}/" if subfolder else ""
     named = [(name, item) for name, tensor in metadata.tensors.items() for _, item in tensor.chunks]
     named += metadata.values.items()

@@ -22,7 +22,7 @@ class RemoteReader:
             return 0
         data = memoryview(self._fs.cat_file(self._path, start=offset, end=offset + size))
         total = len(data)
-        for buffer in buffers:
+        for buffer in filter(len, buffers):  # an empty one may be read-only
             buffer[: len(data)] = data[: len(buffer)]
             data = data[len(buffer) :]
         return total

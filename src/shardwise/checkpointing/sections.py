@@ -54,7 +54,7 @@ def with_our_names(contents: Contents) -> Contents:
     Ranks:
         Local.
     """
-    if contents.format == "sharded":
+    if contents.format == "sharded" or contents.details.get("has_our_names"):
         return contents
     sections = find_sections(contents)
     strip = _parallel_prefix(contents, sections.model)

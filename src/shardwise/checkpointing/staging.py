@@ -72,15 +72,15 @@ class Copying:
     """
 
     def __init__(self, sources: Sequence[Source], arena: Arena) -> None:
-        self._sources, self._arena = sources, arena
-        self._versions = [source.version() for source in sources]
+        self._arena = arena
         self._is_copied = threading.Event()  # what lies in CPU memory; a GPU makes its own streams wait
         self._events: list[Any] = []
+        self._later: list[Source] = []
+        self._pending: list[tuple[Source, tuple[int, ...]]] = []
         self._changed: list[str] = []
         self._is_judged = False
-        self._later: list[Source] = []
         with torch.no_grad():
-            self._start()
+            self._start(sources)
         with _lock:
             _install_hook()
             _active.add(self)
@@ -104,7 +104,7 @@ class Copying:
             self._is_copied.set()
             with _lock:
                 _active.discard(self)
-                self._sources, self._later, self._versions = [], [], []  # let go of the run's tensors
+                self._later, self._pending = [], []  # let go of the run's tensors
         if self._changed:
             raise _changed_meanwhile(self._changed)
 
@@ -116,21 +116,23 @@ class Copying:
         for event in self._events:
             event.wait()  # the current stream waits, not this thread
 
-    def _start(self) -> None:
+    def _start(self, sources: Sequence[Source]) -> None:
         streams: dict[torch.device, Any] = {}
-        for source in self._sources:
-            device = source.memory.device
+        for source in sources:
+            memory, target = source.memory, self._arena.tensor(source.offset, source.memory)
+            device = memory.device
             if device.type != "cpu" and device not in streams:
                 streams[device] = _side_stream(device)
-            if device.type == "cpu" and source.is_steady and source.memory.nbytes > _SMALL_BYTES:
+            if not source.is_steady or (device.type == "cpu" and memory.nbytes <= _SMALL_BYTES):
+                # On a GPU this is queued on the current stream: what comes after it there may change the source.
+                _copy_now(memory, target) if device.type == "cpu" else _copy_in_chunks(memory, target)
+                continue
+            self._pending.append((source, source.version()))
+            if device.type == "cpu":
                 self._later.append(source)
-            elif device.type == "cpu":
-                _copy_now(source.memory, self._arena.tensor(source.offset, source.memory))
-            elif source.is_steady:
+            else:
                 with streams[device]:
-                    _copy_in_chunks(source.memory, self._arena.tensor(source.offset, source.memory))
-            else:  # on the current stream: what comes after it there may change it
-                _copy_in_chunks(source.memory, self._arena.tensor(source.offset, source.memory))
+                    _copy_in_chunks(memory, target)
         for device, stream in streams.items():
             for each in (stream, torch.accelerator.current_stream(device)):
                 self._events.append(each.record_event())
@@ -138,12 +140,9 @@ class Copying:
     def _judge(self) -> None:
         """See whether anything was changed so far; once, because after the gate it may be."""
         with _lock:
-            if self._is_judged:
-                return
-            self._is_judged = True
-            for source, version in zip(self._sources, self._versions, strict=True):
-                if source.is_steady and source.version() != version:
-                    self._changed.append(source.name)
+            if not self._is_judged:
+                self._is_judged = True
+                self._changed = [source.name for source, version in self._pending if source.version() != version]
 
 
 def _install_hook() -> None:

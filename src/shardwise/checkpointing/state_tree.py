@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.checkpointing.safe_pickle import Record, Symbol
-from shardwise.checkpointing.torch_objects import DTensorRef, ShardedRef, TensorRef
+from shardwise.checkpointing.pickle_machine import Record, Symbol
+from shardwise.checkpointing.torch_refs import DTensorRef, ShardedRef, TensorRef
 from shardwise.errors import CheckpointError
 
 Ref = TensorRef | ShardedRef | DTensorRef

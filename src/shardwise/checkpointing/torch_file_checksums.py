@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 
 from shardwise.checkpointing.checksums import BLOCK_BYTES, checksum, from_hex, to_hex
-from shardwise.checkpointing.torch_zip import ZipIndex
+from shardwise.checkpointing.zip_index import ZipIndex
 from shardwise.errors import CheckpointError
 
 RECORD = "shardwise.json"

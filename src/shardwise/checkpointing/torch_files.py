@@ -16,8 +16,9 @@ from shardwise.checkpointing.memory import bytes_of
 from shardwise.checkpointing.safe_pickle import MAX_PICKLE_BYTES
 from shardwise.checkpointing.state_tree import FlatState, flatten_state
 from shardwise.checkpointing.torch_file_checksums import read_checksums
-from shardwise.checkpointing.torch_objects import StorageRef, TensorRef, read_torch_pickle
-from shardwise.checkpointing.torch_zip import ZipIndex
+from shardwise.checkpointing.torch_objects import read_torch_pickle
+from shardwise.checkpointing.torch_refs import StorageRef, TensorRef
+from shardwise.checkpointing.zip_index import ZipIndex
 from shardwise.errors import CheckpointError
 
 ZIP_START = b"PK\x03\x04"

@@ -5,8 +5,8 @@ import ast
 import pytest
 
 from shardwise.findings import Status
+from shardwise.rules.moving.edits import apply_edits
 from shardwise.rules.moving.frameworks import framework_findings
-from shardwise.rules.moving.frameworks.yaml_edits import apply_edits
 from shardwise.rules.source import FileContext
 
 IMPORTS = """\

@@ -124,14 +124,15 @@ BODIES = {
     "mixed_precision": """
     return FSDP(
         model,
-        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16),
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, buffer_dtype=torch.bfloat16),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         device_id=torch.device("cpu"),
     )
 """,
     "reduce_left_out": """
     precision = MixedPrecision(param_dtype=torch.bfloat16)
-    return FSDP(model, mixed_precision=precision, device_id=torch.device("cpu"), backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
+    prefetch = BackwardPrefetch.BACKWARD_PRE
+    return FSDP(model, mixed_precision=precision, device_id=torch.device("cpu"), backward_prefetch=prefetch)
 """,
     "precision_at_run_time": """
     precision = MixedPrecision(param_dtype=torch.bfloat16) if kind == "grad" else None

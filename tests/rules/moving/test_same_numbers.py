@@ -50,9 +50,12 @@ def train(model: nn.Module, rank: int) -> list[float]:
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(model, FSDP):
         with FSDP.summon_full_params(model):
-            return {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in model.named_parameters()}
+            return {
+                name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in model.named_parameters()
+            }
     return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
     }
 
 

@@ -18,7 +18,11 @@ class Other(nn.Module):
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down, self.inner = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False), Other(width)
+        self.up, self.down, self.inner = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width, bias=False),
+            Other(width),
+        )
         self.register_buffer("scale", torch.full((width,), 1.0 + 2**-12))
 
     def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,14 +6,17 @@ import json
 import shutil
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
+from shardwise.checkpointing.convert import convert_checkpoint
 from shardwise.checkpointing.differing import diff_checkpoints
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.inspecting import inspect_checkpoint
 from shardwise.checkpointing.verifying import verify_checkpoint
 from shardwise.errors import CheckpointError
+from tests.attacks.corrupting import MAKERS
 from tests.unit.checkpointing.every_format import FORMATS, RUNS, flat_tensors, model_state, run_state
 
 NAMES = {
@@ -134,6 +137,24 @@ def test_what_is_no_checkpoint_is_refused_with_what_was_tried(make: str, tmp_pat
         open_checkpoint(path)
     assert error.value.where.startswith(str(path))
     assert error.value.fix
+
+
+@pytest.mark.parametrize("format", MAKERS)
+def test_checkpoints_in_an_object_store_are_read_all_the_same(format: str, tmp_path: Path):
+    store = fsspec.filesystem("memory")
+    path = MAKERS[format](tmp_path)
+    store.put(str(tmp_path), "/run", recursive=True)
+    url = f"memory://run/{path.relative_to(tmp_path)}".removesuffix("/.")
+    try:
+        assert diff_checkpoints(path, url).is_empty
+        assert [each.code for each in verify_checkpoint(url)] == [each.code for each in verify_checkpoint(path)]
+        if format in RUNS:
+            convert_checkpoint(url, "memory://out", "dcp")
+            assert diff_checkpoints(path, "memory://out").is_empty
+            with pytest.raises(CheckpointError, match="local disk only"):
+                convert_checkpoint(url, "memory://other", "full")
+    finally:
+        store.rm("/", recursive=True)
 
 
 def test_files_of_a_folder_open_the_folder(tmp_path: Path):

@@ -10,7 +10,8 @@ import torch
 
 from shardwise.checkpointing.contents import Box
 from shardwise.checkpointing.files import names_in
-from shardwise.checkpointing.formats.rank_files import find_series, read_rank_files
+from shardwise.checkpointing.formats.rank_file_names import find_series
+from shardwise.checkpointing.formats.rank_files import read_rank_files
 from shardwise.checkpointing.reading import read_box
 from shardwise.errors import CheckpointError
 

@@ -1,6 +1,7 @@
 """Parts of stored tensors, read into memory of any kind, and every way in which that must fail."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -173,15 +174,18 @@ class Heard:
 
     def __init__(self) -> None:
         self.total = self.done = self.finished = 0
+        self.notes: list[str] = []
 
     def start(self, total: int, label: str) -> None:
         self.total += total
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         self.done += steps
+        self.notes.append(note)
 
     def finish(self, note: str = "") -> None:
         self.finished += 1
+        self.notes.append(note)
 
 
 @pytest.mark.parametrize("verify", ["while", "before"])
@@ -192,6 +196,9 @@ def test_progress_hears_every_byte(contents: Contents, verify: str):
     passes = 2 if verify == "before" else 1
     assert heard.total == heard.done == passes * 7 * 5 * 6 * 4
     assert heard.finished == 1
+    size = "1.64 KiB" if verify == "before" else "840 B"
+    assert re.fullmatch(rf"{size} of {size}, [\d.]+ \w+/s", heard.notes[-2])
+    assert re.fullmatch(rf"loading: {size} in [\d.]+ \w+, [\d.]+ \w+/s", heard.notes[-1])
 
 
 def test_coverage():

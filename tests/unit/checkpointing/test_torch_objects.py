@@ -18,7 +18,8 @@ from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTe
 from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.state_tree import flatten_state
 from shardwise.checkpointing.torch_files import read_torch_file
-from shardwise.checkpointing.torch_objects import TensorRef, read_torch_pickle
+from shardwise.checkpointing.torch_objects import read_torch_pickle
+from shardwise.checkpointing.torch_refs import TensorRef
 from shardwise.errors import CheckpointError
 
 

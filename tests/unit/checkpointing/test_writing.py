@@ -1,6 +1,7 @@
 """One rank's file: what is in it, how it gets to the disk, and what happens when the disk refuses."""
 
 import errno
+import fcntl
 import io
 import os
 import subprocess
@@ -141,6 +142,32 @@ def test_an_error_of_the_disk_reaches_the_caller(tmp_path: Path, monkeypatch: py
         write_rank_file(tmp_path / "f", [item("x", data)])
     assert caught.value.why == "No space left on device"
     assert "free space" in caught.value.fix
+
+
+@pytest.mark.parametrize("refusing", ["open", "write"])
+def test_file_systems_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusing: str):
+    """Some refuse when the file is opened (and have made it by then), some when it is written."""
+    system_open, system_write = os.open, os.write
+
+    def open_file(path: Path, flags: int, *rest: int) -> int:
+        descriptor = system_open(path, flags, *rest)
+        if flags & os.O_DIRECT:
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return descriptor
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return system_write(descriptor, data)
+
+    data = torch.randint(0, 255, (40_000_001,), dtype=torch.uint8)
+    usual = write_rank_file(tmp_path / "usual", [item("x", data)])
+    monkeypatch.setattr(os, refusing, {"open": open_file, "write": write}[refusing])
+    refused = write_rank_file(tmp_path / "refused", [item("x", data)])
+    monkeypatch.undo()
+    assert (tmp_path / "refused").read_bytes() == (tmp_path / "usual").read_bytes()
+    assert refused.num_bytes == usual.num_bytes
 
 
 def test_a_folder_that_may_not_be_written(tmp_path: Path):

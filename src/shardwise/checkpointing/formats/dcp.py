@@ -19,8 +19,9 @@ from shardwise.checkpointing.manifest import MANIFEST_NAME, read_manifest
 from shardwise.checkpointing.safe_pickle import load_pickle
 from shardwise.checkpointing.state_tree import FlatState, plain_value
 from shardwise.checkpointing.torch_files import TorchFile
-from shardwise.checkpointing.torch_objects import DCP_METADATA, TensorRef, read_torch_pickle
-from shardwise.checkpointing.torch_zip import ZipIndex
+from shardwise.checkpointing.torch_objects import DCP_METADATA, read_torch_pickle
+from shardwise.checkpointing.torch_refs import TensorRef
+from shardwise.checkpointing.zip_index import ZipIndex
 from shardwise.errors import CheckpointError
 
 _MAX_PICKLE_BYTES = 64 << 20

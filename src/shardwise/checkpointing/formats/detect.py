@@ -12,7 +12,8 @@ from shardwise.checkpointing.formats.accelerate import is_accelerate, read_accel
 from shardwise.checkpointing.formats.bin_shards import is_bin_shards, read_bin_shards
 from shardwise.checkpointing.formats.dcp import is_dcp, read_dcp
 from shardwise.checkpointing.formats.full import read_full
-from shardwise.checkpointing.formats.rank_files import find_series, read_rank_files
+from shardwise.checkpointing.formats.rank_file_names import find_series
+from shardwise.checkpointing.formats.rank_files import read_rank_files
 from shardwise.checkpointing.formats.safetensors import is_safetensors, read_safetensors
 from shardwise.checkpointing.torch_files import is_torch_file
 from shardwise.checkpointing.unflattening import needs_model, unflatten

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from shardwise.checkpointing import files
 from shardwise.checkpointing.contents import Box, Contents, StoredTensor
+from shardwise.checkpointing.full_notes import with_notes
 from shardwise.checkpointing.torch_files import read_torch_file
-from shardwise.checkpointing.torch_objects import TensorRef
+from shardwise.checkpointing.torch_refs import TensorRef
 from shardwise.errors import CheckpointError
 
 
@@ -37,7 +38,7 @@ def read_full(path: str | files.Place) -> Contents:
             )
         piece = file.piece(reference, Box.whole(reference.shape))
         tensors[name] = StoredTensor(name, reference.dtype, reference.shape, (piece,))
-    return Contents(
+    contents = Contents(
         path=files.split(file.place)[0] if isinstance(file.place, str) else file.place,  # a URL does not tell
         format="full",
         tensors=tensors,
@@ -47,3 +48,4 @@ def read_full(path: str | files.Place) -> Contents:
         structure=file.state.structure,
         details={"left_out": file.state.left_out} if file.state.left_out else {},
     )
+    return with_notes(contents)

@@ -6,47 +6,19 @@ ranks share. Nothing is gathered: the result says which bytes of which file are 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from shardwise.checkpointing import files
-from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
-from shardwise.checkpointing.state_tree import KeyPath, Ref
-from shardwise.checkpointing.torch_files import TorchFile, is_torch_file, read_torch_file
-from shardwise.checkpointing.torch_objects import DTensorRef, ShardedRef, TensorRef
+from shardwise.checkpointing.contents import Contents, StoredTensor
+from shardwise.checkpointing.flat_params import FLAT_PARAM
+from shardwise.checkpointing.formats.rank_file_names import DIGITS, Series, do_not_belong_together, find_series
+from shardwise.checkpointing.formats.rank_merging import is_state, merge_ranks
+from shardwise.checkpointing.state_tree import KeyPath
+from shardwise.checkpointing.torch_files import TorchFile, read_torch_file
+from shardwise.checkpointing.torch_refs import ShardedRef, TensorRef
 from shardwise.errors import CheckpointError
-
-FLAT_PARAM = "_flat_param"
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_DIGITS = re.compile(r"\d+")
-_WORLD_SIZE = re.compile(r"(?:of|world_size|ws)[-_]?(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """Files that differ in nothing but the rank's number, by rank."""
-
-    template: str
-    names: tuple[str, ...]
-
-
-def find_series(folder: files.Place) -> list[Series]:
-    """The sets of per-rank files in a folder.
-
-    Raises:
-        CheckpointError: A rank's file is missing, or there are several checkpoints in the folder.
-
-    Ranks:
-        Local.
-    """
-    groups: dict[str, list[str]] = {}
-    for name in files.names_in(folder):
-        if name.endswith(_SUFFIXES) and _DIGITS.search(name):
-            groups.setdefault(_DIGITS.sub("#", name), []).append(name)
-    series = [_in_order(folder, template, names) for template, names in groups.items()]
-    return [found for found in series if len(found.names) > 1 or is_torch_file(files.join(folder, found.names[0]))]
 
 
 def read_rank_files(folder: files.Place) -> Contents:
@@ -71,7 +43,7 @@ def read_rank_files(folder: files.Place) -> Contents:
     sizes = {len(series.names) for series in found}
     if len(sizes) > 1:
         counts = ", ".join(f"{len(series.names)} of {series.template}" for series in found)
-        raise _inconsistent(folder, f"{counts}: each rank writes one of each")
+        raise do_not_belong_together(folder, f"{counts}: each rank writes one of each")
     merged = _Merged(folder)
     for series in found:
         merged.add(series, [read_torch_file(files.join(folder, name)) for name in series.names])
@@ -105,7 +77,7 @@ class _Merged:
             if name in flat_slices:
                 continue
             paths = [file.state.structure[name] for file in ranks if name in file.state.structure]
-            tensor = _merge(name, ranks, paths[0])
+            tensor = merge_ranks(name, ranks, paths[0])
             self._place(root, name, paths[0], tensor)
             self.is_local |= _is_flat(paths[0]) or _is_numbered_state(paths[0], tensor)
         first = ranks[0].state
@@ -128,7 +100,7 @@ class _Merged:
     def _place(self, root: KeyPath, name: str, path: KeyPath, entry: Any) -> None:
         full = ".".join([*map(str, root), name])
         if full in self.structure:
-            raise _inconsistent(self.folder, f"two sets of files hold {full}")
+            raise do_not_belong_together(self.folder, f"two sets of files hold {full}")
         self.structure[full] = (*root, *path)
         if isinstance(entry, StoredTensor):
             self.tensors[full] = replace(entry, name=full)
@@ -142,24 +114,21 @@ def _check_alike(series: Series, ranks: Sequence[TorchFile]) -> None:
     for file, name in zip(ranks, series.names, strict=True):
         structure = file.state.structure
         if _root_of(structure) != _root_of(ranks[0].state.structure) or _param_groups(file) != groups[0]:
-            raise _inconsistent(file.place, f"{name} holds something else than {series.names[0]}")
+            raise do_not_belong_together(file.place, f"{name} holds something else than {series.names[0]}")
         written_as = file.archive + name[name.rfind(".") :]
-        if written_as != name and _DIGITS.sub("#", written_as) == series.template:
-            raise _inconsistent(file.place, f"{name} was written as {written_as}: the files of two ranks were swapped")
-    every = {name for file in ranks for name in file.state.tensors if not _is_state(file.state.structure[name])}
+        if written_as != name and DIGITS.sub("#", written_as) == series.template:
+            raise do_not_belong_together(
+                file.place, f"{name} was written as {written_as}: the files of two ranks were swapped"
+            )
+    every = {name for file in ranks for name in file.state.tensors if not is_state(file.state.structure[name])}
     for file in ranks:
         if missing := every - file.state.tensors.keys():
-            raise _inconsistent(file.place, f"{min(missing)} is not in it, but in the file of another rank")
+            raise do_not_belong_together(file.place, f"{min(missing)} is not in it, but in the file of another rank")
 
 
 def _param_groups(file: TorchFile) -> dict[str, Any]:
     structure = file.state.structure
     return {name: value for name, value in file.state.values.items() if "param_groups" in structure[name][:-1]}
-
-
-def _is_state(path: KeyPath) -> bool:
-    """Whether it is optimizer state, of which a rank has only that of the parameters it holds a part of."""
-    return len(path) >= 3 and path[-3] == "state"
 
 
 def _root_of(structure: Mapping[str, KeyPath]) -> KeyPath:
@@ -201,133 +170,4 @@ def _is_flat(path: KeyPath) -> bool:
 
 def _is_numbered_state(path: KeyPath, tensor: StoredTensor) -> bool:
     """Whether it is 1-D optimizer state of a parameter that has a number and no name: a flat one."""
-    return _is_state(path) and str(path[-2]).isdigit() and len(tensor.shape) == 1
-
-
-def _merge(name: str, ranks: Sequence[TorchFile], path: KeyPath) -> StoredTensor:
-    here = [(rank, file, file.state.tensors[name]) for rank, file in enumerate(ranks) if name in file.state.tensors]
-    kinds = {type(ref) for _, _, ref in here}
-    if len(kinds) > 1:
-        raise _inconsistent(here[0][1].place, f"{name} is of different kinds on different ranks")
-    kind = kinds.pop()
-    if kind is TensorRef:
-        if _is_state(path) and str(path[-2]).isdigit() and len(here[0][2].shape) == 1:
-            return _concatenated(name, here)
-        return _replicated(name, here)
-    shapes = {(ref.dtype, ref.shape) for _, _, ref in here}
-    if len(shapes) > 1:
-        raise _inconsistent(here[0][1].place, f"{name} has different shapes or dtypes on different ranks")
-    parts = _parts_of_sharded(here) if kind is ShardedRef else _parts_of_dtensor(name, here, len(ranks))
-    pieces = tuple(file.piece(ref, box) for box, (file, ref) in parts.items())
-    dtype, shape = shapes.pop()
-    return StoredTensor(name, dtype, shape, pieces)
-
-
-def _replicated(name: str, here: Sequence[tuple[int, TorchFile, Ref]]) -> StoredTensor:
-    """A plain tensor: every rank has a copy, of which the first counts, as in `torch.distributed.checkpoint`."""
-    _, file, ref = here[0]
-    assert isinstance(ref, TensorRef)
-    if other := next((other for _, _, other in here if other.shape != ref.shape), None):
-        raise CheckpointError(
-            f"{name} is a plain tensor of shape {ref.shape} on one rank and {other.shape} on another",
-            where=str(file.place),
-            why="it is a shard that does not say where it belongs, as `to_local()` gives",
-            fix="save the ShardedTensor or DTensor itself, or a full state dict",
-        )
-    return StoredTensor(name, ref.dtype, ref.shape, (file.piece(ref, Box.whole(ref.shape)),))
-
-
-def _concatenated(name: str, here: Sequence[tuple[int, TorchFile, Ref]]) -> StoredTensor:
-    """Flat optimizer state: what the ranks hold, one after the other."""
-    pieces: list[Piece] = []
-    at = 0
-    for _, file, ref in here:
-        if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or ref.dtype != here[0][2].dtype:
-            raise _inconsistent(file.place, f"{name} is not flat on every rank")
-        if ref.shape[0]:
-            pieces.append(file.piece(ref, Box((at,), ref.shape)))
-        at += ref.shape[0]
-    return StoredTensor(name, here[0][2].dtype, (at,), tuple(pieces))
-
-
-def _parts_of_sharded(here: Sequence[tuple[int, TorchFile, Any]]) -> dict[Box, tuple[TorchFile, TensorRef]]:
-    return {box: (file, part) for _, file, ref in here for box, part in ref.parts if box.numel}
-
-
-def _parts_of_dtensor(
-    name: str, here: Sequence[tuple[int, TorchFile, Any]], num_ranks: int
-) -> dict[Box, tuple[TorchFile, TensorRef]]:
-    """The parts by box; replicas of a part count once."""
-    parts: dict[Box, tuple[TorchFile, TensorRef]] = {}
-    for rank, file, ref in here:
-        box = _box_of(name, ref, rank, file)
-        if ref.local.shape != box.sizes:
-            raise _inconsistent(file.place, f"{name} has a part of shape {ref.local.shape}, not {box.sizes}")
-        if box.numel:
-            parts.setdefault(box, (file, ref.local))
-    return parts
-
-
-def _box_of(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> Box:
-    starts, sizes = [0] * len(ref.shape), list(ref.shape)
-    coordinate = ref.coordinate if ref.coordinate is not None else _unravel(rank, ref.mesh_shape)
-    if len(coordinate) != len(ref.mesh_shape):
-        raise _inconsistent(file.place, f"{name} lies on a mesh of another shape than its rank")
-    for placement, length, index in zip(ref.placements, ref.mesh_shape, coordinate, strict=True):
-        if placement[0] == "replicate":
-            continue
-        if placement[0] != "shard" or placement[1] >= len(sizes) or index >= length:
-            raise CheckpointError(
-                f"{name} is placed as {placement[0]!r}, which is not read from per-rank files",
-                where=str(file.place),
-                why="its parts are interleaved over two mesh axes, or not yet summed",
-                fix="save it with torch.distributed.checkpoint, and read that folder",
-            )
-        dim = placement[1]
-        chunk = -(-sizes[dim] // length)  # as torch.chunk: the last ranks may hold less, or nothing
-        begin = min(chunk * index, sizes[dim])
-        starts[dim] += begin
-        sizes[dim] = min(chunk, sizes[dim] - begin)
-    return Box(tuple(starts), tuple(sizes))
-
-
-def _unravel(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The place of a rank in a mesh whose ranks are numbered row by row."""
-    place: list[int] = []
-    for length in reversed(shape):
-        rank, index = divmod(rank, max(length, 1))
-        place.insert(0, index)
-    return tuple(place)
-
-
-def _in_order(folder: files.Place, template: str, names: list[str]) -> Series:
-    """The files by rank: the one number in which their names differ counts the ranks."""
-    numbers = {name: tuple(map(int, _DIGITS.findall(name))) for name in names}
-    varying = [at for at in range(template.count("#")) if len({values[at] for values in numbers.values()}) > 1]
-    if len(varying) > 1:
-        raise _inconsistent(
-            folder, f"the files {template} differ in {len(varying)} numbers: they are of several checkpoints"
-        )
-    at = varying[0] if varying else 0
-    names = sorted(names, key=lambda name: numbers[name][at])
-    ranks = [numbers[name][at] for name in names]
-    announced = _WORLD_SIZE.search(names[0])
-    expected = max(int(announced[1]) if announced else 0, ranks[-1] + 1 if varying else 0)
-    if expected > len(names):
-        missing = sorted(set(range(expected)) - set(ranks))
-        raise CheckpointError(
-            f"the files of ranks {missing[:10]} are missing",
-            where=f"{folder}: {template}",
-            why=f"there should be {expected}; each rank wrote its own part of every tensor",
-            fix="copy the missing files into the folder",
-        )
-    return Series(template, tuple(names))
-
-
-def _inconsistent(place: files.Place, why: str) -> CheckpointError:
-    return CheckpointError(
-        "the files of the ranks do not belong together",
-        where=str(place),
-        why=why,
-        fix="put the files of one step, of all ranks, in a folder of their own",
-    )
+    return is_state(path) and str(path[-2]).isdigit() and len(tensor.shape) == 1

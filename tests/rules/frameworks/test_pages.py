@@ -1,0 +1,52 @@
+"""The pages of the framework rules are their tests: each block is converted, refused or left as the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shardwise.findings import SourceFinding, Status
+from shardwise.rules.moving.edits import apply_edits
+from shardwise.rules.moving.frameworks import convert_yaml, framework_findings
+from shardwise.rules.moving.frameworks.yaml_files import NAMES
+from shardwise.rules.source import FileContext
+
+PAGES = Path(__file__).parents[3] / "docs" / "rules"
+_BLOCK = re.compile(r"^```(yaml|python) (before|after|decide)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCKS = [(code, *block) for code in NAMES for block in _BLOCK.findall((PAGES / f"{code}.md").read_text())]
+
+
+def convert(language: str, text: str) -> tuple[str, list[SourceFinding]]:
+    if language == "yaml":
+        return convert_yaml(text, "page.yaml")
+    found = framework_findings(FileContext(text, "page.py"))
+    return apply_edits(text, [edit for finding in found for edit in finding.edits]), found
+
+
+@pytest.mark.parametrize("code", NAMES)
+def test_page_names_the_rule(code: str):
+    assert (PAGES / f"{code}.md").read_text().startswith(f"# {code} {NAMES[code]}\n\n")
+    assert any(block[0] == code and block[2] == "decide" for block in BLOCKS)
+
+
+@pytest.mark.parametrize("index", [i for i, block in enumerate(BLOCKS) if block[2] == "before"])
+def test_code_before_becomes_the_code_after_and_stays(index: int):
+    code, language, _, text = BLOCKS[index]
+    _, _, kind, expected = BLOCKS[index + 1]
+    assert kind == "after"
+    converted, found = convert(language, text)
+    assert converted == expected
+    assert (found[0].code, found[0].status) == (code, Status.REWRITTEN)
+    assert convert(language, expected) == (expected, [])
+
+
+@pytest.mark.parametrize(
+    ("code", "language", "text"), [(c, lang, t) for c, lang, kind, t in BLOCKS if kind == "decide"]
+)
+def test_code_for_a_person_is_left_alone_with_a_fix(code: str, language: str, text: str):
+    converted, found = convert(language, text)
+    assert converted == text
+    assert {(one.code, one.status) for one in found} == {(code, Status.NEEDS_DECISION)}
+    assert all(one.fix for one in found)

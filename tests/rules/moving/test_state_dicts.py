@@ -1,0 +1,247 @@
+"""What becomes of state-dict code, by its text: no-op cases first."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from shardwise.findings import SourceFinding, Status
+from shardwise.rules.moving.program import Program
+from shardwise.rules.moving.rewriting import rewrite
+
+HEADER = """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+"""
+CONFIG = "FullStateDictConfig(offload_to_cpu=True, rank0_only=True)"
+FULL = f"FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, {CONFIG})"
+LOCAL = "FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT)"
+WHOLE = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))"
+CODES = {"SW110", "SW111", "SW112", "SW113"}
+
+
+def migrate(body: str, **others: str) -> tuple[str, list[SourceFinding]]:
+    """The body after migration, and what was said about its state dicts."""
+    text = HEADER + body
+    program = Program({"main.py": text, **{f"{name}.py": other for name, other in others.items()}})
+    new, notes = rewrite(program.file("main.py"), program, "torch")
+    ast.parse(new)
+    again = Program({"main.py": new})
+    assert rewrite(again.file("main.py"), again, "torch")[0] == new, "a second run changes it"
+    return new, [note for note in notes if note.code in CODES]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def save(model):\n    return model.state_dict()\n",
+        "def save(model, optimizer):\n    return optimizer.state_dict()\n",
+        "model = build()\nmodel.load_state_dict(state)\nmodel = FSDP(model)\n",
+        "def save(model):\n    if isinstance(model, FSDP):\n        return None\n    return model.state_dict()\n",
+        "model = FSDP(build())\nstate = None if args.fsdp else model.state_dict()\n",
+        "model = FSDP(build())\nif not use_fsdp:\n    state = model.state_dict()\n",
+    ],
+    ids=["plain", "optimizer", "before", "left", "other-branch", "negated"],
+)
+def test_state_dicts_of_other_models_are_left_alone(body: str):
+    new, notes = migrate(body)
+    assert notes == []
+    assert "get_model_state_dict" not in new
+
+
+def test_a_context_is_dissolved_and_its_body_moves_out_unchanged():
+    body = f'''
+def save(model, path, rank):
+    with {FULL}:  # gather
+        # every rank takes part
+        state = model.state_dict()
+
+        if rank == 0:
+            text = """kept
+        as it is"""
+            torch.save(state, path)  # done
+    return text
+'''
+    new, notes = migrate(body)
+    expected = f'''
+def save(model, path, rank):
+    # gather
+    # every rank takes part
+    state = {WHOLE}
+
+    if rank == 0:
+        text = """kept
+        as it is"""
+        torch.save(state, path)  # done
+    return text
+'''
+    assert new.endswith(expected)
+    assert [(note.code, note.status) for note in notes] == [("SW110", Status.REWRITTEN)]
+    assert "FullStateDictConfig" not in new
+
+
+def test_nested_contexts_and_other_items_are_kept():
+    body = f"""
+def save(model, ema):
+    with torch.no_grad(), {FULL}:
+        with FSDP.state_dict_type(ema, StateDictType.SHARDED_STATE_DICT):
+            one = model.state_dict()
+            two = ema.state_dict()
+    return one, two
+"""
+    new, _ = migrate(body)
+    assert new.endswith(
+        f"""
+def save(model, ema):
+    with torch.no_grad():
+        one = {WHOLE}
+        two = get_model_state_dict(ema)
+    return one, two
+"""
+    )
+
+
+def test_tabs_and_windows_line_ends_survive():
+    body = f"def save(model):\n\twith {FULL}:\n\t\tstate = model.state_dict()\n\t\tprint(state)\n\treturn state\n"
+    program = Program({"main.py": (HEADER + body).replace("\n", "\r\n")})
+    new, _ = rewrite(program.file("main.py"), program, "torch")
+    assert new.endswith(f"def save(model):\r\n\tstate = {WHOLE}\r\n\tprint(state)\r\n\treturn state\r\n")
+
+
+def test_a_policy_that_nobody_uses_any_more_goes_too():
+    body = """
+policy = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+
+
+def save(model):
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, policy):
+        return model.state_dict()
+"""
+    assert "policy" not in migrate(body)[0]
+    assert "policy = FullStateDictConfig" in migrate(body, other="from main import policy\n")[0]
+    assert WHOLE in migrate(body)[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (f"def f(model):\n    with {LOCAL}:\n        model.state_dict()\n", "SW113"),
+        (f"def f(model, trainer):\n    with {FULL}:\n        trainer.save_model()\n", "SW110"),
+        (f"def f(model):\n    with {FULL}:\n        write(model)\n        x = model.state_dict()\n", "SW110"),
+        (f"def f(model):\n    if rank == 0:\n        with {FULL}:\n            x = model.state_dict()\n", "SW110"),
+        (f"def f(model):\n    with {FULL}: x = model.state_dict()\n", "SW110"),
+        (f"def f(model):\n    context = {FULL}\n    with context:\n        x = model.state_dict()\n", "SW110"),
+        (f"def f(model):\n    with {FULL}:\n        x = model.state_dict(prefix='a.')\n", "SW110"),
+        ("def f(model):\n    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)\n", "SW110"),
+        ("model = FSDP(build())\nif rank == 0:\n    torch.save(model.state_dict(), 'x')\n", "SW111"),
+        ("def f(model, optim, osd):\n    return FSDP.optim_state_dict_to_load(model, optim, osd)\n", "SW112"),
+        ("def f(osd, model):\n    return FSDP.rekey_optim_state_dict(osd, KEY, model)\n", "SW112"),
+        ("def f(model, optim):\n    return FSDP.optim_state_dict(model, optim, group=g)\n", "SW112"),
+        ("def f(model, optim, osd):\n    s = FSDP.scatter_full_optim_state_dict(osd, model)\n    print(s)\n", "SW112"),
+    ],
+)  # fmt: skip
+def test_what_a_person_must_decide_stays_with_a_reason(body: str, code: str):
+    new, notes = migrate(body)
+    assert [(note.code, note.status) for note in notes] == [(code, Status.NEEDS_DECISION)]
+    assert notes[0].fix
+    assert "get_model_state_dict" not in new
+    assert "optimizer_state_dict" not in new
+
+
+def test_a_type_set_elsewhere_leaves_plain_calls_to_a_person():
+    body = """
+def build(net):
+    model = FSDP(net)
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    return model
+
+
+def save(model: FSDP):
+    return model.state_dict()
+"""
+    _, notes = migrate(body)
+    assert [note.status for note in notes] == [Status.NEEDS_DECISION] * 2
+
+
+def test_models_that_may_be_plain_get_code_for_both():
+    body = """
+class Trainer:
+    def __init__(self, net):
+        self.model = FSDP(net) if cfg.shard else net
+
+    def save(self):
+        return self.model.state_dict()
+
+    def load(self, state):
+        return self.model.load_state_dict(state, strict=False)
+"""
+    new, notes = migrate(body)
+    assert "return _whole_state(self.model)\n" in new
+    assert "return _load_whole_state(self.model, state, strict=False)\n" in new
+    assert [note.status for note in notes] == [Status.REWRITTEN] * 2
+
+
+def test_an_optimizer_loaded_with_and_without_fsdp_gets_code_for_both():
+    body = """
+def resume(model, optimizer, checkpoint, args):
+    osd = checkpoint["optimizer"]
+    if args.fsdp:
+        osd = FSDP.optim_state_dict_to_load(model=model, optim=optimizer, optim_state_dict=osd)
+    optimizer.load_state_dict(osd)
+"""
+    new, _ = migrate(body)
+    assert new.endswith(
+        """
+def resume(model, optimizer, checkpoint, args):
+    osd = checkpoint["optimizer"]
+    if args.fsdp:
+        pass
+    _load_optimizer(model, optimizer, osd, full_state_dict=True)
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", ["model, optim, osd", "osd, model, optim", "optim_state_dict=osd, model=model, optim=optim"]
+)
+def test_both_orders_of_the_arguments_are_understood(arguments: str):
+    body = f"def f(model, optim, osd):\n    optim.load_state_dict(FSDP.optim_state_dict_to_load({arguments}))\n"
+    new, _ = migrate(body)
+    assert "    set_optimizer_state_dict(model, optim, osd, options=StateDictOptions(full_state_dict=True))\n" in new
+
+
+def test_sharded_optimizer_state_is_read_into_shards():
+    body = """
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+
+
+def load(model, optim, reader):
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict()}
+        read = load_sharded_optimizer_state_dict(
+            model_state_dict=state["model"], optimizer_key="o", storage_reader=reader
+        )
+        flat = FSDP.optim_state_dict_to_load(model, optim, read["o"])
+        optim.load_state_dict(flat)
+"""
+    new, notes = migrate(body)
+    assert '    read = _read_optimizer_state(model, optim, "o", reader)\n' in new
+    assert "    set_optimizer_state_dict(model, optim, flat)\n" in new
+    assert "load_sharded_optimizer_state_dict" not in new
+    assert [note.status for note in notes] == [Status.REWRITTEN]
+
+
+def test_a_name_of_the_function_itself_is_not_taken_for_ours():
+    body = f"""
+def save(model, is_new):
+    if is_new:
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        return get_model_state_dict(model)
+    with {FULL}:
+        return model.state_dict()
+"""
+    _, notes = migrate(body)
+    assert [note.status for note in notes] == [Status.NEEDS_DECISION]
