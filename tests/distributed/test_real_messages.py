@@ -12,7 +12,6 @@ from shardwise.explaining import explain
 from tests.distributed.provoked import PROVOKED
 from tests.ranks import ranks
 
-
 # Older torch does not notice the tie; a build with CUDA says something else without a driver.
 ABSENT = ({"SW522"} if compat.TORCH_VERSION < (2, 13) else set()) | ({"SW545"} if torch.version.cuda else set())
 
