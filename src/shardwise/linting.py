@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -78,11 +78,7 @@ def settings_for(
 ) -> LintSettings:
     """The settings of the current folder's project, changed by arguments."""
     settings = with_codes(read_settings(Path.cwd()), select, ignore)
-    if preview:
-        from dataclasses import replace
-
-        settings = replace(settings, preview=True)
-    return settings
+    return replace(settings, preview=settings.preview or preview)
 
 
 def lint_files(
@@ -111,10 +107,13 @@ def lint_files(
 
 
 def lint_file(path: str, settings: LintSettings, fixes: frozenset[Safety] = frozenset()) -> Linted | None:
-    """Lint one file, and write it when fixes changed it; None where there is nothing to say."""
+    """Lint one file, and write it when fixes changed it; None where there is nothing to say.
+
+    Standard input is never written; its text, fixed or not, is in what is returned.
+    """
     try:
         data = sys.stdin.buffer.read() if path == STDIN else read_bytes(path)
-        if not RELEVANT.search(data):
+        if not RELEVANT.search(data) and path != STDIN:
             return None
         text, encoding = decode(data, path)
     except SourceError as error:
@@ -123,7 +122,7 @@ def lint_file(path: str, settings: LintSettings, fixes: frozenset[Safety] = froz
     linted = lint_text(text, path, settings, fixes=fixes)
     if linted.num_fixed and path != STDIN:
         write_bytes(path, linted.text.encode(encoding))
-    return linted if linted.findings or linted.num_fixed else None
+    return linted if linted.findings or linted.num_fixed or path == STDIN else None
 
 
 def lint_text(text: str, path: str, settings: LintSettings, *, fixes: frozenset[Safety] = frozenset()) -> Linted:

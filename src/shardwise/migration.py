@@ -24,6 +24,9 @@ from shardwise.rules.source import decode
 Target = Literal["torch", "shardwise"]
 TARGETS: tuple[Target, ...] = ("torch", "shardwise")
 _CONCERNED = re.compile(r"fsdp|FullyShard|ShardedGradScaler", re.IGNORECASE)
+_WRAPS = re.compile(r"FullyShardedDataParallel")
+_REACHED = re.compile(r"state_dict\(|\.clip_grad_norm_\(|\.no_sync\b")
+"""What a function may do to a wrapped model it is handed, in a file that does not name FSDP."""
 _SKIPPED = {".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", ".ruff_cache"}
 _YAML = (".yaml", ".yml")
 _FEW = 24  # files; a second process costs more than it saves below
@@ -127,7 +130,8 @@ def migrate(
         raise SourceError(f"the target is {target!r}", where="--target", fix=f"choose among {', '.join(TARGETS)}")
     found = list(dict.fromkeys(_find(paths)))
     texts = _read(found)
-    jobs = [path for path, text in texts.items() if _is_concerned(path, text)]
+    wraps = any(_WRAPS.search(text) for path, (text, _) in texts.items() if not path.endswith(_YAML))
+    jobs = [path for path, (text, _) in texts.items() if _is_concerned(path, text, wraps=wraps)]
     program = Program({path: text for path, (text, _) in texts.items() if not path.endswith(_YAML)})
     heard = progress or NoProgress()
     heard.start(len(jobs), "files")
@@ -168,6 +172,7 @@ def _find(paths: Iterable[str | Path]) -> Iterator[str]:
 def _read(paths: Sequence[str]) -> _Texts:
     texts = _Texts()
     for path in paths:
+        data = b""
         try:
             data = Path(path).read_bytes()
             if not path.endswith(_YAML) or may_hold_config(data.decode("utf-8", errors="replace")):
@@ -180,8 +185,9 @@ def _read(paths: Sequence[str]) -> _Texts:
     return texts
 
 
-def _is_concerned(path: str, text: tuple[str, str]) -> bool:
-    return path.endswith(_YAML) or _CONCERNED.search(text[0]) is not None
+def _is_concerned(path: str, text: str, *, wraps: bool) -> bool:
+    """Whether a file can need a rewrite; where the program wraps models, files may be handed one."""
+    return path.endswith(_YAML) or bool(_CONCERNED.search(text)) or (wraps and bool(_REACHED.search(text)))
 
 
 def _run(
@@ -191,6 +197,7 @@ def _run(
     if wanted == 1 or (num_processes is None and len(jobs) < _FEW):
         yield from (_migrate_file(path, *texts[path], program, target) for path in jobs)
         return
+    program.handed("")  # once, before there are several processes that would each find out
     largest_first = sorted(jobs, key=lambda path: -len(texts[path][0]))
     with ProcessPoolExecutor(wanted, initializer=_start, initargs=(program, dict(texts), target)) as pool:
         yield from pool.map(_migrate_in_worker, largest_first, chunksize=4)
@@ -204,7 +211,8 @@ def _start(program: Program, texts: dict[str, tuple[str, str]], target: Target) 
 
 
 def _migrate_in_worker(path: str) -> MigratedFile:
-    return _migrate_file(path, *_worker["texts"][path], _worker["program"], _worker["target"])
+    text, encoding = _worker["texts"][path]
+    return _migrate_file(path, text, encoding, _worker["program"], _worker["target"])
 
 
 def _migrate_file(path: str, text: str, encoding: str, program: Program, target: Target) -> MigratedFile:
@@ -254,5 +262,3 @@ def _write(file: MigratedFile) -> None:
             raise
     except (OSError, UnicodeEncodeError) as error:
         raise SourceError(f"cannot write: {error}", where=file.path, fix="check the folder's permissions") from error
-
-

@@ -62,7 +62,7 @@ def test_calls_that_the_rules_call_errors_raise(rank: int):
     with pytest.raises(AttributeError, match="no_sync"):  # SW192
         sharded().no_sync()
     with pytest.raises(TypeError, match="device_id"):  # SW193
-        fully_shard(Net(), device_id=0)
+        fully_shard(Net(), device_id=0)  # pyrefly: ignore
     model = Net()
     fully_shard(model)
     with pytest.raises((TypeError, AssertionError, ValueError)):  # SW203
@@ -78,9 +78,9 @@ def test_calls_that_the_rules_call_errors_raise(rank: int):
     with pytest.raises(ValueError, match="scalar parameters"):  # SW214
         fully_shard(scalar)
     with pytest.raises(TypeError, match="positional"):  # SW215
-        fully_shard(Net(), init_device_mesh("cpu", (2,)))
+        fully_shard(Net(), init_device_mesh("cpu", (2,)))  # pyrefly: ignore
     with pytest.raises(AttributeError, match="param_dtype"):  # SW215
-        fully_shard(Net(), mp_policy=None)(ONES)
+        fully_shard(Net(), mp_policy=None)(ONES)  # pyrefly: ignore
     with pytest.raises(AssertionError, match="mesh_dim_names"):  # SW219
         fully_shard(Net(), mesh=init_device_mesh("cpu", (1, 2)))
     with pytest.raises(AssertionError, match="deepcopy"):  # SW227
@@ -172,12 +172,12 @@ def test_norms_are_as_the_rule_says(rank: int):
 @ranks(2)
 def test_tied_weights_in_two_groups_come_apart_or_are_refused(rank: int):
     model = Net()
-    model.head.weight = model.blocks[0].weight
+    model.head.weight = model.blocks[0].weight  # pyrefly: ignore
     with suppress(ValueError):  # SW213; newer versions refuse some of these
         fully_shard(model.blocks[0])
         fully_shard(model.head)
     assert model.head.weight is not model.blocks[0].weight
     model = Net()
-    model.head.weight = model.blocks[0].weight
+    model.head.weight = model.blocks[0].weight  # pyrefly: ignore
     fully_shard([model.blocks[0], model.head])
     assert model.head.weight is model.blocks[0].weight

@@ -11,7 +11,8 @@ from shardwise.linting import lint_text
 from shardwise.rules.registry import all_rules
 from shardwise.rules.settings import LintSettings
 
-SCRIPTS = sorted((Path(__file__).parent / "wrong").glob("*.py"))
+SCRIPTS = sorted((Path(__file__).parent / "wrong").rglob("*.py"))
+"""Whole scripts, and in `variants` a few lines each: the same mistakes as others spell them."""
 _EXPECTED = re.compile(r"#\s*expect:\s*(.*)$")
 
 

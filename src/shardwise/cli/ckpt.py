@@ -85,7 +85,7 @@ def verify(path: PathArgument, format: FormatOption = Format.TEXT) -> None:
 @ckpt.command()
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="A new folder; a file for full.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="A new folder; a file for full; a URL for dcp.")],
     to: Annotated[Target, typer.Option("--to", help="What to write.")] = Target.DCP,
     dtype: Annotated[
         str | None, typer.Option(help="What floating-point weights become, as in bfloat16; default: as they are.")

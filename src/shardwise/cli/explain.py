@@ -69,7 +69,7 @@ def _text_of(target: str) -> str:
     from shardwise.explaining.catalogue import catalogue
 
     if target == "-":
-        return sys.stdin.read()
+        return sys.stdin.buffer.read().decode("utf-8", errors="replace")  # a log may hold anything
     known = {name for failure in catalogue().values() for name in (failure.code, failure.name, failure.alias)} - {""}
     if target in known or target.upper() in known:
         return target

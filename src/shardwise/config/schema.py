@@ -60,8 +60,9 @@ class PrecisionConfig:
     param_dtype: Literal["auto", "storage"] | DtypeName = "auto"
     """Dtype of gathered parameters. `auto`: bfloat16 on GPUs that have it, float16 on older ones,
     storage on CPU. `storage`: as the model holds them."""
-    reduce_dtype: Literal["auto"] | DtypeName = "auto"
-    """Dtype of the gradient reduction. `auto` is float32 (float64 for float64 models)."""
+    reduce_dtype: Literal["auto", "storage"] | DtypeName = "auto"
+    """Dtype of the gradient reduction. `auto` is float32 (float64 for float64 models). `storage`: as gradients come, in
+    16 bits where parameters are stored or gathered so."""
     output_dtype: DtypeName | None = None
     """Dtype a group's floating-point outputs are cast to; None leaves them."""
     cast_inputs: bool = True

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.explaining.catalogue import Failure, catalogue
-from shardwise.explaining.logs import Line, by_rank, exceptions, read_lines
-
-_NO_TIME = "~"  # sorts after every digit
+from shardwise.explaining.events import LAUNCHER_SAYS, Event, find_events
+from shardwise.explaining.logs import read_lines
+from shardwise.explaining.summary import Death, read_summary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,52 +90,51 @@ def explain(problem: BaseException | str) -> Explanation:
         problem = _text_of(problem)
     if (failure := _by_code(problem.strip())) is not None:
         return Explanation(failure=failure, message=failure.patterns[0].pattern)
-    lines = read_lines(problem)
-    found = sorted(_recognised(lines), key=_precedence)
-    if not found:
-        return _first_error(lines)
-    failure, message, line = found[0]
-    echoes = {other.code for other, _, _ in found[1:] if other.kind == "echo" and other is not failure}
-    return Explanation(failure=failure, message=message, rank=line.rank, line=line.number, echoes=tuple(sorted(echoes)))
-
-
-_Found = tuple[Failure, str, Line]
-
-
-def _recognised(lines: list[Line]) -> list[_Found]:
-    """Every message in the lines that the catalogue knows; the most specific of those in one place."""
-    found: list[_Found] = []
-    for own in by_rank(lines).values():
-        text = "\n".join(line.text for line in own)
-        starts = [0]
-        for line in own:
-            starts.append(starts[-1] + len(line.text) + 1)
-        best: dict[int, _Found] = {}
-        for failure in catalogue().values():
-            for pattern in failure.patterns:
-                for match in pattern.finditer(text):
-                    index = next(i for i in range(len(own)) if starts[i] <= match.start() < starts[i + 1])
-                    there = best.get(index)
-                    if there is None or len(match[0]) >= len(there[1]):  # later pages are the narrower ones
-                        best[index] = (failure, match[0], own[index])
-        found.extend(best.values())
-    return found
-
-
-def _precedence(found: _Found) -> tuple[int, str, int]:
-    failure, _, line = found
-    # A cause before a warning before an echo; then the clock, where the lines have one; then the order.
-    return ["cause", "warning", "echo"].index(failure.kind), line.time or _NO_TIME, line.number
-
-
-def _first_error(lines: list[Line]) -> Explanation:
-    raised = sorted(
-        (error for own in by_rank(lines).values() for error in exceptions(own)), key=lambda error: error.first.number
-    )
-    if not raised:
+    lines, death = read_summary(read_lines(problem))
+    events = find_events(lines)
+    if not events:
         return Explanation(failure=None, message="")
-    first = raised[0]
-    return Explanation(failure=None, message=first.text, rank=first.first.rank, line=first.first.number)
+    first = _first(events, death)
+    echoes = {event.failure.code for event in events if event.failure and event.failure.kind == "echo"}
+    return Explanation(
+        failure=first.failure,
+        message=first.message,
+        rank=_rank(first, events, death),
+        line=first.line,
+        echoes=tuple(sorted(echoes - {first.failure and first.failure.code})),
+    )
+
+
+def _first(events: list[Event], death: Death | None) -> Event:
+    """Causes before echoes; then by the clock where all have one, by who died first, by the order of the lines."""
+    weight = min(event.weight for event in events)
+    rivals = _once([event for event in events if event.weight == weight])
+    if weight > 0:  # an echo without a rank is one that its rank has said already
+        rivals = [event for event in rivals if event.rank is not None] or rivals
+    if all(event.time for event in rivals):
+        return min(rivals, key=lambda event: (event.time or "", event.line))
+    # The launcher's rank is the first to die, which is the first to fail only among those that failed alike.
+    return min(rivals, key=lambda event: (death is None or event.rank != death.rank, event.line))
+
+
+def _once(events: list[Event]) -> list[Event]:
+    """A rank may say the same several times, with and without a clock: the first time counts."""
+    seen: dict[tuple[object, ...], Event] = {}
+    for event in sorted(events, key=lambda event: event.line):
+        seen.setdefault((event.rank, event.failure.code if event.failure else event.message), event)
+    return list(seen.values())
+
+
+def _rank(first: Event, events: list[Event], death: Death | None) -> int | None:
+    """The rank that the log gives the failure, there or where it tells of it again; else the first to die."""
+    again = (event.rank for event in events if event.failure is first.failure is not None)
+    rank = first.rank if first.rank is not None else next((rank for rank in again if rank is not None), None)
+    if rank is not None or death is None:
+        return rank
+    launcher = first.failure is not None and first.failure.code == LAUNCHER_SAYS
+    raised = first.raised and death.code > 0
+    killed = not first.raised and death.code < 0 and first.weight == 0
+    return death.rank if launcher or raised or killed else None
 
 
 def _by_code(text: str) -> Failure | None:
@@ -157,8 +156,9 @@ def _unknown(explanation: Explanation) -> str:
     place = "" if explanation.rank is None else f" (rank {explanation.rank}, line {explanation.line})"
     return (
         f"This error is not known{place}:\n  {explanation.message}\n"
-        "It is the first one in the text, and nothing in the catalogue matches it. To have it added, report the text"
-        "\nwith the versions that `shardwise --version` and `python -m torch.utils.collect_env` print."
+        "It is the first failure in the text that is no echo of another, and nothing in the catalogue\n"
+        "matches it. To have it added, report the text with the versions that `shardwise --version` and\n"
+        "`python -m torch.utils.collect_env` print."
     )
 
 

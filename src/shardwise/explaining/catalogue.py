@@ -36,6 +36,8 @@ class Failure:
     sources: tuple[str, ...] = ()
     alias: str = ""
     """What it was called before it had a code."""
+    frames: re.Pattern[str] | None = None
+    """The message alone could be anybody's: it counts only after a traceback that passed here."""
 
     def find(self, text: str) -> re.Match[str] | None:
         """Where the failure's message stands in `text`, the earliest of its patterns."""
@@ -68,11 +70,12 @@ def _read(text: str, name: str) -> Failure:
         name=head["name"],
         kind=head["kind"],
         torch=head["torch"],
-        patterns=tuple(re.compile(pattern) for pattern in head["patterns"]),
+        patterns=tuple(re.compile(pattern, re.MULTILINE) for pattern in head["patterns"]),
         what=page["body"].partition("## ")[0].strip(),
         why=sections["Why"],
         fix=sections["Fix"],
         with_shardwise=sections.get("With shardwise", ""),
         sources=tuple(head.get("sources", ())),
         alias=head.get("alias", ""),
+        frames=re.compile(head["frames"]) if "frames" in head else None,
     )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-# torchrun's `--tee` and torch's own excepthook, in the spellings of several versions, and Slurm's `srun --label`.
-_RANK = re.compile(r"^\s*(?:\[(?:rank|default|Rank )\s?(?P<bracket>\d+)\](?::|\s)?|(?P<label>\d+): )\s?", re.IGNORECASE)
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_TIME = re.compile(
-    r"(?P<day>\d{4}-\d{2}-\d{2})[ T](?P<clock>\d{2}:\d{2}:\d{2}(?:[.,]\d+)?)"
-    r"|\b[IWEF](?P<short>\d{4} \d{2}:\d{2}:\d{2}\.\d+)"
-)
-_RAISED = re.compile(r"^(?:[\w.]+(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout)|[\w.]*Error[\w.]*)(?::|$)")
+from shardwise.explaining.prefixes import has_labels, split_prefix
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_GLUED = re.compile(r"((?:it/s|s/it|\w/s)[^\]]{0,80}\])(?=\[rank|\[default|Traceback)")  # a bar ends without a line end
+_RAY_WORKER = re.compile(r"pid=(?P<pid>\d+)\)[ :]*(?:world_)?rank=(?P<rank>\d+)")
+_RAY_SETUP = re.compile(r"\[rank=(?P<rank>\d+), world_size=\d+\]")
+_PID = re.compile(r"pid=(\d+)")
+_PROGRESS = re.compile(r"\b(?:step|epoch|iter|iteration|loss)\b.*\d|\d(?:it/s|s/it)\b", re.IGNORECASE)
+LAUNCHER = "the launcher"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,59 +27,78 @@ class Line:
     """Who wrote it, where the log says so."""
     text: str
     time: str | None
-    """As written, so that it sorts; None where the line has none."""
+    """So that it sorts; None where the line has none."""
+    process: str = ""
+    """The process as the collector names it, where it does."""
 
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """The end of one traceback: the exception with its message, which may span lines."""
-
-    first: Line
-    text: str
+    @property
+    def speaker(self) -> tuple[str, int | None]:
+        """Whose lines belong together. What the launcher says of a rank is no part of what the rank said."""
+        named = self.rank is None or self.process == LAUNCHER
+        return (self.process if named else ""), self.rank
 
 
 def read_lines(log: str) -> list[Line]:
     """The lines of a log with the ranks that wrote them."""
+    rows = list(_rows(log))
+    labels = has_labels([text for _, text in rows[:2000]])
     lines = []
-    for number, raw in enumerate(log.splitlines(), start=1):
-        text = _ESCAPES.sub("", raw).rstrip()
-        prefix = _RANK.match(text)
-        rank = int(prefix["bracket"] or prefix["label"]) if prefix else None
-        if prefix:
-            text = text[prefix.end() :]
-        time = _TIME.search(text)
-        stamp = (time["short"] or f"{time['day']} {time['clock']}".replace(",", ".")) if time else None
-        lines.append(Line(number, rank, text, stamp))
-    return lines
+    for number, text in rows:
+        prefix = split_prefix(text, labels=labels)
+        lines.append(Line(number, prefix.rank, prefix.text, prefix.time, prefix.process))
+    return _with_ranks_of_processes(lines)
 
 
-def by_rank(lines: list[Line]) -> dict[int | None, list[Line]]:
-    """Each rank's own lines, in order; under None those that name nobody."""
-    ranks: dict[int | None, list[Line]] = {}
+def _rows(log: str) -> Iterator[tuple[int, str]]:
+    """Numbered as an editor does; what a progress bar wrote over itself counts as rows of one number."""
+    for number, raw in enumerate(log.split("\n"), start=1):
+        text = _ESCAPES.sub("", raw) if "\x1b" in raw else raw
+        if "/s" in text or "s/it" in text:
+            text = _GLUED.sub(r"\1\r", text)
+        for part in text.rstrip("\r").split("\r"):
+            yield number, part.rstrip()
+
+
+def _with_ranks_of_processes(lines: list[Line]) -> list[Line]:
+    """A process that says its rank once has it in all its lines."""
+    ranks: dict[str, set[int]] = {}
     for line in lines:
-        ranks.setdefault(line.rank, []).append(line)
-    return ranks
+        if "rank=" in line.text:
+            for worker in _RAY_WORKER.finditer(line.text):
+                ranks.setdefault(worker["pid"], set()).add(int(worker["rank"]))
+        if line.process:
+            setup = _RAY_SETUP.search(line.text)
+            rank = line.rank if line.rank is not None else int(setup["rank"]) if setup else None
+            if rank is not None:
+                ranks.setdefault(_process_key(line.process), set()).add(rank)
+    if not ranks:
+        return lines
+    known = {process: next(iter(own)) for process, own in ranks.items() if len(own) == 1}
+    return [
+        replace(line, rank=known.get(_process_key(line.process))) if line.process and line.rank is None else line
+        for line in lines
+    ]
 
 
-def exceptions(lines: list[Line]) -> list[Raised]:
-    """The ends of the tracebacks in one rank's lines: where an indented block is followed by `SomeError: ...`."""
-    found = []
-    in_traceback = False
-    for index, line in enumerate(lines):
-        if line.text.lstrip().startswith("Traceback (most recent call last)"):
-            in_traceback = True
-        elif in_traceback and _RAISED.match(line.text.lstrip(" |")):
-            found.append(Raised(line, "\n".join(_message(lines[index:]))))
-            in_traceback = False
-    return found
+def _process_key(process: str) -> str:
+    pid = _PID.search(process)
+    return pid[1] if pid else process
 
 
-def _message(lines: list[Line]) -> list[str]:
-    """The exception's first line and what follows until something else begins."""
-    message = [lines[0].text.strip(" |")]
-    for line in lines[1:12]:
-        text = line.text.strip()
-        if not text or text.startswith(("Traceback", "During handling", "The above exception", "[", "W", "E", "I")):
-            break
-        message.append(text)
-    return message
+def by_speaker(lines: list[Line]) -> dict[tuple[str, int | None], list[Line]]:
+    """Each speaker's own lines, in order; those that name nobody are one speaker."""
+    speakers: dict[tuple[str, int | None], list[Line]] = {}
+    for line in lines:
+        speakers.setdefault(line.speaker, []).append(line)
+    return speakers
+
+
+def last_progress(lines: list[Line]) -> dict[tuple[str, int | None], int]:
+    """Up to which line each speaker certainly lived: its third last report of a step."""
+    reports: dict[tuple[str, int | None], list[int]] = {}
+    for line in lines:
+        if _PROGRESS.search(line.text) and not line.text.startswith(("wandb:", " ")):
+            numbers = reports.setdefault(line.speaker, [])
+            if line.number not in numbers[-1:]:
+                numbers.append(line.number)
+    return {speaker: numbers[-3] for speaker, numbers in reports.items() if len(numbers) >= 3}

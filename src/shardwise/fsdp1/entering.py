@@ -16,8 +16,11 @@ class UnitEntry(Entry):
     """The entry of one `FullyShardedDataParallel`. Which unit is the root is known at the first forward only."""
 
     def __init__(self, unit: Any) -> None:
-        super().__init__(unit, unit, Casts(None, None))
         self.unit = unit
+        # A model that is compiled as a whole breaks its graph here, as it does at FSDP2's own hooks.
+        self._enter_call = torch.compiler.disable(self._enter_unit)
+        self._leave_call = torch.compiler.disable(self._leave_unit)
+        super().__init__(unit, unit, Casts(None, None))
         for group in compat.state_param_groups(compat.fsdp_state(unit)):
             compat.replace_post_backward_hook(group, register_post_backward)
             compat.before_post_backward(group, lambda group=group: _fill_unused(group))
@@ -40,7 +43,7 @@ class UnitEntry(Entry):
         precision: MixedPrecision = self.unit.mixed_precision
         asked = self.is_root and precision.cast_root_forward_inputs
         asked = asked or (precision.cast_forward_inputs and self.unit._has_params)
-        if asked and precision.param_dtype is not None and not compat.is_recomputing(self.module):
+        if asked and precision.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
         return super().enter(args, kwargs)
 
@@ -56,11 +59,11 @@ class UnitEntry(Entry):
         if self.is_root and not compat.in_backward():
             recover(self.module)
 
-    def _enter_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return None if self.unit.is_summoned else super()._enter_call(module, args, kwargs)
+    def _enter_unit(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if self.unit.is_summoned else Entry._enter_call(self, module, args, kwargs)
 
-    def _leave_call(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self.unit.is_summoned else super()._leave_call(module, args, output)
+    def _leave_unit(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if self.unit.is_summoned else Entry._leave_call(self, module, args, output)
 
 
 def _fill_unused(group: Any) -> None:

@@ -147,6 +147,8 @@ class FullyShardedDataParallel(OptimizerStates):
             offload_policy=settings.offload_policy,
             ignored_params=self._ignored_params,
         )
+        # FSDP2 gives the object a class of its own; scripts, printed models and messages know the old name.
+        type(self).__name__ = type(self).__name__.removeprefix("FSDP")
         UnitEntry(self)
         compat.mend_accumulation(self)
         remember_replaced(places)
@@ -184,9 +186,6 @@ class FullyShardedDataParallel(OptimizerStates):
     def __getitem__(self, key: Any) -> Any:
         """Indexing a wrapped `nn.Sequential`."""
         return self._fsdp_wrapped_module[key]  # pyrefly: ignore[bad-index]
-
-    def _get_name(self) -> str:
-        return "FullyShardedDataParallel"  # FSDP2 gives the object a class of its own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; parameters are gathered and freed around it.

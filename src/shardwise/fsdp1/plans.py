@@ -15,7 +15,7 @@ from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.sharding.full_params import reshard
 
 
-def plan_of(root: Unit) -> Plan:
+def plan_of(root: Any) -> Plan:
     """The plan that the units of `root` carry out, under the names of the model that was wrapped.
 
     Ranks:

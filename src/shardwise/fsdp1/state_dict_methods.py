@@ -107,7 +107,6 @@ class StateDicts(Unit):
         kwargs |= dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         if self._is_collecting or self.is_summoned:
             return super().state_dict(**kwargs)
-        reshard(self)
         prefix, before = kwargs.get("prefix", ""), set(kwargs.get("destination") or ())
         units = [unit for unit in units_in(self) if isinstance(unit, StateDicts)]
         for unit in units:
@@ -123,7 +122,7 @@ class StateDicts(Unit):
         finish_state_dict(self, collected, prefix, set(collected) - before, kind, config)
         return collected
 
-    def named_modules(
+    def named_modules(  # pyrefly: ignore[bad-override]  # nn.Module's has no return type
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As in FSDP1; names that torch.distributed.checkpoint asks for are those of the wrapped model."""

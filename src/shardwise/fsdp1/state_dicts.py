@@ -92,14 +92,13 @@ def _converted(unit: Any, entries: dict[str, Any], kind: StateDictType, config: 
 
 def _full(unit: Any, entries: dict[str, Any], config: FullStateDictConfig) -> Iterator[tuple[str, Any]]:
     keep = not config.rank0_only or unit.rank == 0
-    ignored = {id(parameter) for parameter in unit._ignored_params}
     tensors = ((name, value) for name, value in entries.items() if isinstance(value, torch.Tensor))
-    for name, value in gather_in_buckets(tensors, bucket_bytes=_BUCKET_BYTES):
-        if not keep and id(entries[name]) not in ignored:
-            continue
-        assert value is not None
-        owned = value if isinstance(entries[name], DTensor) else value.clone()
-        yield name, owned.cpu() if config.offload_to_cpu else owned
+    for name, value in gather_in_buckets(tensors, bucket_bytes=_BUCKET_BYTES, keep=keep):
+        if value is None and entries[name] in unit._ignored_params:
+            value = entries[name].detach()  # FSDP1 keeps out of the other ranks' dicts only what it manages
+        if value is not None:
+            owned = value if isinstance(entries[name], DTensor) else value.clone()
+            yield name, owned.cpu() if config.offload_to_cpu else owned
     if keep:
         yield from ((name, value) for name, value in entries.items() if not isinstance(value, torch.Tensor))
 

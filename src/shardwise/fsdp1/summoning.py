@@ -56,6 +56,7 @@ def summon(
             _offload(module, recurse)
         for owner, name, _, grad in grads:
             owner._parameters[name].grad = grad  # pyrefly: ignore[missing-attribute]
+        before = [unit.is_summoned for unit in units]
         for unit in units:
             unit.is_summoned = True
         try:
@@ -64,8 +65,8 @@ def summon(
                 for owner, name, sharded, _ in grads:
                     _write_gradient(sharded, owner._parameters[name].grad)  # pyrefly: ignore[missing-attribute]
         finally:
-            for unit in units:
-                unit.is_summoned = False
+            for unit, was_summoned in zip(units, before, strict=True):
+                unit.is_summoned = was_summoned
 
 
 def _refuse(writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:

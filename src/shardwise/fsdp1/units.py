@@ -36,7 +36,6 @@ class Unit(nn.Module):
     """Whole parameters stand in it now."""
     has_comm_hook: bool
     _fsdp_wrapped_module: nn.Module
-    module: nn.Module
     _ignored_modules: set[nn.Module]
     _ignored_params: set[nn.Parameter]
     _state_dict_type: StateDictType

@@ -19,7 +19,8 @@ _FOLDERS_OF_OTHERS = frozenset(
 _SUFFIXES = frozenset({".py", ".pyw"})
 # A file without any of these has nothing a rule could be about.
 RELEVANT = re.compile(
-    rb"fully_shard|[Ff][Ss][Dd][Pp]|distributed\.checkpoint|distributed import checkpoint|full_tensor|gradient_sync|shardwise"
+    rb"fully_shard|[Ff][Ss][Dd][Pp]|distributed\.checkpoint|distributed import checkpoint"
+    rb"|full_tensor|gradient_sync|shardwise"
 )
 
 

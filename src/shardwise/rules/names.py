@@ -40,6 +40,18 @@ FSDP1_NAMES = frozenset(
     }
 )
 """What `torch.distributed.fsdp` has of FSDP1."""
+STATE_DICT_NAMES = frozenset(
+    {
+        "StateDictOptions",
+        "get_model_state_dict",
+        "get_optimizer_state_dict",
+        "get_state_dict",
+        "set_model_state_dict",
+        "set_optimizer_state_dict",
+        "set_state_dict",
+    }
+)
+"""What `torch.distributed.checkpoint.state_dict` has."""
 
 # Each path on the left is also reachable, publicly and for longer, by the one on the right.
 _PUBLIC = [
@@ -56,7 +68,7 @@ _PUBLIC = [
         (r"torch\.distributed\.tensor\.device_mesh", "torch.distributed.device_mesh"),
         (r"torch\.nn\.utils\.clip_grad", "torch.nn.utils"),
         (r"torch\.nn\.modules(\.[a-z_0-9]+)?", "torch.nn"),
-        (r"torch\.optim\.[a-z_]+(?=\.[A-Z])", "torch.optim"),
+        (r"torch\.optim\.(?!lr_scheduler|swa_utils)[a-z_]+(?=\.[A-Z])", "torch.optim"),
         (r"torch\.nn\.parallel\.distributed", "torch.nn.parallel"),
     ]
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,10 +24,12 @@ _HOMES = (
     "gradients",
     "leftovers",
     "meta",
+    "nesting",
     "order",
     "precision",
     "structure",
     "tensors",
+    "wrappers",
 )
 
 
@@ -55,8 +58,7 @@ class Reading:
 class Hit:
     """Where a rule found something, and what it says."""
 
-    node: object
-    """An `ast` node with a position."""
+    node: ast.expr | ast.stmt | ast.alias
     message: str
     fix: str = ""
     edits: tuple[Edit, ...] = ()
@@ -92,9 +94,8 @@ class Rule:
 
     def _finding(self, file: FileContext, hit: Hit) -> SourceFinding:
         node, positions = hit.node, file.positions
-        start, end = positions.span(node)  # pyrefly: ignore
-        line: int = node.lineno  # pyrefly: ignore
-        end_line: int = getattr(node, "end_lineno", None) or line
+        start, end = positions.span(node)
+        line, end_line = node.lineno, node.end_lineno or node.lineno
         column = positions.column(line, start)
         return SourceFinding(
             code=self.code,

@@ -11,12 +11,26 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.errors import SourceError
-from shardwise.rules.names import FSDP1_NAMES, FSDP2_NAMES, canonical
+from shardwise.rules.names import FSDP1_NAMES, FSDP2_NAMES, STATE_DICT_NAMES, canonical
 from shardwise.rules.positions import Positions
 from shardwise.rules.scopes import Binding, Function, Scope, ScopeNode, read_scopes
 
 _PARTIAL = "functools.partial"
-_STARS = {"torch.distributed.fsdp": FSDP1_NAMES | FSDP2_NAMES}
+_STARS = {
+    "torch.distributed.fsdp": FSDP1_NAMES | FSDP2_NAMES,
+    "torch.distributed.checkpoint.state_dict": STATE_DICT_NAMES,
+    "torch.distributed.device_mesh": frozenset({"init_device_mesh", "DeviceMesh"}),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": frozenset(
+        {
+            "apply_activation_checkpointing",
+            "checkpoint_wrapper",
+            "offload_wrapper",
+            "CheckpointWrapper",
+            "CheckpointImpl",
+        }
+    ),
+}
+"""What `from module import *` brings."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,25 +212,26 @@ def test_both_orders_of_the_arguments_are_understood(arguments: str):
     assert "    set_optimizer_state_dict(model, optim, osd, options=StateDictOptions(full_state_dict=True))\n" in new
 
 
-def test_sharded_optimizer_state_is_read_into_shards():
-    body = """
+@pytest.mark.parametrize("indent", ["        ", "    "], ids=["inside", "behind"])
+def test_sharded_optimizer_state_is_read_into_shards(indent: str):
+    body = f"""
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
 
 def load(model, optim, reader):
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state = {"model": model.state_dict()}
+        state = {{"model": model.state_dict()}}
         read = load_sharded_optimizer_state_dict(
-            model_state_dict=state["model"], optimizer_key="o", storage_reader=reader
+            model_state_dict=model.state_dict(), optimizer_key="o", storage_reader=reader
         )
-        flat = FSDP.optim_state_dict_to_load(model, optim, read["o"])
-        optim.load_state_dict(flat)
+{indent}flat = FSDP.optim_state_dict_to_load(model, optim, read["o"])
+{indent}optim.load_state_dict(flat)
 """
     new, notes = migrate(body)
     assert '    read = _read_optimizer_state(model, optim, "o", reader)\n' in new
     assert "    set_optimizer_state_dict(model, optim, flat)\n" in new
     assert "load_sharded_optimizer_state_dict" not in new
-    assert [note.status for note in notes] == [Status.REWRITTEN]
+    assert {note.status for note in notes} == {Status.REWRITTEN}
 
 
 def test_a_name_of_the_function_itself_is_not_taken_for_ours():
@@ -245,3 +246,96 @@ def save(model, is_new):
 """
     _, notes = migrate(body)
     assert [note.status for note in notes] == [Status.NEEDS_DECISION]
+
+
+def options(*names: str) -> str:
+    return f", options=StateDictOptions({', '.join(f'{name}=True' for name in names)})" if names else ""
+
+
+FULL_OPTION, BOTH, CPU = options("full_state_dict"), options("full_state_dict", "cpu_offload"), options("cpu_offload")
+
+
+@pytest.mark.parametrize(
+    ("configs", "model", "optimizer"),
+    [
+        (
+            "FULL_STATE_DICT",
+            f"get_model_state_dict(m{FULL_OPTION})",
+            f"_on_cpu(get_optimizer_state_dict(m, o{FULL_OPTION}))",
+        ),
+        ("SHARDED_STATE_DICT", "get_model_state_dict(m)", f"get_optimizer_state_dict(m, o{CPU})"),
+        (
+            "FULL_STATE_DICT, FullStateDictConfig(True, True), FullOptimStateDictConfig(rank0_only=True)",
+            f"get_model_state_dict(m{BOTH})",
+            f"get_optimizer_state_dict(m, o{BOTH})",
+        ),
+        (
+            "FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True), FullOptimStateDictConfig(False, True)",
+            f"_on_cpu(get_model_state_dict(m{FULL_OPTION}))",
+            f"_on_rank0(get_optimizer_state_dict(m, o{FULL_OPTION}))",
+        ),
+        (
+            "SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(False)",
+            f"get_model_state_dict(m{CPU})",
+            "get_optimizer_state_dict(m, o)",
+        ),
+    ],
+)
+def test_types_and_configs_become_options(configs: str, model: str, optimizer: str):
+    body = f"""
+from torch.distributed.fsdp import FullOptimStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
+
+
+def save(m, o):
+    with FSDP.state_dict_type(m, StateDictType.{configs}):
+        one = m.state_dict()
+        two = FSDP.optim_state_dict(m, o)
+    return one, two
+"""
+    new, _ = migrate(body)
+    assert f"    one = {model}\n    two = {optimizer}\n" in new
+
+
+@pytest.mark.parametrize(
+    ("made", "switches"),
+    [
+        ("FSDP.scatter_full_optim_state_dict(osd, m, optim=o)", ("full_state_dict", "broadcast_from_rank0")),
+        ("FSDP.shard_full_optim_state_dict(osd, m, optim=o)", ("full_state_dict",)),
+        ("FSDP.flatten_sharded_optim_state_dict(osd, m, o)", ()),
+    ],
+)
+def test_older_loads_say_who_has_the_state(made: str, switches: tuple[str, ...]):
+    new, _ = migrate(f"def load(m, o, osd):\n    o.load_state_dict({made})\n")
+    assert f"    set_optimizer_state_dict(m, o, osd{options(*switches)})\n" in new
+
+
+def test_a_config_that_only_the_run_knows_is_kept_for_it():
+    body = """
+def save(model, only):
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=only)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        return model.state_dict()
+"""
+    new, _ = migrate(body)
+    assert "    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=only)\n" in new
+    assert "    return _model_state(model, kind=StateDictType.FULL_STATE_DICT, config=config)\n" in new
+
+
+def test_models_are_followed_through_functions_classes_and_modules():
+    main = HEADER + (
+        "from saving import Saver, save\n\n\n"
+        "def main(net):\n    model = FSDP(net)\n    run(model)\n    Saver(model).go()\n\n\n"
+        "def run(inner):\n    save('x', what=inner)\n"
+    )
+    saving = (
+        "import torch\n\n\ndef save(path, what):\n    torch.save(what.state_dict(), path)\n\n\n"
+        "def other(what):\n    return what.state_dict()\n\n\n"
+        "class Saver:\n    def __init__(self, model):\n        self.model = model\n\n"
+        "    def go(self):\n        return self.model.state_dict()\n"
+    )
+    program = Program({"main.py": main, "saving.py": saving})
+    new, notes = rewrite(program.file("saving.py"), program, "torch")
+    assert "    torch.save(_whole_state(what), path)\n" in new
+    assert "        return _whole_state(self.model)\n" in new
+    assert "def other(what):\n    return what.state_dict()\n" in new
+    assert [note.code for note in notes] == ["SW111", "SW111"]

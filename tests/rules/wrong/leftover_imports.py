@@ -27,9 +27,9 @@ class Tower(nn.Module):
 
 
 def build(offload: bool):
-    mesh = init_device_mesh("cuda", (2, 4))
+    mesh = init_device_mesh("cuda", (2, 4))  # expect: SW219
     model = Tower()
-    config = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}  # expect: SW219
+    config = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
     if offload:
         config["offload_policy"] = CPUOffloadPolicy()
     for block in model.blocks:

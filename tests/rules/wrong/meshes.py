@@ -8,23 +8,23 @@ from torch.distributed.fsdp import fully_shard
 
 
 def two_axes_without_names(model):
-    mesh = init_device_mesh("cuda", (2, dist.get_world_size() // 2))
+    mesh = init_device_mesh("cuda", (2, dist.get_world_size() // 2))  # expect: SW219
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh)  # expect: SW219
-    fully_shard(model, mesh=mesh)  # expect: SW219
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def flattened(model):
     world = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp_replicate", "dp_shard"))
-    mesh = world["dp_replicate", "dp_shard"]._flatten("dp")
+    mesh = world["dp_replicate", "dp_shard"]._flatten("dp")  # expect: SW219
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh)  # expect: SW219
-    fully_shard(model, mesh=mesh)  # expect: SW219
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def three_axes(model):
-    mesh = init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    fully_shard(model, mesh=mesh)  # expect: SW219
+    mesh = init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))  # expect: SW219
+    fully_shard(model, mesh=mesh)
 
 
 def with_ignored(model: nn.Module):

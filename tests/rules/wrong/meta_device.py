@@ -33,11 +33,16 @@ def shard(model):
     return fully_shard(model)
 
 
+def count(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def from_scratch():
     with torch.device("meta"):
         model = Model()
     shard(model)
     model.to_empty(device="cuda")  # expect: SW209
+    print(f"{count(model)} parameters")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return model, optimizer
 

@@ -45,6 +45,7 @@ _FROM_FSDP1 = {
     "use_orig_params": "nothing: parameters keep their names",
 }
 _INIT_MESH = "torch.distributed.device_mesh.init_device_mesh"
+_MESH = "torch.distributed.device_mesh.DeviceMesh"
 _HYBRID = re.compile(r"hybrid|hsdp", re.IGNORECASE)
 
 
@@ -123,30 +124,46 @@ def hsdp_without_named_mesh(reading: Reading) -> Iterator[Hit]:
     """
     for usage, event in reading.events_of(FULLY_SHARD):
         mesh = event.keywords.get("mesh")
-        for value in mesh.values if mesh is not None else ():
+        if mesh is None:
+            continue
+        for value in mesh.values:
             message = _mesh_problem(usage, value, event)
             if message:
+                made = value.site if isinstance(value, Thing) else None
                 yield Hit(
-                    node=mesh.node if isinstance(mesh.node, ast.expr) else event.node,  # pyrefly: ignore
-                    message=message,
+                    node=made if isinstance(made, ast.Call) else mesh.node,  # where the fix goes
+                    message=f"{message} (line {event.node.lineno})",
                     fix='init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))',
                 )
     yield from _hybrid_without_mesh(reading)
 
 
 def _mesh_problem(usage: Usage, value: Value, event: Event) -> str:
-    made = next((one for one in usage.trace.calls_to(_INIT_MESH) if value in one.result), None)
+    made = next((one for one in usage.trace.calls_to(_INIT_MESH, _MESH) if value in one.result), None)
     if made is not None and not made.is_open and "dp_mesh_dims" not in event.keywords:
-        shape = next((one for one in made.argument(1, "mesh_shape") if isinstance(one, Row)), None)
-        if shape is None:
-            return ""
-        if len(shape.items) > 2:
-            return f"the mesh has {len(shape.items)} axes; fully_shard takes one or two"
-        if len(shape.items) == 2 and "mesh_dim_names" not in made.keywords and len(made.args) < 3:
+        num_axes = _num_axes(made)
+        is_named = "mesh_dim_names" in made.keywords or (made.is_call_to(_INIT_MESH) and len(made.args) > 2)
+        if num_axes > 2:
+            return f"the mesh has {num_axes} axes; fully_shard takes one or two"
+        if num_axes == 2 and not is_named:
             return "the 2-D mesh has no mesh_dim_names, so fully_shard refuses it"
     if isinstance(value, Thing) and isinstance(value.site, ast.Call):
         return _flattened(value.site)
     return ""
+
+
+def _num_axes(made: Event) -> int:
+    """How many axes a new mesh has; 0 where that is computed."""
+    if made.is_call_to(_INIT_MESH):
+        shape = next((one for one in made.argument(1, "mesh_shape") if isinstance(one, Row)), None)
+        return len(shape.items) if shape is not None else 0
+    for value in made.argument(1, "mesh"):
+        if isinstance(value, Row):  # ranks as nested lists
+            return 2 if any(isinstance(inner, Row) for item in value.items for inner in item) else 1
+        call = value.site if isinstance(value, Thing) else None
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") in ("view", "reshape"):
+            return len(call.args) if not isinstance(call.args[0], ast.Tuple) else len(call.args[0].elts)
+    return 0
 
 
 def _flattened(call: ast.Call) -> str:

@@ -15,7 +15,7 @@ from shardwise.rules.registry import Hit, Reading, rule
 _READERS = frozenset({"torch.load", "safetensors.torch.load_file", "safetensors.torch.load"})
 _SETTERS = (facts.SET_MODEL, facts.SET_OPTIM, facts.SET_BOTH)
 _GETTERS = (facts.GET_MODEL, facts.GET_OPTIM, facts.GET_BOTH)
-_LOAD = "torch.distributed.checkpoint.load"
+_LOAD = ("torch.distributed.checkpoint.load", "torch.distributed.checkpoint.load_state_dict")
 _OPTION_NAMES = frozenset(
     {
         "full_state_dict",
@@ -116,7 +116,7 @@ def load_into_empty_state_dict(reading: Reading) -> Iterator[Hit]:
 
     Why: it loads in place, into the tensors it is given, and asks the checkpoint for no others.
     """
-    for _, event in reading.events_of(_LOAD):
+    for _, event in reading.events_of(*_LOAD):
         if "planner" in event.keywords or len(event.args) > 3:
             continue
         for table in event.argument(0, "state_dict"):
@@ -144,7 +144,7 @@ def fresh_optimizer_loaded(reading: Reading) -> Iterator[Hit]:
     Why: the state is made at the first step. `get_optimizer_state_dict` makes it before, `state_dict()` does not.
     Symptom: none; training goes on with momentum at zero.
     """
-    for usage, event in reading.events_of(_LOAD):
+    for usage, event in reading.events_of(*_LOAD):
         for table in event.argument(0, "state_dict"):
             for entry in table.entries if isinstance(table, Table) else ():
                 if any(_is_fresh(usage, value, event) for value in entry.values):

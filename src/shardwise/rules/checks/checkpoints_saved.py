@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from shardwise.findings import Severity
 from shardwise.rules.names import FULLY_SHARD
 from shardwise.rules.program import facts
-from shardwise.rules.program.conditions import asks_for_rank_zero, parting_test
-from shardwise.rules.program.events import Event
+from shardwise.rules.program.conditions import asks_for_rank_zero, parting_test, tested_classes
+from shardwise.rules.program.events import Event, Guard
 from shardwise.rules.program.usage import Usage, modules
-from shardwise.rules.program.values import Part, StateDict, Thing, owners_of_params, state_dicts_in
+from shardwise.rules.program.values import Param, Part, StateDict, Thing, owners_of_params, state_dicts_in
 from shardwise.rules.registry import Hit, Reading, rule
 
 _SAVERS = ("torch.save", "safetensors.torch.save_file", "safetensors.torch.save", "safetensors.torch.save_model")
@@ -33,6 +33,14 @@ def shards_saved_as_model(reading: Reading) -> Iterator[Hit]:
     for usage, event in reading.events_of(*_SAVERS):
         if _mentions_rank(event):
             continue  # every rank writes a file of its own, and knows it
+        whole = [one for one in modules(event.argument(0, "obj")) if usage.is_sharded(one, event)]
+        if whole:
+            yield Hit(
+                node=event.node,
+                message="a sharded model is saved as an object: the file holds this rank's shards",
+                fix="save a gathered state dict: get_model_state_dict(model, options=StateDictOptions("
+                "full_state_dict=True, cpu_offload=True))",
+            )
         saved = state_dicts_in(event.argument(0, "obj"))
         found = next((one for one in saved if _is_of_shards(usage, one, event)), None)
         if found is not None:
@@ -96,13 +104,21 @@ def _collective(reading: Reading, usage: Usage, event: Event) -> str:
     if any(_OURS.match(origin) for origin in event.origins):
         return f"{name}()"
     if name == "full_tensor" and not event.args:
-        return "full_tensor()"
+        return "full_tensor()" if _is_surely_sharded(reading, usage, event) else ""
     if event.is_call_to(_CLIP):
         owners = owners_of_params(event.argument(0, "parameters"))
         return f"{name}() of sharded parameters" if any(usage.holds_shards(o, event) for o in owners) else ""
     if not event.origins and any(usage.is_sharded(module, event) for module in modules(event.called)):
         return "the forward of a sharded model"
     return ""
+
+
+def _is_surely_sharded(reading: Reading, usage: Usage, event: Event) -> bool:
+    """Not under `isinstance(p, DTensor)`, unless the parameter's model is known to be sharded."""
+    owners = [value.owner for value in event.receiver if isinstance(value, Param | StateDict)]
+    if any(usage.holds_shards(owner, event) is not None for owner in owners):
+        return True
+    return not any("DTensor" in tested_classes(reading.file, guard.test) for guard in event.guards)
 
 
 def _gathers(usage: Usage, event: Event) -> bool:
@@ -124,6 +140,12 @@ def _others_do_it_too(reading: Reading, usage: Usage, event: Event) -> bool:
         for guard in event.guards:
             if not isinstance(guard.test, ast.expr) or asks_for_rank_zero(reading.file, guard.test) is None:
                 continue
-            if any(twin.key == guard.key and twin.taken != guard.taken for twin in other.guards):
+            if any(_is_other_branch(twin, guard) for twin in other.guards):
                 return True
     return False
+
+
+def _is_other_branch(one: Guard, other: Guard) -> bool:
+    if one.branch[0] is other.branch[0]:
+        return one.branch[1] != other.branch[1]
+    return one.key == other.key and one.taken != other.taken

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from shardwise.findings import Edit, Safety, Severity
 from shardwise.rules.names import FULLY_SHARD
-from shardwise.rules.program.usage import Usage
+from shardwise.rules.program.events import Event
 from shardwise.rules.program.values import Constant, Thing, Value
 from shardwise.rules.registry import Hit, Reading, rule
 
 _INIT = "torch.distributed.init_process_group"
 _OFFLOAD = "torch.distributed.fsdp.CPUOffloadPolicy"
-_SETS_DEVICE = frozenset({"set_device", "set_device_index"})
+_INIT_MESH = "torch.distributed.device_mesh.init_device_mesh"
+_RANK = re.compile(r"^(local_|global_)?rank$")
+_SETS_DEVICE = frozenset({"set_device", "set_device_index", "init_distributed"})
 
 
 @rule("SW220", "offload-with-nccl-only", severity=Severity.ERROR, safety=Safety.UNSAFE)
@@ -26,7 +29,7 @@ def offload_with_nccl_only(reading: Reading) -> Iterator[Hit]:
     if not any(True for _ in reading.events_of(_OFFLOAD)):
         return
     for _, event in reading.events_of(_INIT):
-        if event.argument(0, "backend") != {Constant("nccl")}:
+        if event.argument(0, "backend") not in ({Constant("nccl")}, {Constant("cuda:nccl")}):
             continue
         literal = _backend_literal(event.node)
         edits = ()
@@ -50,53 +53,68 @@ def _backend_literal(node: ast.AST) -> ast.Constant | None:
 
 @rule("SW235", "no-device-set", severity=Severity.WARNING)
 def no_device_set(reading: Reading) -> Iterator[Hit]:
-    """Without `torch.cuda.set_device`, tensors of every local rank go to GPU 0.
+    """Without `torch.cuda.set_device`, FSDP puts the parameters of every local rank on GPU 0.
 
-    Why: `fully_shard` uses the current device, and so do `.cuda()` and `device="cuda"`. FSDP1 took a `device_id`
-    instead, and the call was often lost with it.
+    Why: `fully_shard` uses the current device. FSDP1 took a `device_id` instead, and `set_device` was often lost with
+    it. A mesh sets the device of a rank only while that rank has not used a GPU.
     """
-    calls = {getattr(call.func, "attr", getattr(call.func, "id", "")) for call in reading.file.calls}
-    sets_visible = "CUDA_VISIBLE_DEVICES" in reading.file.text
-    if calls & _SETS_DEVICE or calls & {"init_device_mesh", "init_distributed", "device_count"} or sets_visible:
-        return  # a device mesh on cuda sets the device of a rank that has none
+    names = {getattr(call.func, "attr", getattr(call.func, "id", "")) for call in reading.file.calls}
+    if names & _SETS_DEVICE or "CUDA_VISIBLE_DEVICES" in reading.file.text:
+        return
     for usage in reading.usages:
         inits = usage.trace.calls_to(_INIT)
-        sharded = [shard for shard in usage.shards if shard.event.is_call_to(FULLY_SHARD)]
-        if not inits or not sharded or any("mesh" in s.event.keywords or s.event.is_open for s in sharded):
+        meshes = usage.trace.calls_to(_INIT_MESH, FULLY_SHARD)  # either sets the device of a rank that used none yet
+        if not inits or not any(event.is_call_to(FULLY_SHARD) for event in meshes) or "device_id" in inits[0].keywords:
             continue
         for event in usage.events:
-            if usage.trace.precedes(event, sharded[0].event) and _moves_to_any_gpu(event) and _is_model(usage, event):
+            if event.order < meshes[0].order and _moves_to_gpu(event):
                 yield Hit(
                     node=event.node,
-                    message="no device is set for this rank: every local rank puts this on GPU 0",
+                    message="no device is set for this rank, so FSDP puts every local rank's parameters on GPU 0",
                     fix='torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) right after init_process_group',
                 )
                 break
+        else:
+            yield from _left_to_the_mesh(reading, inits[0], names)
 
 
-def _moves_to_any_gpu(event: object) -> bool:
-    """`.cuda()` or `.to("cuda")` without a number."""
-    method, args, keywords = event.method, event.args, event.keywords  # pyrefly: ignore
-    if method == "cuda":
-        return not args and not keywords
-    return method == "to" and bool(args) and any(_is_bare_cuda(value) for value in args[0])
+def _left_to_the_mesh(reading: Reading, init: Event, names: set[str]) -> Iterator[Hit]:
+    """Nothing of the file says which GPU is whose: only a launcher that sets LOCAL_RANK makes it work."""
+    uses_nccl = Constant("nccl") in init.argument(0, "backend")
+    if uses_nccl and "init_device_mesh" not in names and "local_rank" not in reading.file.text.lower():
+        yield Hit(
+            node=init.node,
+            message="no device is set for this rank; it depends on the launcher which GPU it gets",
+            fix='torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) right after init_process_group',
+        )
 
 
-def _is_bare_cuda(value: Value) -> bool:
+def _moves_to_gpu(event: Event) -> bool:
+    """`.cuda()`, `.to("cuda")`, `.to(f"cuda:{rank}")`, `.to(rank)`: the GPU is in use before a mesh could choose it."""
+    if not isinstance(event.node, ast.Call) or event.is_store or event.origins:
+        return False
+    if event.method == "cuda":
+        return True
+    if event.method != "to" or not event.args:
+        return False
+    given = event.node.args[0] if event.node.args else None
+    return (
+        any(map(_is_cuda, event.args[0])) or _is_cuda_text(given) or _RANK.match(getattr(given, "id", "")) is not None
+    )
+
+
+def _is_cuda(value: Value) -> bool:
     if isinstance(value, Constant):
-        return value.value == "cuda"
+        return str(value.value).startswith("cuda")
     if isinstance(value, Thing) and "torch.device" in value.origins and isinstance(value.site, ast.Call):
-        args = value.site.args
-        return len(args) == 1 and getattr(args[0], "value", None) == "cuda"
+        return bool(value.site.args) and _is_cuda_text(value.site.args[0])
     return False
 
 
-def _is_model(usage: Usage, event: object) -> bool:
-    return any(
-        usage.trace.are_related(value, shard.subject)
-        for value in event.receiver  # pyrefly: ignore
-        for shard in usage.shards
-    )
+def _is_cuda_text(node: ast.AST | None) -> bool:
+    if isinstance(node, ast.JoinedStr) and node.values:
+        node = node.values[0]
+    return isinstance(node, ast.Constant) and str(node.value).startswith("cuda")
 
 
 @rule("SW236", "offload-materialized-on-gpu", severity=Severity.ERROR)
@@ -117,7 +135,7 @@ def offload_materialized_on_gpu(reading: Reading) -> Iterator[Hit]:
             if event.method != "to_empty":
                 continue
             device = event.argument(0, "device")
-            on_gpu = bool(device) and all(isinstance(v, Constant) and str(v.value).startswith("cuda") for v in device)
+            on_gpu = bool(device) and all(map(_is_cuda, device))
             if on_gpu and any(shard.subject in event.receiver for shard in offloaded):
                 yield Hit(
                     node=event.node,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shardwise.findings import Edit, Safety, Severity
 from shardwise.rules.program.events import Event
-from shardwise.rules.program.usage import Usage, modules
+from shardwise.rules.program.usage import Module, Usage, modules
 from shardwise.rules.program.values import Constant, Part, Thing
 from shardwise.rules.registry import Hit, Reading, rule
 from shardwise.rules.scopes import Function
@@ -26,7 +26,7 @@ def forward_called_directly(reading: Reading) -> Iterator[Hit]:
             function = event.node.func if isinstance(event.node, ast.Call) else None
             if event.method != "forward" or not isinstance(function, ast.Attribute):
                 continue
-            if any(usage.is_sharded(module, event) for module in modules(event.receiver)):
+            if any(_is_hooked(usage, module, event) for module in modules(event.receiver)):
                 start = reading.file.positions.span(function.value)[1]
                 end = reading.file.positions.span(function)[1]
                 yield Hit(
@@ -35,6 +35,11 @@ def forward_called_directly(reading: Reading) -> Iterator[Hit]:
                     fix="call the model itself",
                     edits=(Edit(start=start, end=end, text=""),),
                 )
+
+
+def _is_hooked(usage: Usage, module: Module, event: Event) -> bool:
+    """Whether only hooks gather the module's parameters: sharded by hand, and not unsharded by hand."""
+    return usage.is_sharded_by_hand(module, event) and not usage.is_gathered_by_hand(module, event)
 
 
 @rule("SW230", "registered-method-reached-from-forward", severity=Severity.ERROR)
@@ -103,7 +108,7 @@ def unregistered_entry_point(reading: Reading) -> Iterator[Hit]:
             continue  # names computed at run time
         for event in usage.events:
             for model in event.receiver:
-                if not (isinstance(model, Thing) and model.definition and _is_sharded_by_hand(usage, model, event)):
+                if not (isinstance(model, Thing) and model.definition and _is_hooked(usage, model, event)):
                     continue
                 method = _methods(model.definition).get(event.method)
                 if method is None or event.method == "forward" or event.method in registered:
@@ -115,12 +120,6 @@ def unregistered_entry_point(reading: Reading) -> Iterator[Hit]:
                         message=f"{event.method}() uses {child}, whose parameters only forward() gathers",
                         fix=f'register_fsdp_forward_method(model, "{event.method}") after fully_shard',
                     )
-
-
-def _is_sharded_by_hand(usage: Usage, model: Thing, event: Event) -> bool:
-    """By `fully_shard`; shardwise registers entry points itself."""
-    mine = [shard for shard in usage.shards if shard.subject == model and usage.follows(event, shard.event)]
-    return bool(mine) and not any(shard.is_automatic for shard in mine)
 
 
 def _calls_itself(method: Function) -> bool:
@@ -137,29 +136,28 @@ def _calls_itself(method: Function) -> bool:
 def _child_used(usage: Usage, event: Event, model: Thing) -> str:
     """A module of the model's own group that runs inside the method, by its name."""
     for later, module in usage.entered:
-        if not (
-            len(later.chain) == len(event.chain) + 1 and later.chain[-1] is event.node and later.order > event.order
-        ):
+        is_inside = len(later.chain) == len(event.chain) + 1 and later.chain[-1] is event.node
+        name = _name_on_self(later) if is_inside and later.order > event.order else ""
+        if not name or model.definition is None or name in _methods(model.definition) or not _is_module(module):
             continue
-        function = later.node.func if isinstance(later.node, ast.Call) else None
-        name = function.attr if isinstance(function, ast.Attribute) else ""
-        if (
-            name
-            and getattr(function.value, "id", "") == "self"  # pyrefly: ignore
-            and name not in _methods(model.definition)  # pyrefly: ignore
-            and _is_module(usage, module, model, name)
-            and not usage.is_sharded(module, event)
-            and not any(usage.trace.is_part_of(shard.subject, module) for shard in usage.shards)
-        ):
+        has_groups = any(usage.trace.is_part_of(shard.subject, module) for shard in usage.shards)
+        if not has_groups and not usage.is_sharded(module, event):
             return f"self.{name}"
     return ""
 
 
-def _is_module(usage: Usage, module: object, model: Thing, name: str) -> bool:
-    """Made in the class's own `__init__` by torch.nn or by a module class of this file."""
+def _name_on_self(event: Event) -> str:
+    """`x` of a call `self.x(...)`."""
+    function = event.node.func if isinstance(event.node, ast.Call) else None
+    if isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "self":
+        return function.attr
+    return ""
+
+
+def _is_module(module: Module) -> bool:
+    """Made by torch.nn, or by a class of this file that has a forward."""
     if isinstance(module, Part):
         return False
-    origins, definition = getattr(module, "origins", ()), getattr(module, "definition", None)
-    return any(origin.startswith("torch.nn.") for origin in origins) or (
-        definition is not None and "forward" in _methods(definition)
-    )
+    if module.definition is not None:
+        return "forward" in _methods(module.definition)
+    return any(origin.startswith("torch.nn.") for origin in module.origins)

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from shardwise.findings import Severity
 from shardwise.rules.program.events import Event
 from shardwise.rules.program.usage import Usage
-from shardwise.rules.program.values import Param, Value, owners_of_params
+from shardwise.rules.program.values import Param, Table, Value, owners_of_params
 from shardwise.rules.registry import Hit, Reading, rule
 
 _CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.get_total_norm")
 _SWITCHES = ("set_requires_gradient_sync", "set_requires_all_reduce")
 _NORMS = frozenset({"torch.norm", "torch.linalg.vector_norm", "torch.linalg.norm"})
 _WORLD = re.compile(r"^(world_size|num_ranks|n_gpus|num_gpus)$")
-_LOGS = re.compile(r"^(print|log|info|debug|add_scalar|log_metrics|update|append|set_postfix)$")
+_LOGS = re.compile(r"^(print|log|info|debug|warning|add_scalar|log_metrics|set_postfix)$")
 
 
 @rule("SW232", "gradient-sync-left-off", severity=Severity.ERROR)
@@ -86,10 +86,20 @@ def _norms_read(reading: Reading, event: Event, norms: dict[Value, Event]) -> It
     elif event.method == "float" and not event.receiver:
         yield from ((value, norms[value]) for values in event.args for value in values if value in norms)
     elif _LOGS.match(event.method) and norms:
+        yield from ((value, norms[value]) for value in _logged(event) if value in norms)
         by_name = {_bound_name(reading, made.node): (value, made) for value, made in norms.items()}
         for name in _formatted_names(event.node):
             if name in by_name and by_name[name][1].order < event.order:
                 yield by_name[name]
+
+
+def _logged(event: Event) -> Iterator[Value]:
+    """What a logging call gets, by position or in a dictionary."""
+    for value in frozenset().union(*event.args):
+        if isinstance(value, Table):
+            yield from frozenset().union(*(entry.values for entry in value.entries))
+        else:
+            yield value
 
 
 def _formatted_names(node: ast.AST) -> Iterator[str]:
@@ -135,5 +145,10 @@ def _counts(reading: Reading, node: ast.expr) -> bool:
         return True
     if isinstance(node, ast.Name):
         values = [binding.value for binding in reading.file.bindings(node) if binding.value is not None]
+        values += [
+            one.value
+            for one in reading.file.parents
+            if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name) and one.target.id == node.id
+        ]
         return any(not isinstance(value, ast.Name) and _counts(reading, value) for value in values)
     return False

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from shardwise.findings import Edit, Safety, Severity
 from shardwise.rules.names import FSDP1, FSDP1_NAMES, FSDP2_NAMES, FULLY_SHARD
 from shardwise.rules.program.events import Event
-from shardwise.rules.program.usage import Usage, modules
+from shardwise.rules.program.usage import Module, Usage, modules
 from shardwise.rules.registry import Hit, Reading, rule
 from shardwise.rules.source import FileContext
 
@@ -51,13 +51,34 @@ def private_fsdp2_import(reading: Reading) -> Iterator[Hit]:
                 fix="from torch.distributed.fsdp import ...",
                 edits=(_module_edit(reading.file, node),),
             )
+    yield from _private_modules(reading.file)
+
+
+def _private_modules(file: FileContext) -> Iterator[Hit]:
+    """`import torch.distributed._composable.fsdp as f`, where only public names of it are used."""
+    for alias in [alias for node in file.parents if isinstance(node, ast.Import) for alias in node.names]:
+        if not _PRIVATE.match(alias.name) or alias.asname is None or _is_fallback(file, file.parents[alias]):
+            continue
+        used = {
+            parent.attr if isinstance(parent := file.parents[node], ast.Attribute) else ""
+            for node in file.parents
+            if isinstance(node, ast.Name) and node.id == alias.asname
+        }
+        if used <= FSDP2_NAMES:
+            start = file.positions.span(alias)[0]
+            yield Hit(
+                node=alias,
+                message=f"{alias.name} is private",
+                fix=f"import torch.distributed.fsdp as {alias.asname}",
+                edits=(Edit(start=start, end=start + len(alias.name), text="torch.distributed.fsdp"),),
+            )
 
 
 def _imports(file: FileContext) -> Iterator[ast.ImportFrom]:
     return (node for node in file.parents if isinstance(node, ast.ImportFrom))
 
 
-def _is_fallback(file: FileContext, node: ast.ImportFrom) -> bool:
+def _is_fallback(file: FileContext, node: ast.AST) -> bool:
     """Whether an import is one of several tried, or one for old torch: then its path is meant."""
     for parent in file.ancestors(node):
         if isinstance(parent, ast.Try | ast.If | ast.ExceptHandler):
@@ -144,7 +165,7 @@ def fsdp1_call_on_fsdp2_model(reading: Reading) -> Iterator[Hit]:
     """
     for usage in reading.usages:
         for event in usage.events:
-            if event.method in _FSDP1_METHODS and _is_on_fsdp2(usage, event):
+            if event.method in _FSDP1_METHODS and not event.is_store and _is_on_fsdp2(usage, event):
                 yield Hit(
                     node=event.node,
                     message=f"{event.method} is FSDP1's; the model is sharded by fully_shard",
@@ -170,11 +191,11 @@ def _is_on_fsdp2(usage: Usage, event: Event) -> bool:
     return any(_is_plainly_sharded(usage, subject, event) for subject in subjects)
 
 
-def _is_plainly_sharded(usage: Usage, subject: object, event: Event) -> bool:
+def _is_plainly_sharded(usage: Usage, subject: Module, event: Event) -> bool:
     own = getattr(getattr(subject, "definition", None), "body", [])
     if any(getattr(statement, "name", "") == event.method for statement in own):
         return False  # the model has a method of that name
-    return usage.is_sharded(subject, event) and all(  # pyrefly: ignore
+    return usage.is_sharded(subject, event) and all(
         shard.event.is_call_to(FULLY_SHARD) or shard.is_automatic for shard in usage.shards if shard.subject == subject
     )
 

@@ -21,7 +21,7 @@ _SETTING_METHODS = (
     "train eval to cuda cpu half float bfloat16 requires_grad_ zero_grad compile set_requires_gradient_sync "
     "set_is_last_backward set_reshard_after_backward set_modules_to_forward_prefetch set_modules_to_backward_prefetch"
 )
-_OTHER_METHODS = "to_empty numel item reshard unshard backward step append extend items values keys"
+_OTHER_METHODS = "to_empty forward reshard unshard backward step append extend items values keys"
 _HARMLESS_METHODS = frozenset(f"{_READING_METHODS} {_SETTING_METHODS} {_OTHER_METHODS}".split())
 _BUILTINS = (
     "print len isinstance type list tuple set enumerate zip sum any all id repr str range filter sorted reversed map "
@@ -29,8 +29,10 @@ _BUILTINS = (
 )
 _HARMLESS_CALLS = frozenset(_BUILTINS.split())
 _HARMLESS_ORIGINS = re.compile(
-    r"^(torch\.(optim|compile|nn\.utils|save|distributed\.fsdp|distributed\.barrier)|logging|wandb|tqdm)"
+    r"^(torch\.(optim|compile|nn\.utils|save|distributed\.(fsdp|barrier|algorithms))|logging|wandb|tqdm"
+    r"|torch\.distributed\.checkpoint\.(save|async_save|state_dict\.get_))"
 )
+_RESUMING = re.compile(r"resum|restore|from_checkpoint|from_ckpt|load_checkpoint|load_ckpt|checkpoint_path|ckpt_path")
 _TRANSFORMERS = re.compile(r"transformers\.\w+(ForCausalLM\.from_config|ForCausalLM$|LM\.from_config)")
 _LOADS = frozenset({"load_state_dict"})
 _LOADERS = frozenset({facts.SET_MODEL, facts.SET_BOTH, "torch.distributed.checkpoint.load"})
@@ -46,17 +48,28 @@ def meta_without_init(reading: Reading) -> Iterator[Hit]:
     for usage in reading.usages:
         for model in _sharded_on_meta(usage):
             emptied = [event for event in usage.events if event.method == "to_empty" and model in event.receiver]
+            made = model.site
+            assert isinstance(made, ast.Call), "only calls make things on meta"
             # Before that there was nothing to write to.
             after = emptied[-1].order if emptied else _first_shard(usage, model).order
-            if not _is_trained(usage, model) or any(_may_write(usage, event, model, after) for event in usage.events):
+            until = min((event.order for event, module in usage.entered if module == model), default=len(usage.events))
+            writers = [event for event in usage.events if _may_write(usage, event, model, after)]
+            writers = [event for event in writers if event.order < until or event.root is not usage.events[after].root]
+            if not _is_trained(usage, model) or not all(_is_for_resuming(event) for event in writers):
                 continue
             yield Hit(
-                node=emptied[-1].node if emptied else model.site,
+                node=emptied[-1].node if emptied else made,
                 message="to_empty leaves the parameters uninitialised, and nothing initialises or loads them after it"
+                + (" when nothing is resumed" if writers else "")
                 if emptied
                 else "the model is on the meta device and nothing gives its parameters memory or values",
                 fix="call the model's initialiser after to_empty, or load a checkpoint with set_model_state_dict",
             )
+
+
+def _is_for_resuming(event: Event) -> bool:
+    """Whether an event happens only when a checkpoint is resumed: a fresh run comes by without it."""
+    return any(guard.taken and _RESUMING.search(guard.key) for guard in event.guards)
 
 
 def _sharded_on_meta(usage: Usage) -> set[Thing]:
@@ -65,7 +78,8 @@ def _sharded_on_meta(usage: Usage) -> set[Thing]:
     for shard in usage.shards:
         if shard.event.is_call_to(FULLY_SHARD):
             owner = shard.subject.owner if isinstance(shard.subject, Part) else shard.subject
-            if owner.on_meta and not usage.trace.owners.get(owner):
+            holders = usage.trace.owners.get(owner, ())
+            if owner.on_meta and not any(getattr(holder, "on_meta", False) for holder in holders):
                 found.add(owner)
     return found
 
@@ -83,17 +97,19 @@ def _may_write(usage: Usage, event: Event, model: Module, after: int) -> bool:
     """Whether an event may give the model values: anything with the model in it that is not known to be harmless."""
     if event.order <= after and event.root is usage.events[after].root:
         return False
-    if event.is_inlined:
+    if event.is_inlined or any(event is optimizer.event for optimizer in usage.optimizers):
         return False
+    if event.is_store:  # `trainer.model = model` writes to the trainer
+        return any(_belongs(usage, value, model) for value in event.receiver)
     touched = [*event.receiver, *(value for values in event.args for value in values)]
     touched += [value for argument in event.keywords.values() for value in argument.values]
     touched += list(state_dicts_in(frozenset(touched)))
     if not any(_belongs(usage, value, model) for value in touched):
         return False
-    if event.is_store:
-        return True
     if event.method in _HARMLESS_METHODS and event.receiver:
         return False
+    if any(isinstance(value, Param | Params | StateDict) for value in event.receiver):
+        return event.method.endswith("_")  # torch's way to say "in place"
     if any(_is_forward(usage, value, model) for value in event.called):
         return False
     names = event.origins or ({event.method} if not event.receiver else set())
@@ -133,7 +149,7 @@ def buffers_lost_by_to_empty(reading: Reading) -> Iterator[Hit]:
                 if writers and all(_only_loads(one) for one in writers):
                     yield Hit(
                         node=event.node,
-                        message="the model's non-persistent buffers stay uninitialised: loading a checkpoint skips them",
+                        message="non-persistent buffers stay uninitialised: loading a checkpoint skips them",
                         fix="recompute them after to_empty, or call sw.materialize(model) instead",
                     )
 

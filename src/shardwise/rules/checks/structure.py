@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from shardwise.findings import Severity
 from shardwise.rules.names import FULLY_SHARD
 from shardwise.rules.program.events import Event
+from shardwise.rules.program.facts import LISTS
 from shardwise.rules.program.usage import Shard, Usage
 from shardwise.rules.program.values import Part, Thing, Value, owners_of_params
 from shardwise.rules.registry import Hit, Reading, rule
 
-_LISTS = frozenset({"torch.nn.ModuleList", "torch.nn.ModuleDict"})
 _SHARDS_INSIDE = re.compile(r"shard|fsdp|wrap|paralle|prepare", re.IGNORECASE)
+_LAYER = re.compile(r"(Linear|Layer|Norm|Embedding|Block|Conv\dd|MLP|Attention|Experts?|Router|Head)$")
 _SCALARS = {"torch.tensor", "torch.as_tensor"}
 _SIZED = {"torch.ones", "torch.zeros", "torch.empty", "torch.randn", "torch.rand", "torch.full"}
 
@@ -57,12 +58,20 @@ def _is_whole_model(reading: Reading, usage: Usage, shard: Shard) -> bool:
     subject = shard.subject
     if shard.is_automatic or (isinstance(subject, Part) and "[]" in subject.path) or shard.event.loop is not None:
         return False
-    if not any(subject in optimizer.owners for optimizer in usage.optimizers):
+    if not _is_trained(usage, subject):
         return False
     definition = subject.definition if isinstance(subject, Thing) else None
     if definition is not None:
         return _has_blocks(reading, definition)
-    return not any(origin.startswith("torch.nn.") for origin in getattr(subject, "origins", ()))
+    made_by = getattr(subject, "origins", frozenset())
+    return not any(origin.startswith("torch.nn.") or _LAYER.search(origin) for origin in made_by)
+
+
+def _is_trained(usage: Usage, subject: Value) -> bool:
+    if any(subject in optimizer.owners for optimizer in usage.optimizers):
+        return True
+    is_called = any(module == subject for _, module in usage.entered)
+    return is_called and any(event.method == "backward" for event in usage.events)
 
 
 def _has_blocks(reading: Reading, definition: ast.ClassDef, seen: frozenset[str] = frozenset()) -> bool:
@@ -71,14 +80,15 @@ def _has_blocks(reading: Reading, definition: ast.ClassDef, seen: frozenset[str]
         if not isinstance(node, ast.Call):
             continue
         origins = reading.file.origins(node.func)
-        if origins & _LISTS or any(origin.startswith("torch.nn.Transformer") for origin in origins):
+        if origins & LISTS or any(origin.startswith("torch.nn.Transformer") for origin in origins):
             return True
         if "torch.nn.Sequential" in origins and any(isinstance(arg, ast.Starred) for arg in node.args):
             return True
         inner = reading.file.definition(node.func)
-        is_new = isinstance(inner, ast.ClassDef) and inner.name not in seen and inner is not definition
-        if is_new and _has_blocks(reading, inner, seen | {definition.name}):  # pyrefly: ignore
-            return True
+        if isinstance(inner, ast.ClassDef) and inner.name not in seen | {definition.name}:
+            seen |= {definition.name}
+            if _has_blocks(reading, inner, seen):
+                return True
     return False
 
 
@@ -101,14 +111,23 @@ def container_sharded(reading: Reading) -> Iterator[Hit]:
     """
     for usage in reading.usages:
         for shard in usage.shards:
-            origins = getattr(shard.subject, "origins", frozenset())
-            if not shard.is_automatic and origins & _LISTS:
-                kind = sorted(origin.rpartition(".")[2] for origin in origins & _LISTS)[0]
+            kind = _kind_of_list(shard.subject)
+            if kind and not shard.is_automatic:
                 yield Hit(
                     node=shard.event.node,
                     message=f"{kind} has no forward, so fully_shard refuses it",
                     fix="shard each module in it: for block in blocks: fully_shard(block)",
                 )
+
+
+def _kind_of_list(subject: Value) -> str:
+    """`ModuleList` or `ModuleDict`, where the subject is known to be one."""
+    if isinstance(subject, Thing):
+        return next((origin.rpartition(".")[2] for origin in sorted(subject.origins & LISTS)), "")
+    if isinstance(subject, Part) and subject.path[-1] in ("layers", "h", "blocks"):
+        # The transformers library keeps its blocks in a ModuleList, under one of these names.
+        return "ModuleList" if any(one.startswith("transformers.") for one in subject.owner.origins) else ""
+    return ""
 
 
 @rule("SW213", "tied-weights-split", severity=Severity.ERROR)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.findings import Severity
+from shardwise.rules.program.events import Event
 from shardwise.rules.program.usage import Usage, modules
-from shardwise.rules.program.values import Param, Value
+from shardwise.rules.program.values import Param, Part, Value
 from shardwise.rules.registry import Hit, Reading, rule
 
 
@@ -51,5 +52,12 @@ def data_assigned_after_shard(reading: Reading) -> Iterator[Hit]:
                     )
 
 
-def _is_of_shards(usage: Usage, value: Value, event: object) -> bool:
-    return isinstance(value, Param) and usage.holds_shards(value.owner, event) is not None  # pyrefly: ignore
+def _is_of_shards(usage: Usage, value: Value, event: Event) -> bool:
+    """Whether a value is a parameter that `fully_shard` has replaced; shardwise lets `.data` arrive."""
+    owner: Value | None = None
+    if isinstance(value, Param):
+        owner = value.owner
+    elif isinstance(value, Part) and value.path[-1] in ("weight", "bias"):
+        owner = Part(value.owner, value.path[:-1]) if len(value.path) > 1 else value.owner
+    shard = usage.holds_shards(owner, event) if owner is not None else None
+    return shard is not None and not shard.is_automatic

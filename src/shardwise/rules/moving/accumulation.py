@@ -14,7 +14,7 @@ CODE = "SW121"
 def rewrite_no_sync(draft: Draft, program: Program) -> None:
     """Rewrite `model.no_sync()` and `model.no_sync` passed on uncalled."""
     context, sharded = draft.context, program.sharded(draft.context)
-    for node in list(context.parents):
+    for node in draft.nodes():
         if not (isinstance(node, ast.Attribute) and node.attr == "no_sync" and isinstance(node.ctx, ast.Load)):
             continue
         if sharded.holds(node.value) is Holds.NEVER and not _may_be_wrapped(draft, node.value):
@@ -27,7 +27,9 @@ def rewrite_no_sync(draft: Draft, program: Program) -> None:
             draft.name("functools")
             draft.replace(node, f"functools.partial({helper}, {model})")
         draft.taken.update((node, parent))
-        draft.rewritten(CODE, node, "no_sync became a context that switches the reduction of gradients off and on again")
+        draft.rewritten(
+            CODE, node, "no_sync became a context that switches the reduction of gradients off and on again"
+        )
 
 
 def _may_be_wrapped(draft: Draft, node: ast.expr) -> bool:

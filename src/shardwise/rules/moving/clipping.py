@@ -15,10 +15,12 @@ _FUNCTIONS = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_norm"}
 def rewrite_clipping(draft: Draft, program: Program) -> None:
     """Rewrite the method, and the use of torch's result where it is a sharded number now."""
     context, sharded = draft.context, program.sharded(draft.context)
-    for call in context.calls:
+    for call in draft.calls():
         if call in draft.taken or not isinstance(call.func, ast.Attribute):
             continue
-        if call.func.attr == "clip_grad_norm_" and _is_model(context.source(call.func.value), sharded.holds(call.func.value)):
+        if call.func.attr == "clip_grad_norm_" and _is_model(
+            context.source(call.func.value), sharded.holds(call.func.value)
+        ):
             _method(draft, call, call.func)
         elif context.is_any(call.func, _FUNCTIONS):
             _function(draft, call, sharded)

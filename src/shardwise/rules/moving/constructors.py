@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwise.rules.moving.arguments import Argument, ArgumentList, read_arguments
 from shardwise.rules.moving.draft import ROAD1, Draft
 from shardwise.rules.moving.program import Program
+from shardwise.rules.moving.values import is_constant
 from shardwise.rules.names import FSDP1
 from shardwise.rules.source import FileContext
 
@@ -82,6 +84,33 @@ class Wrap:
                 self.dropped.append(why)
 
     @property
+    def is_inner(self) -> bool:
+        """Whether the module is a part of one that is wrapped later: written so, or one of a loop's."""
+        module = self.value("module")
+        if module is None:
+            return False
+        text = self.context.source(module)
+        others = [one.args[0] for one in self.context.calls if one is not self.call and one.args and self._is_same(one)]
+        outer = {self.context.source(one) for one in others}
+        return any(re.match(rf"{re.escape(one)}[.\[]", text) for one in outer) or self._in_loop_over(outer)
+
+    def _is_same(self, call: ast.Call) -> bool:
+        """Whether another call calls the same thing: FSDP by the same name."""
+        return self.context.source(call.func) == self.context.source(self.call.func)
+
+    def _in_loop_over(self, outer: set[str]) -> bool:
+        for parent in self.context.ancestors(self.call):
+            if isinstance(parent, ast.For | ast.comprehension):
+                text = self.context.source(parent.iter)
+                return any(re.search(rf"(?<![\w.]){re.escape(one)}[.\[)]", text) for one in outer)
+            generators = getattr(parent, "generators", [])
+            for one in generators:
+                text = self.context.source(one.iter)
+                if any(re.search(rf"(?<![\w.]){re.escape(name)}[.\[)]", text) for name in outer):
+                    return True
+        return False
+
+    @property
     def is_plain(self) -> bool:
         """Whether statements can be put in front of the call without changing what runs."""
         if self.is_partial or not self.draft.starts_line(self.statement):
@@ -104,6 +133,20 @@ def find(context: FileContext, program: Program) -> Iterator[tuple[ast.Call, boo
             yield call, False
         elif call.args and program.is_any(context, call.args[0], {FSDP1}) and _is_partial(context, call):
             yield call, True
+
+
+def is_certain(context: FileContext, program: Program, node: ast.expr) -> bool:
+    """Whether an expression is FSDP's class and nothing else: imported, or another name for it."""
+    if program.origins(context, node) != {FSDP1}:
+        return False
+    if isinstance(node, ast.Attribute):
+        return True
+    for binding in context.bindings(node) if isinstance(node, ast.Name) else []:
+        if binding.origin or is_constant(binding.value, None):
+            continue  # `except ImportError: FSDP = None`
+        if not isinstance(binding.value, ast.Name | ast.Attribute) or not is_certain(context, program, binding.value):
+            return False
+    return isinstance(node, ast.Name)
 
 
 def _is_partial(context: FileContext, call: ast.Call) -> bool:
@@ -158,6 +201,17 @@ def refuse_internals(wrap: Wrap) -> None:
                 f"its result goes to {context.source(call.func)} on line {call.lineno}, which is private to FSDP1",
                 "find another way to do what that is for",
             )
+
+
+def refuse_local_names(wrap: Wrap) -> None:
+    """Refuse a call in a function that has one of the names we would use as a local of its own.
+
+    Raises:
+        Blocked: As in code that knows both FSDP1 and FSDP2, and imports the second where it needs it.
+    """
+    for name in sorted(wrap.draft.names):
+        if wrap.draft.is_local(wrap.call, name):
+            raise Blocked(f"the function has a local name {name} of its own", f"rename it, or import {name} at the top")
 
 
 def has_stars(wrap: Wrap) -> bool:

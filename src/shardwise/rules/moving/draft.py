@@ -56,6 +56,23 @@ class Draft:
         self.features.update(features)
         return wanted
 
+    def nodes(self) -> list[ast.AST]:
+        """Every node but those of functions that an earlier run has carried into the file."""
+        return [node for node in self.context.parents if not self._is_carried(node)]
+
+    def calls(self) -> list[ast.Call]:
+        """Every call, in source order, but those in carried functions."""
+        return [call for call in self.context.calls if not self._is_carried(call)]
+
+    def _is_carried(self, node: ast.AST) -> bool:
+        function = self.context.enclosing_function(node)
+        return function is not None and function.name in functions()
+
+    def is_local(self, node: ast.AST, name: str) -> bool:
+        """Whether a function around `node` has a name of its own that emitted code would mean otherwise."""
+        found = self.context.scope(node).find(name)
+        return found is not None and not isinstance(found[0].node, ast.Module)
+
     def replace(self, node: ast.expr | ast.stmt, text: str) -> None:
         """Put other text in place of a node."""
         self.edits.append(change(*self.context.positions.span(node), text))

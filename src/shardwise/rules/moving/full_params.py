@@ -20,7 +20,7 @@ _FORWARD |= {"generate_text", "chat", "beam_search", "greedy_search"}
 def rewrite_full_params(draft: Draft, program: Program) -> None:
     """Rewrite each `with FSDP.summon_full_params(model, ...)`."""
     sharded = program.sharded(draft.context)
-    for call in draft.context.calls:
+    for call in draft.calls():
         if call in draft.taken or not isinstance(call.func, ast.Attribute) or call.func.attr != "summon_full_params":
             continue
         is_static = draft.context.origins(call.func) == {f"{FSDP1}.summon_full_params"}

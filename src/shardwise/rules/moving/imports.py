@@ -12,7 +12,7 @@ from shardwise.rules.names import canonical
 from shardwise.rules.source import FileContext
 
 _FSDP = "torch.distributed.fsdp"
-_OURS = (_FSDP, "torch.distributed.algorithms._checkpoint")
+_OURS = (_FSDP, "torch.distributed.algorithms._checkpoint", "torch.distributed.checkpoint.optimizer")
 
 
 def finish(before: FileContext, text: str, names: set[str], helpers: set[str], features: set[str]) -> str:
@@ -135,7 +135,9 @@ def _last_import(tree: ast.Module) -> ast.stmt | None:
             break
         if isinstance(statement, ast.If) and _is_main_guard(statement):
             break
-        if isinstance(statement, ast.Import | ast.ImportFrom) or (isinstance(statement, ast.Try | ast.If) and _imports_only(statement)):
+        if isinstance(statement, ast.Import | ast.ImportFrom) or (
+            isinstance(statement, ast.Try | ast.If) and _imports_only(statement)
+        ):
             last = statement
     return last
 
@@ -189,7 +191,7 @@ def _exported(tree: ast.Module) -> set[str]:
         if isinstance(statement, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == "__all__" for target in statement.targets
         ):
-            return {one.value for one in ast.walk(statement.value) if isinstance(one, ast.Constant)}
+            return {str(one.value) for one in ast.walk(statement.value) if isinstance(one, ast.Constant)}
     return set()
 
 
@@ -211,7 +213,7 @@ def _without(after: FileContext, node: ast.ImportFrom, gone: list[ast.alias]) ->
         comma = re.compile(r"[ \t]*,[ \t]*").match(text, finish)
         if comma:
             line_start = text.rfind("\n", 0, begin) + 1
-            line = re.compile(r"[ \t]*\r?\n").match(text, comma.end())
+            line = re.compile(r"[ \t]*(?:#[^\r\n]*)?\r?\n").match(text, comma.end())
             if text[line_start:begin].strip() == "" and line and line_start > start:
                 edits.append(change(line_start, line.end(), ""))
             else:

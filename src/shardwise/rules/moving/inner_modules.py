@@ -16,18 +16,19 @@ _NAMES = ("module", "_fsdp_wrapped_module")
 def rewrite_inner_modules(draft: Draft, program: Program) -> None:
     """Take `.module` off wrapped models."""
     context, sharded = draft.context, program.sharded(draft.context)
-    for node in list(context.parents):
+    for node in draft.nodes():
         if not (isinstance(node, ast.Attribute) and node.attr in _NAMES) or node in draft.taken:
             continue
         if any(one in draft.taken for one in context.ancestors(node) if isinstance(one, ast.Call)):
             continue
         holds = sharded.holds(node.value)
-        if holds is Holds.NEVER or (holds is Holds.SOMETIMES and node.attr == "module" and _is_guarded(context, node)):
+        if node.attr == "_fsdp_wrapped_module":  # nothing else has it, and nothing will
+            holds = Holds.ALWAYS if not _is_guarded(context, node) else Holds.NEVER
+        if holds is Holds.NEVER or (holds is Holds.SOMETIMES and _is_guarded(context, node)):
             continue
         model = context.source(node.value)
-        if holds is Holds.ALWAYS or node.attr != "module":
-            start, end = context.positions.span(node)
-            draft.edit(context.positions.span(node.value)[1], end, "")
+        if holds is Holds.ALWAYS:
+            draft.edit(context.positions.span(node.value)[1], context.positions.span(node)[1], "")
             draft.taken.add(node)
             draft.rewritten(CODE, node, f".{node.attr} is gone: the sharded model is the module itself")
         elif isinstance(node.ctx, ast.Load):

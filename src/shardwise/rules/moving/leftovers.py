@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from shardwise.rules.moving.draft import ROAD1, Draft
 from shardwise.rules.moving.program import Program
@@ -12,9 +13,11 @@ from shardwise.rules.source import FileContext
 
 _INTERNAL = {"_handle", "_handles", "_all_handles", "flat_param", "_flat_param", "_gradient_postdivide_factor"}
 _INTERNAL |= {"_gradient_predivide_factor", "_fsdp_wrapped_module", "_is_root", "_has_params", "_unshard_params"}
+_ATTRIBUTES = {"process_group", "sharding_strategy", "compute_device", "training_state", "check_is_root", "_lazy_init"}
 _SURE = {"flat_param", "_flat_param", "_all_handles", "_gradient_postdivide_factor", "_gradient_predivide_factor"}
 _WRAP = {"torch.distributed.fsdp.wrap.wrap", "torch.distributed.fsdp.wrap.enable_wrap"}
 _WRAP |= {"torch.distributed.fsdp.wrap.auto_wrap"}
+_PRIVATE = re.compile(r"torch\.distributed\.fsdp\._(?!fully_shard)")
 _HOOKS = ("register_comm_hook", "set_comm_hook")
 
 
@@ -27,6 +30,12 @@ def subclasses(context: FileContext, program: Program) -> dict[str, ast.ClassDef
     }
 
 
+def built_subclasses(context: FileContext, program: Program) -> list[str]:
+    """Those of them that the file also makes objects of."""
+    called = {call.func.id for call in context.calls if isinstance(call.func, ast.Name)}
+    return sorted(name for name in subclasses(context, program) if name in called)
+
+
 def report_leftovers(draft: Draft, program: Program) -> None:
     """Note every use of FSDP1 that is still there."""
     _classes(draft, program)
@@ -37,33 +46,27 @@ def report_leftovers(draft: Draft, program: Program) -> None:
 def _classes(draft: Draft, program: Program) -> None:
     context = draft.context
     inherited = subclasses(context, program)
-    for node in list(context.parents):
+    for node in draft.nodes():
         if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load) or node in draft.taken:
             continue
         parent = context.parents[node]
-        if isinstance(parent, ast.ClassDef) and node in parent.bases and program.is_any(context, node, {FSDP1}):
+        if not program.is_any(context, node, {FSDP1}):
+            continue
+        if isinstance(parent, ast.ClassDef) and node in parent.bases:
             draft.undecided(
                 "SW102",
                 node,
                 f"{parent.name} is a subclass of FSDP: FSDP2 has no wrapper class to inherit from",
                 f"keep its methods as functions of the sharded model; or {ROAD1}",
             )
-        elif _is_import_of_class(context, program, node) and not isinstance(parent, ast.Attribute | ast.Call):
-            _value(draft, node, parent)
-        elif isinstance(parent, ast.Call) and node in parent.args and _is_import_of_class(context, program, node):
-            if parent not in draft.taken and not _has_note(draft, parent):
-                _value(draft, node, parent)
-        elif isinstance(parent, ast.keyword) and _is_import_of_class(context, program, node):
-            _value(draft, node, parent)
-        elif isinstance(parent, ast.Attribute) and _is_import_of_class(context, program, node):
+        elif isinstance(parent, ast.Attribute):
             if parent not in draft.taken and not any(_has_note(draft, one) for one in context.ancestors(node)):
-                draft.undecided(
-                    "SW131",
-                    node,
-                    f"FSDP.{parent.attr} works on FSDP1's models only",
-                    f"replace it by what it is used for; or {ROAD1}",
-                )
-    for call in context.calls:
+                _static(draft, node, parent)
+        elif not isinstance(parent, ast.Call) or (
+            node in parent.args and parent not in draft.taken and not _has_note(draft, parent)
+        ):
+            _value(draft, node)
+    for call in draft.calls():
         name = call.func.id if isinstance(call.func, ast.Name) else ""
         if name in inherited and call not in draft.taken:
             draft.undecided(
@@ -74,10 +77,6 @@ def _classes(draft: Draft, program: Program) -> None:
             )
 
 
-def _is_import_of_class(context: FileContext, program: Program, node: ast.expr) -> bool:
-    return program.is_any(context, node, {FSDP1})
-
-
 def _has_note(draft: Draft, node: ast.AST) -> bool:
     line = getattr(node, "lineno", None)
     return isinstance(node, ast.stmt | ast.expr) and any(
@@ -85,7 +84,16 @@ def _has_note(draft: Draft, node: ast.AST) -> bool:
     )
 
 
-def _value(draft: Draft, node: ast.expr, parent: ast.AST) -> None:
+def _static(draft: Draft, node: ast.expr, parent: ast.Attribute) -> None:
+    draft.undecided(
+        "SW131",
+        node,
+        f"FSDP.{parent.attr} works on FSDP1's models only",
+        f"replace it by what it is used for; or {ROAD1}",
+    )
+
+
+def _value(draft: Draft, node: ast.expr) -> None:
     draft.undecided(
         "SW102",
         node,
@@ -95,7 +103,7 @@ def _value(draft: Draft, node: ast.expr, parent: ast.AST) -> None:
 
 
 def _wraps(draft: Draft) -> None:
-    for call in draft.context.calls:
+    for call in draft.calls():
         if call not in draft.taken and draft.context.is_any(call.func, _WRAP):
             draft.undecided(
                 "SW103",
@@ -106,16 +114,15 @@ def _wraps(draft: Draft) -> None:
 
 
 def _internals(draft: Draft, program: Program) -> None:
-    context, sharded = draft.context, program.sharded(draft.context)
-    for node in list(context.parents):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed.fsdp._"):
-            if not (node.module or "").startswith("torch.distributed.fsdp._fully_shard"):
-                draft.undecided(
-                    "SW127",
-                    node,
-                    f"{node.module} is private to FSDP1",
-                    f"remove what uses it, or write it anew on DTensor; or {ROAD1}",
-                )
+    sharded = program.sharded(draft.context)
+    for node in draft.nodes():
+        if isinstance(node, ast.ImportFrom) and _PRIVATE.match(node.module or ""):
+            draft.undecided(
+                "SW127",
+                node,
+                f"{node.module} is private to FSDP1",
+                f"remove what uses it, or write it anew on DTensor; or {ROAD1}",
+            )
         if not isinstance(node, ast.Attribute) or node in draft.taken:
             continue
         if node.attr in _INTERNAL and (node.attr in _SURE or sharded.holds(node.value) is not Holds.NEVER):
@@ -124,6 +131,13 @@ def _internals(draft: Draft, program: Program) -> None:
                 node,
                 f".{node.attr} is a part of FSDP1's flat parameters, which FSDP2 does not have",
                 f"work on the DTensors that model.parameters() gives; or {ROAD1}",
+            )
+        if node.attr in _ATTRIBUTES and sharded.holds(node.value) is not Holds.NEVER:
+            draft.undecided(
+                "SW127",
+                node,
+                f".{node.attr} is an attribute of FSDP1's wrapper, which FSDP2 does not have",
+                f"take it from the mesh or the settings that the model is sharded with; or {ROAD1}",
             )
         if node.attr in _HOOKS and sharded.holds(node.value) is not Holds.NEVER:
             draft.undecided(

@@ -31,6 +31,8 @@ def rewrite_backends(draft: Draft, program: Program) -> None:
 
 def _offloads(draft: Draft, program: Program) -> bool:
     """Whether this file, or one that it belongs to, asks FSDP to offload."""
-    return "CPUOffloadPolicy" in draft.names or "_offload_policy" in draft.helpers or "offload=" in draft.context.text and (
-        "CPUOffload(" in draft.context.text
+    return (
+        "CPUOffloadPolicy" in draft.names
+        or "_offload_policy" in draft.helpers
+        or ("offload=" in draft.context.text and ("CPUOffload(" in draft.context.text))
     )

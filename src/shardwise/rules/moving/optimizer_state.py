@@ -93,6 +93,8 @@ def _load(writer: Writer, call: ast.Call, name: str, given: dict[str, ast.expr],
     if "optim_state_dict" not in given:
         raise Unmovable(call, f"{name} is called without the state", _LOAD_FIX, OPTIMIZER_CODE)
     model, state = context.source(given["model"]), context.source(given["optim_state_dict"])
+    if _read_sharded(writer, given):
+        gather = Gather(SHARDED)
     parent = context.parents[call]
     if isinstance(given.get("load_directly"), ast.Constant) and "optim" in given:
         draft.replace(call, writer.load_optimizer(model, context.source(given["optim"]), state, gather))
@@ -109,7 +111,6 @@ def _load(writer: Writer, call: ast.Call, name: str, given: dict[str, ast.expr],
             remove_statement(draft, statement)
         else:
             draft.replace(call, state)
-    _read_sharded(writer, call, given)
 
 
 def _always_before(context: FileContext, statement: ast.stmt, load: ast.Call) -> bool:
@@ -117,12 +118,12 @@ def _always_before(context: FileContext, statement: ast.stmt, load: ast.Call) ->
     return context.parents[statement] in set(context.ancestors(load))
 
 
-def _read_sharded(writer: Writer, call: ast.Call, given: dict[str, ast.expr]) -> None:
-    """`load_sharded_optimizer_state_dict`, which made the state that the call takes, reads FSDP1's shards only."""
-    context = writer.draft.context
-    state = given["optim_state_dict"]
+def _read_sharded(writer: Writer, given: dict[str, ast.expr]) -> bool:
+    """Rewrite the `load_sharded_optimizer_state_dict` that made the state; it reads FSDP1's shards only."""
+    context, draft = writer.draft.context, writer.draft
+    state, found = given["optim_state_dict"], False
     if not (isinstance(state, ast.Subscript) and isinstance(state.value, ast.Name) and "optim" in given):
-        return
+        return False
     for binding in context.bindings(state.value):
         made = binding.value
         if isinstance(made, ast.Call) and context.is_any(made.func, READS_SHARDED):
@@ -131,7 +132,12 @@ def _read_sharded(writer: Writer, call: ast.Call, given: dict[str, ast.expr]) ->
                 raise Unmovable(made, "its arguments cannot be told apart", "write them as keywords", OPTIMIZER_CODE)
             words = [context.source(given["model"]), context.source(given["optim"]), told["optimizer_key"]]
             words += [told["storage_reader"], *([f"planner={told['planner']}"] if "planner" in told else [])]
-            writer.draft.replace(made, f"{writer.draft.helper('_read_optimizer_state')}({', '.join(words)})")
+            start, end = context.positions.span(made)  # what was rewritten inside goes with it
+            draft.edits = [edit for edit in draft.edits if not start <= edit.start <= edit.end <= end]
+            draft.replace(made, f"{draft.helper('_read_optimizer_state')}({', '.join(words)})")
+            draft.taken.update(ast.walk(made))
+            found = True
+    return found
 
 
 def _later_loads(context: FileContext, call: ast.Call) -> list[ast.Call]:

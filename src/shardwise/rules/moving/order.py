@@ -1,4 +1,4 @@
-"""What must come before sharding and came after, or the other way round: recomputation and optimizers."""
+"""Activation checkpointing must come before sharding under FSDP2; with FSDP1 it often came after."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from shardwise.rules.moving import constructors
 from shardwise.rules.moving.draft import Draft
 from shardwise.rules.moving.edits import change
 from shardwise.rules.moving.program import Program
+from shardwise.rules.moving.values import is_simple
 from shardwise.rules.scopes import Function
 
-CHECKPOINTS, OPTIMIZERS = "SW125", "SW128"
+CODE = "SW125"
+_APPLIES = re.compile(r"^apply_\w*checkpoint\w*$|^apply_ac$")
 _APPLY = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing"
-_OPTIMIZERS = re.compile(r"^torch\.optim\.(?!lr_scheduler)\w+$|(?:^|\.)(?:AdamW|Adam|SGD|Adafactor|AdamW8bit|Lion|Adagrad)$")
 
 
 def rewrite_order(draft: Draft, program: Program) -> None:
-    """Move recomputation before sharding where nothing stands in between; report optimizers built too early."""
+    """Move recomputation before sharding where nothing stands in between."""
     context = draft.context
     wraps = [call for call, is_partial in constructors.find(context, program) if not is_partial]
     for wrap in wraps:
         if wrap not in draft.taken:
             continue
         home = context.enclosing_function(wrap)
-        for call in context.calls:
+        for call in draft.calls():
             if context.enclosing_function(call) is not home or call is wrap:
                 continue
             if call.lineno > wrap.lineno and _recomputes(draft, program, call, wrap):
                 _move_up(draft, call, wrap)
-            elif call.lineno < wrap.lineno and _is_optimizer(draft, call, wrap):
-                _report_optimizer(draft, call, wrap)
+            elif call.lineno > wrap.lineno and _looks_like_it(draft, program, call, wrap):
+                _leave(draft, call)
 
 
-def _model_names(draft: Draft, wrap: ast.Call) -> set[str]:
+def model_names(draft: Draft, wrap: ast.Call) -> set[str]:
     """The names by which the wrapped model is known."""
     context = draft.context
-    module = wrap.args[0] if wrap.args else next((k.value for k in wrap.keywords if k.arg == "module"), None)
+    module = module_of(wrap)
     names = {context.source(module)} if module is not None else set()
     statement = context.statement(wrap)
     if isinstance(statement, ast.Assign):
@@ -44,11 +45,16 @@ def _model_names(draft: Draft, wrap: ast.Call) -> set[str]:
     return names
 
 
+def module_of(wrap: ast.Call) -> ast.expr | None:
+    """The module that a constructor call is given."""
+    return wrap.args[0] if wrap.args else next((k.value for k in wrap.keywords if k.arg == "module"), None)
+
+
 def _recomputes(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> bool:
     """Whether a call applies activation checkpointing to the wrapped model, itself or through a function."""
     context = draft.context
     first = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "model"), None)
-    if first is None or context.source(first) not in _model_names(draft, wrap):
+    if first is None or context.source(first) not in model_names(draft, wrap):
         return False
     if context.is_any(call.func, {_APPLY}):
         return True
@@ -56,9 +62,7 @@ def _recomputes(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) 
     if found is None:
         return False
     other, function = found
-    return any(
-        other.is_any(inner.func, {_APPLY}) for inner in ast.walk(function) if isinstance(inner, ast.Call)
-    )
+    return any(other.is_any(inner.func, {_APPLY}) for inner in ast.walk(function) if isinstance(inner, ast.Call))
 
 
 def _move_up(draft: Draft, call: ast.Call, wrap: ast.Call) -> None:
@@ -67,28 +71,47 @@ def _move_up(draft: Draft, call: ast.Call, wrap: ast.Call) -> None:
     target = context.statement(wrap)
     moved = _block_member(draft, call, target)
     if moved is None or not _can_move(draft, moved, target, wrap):
-        draft.undecided(
-            CHECKPOINTS,
-            call,
-            "activation checkpointing is applied after sharding: FSDP2 would recompute around its gathering",
-            "apply it before the model is sharded, and shard the wrapped blocks",
-        )
+        _leave(draft, call)
         return
-    text, (start, end) = context.text, context.positions.span(moved)
+    text, end = context.text, context.positions.span(moved)[1]
     line_start = context.positions.starts[moved.lineno - 1]
     behind = re.compile(r"[^\r\n]*(\r\n|\r|\n|$)").match(text, end)
     stop = behind.end() if behind else end
     lead = _comments_above(text, line_start, draft.indent(moved))
     place = context.positions.starts[target.lineno - 1]
     piece = text[lead:stop]
+    given = module_of(wrap)
     new_name = context.source(target.targets[0]) if isinstance(target, ast.Assign) else ""
-    old_name = context.source(wrap.args[0]) if wrap.args else ""
-    if new_name and old_name and new_name != old_name:
+    old_name = context.source(given) if given is not None else ""
+    if given is not None and new_name and not is_simple(given):
+        # The model is built in the call itself: it gets its name first.
+        draft.replace(given, new_name)
+        piece = f"{draft.indent(target)}{new_name} = {old_name}{draft.newline}{piece}"
+    elif new_name and old_name and new_name != old_name:
         piece = re.sub(rf"(?<![\w.]){re.escape(new_name)}(?!\w)", old_name, piece)
-    draft.edits += [change(place, place, piece), change(lead, stop, "")]
+    draft.edits = [change(place, place, piece), change(lead, stop, ""), *draft.edits]
     draft.features.add("ac")
     draft.taken.update(ast.walk(moved))
-    draft.rewritten(CHECKPOINTS, call, "activation checkpointing moved before sharding: recomputed inside, sharded outside")
+    draft.rewritten(CODE, call, "activation checkpointing moved before sharding: recomputed inside, sharded outside")
+
+
+def _leave(draft: Draft, call: ast.Call) -> None:
+    draft.undecided(
+        CODE,
+        call,
+        "activation checkpointing is applied after sharding: FSDP2 would recompute around its gathering",
+        "apply it before the model is sharded, and shard the wrapped blocks",
+    )
+
+
+def _looks_like_it(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> bool:
+    """A function of a file that is not among those given, with a name that says what it does to the model."""
+    context = draft.context
+    name = context.source(call.func).rpartition(".")[2]
+    if not _APPLIES.search(name) or program.function(context, call.func) is not None:
+        return False
+    first = call.args[0] if call.args else None
+    return first is not None and context.source(first) in model_names(draft, wrap)
 
 
 def _comments_above(text: str, line_start: int, indent: str) -> int:
@@ -112,11 +135,12 @@ def _block_member(draft: Draft, node: ast.AST, target: ast.stmt) -> ast.stmt | N
         if not isinstance(parent, ast.If) or parent.orelse:
             return None
         current = parent
-    siblings = next((body for body in _bodies(block) if target in body), [])
+    siblings = next((body for body in bodies(block) if target in body), [])
     return current if current in siblings else None
 
 
-def _bodies(node: ast.AST) -> list[list[ast.stmt]]:
+def bodies(node: ast.AST) -> list[list[ast.stmt]]:
+    """The blocks of statements that a node has."""
     return [body for name in ("body", "orelse", "finalbody") if isinstance(body := getattr(node, name, None), list)]
 
 
@@ -125,7 +149,7 @@ def _can_move(draft: Draft, moved: ast.stmt, target: ast.stmt, wrap: ast.Call) -
     context = draft.context
     if not draft.starts_line(moved) or not draft.starts_line(target) or moved in draft.taken:
         return False
-    siblings = next(body for body in _bodies(context.parents[target]) if target in body)
+    siblings = next(body for body in bodies(context.parents[target]) if target in body)
     between = siblings[siblings.index(target) + 1 : siblings.index(moved)]
     read = {node.id for node in ast.walk(moved) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     given = {
@@ -144,31 +168,5 @@ def _can_move(draft: Draft, moved: ast.stmt, target: ast.stmt, wrap: ast.Call) -
     }
     start, end = context.positions.span(moved)
     touched = any(start <= edit.start and edit.end <= end for edit in draft.edits)
+    touched |= "_fsdp_wrapped_module" in context.text[start:end]  # reaches into wrappers that are gone
     return not read & given and not touched
-
-
-def _is_optimizer(draft: Draft, call: ast.Call, wrap: ast.Call) -> bool:
-    context = draft.context
-    origins = context.origins(call.func)
-    if not any(_OPTIMIZERS.search(origin) for origin in origins):
-        return False
-    names = _model_names(draft, wrap)
-    given = {context.source(node.func.value) for node in ast.walk(call) if _asks_parameters(node)}
-    return bool(given & names)
-
-
-def _asks_parameters(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("parameters", "named_parameters")
-    )
-
-
-def _report_optimizer(draft: Draft, call: ast.Call, wrap: ast.Call) -> None:
-    draft.undecided(
-        OPTIMIZERS,
-        call,
-        f"the optimizer is built before the model is sharded on line {wrap.lineno}: it would update tensors nobody uses",
-        "build it after fully_shard, or let sw.shard(model, optimizers=optimizer) point it at the shards",
-    )

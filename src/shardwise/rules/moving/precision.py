@@ -34,7 +34,8 @@ def convert(wrap: Wrap, *, has_policy: bool) -> tuple[list[tuple[str, str]], set
     literal = _own_literal(wrap, node)
     if literal is None:
         argument = wrap.by_name["mixed_precision"]
-        wrap.list.wrap(argument, f"**{wrap.draft.helper('_precision')}(", ")")
+        end = ", is_root=False)" if wrap.is_inner else ")"
+        wrap.list.wrap(argument, f"**{wrap.draft.helper('_precision')}(", end)
         return [], {"precision", "buffers"}
     listed = read_arguments(wrap.context, literal)
     options, features = _literal(wrap, literal, listed, has_policy)
@@ -107,7 +108,7 @@ def _literal(
     if is_constant(units, True):
         if has_policy:
             options.append(("cast_unit_inputs", "True"))
-    elif is_constant(root, False):
+    elif is_constant(root, False) or wrap.is_inner:
         listed.add("cast_forward_inputs=False")
     return options, features
 

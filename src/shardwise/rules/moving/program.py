@@ -15,6 +15,7 @@ from shardwise.rules.source import FileContext
 if TYPE_CHECKING:
     from shardwise.rules.moving.sharded import Sharded
 
+_SHORT = ("FullyShardedDataParallel", "FSDP", "FSDP1")
 _MAX_HOPS = 6
 _T = TypeVar("_T")
 
@@ -30,7 +31,9 @@ class Program:
         self.texts = texts
         self._files: dict[str, FileContext | SourceError] = {}
         self._sharded: dict[str, Sharded] = {}
+        self._aliases_of: dict[str, set[str]] = {}
         self._remembered: dict[str, Any] = {}
+        self._handed: dict[str, set[tuple[object, str]]] | None = None
         self._by_tail: dict[tuple[str, ...], list[str]] = {}
         for path in texts:
             parts = _module_parts(path)
@@ -67,6 +70,20 @@ class Program:
             self._sharded[context.path] = Sharded(context, self)
         return self._sharded[context.path]
 
+    def handed(self, path: str) -> set[tuple[object, str]]:
+        """The (function, parameter) pairs of a file that callers hand a wrapped model."""
+        if self._handed is None:
+            from shardwise.rules.moving.passing import spread
+
+            self._handed = {}
+            spread(self, self._handed)
+            self._sharded.clear()  # what was read before all was known
+        return self._handed.get(path, set())
+
+    def forget(self, path: str) -> None:
+        """Read a file's wrapped models again."""
+        self._sharded.pop(path, None)
+
     def remember(self, name: str, work: Callable[[Program], _T]) -> _T:
         """What `work` says about the whole program, asked once."""
         if name not in self._remembered:
@@ -85,16 +102,26 @@ class Program:
 
     def is_any(self, context: FileContext, node: ast.AST | None, names: Collection[str]) -> bool:
         """Whether an expression may stand for one of these public names."""
+        last = {name.rpartition(".")[2] for name in names}
+        if isinstance(node, ast.Attribute) and node.attr not in last and node.attr not in _SHORT:
+            return False  # most expressions: no need to know where they come from
+        if isinstance(node, ast.Name) and node.id not in self._aliases(context):
+            return False
         found = context.origins(node)
         if not found.isdisjoint(names):
             return True
-        last = {name.rpartition(".")[2] for name in names}
         if not found or all(origin.startswith("torch.") for origin in found):
             return False
         # A re-export keeps the name, or shortens it as everybody does.
-        if not any(origin.rpartition(".")[2] in (*last, "FSDP", "FSDP1") for origin in found):
+        if not any(origin.rpartition(".")[2] in (*last, *_SHORT) for origin in found):
             return False
         return not self.origins(context, node).isdisjoint(names)
+
+    def _aliases(self, context: FileContext) -> set[str]:
+        """Names of a file that can have anything to do with FSDP's class: imported so, or given from such."""
+        if context.path not in self._aliases_of:
+            self._aliases_of[context.path] = _fsdp_names(context)
+        return self._aliases_of[context.path]
 
     def _resolve(self, context: FileContext, origin: str, hops: int) -> frozenset[str]:
         if origin.startswith("torch.") or hops > _MAX_HOPS:
@@ -143,6 +170,19 @@ class Program:
                 return found
         return None
 
+    def definition(self, context: FileContext, node: ast.AST) -> tuple[FileContext, Function | ast.ClassDef] | None:
+        """The function or class of the program that a name stands for, in this file or where it is imported from."""
+        own = context.definition(node)
+        if own is not None:
+            return context, own
+        for origin in context.origins(node):
+            module, name = _split(origin)
+            other = self.find_module(context, module) if module else None
+            found = other.scopes[other.tree].names.get(name, []) if other is not None else []
+            if other is not None and len(found) == 1 and found[0].definition is not None:
+                return other, found[0].definition
+        return None
+
     def _function_at(self, context: FileContext, origin: str, hops: int = 0) -> tuple[FileContext, Function] | None:
         module, name = _split(origin)
         other = self.find_module(context, module) if module and hops < _MAX_HOPS else None
@@ -157,6 +197,25 @@ class Program:
             if not found and (inner := self._function_at(other, f"{star}.{name}", hops + 1)) is not None:
                 return inner
         return None
+
+
+def _fsdp_names(context: FileContext) -> set[str]:
+    """The names of a file that are imported as FSDP's class, or given their value by an expression that names it."""
+    found = set(_SHORT)
+    bindings = [(name, one) for scope in context.scopes.values() for name, ones in scope.names.items() for one in ones]
+    found |= {name for name, one in bindings if one.origin.rpartition(".")[2] in _SHORT}
+    for _ in range(3):  # a = FSDP; b = a
+        for name, one in bindings:
+            if name not in found and one.value is not None and _names_any(one.value, found):
+                found.add(name)
+    return found
+
+
+def _names_any(node: ast.expr, names: set[str]) -> bool:
+    if not isinstance(node, ast.Name | ast.Attribute | ast.IfExp | ast.BoolOp | ast.NamedExpr):
+        return False
+    inner = (one for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute))
+    return any((one.id if isinstance(one, ast.Name) else one.attr) in names for one in inner)
 
 
 def _split(origin: str) -> tuple[str, str]:

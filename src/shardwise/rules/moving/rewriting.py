@@ -10,6 +10,7 @@ from shardwise.errors import SourceError
 from shardwise.findings import Severity, SourceFinding, Status
 from shardwise.rules.moving import constructors, writing
 from shardwise.rules.moving.accumulation import rewrite_no_sync
+from shardwise.rules.moving.class_values import rewrite_chosen_class, rewrite_enable_wrap
 from shardwise.rules.moving.clipping import rewrite_clipping
 from shardwise.rules.moving.constructors import Blocked
 from shardwise.rules.moving.draft import ROAD1, Draft
@@ -18,8 +19,9 @@ from shardwise.rules.moving.frameworks import framework_findings
 from shardwise.rules.moving.full_params import rewrite_full_params
 from shardwise.rules.moving.imports import finish
 from shardwise.rules.moving.inner_modules import rewrite_inner_modules
-from shardwise.rules.moving.leftovers import report_leftovers, subclasses
+from shardwise.rules.moving.leftovers import built_subclasses, report_leftovers, subclasses
 from shardwise.rules.moving.offloading import rewrite_backends
+from shardwise.rules.moving.optimizer_order import move_optimizers, refuse_early_optimizers
 from shardwise.rules.moving.order import rewrite_order
 from shardwise.rules.moving.program import Program
 from shardwise.rules.moving.scaling import rewrite_scalers
@@ -28,8 +30,10 @@ from shardwise.rules.moving.type_checks import rewrite_type_checks
 from shardwise.rules.source import FileContext
 
 Rule = Callable[[Draft, Program], None]
+_WITH_CONSTRUCTORS: tuple[Rule, ...] = (rewrite_order, move_optimizers)
+"""What belongs to a rewritten constructor, whatever else the file keeps."""
 _RULES: tuple[Rule, ...] = (
-    rewrite_order,
+    rewrite_enable_wrap,
     rewrite_state_dicts,
     rewrite_clipping,
     rewrite_no_sync,
@@ -55,12 +59,13 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
     for rules in (_RULES, ()):
         draft = Draft(context, target)
         _rewrite_constructors(draft, program)
+        for rule in _WITH_CONSTRUCTORS:
+            _carry_out(rule, draft, program, "")
         keeps = _keeps_fsdp1(draft, program)
         for rule in rules:
-            _carry_out(draft, lambda rule=rule: rule(draft, program), keeps)
+            _carry_out(rule, draft, program, keeps)
         report_leftovers(draft, program)
-        for finding in framework_findings(context):
-            _carry_out(draft, lambda finding=finding: _add(draft, finding), "")
+        _carry_out(_rewrite_frameworks, draft, program, "")
         notes = sorted(draft.notes, key=lambda note: (note.line, note.code))
         if not draft.edits:
             return context.text, notes
@@ -74,12 +79,20 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
 
 
 def _rewrite_constructors(draft: Draft, program: Program) -> None:
+    inherited = built_subclasses(draft.context, program)
     for call, is_partial in constructors.find(draft.context, program):
         earlier = draft.snapshot()
         try:
+            if inherited:
+                raise Blocked(f"the file also builds {inherited[0]}, a subclass of FSDP", "move both together")
+            if not is_partial and not constructors.is_certain(draft.context, program, call.func):
+                rewrite_chosen_class(draft, program, call)
+                continue
             wrap = constructors.read(draft, call, is_partial)
             constructors.refuse_internals(wrap)
+            refuse_early_optimizers(draft, call)
             writing.rewrite(wrap)
+            constructors.refuse_local_names(wrap)
             apply_edits(draft.context.text, draft.edits)
         except Blocked as blocked:
             draft.restore(earlier)
@@ -98,10 +111,10 @@ def _keeps_fsdp1(draft: Draft, program: Program) -> str:
     return f"{next(iter(found))} is a subclass of FSDP" if found else ""
 
 
-def _carry_out(draft: Draft, action: Callable[[], None], keeps: str) -> None:
-    """Do something to the draft; where it collides with earlier edits, or FSDP1 stays, only say what was to be done."""
+def _carry_out(rule: Rule, draft: Draft, program: Program, keeps: str) -> None:
+    """Apply a rule; where it collides with earlier edits, or FSDP1 stays, only say what was to be done."""
     earlier = draft.snapshot()
-    action()
+    rule(draft, program)
     why = keeps
     try:
         apply_edits(draft.context.text, draft.edits)
@@ -127,6 +140,7 @@ def _undone(note: SourceFinding, why: str) -> SourceFinding:
     )
 
 
-def _add(draft: Draft, finding: SourceFinding) -> None:
-    draft.edits += finding.edits
-    draft.notes.append(finding)
+def _rewrite_frameworks(draft: Draft, program: Program) -> None:
+    for finding in framework_findings(draft.context):
+        draft.edits += finding.edits
+        draft.notes.append(finding)

@@ -15,7 +15,7 @@ _NAME = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
 def rewrite_scalers(draft: Draft, program: Program) -> None:
     """Rewrite every use of the class."""
     context = draft.context
-    for node in list(context.parents):
+    for node in draft.nodes():
         if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load):
             continue
         if node in draft.taken or context.origins(node) != {_NAME} or isinstance(context.parents[node], ast.Attribute):
@@ -41,7 +41,7 @@ def _arguments(draft: Draft, call: ast.Call) -> None:
         if argument.name == "process_group":
             listed.drop(argument)
     first = listed.arguments[0] if listed.arguments else None
-    if first is not None and not first.name and isinstance(first.value, ast.Constant | ast.BinOp):
-        if not (isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)):
-            listed.rename(first, "init_scale")  # torch's first argument was the scale once
+    is_number = first is not None and isinstance(first.value, ast.Constant | ast.BinOp)
+    if first is not None and not first.name and is_number and not isinstance(getattr(first.value, "value", 0), str):
+        listed.rename(first, "init_scale")  # torch's first argument was the scale once
     draft.edits += listed.edits()

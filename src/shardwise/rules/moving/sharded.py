@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import itertools
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -58,9 +59,20 @@ class Sharded:
         kinds = [kind for _, kind in bound]
         if Holds.ALWAYS in kinds or Holds.SOMETIMES in kinds:
             others = [kind for kind in kinds if kind is Holds.NEVER]
-            sure = not others and any(self._always_reaches(place, node) for place, kind in bound if kind is Holds.ALWAYS)
+            sure = not others and any(
+                self._always_reaches(place, node) for place, kind in bound if kind is Holds.ALWAYS
+            )
             return Holds.ALWAYS if sure else Holds.SOMETIMES
-        return Holds.SOMETIMES if key in self._told and not bound else Holds.NEVER
+        return Holds.SOMETIMES if self._is_told(key) and not bound else Holds.NEVER
+
+    @property
+    def has_any(self) -> bool:
+        """Whether some variable of the file may hold a wrapped model."""
+        return bool(self._bound or self._told or self.program.handed(self.context.path))
+
+    def _is_told(self, key: tuple[object, str] | None) -> bool:
+        """Whether FSDP's own functions, a type or a caller say that a variable may hold a wrapped model."""
+        return key is not None and (key in self._told or key in self.program.handed(self.context.path))
 
     def _key(self, node: ast.expr) -> tuple[object, str] | None:
         """What identifies a variable: its scope and name, or its class and attribute."""
@@ -116,6 +128,8 @@ class Sharded:
                 return Holds.ALWAYS
             case ast.Call(func=ast.Attribute(attr="to" | "cuda" | "train" | "eval" | "cpu", value=inner)):
                 return self.holds(inner)
+            case ast.Call() if self.context.is_any(node.func, {"torch.distributed.fsdp.wrap.wrap"}):
+                return Holds.ALWAYS if self._under_enable_wrap(node) else Holds.SOMETIMES
             case ast.Call() if self.context.is_any(node.func, {"torch.compile"}) and node.args:
                 return self.holds(node.args[0])
             case ast.Call():
@@ -124,8 +138,19 @@ class Sharded:
                 kinds = {self.holds(node.body), self.holds(node.orelse)}
                 return kinds.pop() if len(kinds) == 1 else Holds.SOMETIMES
             case ast.Name() | ast.Attribute():
-                return self.holds(node) if node not in self._busy and self._key(node) in self._bound else Holds.NEVER
+                key = self._key(node)
+                is_known = key in self._bound or self._is_told(key)
+                return self.holds(node) if node not in self._busy and is_known else Holds.NEVER
         return Holds.NEVER
+
+    def _under_enable_wrap(self, node: ast.AST) -> bool:
+        """Whether `wrap` wraps here: elsewhere it hands the module back as it is."""
+        contexts = [one for one in self.context.ancestors(node) if isinstance(one, ast.With)]
+        entered = [item.context_expr for one in contexts for item in one.items]
+        return any(
+            isinstance(one, ast.Call) and self.context.is_any(one.func, {"torch.distributed.fsdp.wrap.enable_wrap"})
+            for one in entered
+        )
 
     def _of_function(self, call: ast.Call) -> Holds:
         """What a function of the program returns, if it wraps a model itself."""
@@ -133,6 +158,8 @@ class Sharded:
         if found is None or call in self._busy:
             return Holds.NEVER
         context, function = found
+        if "FSDP" not in context.text and "FullyShardedDataParallel" not in context.text:
+            return Holds.NEVER
         self._busy.add(call)
         try:
             return returns_wrapped(context, self.program, function)
@@ -182,7 +209,7 @@ class Sharded:
         """Whether they are in the two branches of one `if`."""
         around = {id(one): one for one in [bound, *self.context.ancestors(bound)]}
         chain = [used, *self.context.ancestors(used)]
-        for inner, outer in zip(chain, chain[1:], strict=False):
+        for inner, outer in itertools.pairwise(chain):
             if isinstance(outer, ast.If) and id(outer) in around:
                 in_body = any(id(one) in around for one in outer.body)
                 used_in_body = any(one is inner for one in outer.body)

@@ -51,8 +51,11 @@ def remove_statement(draft: Draft, statement: ast.stmt) -> None:
     rest = re.compile(r"[ \t]*(#[^\r\n]*)?(\r?\n|$)").match(context.text, end)
     if len(siblings) < 2 or rest is None or not draft.starts_line(statement):
         draft.edits.append(change(start, end, "pass"))
-        return
-    draft.edits.append(change(context.positions.starts[statement.lineno - 1], rest.end(), ""))
+    elif statement is siblings[-1]:
+        draft.edits.append(change(context.positions.starts[statement.lineno - 1], rest.end(), ""))
+    else:  # up to what follows: the indentation before the statement serves it
+        behind = re.compile(r"\s*").match(context.text, rest.end())
+        draft.edits.append(change(start, behind.end() if behind else rest.end(), ""))
 
 
 def drop_dead_configs(draft: Draft, program: Program) -> None:
@@ -68,7 +71,8 @@ def drop_dead_configs(draft: Draft, program: Program) -> None:
         uses = [one for one in context.parents if isinstance(one, ast.Name) and one.id == target.id]
         is_dead = any(id(one) in inside for one in uses) and all(one is target or id(one) in inside for one in uses)
         is_alone = all(target.id not in text for path, text in program.texts.items() if path != context.path)
-        if is_dead and (is_alone or context.enclosing_function(statement) is not None):
+        is_emitted = any(re.search(rf"\b{target.id}\b", edit.text) for edit in draft.edits)
+        if is_dead and not is_emitted and (is_alone or context.enclosing_function(statement) is not None):
             remove_statement(draft, statement)
 
 
@@ -97,13 +101,14 @@ def _move_out(draft: Draft, block: ast.With, body_start: int) -> None:
     if not inner.startswith(outer) or inner == outer:
         raise Unmovable(block, "its lines are indented in mixed ways", "indent them alike")
     width, in_string = len(inner) - len(outer), _string_lines(context.text)
+    edits = list(draft.edits)
     first = next(number for number, start in enumerate(positions.starts, 1) if start >= body_start)
     for number in range(first, (block.end_lineno or first) + 1):
         line = positions.line(number)
-        if number in in_string or not line.strip():
+        start = positions.starts[number - 1]
+        if number in in_string or not line.strip() or any(one.start < start + len(inner) <= one.end for one in edits):
             continue
         if line[: len(inner)] == inner or (line.lstrip().startswith("#") and line.startswith(outer)):
-            start = positions.starts[number - 1]
             have = len(line) - len(line.lstrip(" \t"))
             draft.edits.append(change(start + len(outer), start + len(outer) + min(width, have - len(outer)), ""))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 
+from shardwise.errors import SourceError
 from shardwise.rules.moving import optimizer_state
 from shardwise.rules.moving.draft import ROAD1, Draft
+from shardwise.rules.moving.edits import apply_edits
 from shardwise.rules.moving.program import Program
 from shardwise.rules.moving.sharded import Holds
 from shardwise.rules.moving.state_blocks import dissolve, drop_dead_configs, remove_statement
@@ -67,13 +69,22 @@ def _attempt(draft: Draft, call: ast.Call, handled: set[ast.AST], name: str) -> 
             dissolve(draft, block, call)
         else:
             remove_statement(draft, context.statement(call))
-        draft.taken.add(call)
+        draft.taken.update(ast.walk(call))
+        _check(draft, call)
         draft.rewritten(STATE_CODE, call, f"{name} became options of get_ and set_model_state_dict")
     except Unmovable as problem:
         draft.restore(earlier)
         at = call if isinstance(problem.node, ast.Module) else problem.node
         draft.undecided(problem.code, at, f"{name} is left alone: {problem.why}", f"{problem.fix}; or {ROAD1}")
     handled.update([call, *governed])
+
+
+def _check(draft: Draft, call: ast.Call) -> None:
+    """Raise if the edits so far cannot be made together."""
+    try:
+        apply_edits(draft.context.text, draft.edits)
+    except SourceError:
+        raise Unmovable(call, "another rewrite touches the same lines", "rewrite it by hand") from None
 
 
 _READ_FIX = (
@@ -200,6 +211,7 @@ def _plain(draft: Draft, program: Program, call: ast.Call) -> None:
         if sets_types_globally(program):
             raise Unmovable(call, "set_state_dict_type decides elsewhere what it gives", _BY_HAND, code)
         _rewrite(draft, call, DEFAULT, sure=holds is Holds.ALWAYS)
+        _check(draft, call)
         draft.rewritten(code, call, f"{_shown(context, call)} is gathered as FSDP1 did")
     except Unmovable as problem:
         draft.restore(earlier)

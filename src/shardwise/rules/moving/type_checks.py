@@ -16,10 +16,10 @@ CODE = "SW123"
 def rewrite_type_checks(draft: Draft, program: Program) -> None:
     """Rewrite every use of the class as a type."""
     context = draft.context
-    for call in context.calls:
+    for call in draft.calls():
         if context.origins(call.func) == {f"{FSDP1}.fsdp_modules"} and call not in draft.taken:
             _modules(draft, call)
-    for node in list(context.parents):
+    for node in draft.nodes():
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             _quoted(draft, program, node)
         if not isinstance(node, ast.Name | ast.Attribute) or node in draft.taken:
@@ -69,11 +69,11 @@ def _modules(draft: Draft, call: ast.Call) -> None:
 
 def _quoted(draft: Draft, program: Program, node: ast.Constant) -> None:
     """An annotation in quotes."""
-    context = draft.context
-    if not re.fullmatch(r"[\w.\[\], |]+", node.value) or not _is_type_use(context, node):
+    context, value = draft.context, node.value
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.\[\], |]+", value) or not _is_type_use(context, node):
         return
     scope = context.scopes[context.tree]
-    for word in set(re.findall(r"\b\w+\b", node.value)):
+    for word in set(re.findall(r"\b\w+\b", value)):
         origins = {one.origin for one in scope.names.get(word, [])}
         if origins and all(one.endswith(".FullyShardedDataParallel") and one.startswith("torch.") for one in origins):
             text = context.source(node)

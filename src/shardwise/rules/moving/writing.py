@@ -9,7 +9,7 @@ from shardwise.rules.moving import placement, policies, precision
 from shardwise.rules.moving.constructors import CODE, Wrap, has_stars
 from shardwise.rules.moving.values import is_constant, is_none, is_simple
 
-_ALL = ("policy", "precision", "buffers", "ignored", "init", "sync", "strategy", "group", "mesh", "device")
+ALL_FEATURES = ("policy", "precision", "buffers", "ignored", "init", "sync", "strategy", "group", "mesh", "device")
 _TORCH_ONLY = {"init", "ignored"}  # sw.shard averages gradients of ignored parameters, and fills models afterwards
 _META = re.compile(r"""["']meta["']|init_empty_weights|deferred_init""")
 
@@ -38,7 +38,14 @@ def rewrite(wrap: Wrap) -> None:
     for_helper += more
     features |= needed
     picked = policies.classes(wrap, policy) if policy is not None else None
-    if wrap.draft.target == "shardwise" and not features and (picked or not has_policy) and _nothing_else(wrap):
+    by_parts = _by_parts(wrap)
+    if (
+        wrap.draft.target == "shardwise"
+        and not by_parts
+        and not features
+        and (picked or not has_policy)
+        and _nothing_else(wrap)
+    ):
         _config(wrap, picked, options)
     elif picked and wrap.draft.target == "torch" and not features and _can_loop(wrap):
         _loop(wrap, picked, options)
@@ -46,12 +53,24 @@ def rewrite(wrap: Wrap) -> None:
         _call(wrap, options, for_helper, features, has_policy)
 
 
+def _by_parts(wrap: Wrap) -> bool:
+    """Whether a model is wrapped part by part: `sw.shard` takes it as a whole, `fully_shard` does not mind."""
+    same = [
+        call for call in wrap.context.calls if wrap.context.source(call.func) == wrap.context.source(wrap.call.func)
+    ]
+    loops = ast.For | ast.While | ast.ListComp | ast.GeneratorExp | ast.DictComp
+    in_loop = any(isinstance(one, loops) for call in same for one in wrap.context.ancestors(call))
+    texts = [wrap.context.source(call.args[0]) for call in same if call.args]
+    nested = any(one != other and re.match(rf"{re.escape(one)}[.\[]", other) for one in texts for other in texts)
+    return len(same) > 1 and (in_loop or nested)
+
+
 def _as_told(wrap: Wrap) -> None:
     draft = wrap.draft
     for name, argument in wrap.by_name.items():
         if argument.name and argument.name not in ("*", "**") and argument.name != name:
             wrap.list.rename(argument, name)
-    _callee(wrap, draft.helper("_shard_as_told", *_ALL, *_recomputation(wrap)))
+    _callee(wrap, draft.helper("_shard_as_told", *ALL_FEATURES, *_recomputation(wrap)))
     _finish(wrap, "settings arrive at run time")
 
 
@@ -129,7 +148,9 @@ def _loop(wrap: Wrap, picked: list[str], options: list[tuple[str, str]]) -> None
 
 def _nothing_else(wrap: Wrap) -> bool:
     """Whether all that is left of the arguments is the module and the policy."""
-    return {id(one) for one in wrap.list.kept()} <= {id(wrap.by_name.get(name)) for name in ("module", "auto_wrap_policy", "cls")}
+    return {id(one) for one in wrap.list.kept()} <= {
+        id(wrap.by_name.get(name)) for name in ("module", "auto_wrap_policy", "cls")
+    }
 
 
 def _config(wrap: Wrap, picked: list[str] | None, options: list[tuple[str, str]]) -> None:
@@ -181,7 +202,7 @@ def _call(
     for key, text in [*options, *for_helper]:
         wrap.list.add(text if key == "**" else f"{key}={text}")
     what = "each unit of the policy and the root are sharded" if has_policy else "the whole is one unit"
-    if draft.target == "shardwise" and not features & _TORCH_ONLY:
+    if draft.target == "shardwise" and not features & _TORCH_ONLY and not _by_parts(wrap):
         features |= set() if is_none(wrap.value("mixed_precision")) else {"precision"}
         _callee(wrap, draft.helper("_sw_shard", *features, *_offload(wrap)))
         _finish(wrap, what, "sw.shard")

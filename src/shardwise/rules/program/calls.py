@@ -12,6 +12,7 @@ from shardwise.rules.program.values import (
     UNKNOWN,
     Code,
     Entry,
+    Env,
     Part,
     Reference,
     Table,
@@ -21,6 +22,8 @@ from shardwise.rules.program.values import (
 )
 from shardwise.rules.program.walk import ITEM, MAX_DEPTH, Walk
 from shardwise.rules.scopes import Function, all_parameters
+
+_READERS = frozenset({"print", "len", "str", "repr", "isinstance", "sorted", "list", "tuple", "dict", "bool"})
 
 
 def read_call(walk: Walk, call: ast.Call) -> Values:
@@ -79,12 +82,25 @@ def _result(walk: Walk, call: ast.Call, event: Event, functions: Values) -> Valu
     known = method_result(walk, call, event) if isinstance(call.func, ast.Attribute) else builtin_result(walk, event)
     if known is not None:
         return known
-    if event.is_call_to(*facts.MODEL_STATE_DICTS):
+    if event.is_call_to(*facts.GETTERS):
         return facts.state_dict_of(event)
     code = _code(walk, event, functions)
     if code is not None:
         return _inline(walk, call, event, code)
+    _open_dictionaries(walk, call, event)
     return _made(walk, call, event)
+
+
+def _open_dictionaries(walk: Walk, call: ast.Call, event: Event) -> None:
+    """A function that cannot be read may add keys to the dictionaries it is given."""
+    if event.method in _READERS and not event.origins:
+        return
+    for argument in [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg is not None)]:
+        values = walk.env.get(argument.id, UNKNOWN) if isinstance(argument, ast.Name) else UNKNOWN
+        if isinstance(argument, ast.Name) and any(isinstance(value, Table) for value in values):
+            walk.env[argument.id] = frozenset(
+                Table(value.entries, is_open=True) if isinstance(value, Table) else value for value in values
+            )
 
 
 def _code(walk: Walk, event: Event, functions: Values) -> Code | None:
@@ -92,10 +108,11 @@ def _code(walk: Walk, event: Event, functions: Values) -> Code | None:
     codes = [value for value in functions if isinstance(value, Code)]
     if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute):
         for one in event.receiver:
-            definition = one.definition if isinstance(one, Thing) else None
-            found = walk.find_method(definition, event.method) if definition is not None else None
+            if not (isinstance(one, Thing) and one.definition is not None):
+                continue
+            found = walk.find_method(one.definition, event.method)
             if found is not None and not _is_static(found):
-                codes.append(Code(found, one))  # pyrefly: ignore
+                codes.append(Code(found, one))
     return codes[0] if len(codes) == 1 else None
 
 
@@ -123,8 +140,21 @@ def _inline(walk: Walk, call: ast.Call, event: Event, code: Code) -> Values:
         return read_body(walk, function)
     finally:
         walk.chain.pop()
+        _pass_back(code, call, walk.env, outer)
         walk.env = outer
         del walk.contexts[contexts:]
+
+
+def _pass_back(code: Code, call: ast.Call, inner: Env, outer: Env) -> None:
+    """What a function put into a dictionary that it was given is in the caller's too."""
+    positional = [*code.definition.args.posonlyargs, *code.definition.args.args]
+    given = list(zip(positional[1 if code.bound_to is not None else 0 :], call.args, strict=False))
+    for parameter, argument in given:
+        after = inner.get(parameter.arg, UNKNOWN)
+        if isinstance(argument, ast.Name) and any(
+            isinstance(value, Table) for value in outer.get(argument.id, UNKNOWN)
+        ):
+            outer[argument.id] = after
 
 
 def _bind(walk: Walk, event: Event, code: Code) -> dict[str, Values]:
@@ -150,15 +180,24 @@ def _made(walk: Walk, call: ast.Call, event: Event) -> Values:
     if event.method == "dict" and not event.origins and not event.args:
         entries = [Entry(key, argument.values, argument.node) for key, argument in event.keywords.items()]
         return frozenset({Table(tuple(entries), event.is_open)})
-    definition = walk.file.definition(call.func)
-    is_class = isinstance(definition, ast.ClassDef)
+    if event.is_call_to("copy.deepcopy") and event.args:
+        return frozenset(_copy(one, call, walk) for one in event.args[0] if isinstance(one, Thing | Part))
+    found = walk.file.definition(call.func)
+    definition = found if isinstance(found, ast.ClassDef) else None
     on_meta = walk.meta_depth > 0 or facts.is_on_meta(event)
-    thing = Thing(call, tuple(walk.chain), event.origins, definition if is_class else None, on_meta)  # pyrefly: ignore
+    thing = Thing(call, tuple(walk.chain), event.origins, definition, on_meta, walk.turn)
     if facts.is_container(event) and event.args:
         for element in event.args if "torch.nn.Sequential" in event.origins else [iterate(walk, event.args[0])]:
             walk.store(thing, ITEM, element)
-    if is_class:
-        constructor = walk.find_method(definition, "__init__")  # pyrefly: ignore
+    if definition is not None:
+        constructor = walk.find_method(definition, "__init__")
         if constructor is not None:
             _inline(walk, call, event, Code(constructor, thing))
     return frozenset({thing})
+
+
+def _copy(one: Thing | Part, call: ast.Call, walk: Walk) -> Thing:
+    """Another object of the same kind."""
+    if isinstance(one, Part):
+        return Thing(call, tuple(walk.chain), turn=walk.turn)
+    return Thing(call, tuple(walk.chain), one.origins, one.definition, one.on_meta, walk.turn)

@@ -8,7 +8,7 @@ import re
 from shardwise.rules.program.events import Event
 from shardwise.rules.source import FileContext
 
-_RANK = re.compile(r"^(global_|world_|local_|node_|process_)?_?rank$|^(process_index|local_process_index)$")
+_RANK = re.compile(r"^_?((global|world|local|node|process)_)?rank$|^(local_)?process_index$", re.IGNORECASE)
 _MAIN = re.compile(
     r"^_?(is_)?(global_|local_)?(main|master|rank_?(0|zero)|chief|coordinator)(_process|_rank)?(_only)?$"
     r"|^is_(rank_zero|global_zero|main_process|local_main_process|world_process_zero|first_rank)$|^should_(save|log)_on_rank_0$"
@@ -19,10 +19,10 @@ _RANK_ZERO_DECORATORS = re.compile(r"^(rank_zero_only|only_on_rank_zero|on_main_
 
 def asks_for_rank_zero(file: FileContext, test: ast.AST, hops: int = 4) -> bool | None:
     """True if a test holds on one rank only, False if on all but one, None if it asks for something else."""
+    if _is_rank(file, test):
+        return False  # `if rank:` is all but rank 0
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            if _is_rank(file, operand):
-                return True
             inner = asks_for_rank_zero(file, operand, hops)
             return None if inner is None else not inner
         case ast.Compare(left=left, ops=[operator], comparators=[right]):

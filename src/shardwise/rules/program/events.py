@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.rules.program.values import Part, Thing, Value, Values
+
+_OPERATIONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +96,32 @@ def _contradict(a: Guard, b: Guard) -> bool:
         return True
     if a.key == b.key:
         return a.taken != b.taken
-    if not (a.taken and b.taken):
+    if a.taken and b.taken:
+        mine, others = _equality(a), _equality(b)
+        if mine is not None and others is not None and mine[0] == others[0] and mine[1].isdisjoint(others[1]):
+            return True
+    return _no_number_satisfies(a, b)
+
+
+def _no_number_satisfies(a: Guard, b: Guard) -> bool:
+    """`world_size > 1` and `world_size == 1`: two comparisons of one thing with numbers that cannot both hold."""
+    mine, others = _comparison(a), _comparison(b)
+    if mine is None or others is None or mine[0] != others[0]:
         return False
-    mine, others = _equality(a), _equality(b)
-    return mine is not None and others is not None and mine[0] == others[0] and mine[1].isdisjoint(others[1])
+    numbers = {number + step for number in (mine[2], others[2]) for step in (-1, -0.5, 0, 0.5, 1)}
+    return not any(
+        mine[1](number, mine[2]) == a.taken and others[1](number, others[2]) == b.taken for number in numbers
+    )
+
+
+def _comparison(guard: Guard) -> tuple[str, Callable[[float, float], bool], float] | None:
+    test = guard.test
+    if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.comparators[0], ast.Constant)):
+        return None
+    number, operation = test.comparators[0].value, _OPERATIONS.get(type(test.ops[0]))
+    if operation is None or isinstance(number, bool) or not isinstance(number, int | float):
+        return None
+    return ast.dump(test.left), operation, number
 
 
 def _equality(guard: Guard) -> tuple[str, frozenset[object]] | None:

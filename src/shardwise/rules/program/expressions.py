@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from shardwise.rules.program.values import (
     UNKNOWN,
@@ -23,7 +24,7 @@ from shardwise.rules.program.values import (
 from shardwise.rules.program.walk import ITEM, Walk
 from shardwise.rules.scopes import Comprehension
 
-_CONTAINERS = {"torch.nn.ModuleList", "torch.nn.Sequential", "torch.nn.ModuleDict"}
+_MAX_TURNS = 4
 
 
 def evaluate(walk: Walk, node: ast.expr) -> Values:
@@ -144,7 +145,7 @@ def _dictionary(walk: Walk, node: ast.Dict) -> Values:
         if key is None:
             tables = [one for one in values if isinstance(one, Table)]
             entries += [entry for table in tables for entry in table.entries]
-            is_open |= len(tables) != 1 or tables[0].is_open
+            is_open |= not tables or len(tables) < len(values) or any(table.is_open for table in tables)
         elif isinstance(key, ast.Constant) and isinstance(key.value, str):
             entries.append(Entry(key.value, values, value))
         else:
@@ -165,26 +166,32 @@ def _merged_tables(left: Values, right: Values, node: ast.BinOp) -> Values:
 
 
 def _comprehension(walk: Walk, node: Comprehension) -> Values:
-    from shardwise.rules.program.statements import assign  # statements evaluate expressions
-
-    outer = dict(walk.env)
-    length = len(walk.guards)
-    for generator in node.generators:
-        assign(walk, generator.target, iterate(walk, evaluate(walk, generator.iter)))
-        for test in generator.ifs:
-            evaluate(walk, test)
-            walk.assume(test, True)
-    if isinstance(node, ast.DictComp):
-        evaluate(walk, node.key)
-        element = evaluate(walk, node.value)
-    else:
-        element = evaluate(walk, node.elt)
-    del walk.guards[length:]
+    outer, guards = dict(walk.env), len(walk.guards)
+    element = join(*_elements(walk, node, list(node.generators)))
+    del walk.guards[guards:]
     walk.env = outer
     owners = {value.owner for value in element if isinstance(value, Param)}
     if owners and len(owners) == len(element):
         return frozenset(Params(owner) for owner in owners)
     return frozenset({Items(element)})
+
+
+def _elements(walk: Walk, node: Comprehension, generators: list[ast.comprehension]) -> Iterator[Values]:
+    """The elements that a comprehension gives, turn by turn."""
+    from shardwise.rules.program.statements import assign  # statements evaluate expressions
+
+    if not generators:
+        if isinstance(node, ast.DictComp):
+            evaluate(walk, node.key)
+        yield evaluate(walk, node.value if isinstance(node, ast.DictComp) else node.elt)
+        return
+    first, *rest = generators
+    for value in walk.unroll(turns(walk, evaluate(walk, first.iter))):
+        assign(walk, first.target, value)
+        for test in first.ifs:
+            evaluate(walk, test)
+            walk.assume(test, True)
+        yield from _elements(walk, node, rest)
 
 
 def _conditional(walk: Walk, node: ast.IfExp) -> Values:
@@ -194,6 +201,15 @@ def _conditional(walk: Walk, node: ast.IfExp) -> Values:
     with walk.guarded(node.test, False):
         orelse = evaluate(walk, node.orelse)
     return join(body, orelse)
+
+
+def turns(walk: Walk, values: Values) -> list[Values]:
+    """What the turns of a loop get: each element of a short tuple or list, else one turn that stands for all."""
+    if len(values) == 1:
+        (value,) = values
+        if isinstance(value, Row) and 1 < len(value.items) <= _MAX_TURNS:
+            return list(value.items)
+    return [iterate(walk, values)]
 
 
 def iterate(walk: Walk, values: Values) -> Values:

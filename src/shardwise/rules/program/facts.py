@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+
 from shardwise.rules.names import FULLY_SHARD
 from shardwise.rules.program.events import Event
-from shardwise.rules.program.values import Constant, Part, Reference, StateDict, Thing, Values
+from shardwise.rules.program.values import Constant, Part, Reference, Row, StateDict, Thing, Values
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 SHARDWISE_SHARD = frozenset({"shardwise.shard", "shardwise.prepare_fully_shard"})
@@ -25,8 +27,10 @@ GET_MODEL, GET_OPTIM = f"{_STATE_DICT}.get_model_state_dict", f"{_STATE_DICT}.ge
 GET_BOTH, SET_BOTH = f"{_STATE_DICT}.get_state_dict", f"{_STATE_DICT}.set_state_dict"
 SET_MODEL, SET_OPTIM = f"{_STATE_DICT}.set_model_state_dict", f"{_STATE_DICT}.set_optimizer_state_dict"
 OPTIONS = f"{_STATE_DICT}.StateDictOptions"
-MODEL_STATE_DICTS = frozenset({GET_MODEL, GET_OPTIM})
+GETTERS = frozenset({GET_MODEL, GET_OPTIM, GET_BOTH})
 CONTAINERS = frozenset({"torch.nn.ModuleList", "torch.nn.ModuleDict", "torch.nn.Sequential"})
+LISTS = CONTAINERS - {"torch.nn.Sequential"}
+"""Containers without a forward."""
 NO_GRAD = frozenset({"torch.no_grad", "torch.inference_mode"})
 _EMPTY_WEIGHTS = frozenset({"accelerate.init_empty_weights", "accelerate.big_modeling.init_empty_weights"})
 NESTED = frozenset(
@@ -71,14 +75,11 @@ def is_meta_device(value: object) -> bool:
 
 
 def state_dict_of(event: Event) -> Values:
-    """What `get_model_state_dict` and its siblings return."""
-    owners = event.argument(0, "model")
-    call = event.node
-    return frozenset(
-        StateDict(owner, call, asks_for_full(event))  # pyrefly: ignore
-        for owner in owners
-        if isinstance(owner, Thing | Part)
-    )
+    """What `get_model_state_dict` and its siblings return; of both, a pair."""
+    assert isinstance(event.node, ast.Call), "a call of a function"
+    owners = [one for one in event.argument(0, "model") if isinstance(one, Thing | Part)]
+    states = frozenset(StateDict(owner, event.node, asks_for_full(event)) for owner in owners)
+    return frozenset({Row((states, states))}) if event.is_call_to(GET_BOTH) else states
 
 
 def asks_for_full(event: Event) -> bool | None:

@@ -31,13 +31,15 @@ _SAME = frozenset(
     {"to", "cuda", "cpu", "half", "float", "double", "bfloat16", "train", "eval", "requires_grad_", "to_empty", "apply"}
 )
 _SAME_TENSORS = frozenset({"detach", "to", "float", "cpu", "values", "clone"})
-_SAME_STATE = frozenset({"copy", "to", "cpu", "get", "values", "detach", "clone"})
+_SAME_STATE = frozenset(
+    {"copy", "to", "cpu", "get", "values", "detach", "clone", "contiguous", "half", "float", "bfloat16"}
+)
 _COLLECTIONS = frozenset({"list", "tuple", "set", "sorted", "iter", "filter"})
 
 
 def method_result(walk: Walk, call: ast.Call, event: Event) -> Values | None:
     """What a well-known method returns; None where the method is not one of those."""
-    if event.method == "append" and event.args:
+    if event.method in ("append", "add", "extend") and event.args:
         _append(walk, call, event)
     found = [values for one in event.receiver if (values := _returned_by(walk, call, event, one)) is not None]
     return join(*found) if found else None
@@ -75,12 +77,13 @@ def _returned_by_module(walk: Walk, call: ast.Call, name: str, one: Thing | Part
 
 
 def _append(walk: Walk, call: ast.Call, event: Event) -> None:
+    added = iterate(walk, event.args[0]) if event.method == "extend" else event.args[0]
     for one in event.receiver:
         if isinstance(one, Thing | Part):
-            walk.store(one, ITEM, event.args[0])
+            walk.store(one, ITEM, added)
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     if isinstance(owner, ast.Name) and any(isinstance(one, Row | Items) for one in event.receiver):
-        elements = join(*(iterate(walk, frozenset({one})) for one in event.receiver), event.args[0])
+        elements = join(*(iterate(walk, frozenset({one})) for one in event.receiver), added)
         walk.env[owner.id] = frozenset({Items(elements)})
 
 
@@ -117,7 +120,7 @@ _MODULE_METHODS: dict[str, Callable[[Walk, Thing | Part], Values]] = {
 def builtin_result(walk: Walk, event: Event) -> Values | None:
     """What Python's own functions on iterables return."""
     if event.origins or not event.args:
-        return None
+        return frozenset({Items(UNKNOWN)}) if event.method in ("list", "set") and not event.origins else None
     name, last = event.method, event.args[-1]
     if name in _COLLECTIONS:
         return last

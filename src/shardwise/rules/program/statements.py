@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from shardwise.rules.program.expressions import evaluate, iterate
+from shardwise.rules.program.expressions import evaluate, turns
+from shardwise.rules.program.facts import makes_meta
 from shardwise.rules.program.values import UNKNOWN, Code, Entry, Part, Row, Table, Thing, Values, join
 from shardwise.rules.program.walk import ITEM, Walk, merge
 from shardwise.rules.scopes import Function
-
-_META_SETTERS = frozenset({"torch.set_default_device"})
 
 
 def read_block(walk: Walk, statements: Sequence[ast.stmt]) -> bool:
@@ -38,6 +37,7 @@ def read_statement(walk: Walk, statement: ast.stmt) -> bool:
         case ast.While():
             evaluate(walk, statement.test)
             _body_of_loop(walk, statement)
+            read_block(walk, statement.orelse)
         case ast.With() | ast.AsyncWith():
             return _with(walk, statement)
         case ast.Try() | ast.TryStar():
@@ -92,8 +92,11 @@ def _branch(walk: Walk, statement: ast.If) -> bool:
 
 
 def _loop(walk: Walk, statement: ast.For | ast.AsyncFor) -> None:
-    assign(walk, statement.target, iterate(walk, evaluate(walk, statement.iter)))
-    _body_of_loop(walk, statement)
+    values = evaluate(walk, statement.iter)
+    for element in walk.unroll(turns(walk, values)):
+        assign(walk, statement.target, element)
+        _body_of_loop(walk, statement)
+    read_block(walk, statement.orelse)
 
 
 def _body_of_loop(walk: Walk, statement: ast.For | ast.AsyncFor | ast.While) -> None:
@@ -102,7 +105,6 @@ def _body_of_loop(walk: Walk, statement: ast.For | ast.AsyncFor | ast.While) -> 
     read_block(walk, statement.body)
     walk.loops.pop()
     walk.env = merge(before, walk.env)
-    read_block(walk, statement.orelse)
 
 
 def _with(walk: Walk, statement: ast.With | ast.AsyncWith) -> bool:
@@ -111,19 +113,13 @@ def _with(walk: Walk, statement: ast.With | ast.AsyncWith) -> bool:
         before = len(walk.trace.events)
         values = evaluate(walk, item.context_expr)
         walk.contexts.extend(walk.trace.events[before:])
-        walk.meta_depth += any(_makes_meta(event) for event in walk.trace.events[before:])
+        walk.meta_depth += any(makes_meta(event) for event in walk.trace.events[before:])
         if item.optional_vars is not None:
             assign(walk, item.optional_vars, values)
     ends = read_block(walk, statement.body)
     walk.meta_depth = metas
     del walk.contexts[length:]
     return ends
-
-
-def _makes_meta(event: object) -> bool:
-    from shardwise.rules.program.facts import makes_meta  # facts read events, which this module makes
-
-    return makes_meta(event)  # pyrefly: ignore
 
 
 def _try(walk: Walk, statement: ast.Try | ast.TryStar) -> bool:
@@ -154,7 +150,9 @@ def _match(walk: Walk, statement: ast.Match) -> None:
 
 
 def _pattern(pattern: ast.pattern) -> ast.expr:
-    return pattern.value if isinstance(pattern, ast.MatchValue) else ast.Constant(value=pattern)  # equal to no other
+    if isinstance(pattern, ast.MatchValue):
+        return pattern.value
+    return ast.Constant(value=f"pattern {pattern.lineno}:{pattern.col_offset}")  # equal to no other
 
 
 def assign(walk: Walk, target: ast.expr, values: Values) -> None:
@@ -190,11 +188,13 @@ def _assign_item(walk: Walk, target: ast.Subscript, values: Values) -> None:
     evaluate(walk, target.slice)
     key = target.slice.value if isinstance(target.slice, ast.Constant) else None
     tables = [value for value in owners if isinstance(value, Table)]
-    if tables and isinstance(target.value, ast.Name):
+    if tables:
         entry = Entry(key, values, target) if isinstance(key, str) else None
-        walk.env[target.value.id] = frozenset(
+        filled = frozenset(
             Table((*table.entries, *([entry] if entry else [])), table.is_open or entry is None) for table in tables
         )
+        holder = target.value.value if isinstance(target.value, ast.Attribute) else None
+        walk.rebind(target.value, filled, evaluate(walk, holder) if holder is not None else UNKNOWN)
     for owner in owners:
         if isinstance(owner, Thing | Part):
             walk.store(owner, ITEM, values)

@@ -10,12 +10,13 @@ from functools import cached_property
 
 from shardwise.rules.names import FULLY_SHARD
 from shardwise.rules.program import facts
-from shardwise.rules.program.events import Event, Trace, exclude_each_other
+from shardwise.rules.program.events import Event, Guard, Trace, exclude_each_other
 from shardwise.rules.program.values import Items, Part, Row, Thing, Value, Values, owners_of_params
 
 Module = Thing | Part
 _OPTIMIZERS = re.compile(r"optim|adam|sgd|lion|muon|shampoo|adafactor|adagrad|rmsprop|lamb$|soap", re.IGNORECASE)
 _NOT_OPTIMIZERS = re.compile(r"zero_grad|clip|step|sched|state|log|print|wrap|offload", re.IGNORECASE)
+_IS_SHARDED = re.compile(r"isinstance\(.*\b(FSDPModule|DTensor)\b")
 _BUILDS_OPTIMIZER = re.compile(r"(build|make|create|get|configure|set_?up|init)\w*optim", re.IGNORECASE)
 
 
@@ -88,6 +89,18 @@ class Usage:
         """Whether this very module has been sharded when `at` happens."""
         return any(shard.subject == value and self.follows(at, shard.event) for shard in self.shards)
 
+    def is_sharded_by_hand(self, value: Value, at: Event) -> bool:
+        """By `fully_shard` itself; shardwise takes care of ways in, `.data` and parameters that stay gathered."""
+        mine = [shard for shard in self.shards if shard.subject == value and self.follows(at, shard.event)]
+        return bool(mine) and not any(shard.is_automatic for shard in mine)
+
+    def is_gathered_by_hand(self, value: Value, at: Event) -> bool:
+        """Whether `value.unshard()` was called before, and so its parameters are there without hooks."""
+        return any(
+            event.method == "unshard" and value in event.receiver and self.trace.precedes(event, at)
+            for event in self.events
+        )
+
     def holds_shards(self, value: Value, at: Event) -> Shard | None:
         """The sharding of this module, of one inside it or of one around it, that precedes `at`."""
         for shard in self.shards:
@@ -96,10 +109,17 @@ class Usage:
         return None
 
     def follows(self, later: Event, earlier: Event) -> bool:
-        """Whether `later` happens after `earlier`; methods of a class, other than its first, may run in any order."""
+        """Whether `later` happens after a sharding; methods of a class, other than its first, may run in any order."""
+        if any(_denies_sharding(guard) for guard in later.guards):
+            return False
         if later.root is not earlier.root:
             return getattr(later.root, "name", "") != "__init__"
         return earlier.order < later.order and not exclude_each_other(earlier, later)
+
+
+def _denies_sharding(guard: Guard) -> bool:
+    """The other branch of `isinstance(model, FSDPModule)`."""
+    return not guard.taken and _IS_SHARDED.search(guard.key) is not None
 
 
 def _shards_of(event: Event) -> Iterator[Shard]:
@@ -122,7 +142,7 @@ def _flatten(values: Values) -> Iterator[Value]:
 
 
 def _optimizer_of(event: Event) -> Optimizer | None:
-    if event.is_store:
+    if event.is_store or event.is_inlined:
         return None
     names = [origin.rpartition(".")[2] for origin in event.origins] or [event.method]
     given = [*event.args, *(argument.values for argument in event.keywords.values())]

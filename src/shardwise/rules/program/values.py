@@ -23,6 +23,8 @@ class Thing:
     """Its class, where that is in the file."""
     on_meta: bool = False
     """Made where new tensors have no storage."""
+    turn: tuple[int, ...] = ()
+    """The turns of loops in which it was made, where loops are read turn by turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +129,21 @@ MAX_ALTERNATIVES = 6
 
 
 def join(*sets: Values) -> Values:
-    """Either of them; too many alternatives are as good as none."""
+    """Either of them; dictionaries become one that may have the keys of each; too many are as good as none."""
     joined = frozenset().union(*sets)
+    if sum(isinstance(value, Table) for value in joined) > 1:
+        tables = [value for value in joined if isinstance(value, Table)]
+        joined = joined.difference(tables) | {_merge_tables(tables)}
     return joined if len(joined) <= MAX_ALTERNATIVES else UNKNOWN
+
+
+def _merge_tables(tables: list[Table]) -> Table:
+    merged: dict[str, Entry] = {}
+    for entry in (entry for table in tables for entry in table.entries):
+        before = merged.get(entry.key)
+        values = entry.values if before is None else join(before.values, entry.values)
+        merged[entry.key] = Entry(entry.key, values, entry.node)
+    return Table(tuple(merged.values()), any(table.is_open for table in tables))
 
 
 def attribute(value: Thing | Part, name: str) -> Part:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -42,7 +42,17 @@ class Walk:
     """The functions being read, outermost first."""
     returned: list[Values] = field(default_factory=list)
     reached: set[Function] = field(default_factory=set)
+    turn: tuple[int, ...] = ()
+    """Of the loops that are read turn by turn."""
     meta_depth: int = 0
+
+    def unroll(self, elements: Sequence[Values]) -> Iterator[Values]:
+        """Go through the turns of a loop; what is made in one turn is not what is made in another."""
+        outer = self.turn
+        for number, element in enumerate(elements):
+            self.turn = (*outer, number) if len(elements) > 1 else outer
+            yield element
+        self.turn = outer
 
     def emit(self, node: ast.Call | ast.Attribute, **facts: object) -> Event:
         """Add an event that happens here and now."""
@@ -99,6 +109,15 @@ class Walk:
         before = self.heap.get((owner, name))
         keeps = before is not None and (self.guards or name == ITEM)
         self.heap[owner, name] = join(before, values) if keeps and before is not None else values
+
+    def rebind(self, node: ast.expr, values: Values, owners: Values = UNKNOWN) -> None:
+        """Give the name or attribute by which a dictionary or list was reached its new content."""
+        if isinstance(node, ast.Name):
+            self.env[node.id] = values
+        elif isinstance(node, ast.Attribute):
+            for owner in owners:
+                if isinstance(owner, Thing | Part):
+                    self.heap[owner, node.attr] = values
 
     def find_method(self, definition: ast.ClassDef, name: str) -> Function | None:
         """A method of a class, or of its first base in this file, and so on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,13 +21,14 @@ from shardwise.rules.moving.frameworks.yaml_files import (
 from shardwise.rules.source import FileContext
 
 _WORDS = ("accelerate", "composer", "lightning", "transformers", "trl")
+_NAMED = re.compile(r"fsdp|FullySharded", re.IGNORECASE)
 _ENUMS = ("ShardingStrategy", "BackwardPrefetch", "StateDictType")
 _LIGHTNING_CLASSES = ("FSDPStrategy", "DDPFullyShardedNativeStrategy")
 
 
 def framework_findings(file: FileContext) -> list[SourceFinding]:
     """What a file hands to a framework for FSDP1, with edits where every setting converts."""
-    if not any(word in file.text for word in _WORDS) or "fsdp" not in file.text.lower():
+    if not any(word in file.text for word in _WORDS) or not _NAMED.search(file.text):
         return []
     found: list[SourceFinding] = []
     for call in file.calls:

@@ -81,13 +81,6 @@ def mapping_insertion(text: str, root: yaml.MappingNode, name: str, values: dict
     return _insertion(text, root, [f"{name}:", *(f"  {key}: {as_yaml(value)}" for key, value in values.items())])
 
 
-def apply_edits(text: str, edits: list[Edit]) -> str:
-    """The text with the edits made; they do not overlap."""
-    for edit in sorted(edits, key=lambda one: one.start, reverse=True):
-        text = text[: edit.start] + edit.text + text[edit.end :]
-    return text
-
-
 def as_yaml(value: Any) -> str:
     """A scalar as YAML writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import yaml
 
 from shardwise.findings import Edit, Severity, SourceFinding, Status
+from shardwise.rules.moving.edits import apply_edits
 from shardwise.rules.moving.frameworks import accelerate, composer
 from shardwise.rules.moving.frameworks.settings import Become, Conversion, Drop, Keep
 from shardwise.rules.moving.frameworks.yaml_edits import (
-    apply_edits,
     conversion_edits,
     documents,
     entry,
