@@ -1,4 +1,4 @@
-"""The tree of src/shardwise, each file with its first sentence: `python -m tests.tree` rewrites docs/architecture.md."""
+"""src/shardwise as a tree, each file with its first sentence: `python -m tests.tree` rewrites docs/architecture.md."""
 
 import ast
 import re

@@ -22,7 +22,7 @@ from shardwise.models.transformer import Transformer, TransformerConfig
 
 
 class Batches:
-    """Random tokens, with a position that is saved and restored: `state_dict` and `load_state_dict` are all it takes."""
+    """Random tokens, with a position that is saved: `state_dict` and `load_state_dict` are all it takes."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.position = rank, 0

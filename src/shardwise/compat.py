@@ -775,13 +775,14 @@ def watch_data_assignment(assign: Callable[[DTensor, torch.Tensor], bool]) -> No
 
     torch changes only the wrapper's metadata then: the local tensor, which is what trains, stays as it was.
     """
-    plain = torch._C.TensorBase.data
+    plain: Any = torch._C.TensorBase.data  # the descriptor, not a tensor
 
     def set_data(self: DTensor, value: torch.Tensor) -> None:
         if not assign(self, value):
             plain.__set__(self, value)
 
-    DTensor.data = property(lambda self: plain.__get__(self), set_data)  # pyrefly: ignore[bad-assignment]
+    get_and_set: Any = property(lambda self: plain.__get__(self), set_data)
+    setattr(DTensor, "data", get_and_set)  # noqa: B010 - type checkers know it as an attribute of instances
 
 
 def flight_record() -> bytes | None:

@@ -53,6 +53,7 @@ def _rows(log: str) -> Iterator[tuple[int, str]]:
     """Numbered as an editor does; what a progress bar wrote over itself counts as rows of one number."""
     for number, raw in enumerate(log.split("\n"), start=1):
         text = _ESCAPES.sub("", raw) if "\x1b" in raw else raw
+        text = text.removeprefix("> ")  # quoted in an issue
         if "/s" in text or "s/it" in text:
             text = _GLUED.sub(r"\1\r", text)
         for part in text.rstrip("\r").split("\r"):

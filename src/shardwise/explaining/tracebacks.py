@@ -98,6 +98,8 @@ def read_tracebacks(lines: list[Line]) -> Reading:
             opened = None
         elif opened and text:
             opened.disturbed = True
+        elif _is_member(line, text, reading):
+            _close(reading, _Open(line, 0, None, "inner", True, line.time), lines, index)
     return reading
 
 
@@ -116,6 +118,12 @@ def _open(lines: list[Line], index: int, header: re.Match[str], rank: int | None
     indent = len(line.text) - len(line.text.lstrip(" |+"))
     time = line.time or (before[-1].time if before and before[-1].number == line.number - 1 else None)
     return _Open(line, indent, rank, link, fatal, time)
+
+
+def _is_member(line: Line, text: str, reading: Reading) -> bool:
+    """An exception of a group that was never raised by itself has no traceback of its own."""
+    in_group = line.text.lstrip().startswith("|") and bool(reading.chains)
+    return in_group and _NAMED.match(text) is not None and line.number not in reading.chains[-1][-1].numbers
 
 
 def _is_frame(line: Line, opened: _Open) -> bool:

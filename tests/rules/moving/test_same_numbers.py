@@ -95,3 +95,28 @@ def test_rewritten_hybrid_program_trains_as_fsdp1_does(rank: int, name: str, tar
 @ranks(2)
 def test_batch_norm_stays_out_of_mixed_precision(rank: int):
     compare("mixed_precision", rank, "torch", with_norm=True)
+
+
+SYNCED = """
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from tests.rules.moving.toys import Block
+
+
+def wrap(model):
+    policy = ModuleWrapPolicy({Block})
+    return FSDP(model, auto_wrap_policy=policy, sync_module_states=True, device_id=torch.device("cpu"))
+"""
+
+
+@pytest.mark.parametrize("target", ["torch", "shardwise"])
+@ranks(2)
+def test_every_rank_gets_the_first_ranks_values(rank: int, target: str):
+    """FSDP1 itself refuses to send CPU tensors, so what it promises is checked instead."""
+    torch.manual_seed(0)
+    expected = Toy()
+    torch.manual_seed(rank)
+    model = run(migrated(SYNCED, target))["wrap"](Toy())
+    for name, value in whole(model).items():
+        torch.testing.assert_close(value, expected.get_parameter(name).detach(), msg=name)
