@@ -37,7 +37,7 @@ static: $(READY)
 
 # One JSON line a case; see benchmarks/README.md. ARGS=--toy tries them out, ARGS=--save keeps the results.
 bench: $(READY)
-	@for name in step planning clip; do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
+	@for name in step planning clip guard checkpoint source_tools; do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist

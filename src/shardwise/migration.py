@@ -23,10 +23,7 @@ from shardwise.rules.source import decode
 
 Target = Literal["torch", "shardwise"]
 TARGETS: tuple[Target, ...] = ("torch", "shardwise")
-_CONCERNED = re.compile(r"fsdp|FullyShard|ShardedGradScaler", re.IGNORECASE)
-_WRAPS = re.compile(r"FullyShardedDataParallel")
-_REACHED = re.compile(r"state_dict\(|\.clip_grad_norm_\(|\.no_sync\b")
-"""What a function may do to a wrapped model it is handed, in a file that does not name FSDP."""
+_CONCERNED = ("fsdp", "fullyshard", "shardedgradscaler")
 _SKIPPED = {".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", ".ruff_cache"}
 _YAML = (".yaml", ".yml")
 _FEW = 24  # files; a second process costs more than it saves below
@@ -130,9 +127,8 @@ def migrate(
         raise SourceError(f"the target is {target!r}", where="--target", fix=f"choose among {', '.join(TARGETS)}")
     found = list(dict.fromkeys(_find(paths)))
     texts = _read(found)
-    wraps = any(_WRAPS.search(text) for path, (text, _) in texts.items() if not path.endswith(_YAML))
-    jobs = [path for path, (text, _) in texts.items() if _is_concerned(path, text, wraps=wraps)]
     program = Program({path: text for path, (text, _) in texts.items() if not path.endswith(_YAML)})
+    jobs = [path for path, (text, _) in texts.items() if _is_concerned(path, text) or program.handed(path)]
     heard = progress or NoProgress()
     heard.start(len(jobs), "files")
     files = []
@@ -180,14 +176,15 @@ def _read(paths: Sequence[str]) -> _Texts:
         except OSError as error:
             texts.problems.append(_unreadable(path, f"cannot be read: {error.strerror}"))
         except SourceError as error:
-            if _CONCERNED.search(data.decode("latin-1")):
+            if _is_concerned(path, data.decode("latin-1")):
                 texts.problems.append(_unreadable(path, error.what))
     return texts
 
 
-def _is_concerned(path: str, text: str, *, wraps: bool) -> bool:
-    """Whether a file can need a rewrite; where the program wraps models, files may be handed one."""
-    return path.endswith(_YAML) or bool(_CONCERNED.search(text)) or (wraps and bool(_REACHED.search(text)))
+def _is_concerned(path: str, text: str) -> bool:
+    """Whether a file names FSDP at all, or is a config that may."""
+    lower = text.lower()
+    return path.endswith(_YAML) or any(word in lower for word in _CONCERNED)
 
 
 def _run(

@@ -27,8 +27,13 @@ def run_diverging(case: str, num_ranks: int) -> dict[int, dict[str, Any]]:
     return {outcome["rank"]: outcome for outcome in outcomes}
 
 
+# A few seconds each: three kinds of divergence always run, the others and four ranks in the long suite.
+QUICK = {"skipped-tower", "killed", "expert"}
+CASES = [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in sorted(EXPECTED)]
+
+
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", sorted(EXPECTED))
+@pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_diverges_is_named(case: str, num_ranks: int):
     outcomes = run_diverging(case, num_ranks)
     expected = EXPECTED[case].format(odd=num_ranks - 1)

@@ -164,6 +164,21 @@ def test_function_with_a_local_name_of_ours_is_left_alone():
     assert status_of(findings) == [Status.NEEDS_DECISION]
 
 
+def test_file_with_another_thing_of_that_name_is_left_alone():
+    body = "def fully_shard(model):\n    return model\n\n\nmodel = FSDP(model)\n"
+    text, findings = moved(body)
+    assert text == IMPORTS + body
+    assert status_of(findings) == [Status.NEEDS_DECISION]
+
+
+def test_carried_functions_import_what_the_file_calls_otherwise_under_another_name():
+    own = "if parallel:\n    from elsewhere import DeviceMesh\n\n"
+    text, findings = moved(own + "model = FSDP(model, process_group=group)\n")
+    assert status_of(findings) == [Status.REWRITTEN]
+    assert "from torch.distributed.device_mesh import DeviceMesh as fsdp2_DeviceMesh\n" in text
+    assert "return fsdp2_DeviceMesh.from_group(" in text
+
+
 def test_parts_of_a_model_do_not_cast_their_inputs():
     body = (
         "for index, block in enumerate(model.blocks):\n"
@@ -173,6 +188,47 @@ def test_parts_of_a_model_do_not_cast_their_inputs():
     text, _ = moved(body)
     lines = [line for line in text.splitlines() if "MixedPrecisionPolicy(" in line]
     assert ["cast_forward_inputs=False" in line for line in lines] == [True, False]
+
+
+AC = "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing\n"
+POLICIES = """\
+from .base import apply_base
+
+
+def recompute(model):
+    return apply_base(model, None)
+"""
+BASE = f"""\
+{AC}
+
+def apply_base(model, blocks):
+    apply_activation_checkpointing(model, check_fn=blocks)
+"""
+SHARD_THEN_RECOMPUTE = """\
+from package import policies
+
+model = FSDP(model)
+if recomputed:
+    policies.recompute(model)
+"""
+
+
+@pytest.mark.parametrize("more", ["", "    model.train().backward()\n"], ids=["prepares", "trains"])
+def test_recomputation_behind_two_functions_of_other_modules_is_seen(more: str):
+    files = {"package/policies.py": POLICIES, "package/base.py": BASE + more}
+    program = Program({"main.py": IMPORTS + SHARD_THEN_RECOMPUTE, **files})
+    text, findings = rewrite(program.file("main.py"), program, "torch")
+    assert status_of(findings, "SW125") == [Status.NEEDS_DECISION if more else Status.REWRITTEN]
+    assert (text.index("policies.recompute(model)") < text.index("fully_shard(model")) is not bool(more)
+
+
+def test_checks_in_other_files_stay_where_a_subclass_of_fsdp_stays():
+    check = "def is_sharded(model):\n    return isinstance(model, FSDP)\n"
+    subclass = "class Own(FSDP):\n    pass\n\n\ndef build(model):\n    return Own(model)\n"
+    program = Program({"check.py": IMPORTS + check, "build.py": IMPORTS + subclass})
+    text, findings = rewrite(program.file("check.py"), program, "torch")
+    assert text == IMPORTS + check
+    assert status_of(findings, "SW123") == [Status.NEEDS_DECISION]
 
 
 def test_unused_imports_go_and_others_stay():

@@ -57,7 +57,7 @@ def fsdp1(model: nn.Module) -> nn.Module:
 
 
 def fsdp2(model: nn.Module) -> nn.Module:
-    for block in model.blocks:  # pyrefly: ignore
+    for block in model.get_submodule("blocks").children():
         fully_shard(block)
     return fully_shard(model)
 

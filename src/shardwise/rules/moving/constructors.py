@@ -204,14 +204,14 @@ def refuse_internals(wrap: Wrap) -> None:
 
 
 def refuse_local_names(wrap: Wrap) -> None:
-    """Refuse a call in a function that has one of the names we would use as a local of its own.
+    """Refuse a call where one of the names we would use already means something else.
 
     Raises:
         Blocked: As in code that knows both FSDP1 and FSDP2, and imports the second where it needs it.
     """
     for name in sorted(wrap.draft.names):
         if wrap.draft.is_local(wrap.call, name):
-            raise Blocked(f"the function has a local name {name} of its own", f"rename it, or import {name} at the top")
+            raise Blocked(f"{name} means something else here", f"rename it, or import torch's {name} at the top")
 
 
 def has_stars(wrap: Wrap) -> bool:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields
 from shardwise.findings import Edit, Severity, SourceFinding, Status
 from shardwise.rules.moving.catalogue import KINDS
 from shardwise.rules.moving.edits import change
-from shardwise.rules.moving.support import IMPORTS, functions
+from shardwise.rules.moving.support import IMPORTS, ORIGINS, functions
+from shardwise.rules.names import canonical
 from shardwise.rules.source import FileContext
 
 ROAD1 = "keep it on FSDP2 by importing from shardwise.fsdp1 instead of torch.distributed.fsdp"
@@ -69,9 +70,13 @@ class Draft:
         return function is not None and function.name in functions()
 
     def is_local(self, node: ast.AST, name: str) -> bool:
-        """Whether a function around `node` has a name of its own that emitted code would mean otherwise."""
+        """Whether a name means something else where `node` stands than emitted code would mean by it."""
         found = self.context.scope(node).find(name)
-        return found is not None and not isinstance(found[0].node, ast.Module)
+        if found is None:
+            return False
+        if not isinstance(found[0].node, ast.Module):
+            return True
+        return not any(one.origin and canonical(one.origin) == ORIGINS[name] for one in found[1])
 
     def replace(self, node: ast.expr | ast.stmt, text: str) -> None:
         """Put other text in place of a node."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import re
 
+from shardwise.errors import SourceError
 from shardwise.findings import Edit
 from shardwise.rules.moving.edits import apply_edits, change
-from shardwise.rules.moving.support import AS, IMPORTS, assemble, names_used
+from shardwise.rules.moving.support import AS, IMPORTS, ORIGINS, assemble, names_used
 from shardwise.rules.names import canonical
 from shardwise.rules.source import FileContext
 
@@ -24,6 +25,9 @@ def finish(before: FileContext, text: str, names: set[str], helpers: set[str], f
         names: Of `support.IMPORTS`, those that emitted code uses.
         helpers: Functions to carry along.
         features: Which parts of those functions.
+
+    Raises:
+        SourceError: The file uses one of the names for something else.
     """
     after = FileContext(text, before.path)
     newline = "\r\n" if "\r\n" in text else "\n"
@@ -33,11 +37,18 @@ def finish(before: FileContext, text: str, names: set[str], helpers: set[str], f
     for _, piece in carried:
         wanted |= set(names_used(piece))
     missing, renamed = _missing(after, wanted)
+    if clash := sorted(names & renamed.keys()):
+        raise SourceError(
+            f"{clash[0]} means something else in this file",
+            where=before.path,
+            why="emitted code uses the name as torch does",
+            fix="rename it",
+        )
     block = "\n\n\n".join(piece for _, piece in carried)
     for old, new in renamed.items():
         block = re.sub(rf"\b{old}\b", new, block)
     edits = _removals(before, after, (bool(carried) and block) or "")
-    edits += _insertion(after, missing, block, newline, edits)
+    edits += _insertion(after, _statements(missing, renamed), block, newline, edits)
     return apply_edits(text, edits)
 
 
@@ -47,10 +58,7 @@ def _missing(after: FileContext, wanted: set[str]) -> tuple[list[str], dict[str,
     missing, renamed = [], {}
     for name in sorted(wanted):
         bindings = scope.names.get(name, [])
-        module = IMPORTS[name]
-        expected = {"dist": "torch.distributed", "sw": "shardwise"}.get(name) or (
-            f"{module}.{name}" if module else name
-        )
+        expected = ORIGINS[name]
         if any(binding.origin and canonical(binding.origin) == expected for binding in bindings):
             top = [
                 b for b in bindings if b.origin and canonical(b.origin) == expected and _is_plain_import(after, b.node)
@@ -68,12 +76,17 @@ def _is_plain_import(after: FileContext, node: ast.AST) -> bool:
     return isinstance(after.parents.get(after.parents.get(node, node)), ast.Module)
 
 
-def _statements(missing: list[str]) -> list[str]:
-    lines = [AS.get(name, f"import {name}") for name in missing if not IMPORTS[name] or name in AS]
+def _statements(missing: list[str], renamed: dict[str, str]) -> list[str]:
+    lines = []
+    for name in missing:
+        if not IMPORTS[name] or name in AS:
+            line = AS.get(name, f"import {name}")
+            lines.append(f"{line.partition(' as ')[0]} as {renamed[name]}" if name in renamed else line)
     grouped: dict[str, list[str]] = {}
     for name in missing:
         if IMPORTS[name] and name not in AS:
-            grouped.setdefault(IMPORTS[name], []).append(name)
+            own = f" as {renamed[name]}" if name in renamed else ""
+            grouped.setdefault(IMPORTS[name], []).append(f"{name}{own}")
     for module, names in sorted(grouped.items()):
         line = f"from {module} import {', '.join(names)}"
         if len(line) > 100:
@@ -82,12 +95,12 @@ def _statements(missing: list[str]) -> list[str]:
     return lines
 
 
-def _insertion(after: FileContext, missing: list[str], block: str, newline: str, removals: list[Edit]) -> list[Edit]:
-    if not missing and not block:
+def _insertion(after: FileContext, statements: list[str], block: str, newline: str, removals: list[Edit]) -> list[Edit]:
+    if not statements and not block:
         return []
     statement = _last_import(after.tree)
     text = after.text
-    lines = "\n".join(_statements(missing))
+    lines = "\n".join(statements)
     if statement is None:
         place, head = 0, ""
         if after.tree.body and ast.get_docstring(after.tree, clean=False) is not None:

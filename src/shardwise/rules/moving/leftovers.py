@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from shardwise.errors import SourceError
 from shardwise.rules.moving.draft import ROAD1, Draft
 from shardwise.rules.moving.program import Program
 from shardwise.rules.moving.sharded import Holds
@@ -18,6 +19,7 @@ _SURE = {"flat_param", "_flat_param", "_all_handles", "_gradient_postdivide_fact
 _WRAP = {"torch.distributed.fsdp.wrap.wrap", "torch.distributed.fsdp.wrap.enable_wrap"}
 _WRAP |= {"torch.distributed.fsdp.wrap.auto_wrap"}
 _PRIVATE = re.compile(r"torch\.distributed\.fsdp\._(?!fully_shard)")
+_INHERITS = re.compile(r"^[ \t]*class \w+\([^)]*(?:FSDP|FullyShardedDataParallel)", re.MULTILINE)
 _HOOKS = ("register_comm_hook", "set_comm_hook")
 
 
@@ -34,6 +36,23 @@ def built_subclasses(context: FileContext, program: Program) -> list[str]:
     """Those of them that the file also makes objects of."""
     called = {call.func.id for call in context.calls if isinstance(call.func, ast.Name)}
     return sorted(name for name in subclasses(context, program) if name in called)
+
+
+def built_anywhere(program: Program) -> str:
+    """A subclass of FSDP that some file of the program makes objects of; empty if there is none."""
+    return program.remember("built_anywhere", _built_anywhere)
+
+
+def _built_anywhere(program: Program) -> str:
+    for path, text in program.texts.items():
+        if _INHERITS.search(text):
+            try:
+                found = built_subclasses(program.file(path), program)
+            except SourceError:
+                continue
+            if found:
+                return found[0]
+    return ""
 
 
 def report_leftovers(draft: Draft, program: Program) -> None:

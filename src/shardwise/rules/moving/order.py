@@ -11,10 +11,14 @@ from shardwise.rules.moving.edits import change
 from shardwise.rules.moving.program import Program
 from shardwise.rules.moving.values import is_simple
 from shardwise.rules.scopes import Function
+from shardwise.rules.source import FileContext
 
 CODE = "SW125"
 _APPLIES = re.compile(r"^apply_\w*checkpoint\w*$|^apply_ac$")
 _APPLY = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing"
+_MAX_HOPS = 3
+_TRAINS = {"backward", "step", "zero_grad", "load_state_dict"}
+"""Methods that a function which only prepares a model does not call."""
 
 
 def rewrite_order(draft: Draft, program: Program) -> None:
@@ -29,7 +33,7 @@ def rewrite_order(draft: Draft, program: Program) -> None:
             if context.enclosing_function(call) is not home or call is wrap:
                 continue
             if call.lineno > wrap.lineno and _recomputes(draft, program, call, wrap):
-                _move_up(draft, call, wrap)
+                _move_up(draft, program, call, wrap)
             elif call.lineno > wrap.lineno and _looks_like_it(draft, program, call, wrap):
                 _leave(draft, call)
 
@@ -58,19 +62,45 @@ def _recomputes(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) 
         return False
     if context.is_any(call.func, {_APPLY}):
         return True
-    found = program.function(context, call.func)
+    return any(
+        other.is_any(inner.func, {_APPLY})
+        for other, function in _reached(program, context, call)
+        for inner in ast.walk(function)
+        if isinstance(inner, ast.Call)
+    )
+
+
+def _reached(
+    program: Program, context: FileContext, call: ast.Call, hops: int = 0
+) -> list[tuple[FileContext, ast.AST]]:
+    """The function of the program that a call runs, and those that this one hands its first parameter on to."""
+    found = program.function(context, call.func) if hops < _MAX_HOPS else None
     if found is None:
-        return False
+        return []
     other, function = found
-    return any(other.is_any(inner.func, {_APPLY}) for inner in ast.walk(function) if isinstance(inner, ast.Call))
+    first = next((one.arg for one in function.args.args if one.arg != "self"), None)
+    reached: list[tuple[FileContext, ast.AST]] = [found]
+    for inner in ast.walk(function):
+        if isinstance(inner, ast.Call) and inner.args and other.source(inner.args[0]) == first:
+            reached += _reached(program, other, inner, hops + 1)
+    return reached
 
 
-def _move_up(draft: Draft, call: ast.Call, wrap: ast.Call) -> None:
+def _only_prepares(program: Program, context: FileContext, call: ast.Call) -> bool:
+    """Whether a call does nothing that has to come after sharding."""
+    return not any(
+        isinstance(node, ast.Attribute) and node.attr in _TRAINS
+        for _, function in _reached(program, context, call)
+        for node in ast.walk(function)
+    )
+
+
+def _move_up(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> None:
     """Put the statement in front of the one that shards, if both are in one block and nothing between minds."""
     context = draft.context
     target = context.statement(wrap)
     moved = _block_member(draft, call, target)
-    if moved is None or not _can_move(draft, moved, target, wrap):
+    if moved is None or not _can_move(draft, moved, target, wrap) or not _only_prepares(program, context, call):
         _leave(draft, call)
         return
     text, end = context.text, context.positions.span(moved)[1]

@@ -11,8 +11,8 @@ from shardwise.rules.moving.sharded import Holds
 from shardwise.rules.scopes import Function
 from shardwise.rules.source import FileContext
 
-Parameters = dict[str, set[tuple[object, str]]]
-"""By path, the (function, parameter) pairs that may hold a wrapped model."""
+Parameters = dict[str, set[tuple[int, str]]]
+"""By path, the line of a function and the name of its parameter that may hold a wrapped model."""
 _MAX_ROUNDS = 4  # main() -> train() -> save() -> write()
 
 
@@ -33,7 +33,7 @@ def spread(program: Program, found: Parameters) -> None:
         paths = set(fresh)
 
 
-def _handed_on(program: Program, path: str) -> Iterator[tuple[str, tuple[object, str]]]:
+def _handed_on(program: Program, path: str) -> Iterator[tuple[str, tuple[int, str]]]:
     try:
         context = program.file(path)
     except SourceError:
@@ -57,7 +57,7 @@ def _handed_on(program: Program, path: str) -> Iterator[tuple[str, tuple[object,
                 place if isinstance(place, str) else names[place] if place is not None and place < len(names) else None
             )
             if name in named:
-                yield other.path, (function, str(name))
+                yield other.path, (function.lineno, str(name))
 
 
 def _may_be(node: ast.expr) -> bool:

@@ -33,18 +33,19 @@ class Program:
         self._sharded: dict[str, Sharded] = {}
         self._aliases_of: dict[str, set[str]] = {}
         self._remembered: dict[str, Any] = {}
-        self._handed: dict[str, set[tuple[object, str]]] | None = None
+        self._handed: dict[str, set[tuple[int, str]]] | None = None
         self._by_tail: dict[tuple[str, ...], list[str]] = {}
         for path in texts:
             parts = _module_parts(path)
             for start in range(len(parts)):
                 self._by_tail.setdefault(parts[start:], []).append(path)
 
-    def __getstate__(self) -> dict[str, str]:
-        return self.texts  # syntax trees are cheaper to make again than to send to another process
+    def __getstate__(self) -> tuple[dict[str, str], Any]:
+        return self.texts, self._handed  # syntax trees are cheaper to make again than to send to another process
 
-    def __setstate__(self, texts: dict[str, str]) -> None:
-        self.__init__(texts)
+    def __setstate__(self, state: tuple[dict[str, str], Any]) -> None:
+        self.__init__(state[0])
+        self._handed = state[1]
 
     def file(self, path: str) -> FileContext:
         """A file by its path.
@@ -70,8 +71,8 @@ class Program:
             self._sharded[context.path] = Sharded(context, self)
         return self._sharded[context.path]
 
-    def handed(self, path: str) -> set[tuple[object, str]]:
-        """The (function, parameter) pairs of a file that callers hand a wrapped model."""
+    def handed(self, path: str) -> set[tuple[int, str]]:
+        """The parameters of a file that callers hand a wrapped model: the function's line, and the name."""
         if self._handed is None:
             from shardwise.rules.moving.passing import spread
 
@@ -202,20 +203,33 @@ class Program:
 def _fsdp_names(context: FileContext) -> set[str]:
     """The names of a file that are imported as FSDP's class, or given their value by an expression that names it."""
     found = set(_SHORT)
-    bindings = [(name, one) for scope in context.scopes.values() for name, ones in scope.names.items() for one in ones]
-    found |= {name for name, one in bindings if one.origin.rpartition(".")[2] in _SHORT}
+    given: list[tuple[str, set[str]]] = []
+    for scope in context.scopes.values():
+        for name, bindings in scope.names.items():
+            for one in bindings:
+                if one.origin.rpartition(".")[2] in _SHORT:
+                    found.add(name)
+                elif one.value is not None and (words := _words(one.value)):
+                    given.append((name, words))
     for _ in range(3):  # a = FSDP; b = a
-        for name, one in bindings:
-            if name not in found and one.value is not None and _names_any(one.value, found):
-                found.add(name)
+        found |= {name for name, words in given if not found.isdisjoint(words)}
     return found
 
 
-def _names_any(node: ast.expr, names: set[str]) -> bool:
-    if not isinstance(node, ast.Name | ast.Attribute | ast.IfExp | ast.BoolOp | ast.NamedExpr):
-        return False
-    inner = (one for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute))
-    return any((one.id if isinstance(one, ast.Name) else one.attr) in names for one in inner)
+def _words(node: ast.expr) -> set[str]:
+    """The names in an expression that can stand for a class: a name, an attribute, a choice among them."""
+    match node:
+        case ast.Name(id=name):
+            return {name}
+        case ast.Attribute(value=inner, attr=name):
+            return _words(inner) | {name}
+        case ast.IfExp(body=first, orelse=second):
+            return _words(first) | _words(second)
+        case ast.BoolOp(values=values):
+            return set().union(*map(_words, values))
+        case ast.NamedExpr(value=inner):
+            return _words(inner)
+    return set()
 
 
 def _split(origin: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from shardwise.rules.moving.frameworks import framework_findings
 from shardwise.rules.moving.full_params import rewrite_full_params
 from shardwise.rules.moving.imports import finish
 from shardwise.rules.moving.inner_modules import rewrite_inner_modules
-from shardwise.rules.moving.leftovers import built_subclasses, report_leftovers, subclasses
+from shardwise.rules.moving.leftovers import built_anywhere, built_subclasses, report_leftovers, subclasses
 from shardwise.rules.moving.offloading import rewrite_backends
 from shardwise.rules.moving.optimizer_order import move_optimizers, refuse_early_optimizers
 from shardwise.rules.moving.order import rewrite_order
@@ -108,7 +108,10 @@ def _keeps_fsdp1(draft: Draft, program: Program) -> str:
     if left:
         return f"the FSDP(...) call on line {left[0].line} is left alone"
     found = subclasses(draft.context, program)
-    return f"{next(iter(found))} is a subclass of FSDP" if found else ""
+    if found:
+        return f"{next(iter(found))} is a subclass of FSDP"
+    other = "" if any(note.code == constructors.CODE for note in draft.notes) else built_anywhere(program)
+    return f"models may be of {other}, a subclass of FSDP that stays" if other else ""
 
 
 def _carry_out(rule: Rule, draft: Draft, program: Program, keeps: str) -> None:

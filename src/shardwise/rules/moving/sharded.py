@@ -72,7 +72,9 @@ class Sharded:
 
     def _is_told(self, key: tuple[object, str] | None) -> bool:
         """Whether FSDP's own functions, a type or a caller say that a variable may hold a wrapped model."""
-        return key is not None and (key in self._told or key in self.program.handed(self.context.path))
+        if key is None or key in self._told:
+            return key is not None
+        return isinstance(key[0], Function) and (key[0].lineno, key[1]) in self.program.handed(self.context.path)
 
     def _key(self, node: ast.expr) -> tuple[object, str] | None:
         """What identifies a variable: its scope and name, or its class and attribute."""

@@ -37,6 +37,11 @@ IMPORTS = {
     "torch": "",
 }
 """Names that emitted code uses, and the module each comes from; empty where the name is a module itself."""
+ORIGINS = {
+    name: {"dist": "torch.distributed", "sw": "shardwise"}.get(name) or (f"{module}.{name}" if module else name)
+    for name, module in IMPORTS.items()
+}
+"""The public name that each of them stands for."""
 AS = {"dist": "import torch.distributed as dist", "sw": "import shardwise as sw"}
 
 
