@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, fields
 from shardwise.findings import Edit, Severity, SourceFinding, Status
 from shardwise.rules.moving.catalogue import KINDS
 from shardwise.rules.moving.edits import change
-from shardwise.rules.moving.support import IMPORTS, ORIGINS, functions
-from shardwise.rules.names import canonical
+from shardwise.rules.moving.support import IMPORTS, functions, is_ours
 from shardwise.rules.source import FileContext
 
 ROAD1 = "keep it on FSDP2 by importing from shardwise.fsdp1 instead of torch.distributed.fsdp"
@@ -76,7 +75,7 @@ class Draft:
             return False
         if not isinstance(found[0].node, ast.Module):
             return True
-        return not any(one.origin and canonical(one.origin) == ORIGINS[name] for one in found[1])
+        return not any(is_ours(name, one.origin) for one in found[1])
 
     def replace(self, node: ast.expr | ast.stmt, text: str) -> None:
         """Put other text in place of a node."""

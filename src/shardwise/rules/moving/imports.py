@@ -8,8 +8,7 @@ import re
 from shardwise.errors import SourceError
 from shardwise.findings import Edit
 from shardwise.rules.moving.edits import apply_edits, change
-from shardwise.rules.moving.support import AS, IMPORTS, ORIGINS, assemble, names_used
-from shardwise.rules.names import canonical
+from shardwise.rules.moving.support import AS, IMPORTS, assemble, is_ours, names_used
 from shardwise.rules.source import FileContext
 
 _FSDP = "torch.distributed.fsdp"
@@ -58,14 +57,10 @@ def _missing(after: FileContext, wanted: set[str]) -> tuple[list[str], dict[str,
     missing, renamed = [], {}
     for name in sorted(wanted):
         bindings = scope.names.get(name, [])
-        expected = ORIGINS[name]
-        if any(binding.origin and canonical(binding.origin) == expected for binding in bindings):
-            top = [
-                b for b in bindings if b.origin and canonical(b.origin) == expected and _is_plain_import(after, b.node)
-            ]
-            if top:
-                continue
-        elif bindings:
+        ours = [binding for binding in bindings if is_ours(name, binding.origin)]
+        if any(_is_plain_import(after, binding.node) for binding in ours):
+            continue
+        if bindings and not ours:
             renamed[name] = f"fsdp2_{name}"
         missing.append(name)
     return missing, renamed

@@ -9,6 +9,7 @@ from shardwise.rules.moving import constructors
 from shardwise.rules.moving.draft import Draft
 from shardwise.rules.moving.edits import change
 from shardwise.rules.moving.program import Program
+from shardwise.rules.moving.type_checks import with_types_changed
 from shardwise.rules.moving.values import is_simple
 from shardwise.rules.scopes import Function
 from shardwise.rules.source import FileContext
@@ -109,7 +110,7 @@ def _move_up(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> 
     stop = behind.end() if behind else end
     lead = _comments_above(text, line_start, draft.indent(moved))
     place = context.positions.starts[target.lineno - 1]
-    piece = text[lead:stop]
+    piece = with_types_changed(draft, program, moved, lead, stop)
     given = module_of(wrap)
     new_name = context.source(target.targets[0]) if isinstance(target, ast.Assign) else ""
     old_name = context.source(given) if given is not None else ""

@@ -11,6 +11,7 @@ from shardwise.rules.names import FSDP1
 from shardwise.rules.source import FileContext
 
 CODE = "SW123"
+_BECAME = "the class became FSDPModule, which every sharded module is"
 
 
 def rewrite_type_checks(draft: Draft, program: Program) -> None:
@@ -24,12 +25,30 @@ def rewrite_type_checks(draft: Draft, program: Program) -> None:
             _quoted(draft, program, node)
         if not isinstance(node, ast.Name | ast.Attribute) or node in draft.taken:
             continue
-        if _is_type_use(context, node) and program.origins(context, node) == {FSDP1}:
+        if is_type_use(context, node) and program.origins(context, node) == {FSDP1}:
             draft.replace(node, draft.name("FSDPModule"))
-            draft.rewritten(CODE, node, "the class became FSDPModule, which every sharded module is")
+            draft.rewritten(CODE, node, _BECAME)
 
 
-def _is_type_use(context: FileContext, node: ast.expr) -> bool:
+def with_types_changed(draft: Draft, program: Program, statement: ast.stmt, start: int, stop: int) -> str:
+    """The text from `start` to `stop`, which holds a statement that is moved, with its uses of the class rewritten."""
+    context = draft.context
+    piece = context.text[start:stop]
+    uses = [
+        node
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name | ast.Attribute)
+        and is_type_use(context, node)
+        and program.origins(context, node) == {FSDP1}
+    ]
+    for node in sorted(uses, key=lambda one: context.positions.span(one), reverse=True):
+        first, last = context.positions.span(node)
+        piece = piece[: first - start] + draft.name("FSDPModule") + piece[last - start :]
+        draft.rewritten(CODE, node, _BECAME)
+    return piece
+
+
+def is_type_use(context: FileContext, node: ast.expr) -> bool:
     """The second argument of isinstance, alone or in a tuple; an annotation; `type(x) is FSDP`."""
     child: ast.AST = node
     for parent in context.ancestors(node):
@@ -70,7 +89,7 @@ def _modules(draft: Draft, call: ast.Call) -> None:
 def _quoted(draft: Draft, program: Program, node: ast.Constant) -> None:
     """An annotation in quotes."""
     context, value = draft.context, node.value
-    if not isinstance(value, str) or not re.fullmatch(r"[\w.\[\], |]+", value) or not _is_type_use(context, node):
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.\[\], |]+", value) or not is_type_use(context, node):
         return
     scope = context.scopes[context.tree]
     for word in set(re.findall(r"\b\w+\b", value)):
@@ -78,5 +97,5 @@ def _quoted(draft: Draft, program: Program, node: ast.Constant) -> None:
         if origins and all(one.endswith(".FullyShardedDataParallel") and one.startswith("torch.") for one in origins):
             text = context.source(node)
             draft.replace(node, re.sub(rf"\b{word}\b", draft.name("FSDPModule"), text))
-            draft.rewritten(CODE, node, "the class became FSDPModule, which every sharded module is")
+            draft.rewritten(CODE, node, _BECAME)
             return

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable
 from importlib import resources
 
+from shardwise.rules.names import canonical
+
 _MARK = re.compile(r"[ ]*#@(?P<condition>[\w!&|()]+)$")
 _NAME = re.compile(r"\b[A-Za-z_]\w*\b")
 
@@ -42,6 +44,7 @@ ORIGINS = {
     for name, module in IMPORTS.items()
 }
 """The public name that each of them stands for."""
+_UNMISTAKABLE = {"CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy"}
 AS = {"dist": "import torch.distributed as dist", "sw": "import shardwise as sw"}
 
 
@@ -55,6 +58,16 @@ def _template() -> str:
 def functions() -> tuple[str, ...]:
     """The names of all functions there are."""
     return tuple(dict.fromkeys(re.findall(r"^(?:def|class) (\w+)", _template(), re.MULTILINE)))
+
+
+def is_ours(name: str, origin: str | None) -> bool:
+    """Whether a name of a file, imported from `origin`, is the one emitted code means.
+
+    Packages that run on several releases of torch re-export FSDP2's classes under names nobody else uses.
+    """
+    if not origin:
+        return False
+    return canonical(origin) == ORIGINS[name] or (name in _UNMISTAKABLE and origin.endswith(f".{name}"))
 
 
 def assemble(wanted: Iterable[str], features: Iterable[str]) -> list[tuple[str, str]]:

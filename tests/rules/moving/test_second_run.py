@@ -1,0 +1,94 @@
+"""What migrate has written, migrate leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.rules.moving.program import Program
+from shardwise.rules.moving.rewriting import rewrite
+from tests.rules.moving import programs, state_programs
+
+TOGETHER = {
+    "main.py": programs.source("strategy_at_run_time")
+    + """
+
+def main(model, optimizer, loader, cfg):
+    model = wrap(model, cfg.kind)
+    model.load_state_dict(torch.load(cfg.path))
+    keeper = Keeper(cfg)
+    keeper.load(model, optimizer, cfg.path)
+    train(model, optimizer, loader)
+    keeper.save(model, optimizer, cfg.path)
+
+
+from training import train
+from keeping import Keeper
+""",
+    "training.py": """
+def train(model, optimizer, loader):
+    for index, batch in enumerate(loader):
+        with model.no_sync():
+            model(batch).sum().backward()
+        norm = model.clip_grad_norm_(1.0).item()
+        optimizer.step()
+    return norm
+""",
+    "keeping.py": state_programs.HEADER
+    + """
+
+class Keeper:
+    def __init__(self, cfg):
+        self.is_whole = cfg.is_whole
+
+    def load(self, model, optimizer, path):
+        if self.is_whole:
+            model.load_state_dict(torch.load(path).get("model"), strict=False)
+            return model
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = model.state_dict()
+            model.load_state_dict(state)
+        return model
+
+    def save(self, model, optimizer, path):
+        if isinstance(model, FSDP):
+            with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+                state, moments = model.state_dict(), FSDP.sharded_optim_state_dict(model, optimizer)
+            torch.save({"model": state, "optimizer": moments}, path)
+""",
+}
+MOVED = {
+    "moved.py": programs.HEADER
+    + """
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+
+def wrap(model, recomputed):
+    model = FSDP(model)
+    if recomputed:
+
+        def check(module):
+            return not isinstance(module, FSDP) and isinstance(module, (Block, FSDP))
+
+        apply_activation_checkpointing(model, check_fn=check)
+    return model
+"""
+}
+CASES = {
+    **{name: {f"{name}.py": programs.source(name)} for name in programs.BODIES},
+    **{f"states_{name}": {f"{name}.py": state_programs.source(name)} for name in state_programs.PROGRAMS},
+    "together": TOGETHER,
+    "types_in_what_is_moved": MOVED,
+}
+
+
+def run(texts: dict[str, str], target: str) -> dict[str, str]:
+    program = Program(texts)
+    return {path: rewrite(program.file(path), program, target)[0] for path in texts}
+
+
+@pytest.mark.parametrize("target", ["torch", "shardwise"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_second_run_changes_nothing(name: str, target: str):
+    once = run(CASES[name], target)
+    assert all(once[path] != text for path, text in CASES[name].items())
+    assert run(once, target) == once
