@@ -126,7 +126,12 @@ def read_box(
     """
     request = Request(tensor.name, torch.empty(box.sizes, dtype=getattr(torch, tensor.dtype)), box)
     if (problem := _shape_problem(tensor, request) or _coverage_problem(tensor, request)) is not None:
-        raise CheckpointError(f"cannot read {tensor.name}: {problem.text}", where=str(contents.path))
+        raise CheckpointError(
+            f"cannot read {tensor.name}: {problem.text}",
+            where=str(contents.path),
+            why="the checkpoint's index does not fit its files: a part is missing, or the index is damaged",
+            fix="load an older checkpoint, or copy this one again",
+        )
     run_jobs(contents, list(jobs_of(tensor, request, verify != "no")), 1, read_job, verify=verify != "no")
     return request.target
 
