@@ -63,3 +63,40 @@ def test_units_of_a_size_are_those_of_fsdp1(rank: int, program: str, target: str
         assert units(text, seed, size) == expected, (seed, size)
         num_units.add(len(expected))
     assert len(num_units) > 3  # the models do differ
+
+
+class Normed(nn.Module):
+    """BatchNorm in a module too small for the policy to look into; FSDP1 finds it there under mixed precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(20, 20)
+        self.small = nn.Sequential(nn.Linear(20, 2), nn.BatchNorm1d(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small(self.large(x))
+
+
+PRECISE = PROGRAM.replace(
+    "device_id=", "mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16), device_id="
+).replace("import FullyShardedDataParallel as FSDP", "import FullyShardedDataParallel as FSDP, MixedPrecision")
+
+
+@pytest.mark.parametrize("target", ["torch", "shardwise"])
+@ranks(2)
+def test_batch_norm_is_a_unit_in_full_precision_wherever_it_stands(rank: int, target: str):
+    def wrapped(text: str) -> nn.Module:
+        torch.manual_seed(0)
+        return run(text)["wrap"](Normed(), 100)
+
+    def weight_dtype(model: nn.Module) -> torch.dtype:
+        norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
+        seen = []
+        norm.register_forward_hook(lambda module, args, output: seen.append(module.weight.dtype))
+        model(torch.ones(4, 20))
+        return seen[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert weight_dtype(wrapped(PRECISE)) is torch.float32
+    assert weight_dtype(wrapped(migrated(PRECISE, target))) is torch.float32
