@@ -165,3 +165,15 @@ def test_lines_without_fsdp_stay_as_they_are(tmp_path: Path):
     output = migrate([path]).files[0].output
     assert "def wrap(model, local_rank):  # keep me\n" in output
     assert untouched(SIMPLE, output)
+
+
+def test_settings_of_run_time_tell_about_an_earlier_optimizer(tmp_path: Path):
+    """With `use_orig_params=True` FSDP1 kept the optimizer's parameters; whether it is True nobody can read here."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n\n\n"
+        "def prepare(model, settings):\n    return FSDP(model, **settings)\n"
+    )
+    (file,) = migrate([path]).files
+    assert file.changed
+    assert "SW128" in {finding.code for finding in file.findings}

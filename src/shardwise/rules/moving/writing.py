@@ -72,6 +72,12 @@ def _as_told(wrap: Wrap) -> None:
             wrap.list.rename(argument, name)
     _callee(wrap, draft.helper("_shard_as_told", *ALL_FEATURES, *_recomputation(wrap)))
     _finish(wrap, "settings arrive at run time")
+    draft.reported(
+        "SW128",
+        wrap.call,
+        "with `use_orig_params=True` FSDP1 kept the parameters of an optimizer built before; here they are replaced",
+        "build the optimizer after this line, from the model's parameters",
+    )
 
 
 def _drop_what_is_gone(wrap: Wrap) -> None:
