@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -138,6 +139,7 @@ class _Saves:
                 measured.first_s[self._name] = blocked_s
             else:
                 blocked.append(blocked_s)
+            _tell(f"{self._name}: save {number} held training up for {blocked_s:.2f} s and took {durations[-1]:.1f} s")
         measured.blocked_s[self._name] = blocked
         self._steps(measured, max(durations[1:]))
         if self._checkpointer is not None:
@@ -167,6 +169,7 @@ class _Saves:
         slowest = torch.tensor(interval, device=self._setup.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         interval = int(slowest)
+        _tell(f"{self._name}: {self._setup.num_saves} x {interval} steps of {step_s:.3f} s")
 
         def before(number: int) -> None:
             if number % interval == 1:
@@ -201,6 +204,11 @@ class _Saves:
             self._pending = None
             if dist.get_rank() == 0:  # keep one, as we do
                 shutil.rmtree(self._root / str(self._number - 1), ignore_errors=True)
+
+
+def _tell(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _timed_steps(training: Training, count: int, before: Callable[[int], object]) -> list[float]:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from shardwise.checkpointing.weights import load_weights as load_weights
     from shardwise.comparing import Parity as Parity
     from shardwise.comparing import parity as parity
+    from shardwise.config.run import RunConfig as RunConfig
     from shardwise.config.schema import GroupOverride as GroupOverride
     from shardwise.config.schema import MeshConfig as MeshConfig
     from shardwise.config.schema import PrecisionConfig as PrecisionConfig
     from shardwise.config.schema import PrefetchConfig as PrefetchConfig
-    from shardwise.config.schema import RunConfig as RunConfig
     from shardwise.config.schema import ShardConfig as ShardConfig
     from shardwise.diagnosing.check import check as check
     from shardwise.diagnosing.explained import explained as explained
@@ -75,8 +75,9 @@ _HOMES = {
     "shardwise.checkpointing.verifying": ("verify_checkpoint",),
     "shardwise.checkpointing.weights": ("load_weights",),
     "shardwise.comparing": ("Parity", "parity"),
+    "shardwise.config.run": ("RunConfig",),
     "shardwise.config.schema": (
-        "GroupOverride", "MeshConfig", "PrecisionConfig", "PrefetchConfig", "RunConfig", "ShardConfig",
+        "GroupOverride", "MeshConfig", "PrecisionConfig", "PrefetchConfig", "ShardConfig",
     ),
     "shardwise.diagnosing.check": ("check",),
     "shardwise.diagnosing.explained": ("explained",),

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardwise.config.schema import MeshConfig, RunConfig
+from shardwise.config.run import RunConfig, TrainingConfig
+from shardwise.config.schema import MeshConfig
 from shardwise.errors import ConfigError
 from shardwise.ranks import agree_on
 from shardwise.training.corpus import byte_batches, standard_library_bytes

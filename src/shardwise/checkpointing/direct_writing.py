@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import queue
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardwise.checkpointing.disk_buffers import ALIGNMENT, disk_buffer
 from shardwise.checkpointing.memory import copy_bytes
 
-_ALIGNMENT = 4096  # of address, offset and length; enough for every disk
 _BUFFER_BYTES = 8 << 20
 _NUM_BUFFERS = 3
 
@@ -37,7 +36,7 @@ class DirectFile:
         self._descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(_NUM_BUFFERS):
-            self._free.put(memoryview(mmap.mmap(-1, _BUFFER_BYTES)))
+            self._free.put(disk_buffer(_BUFFER_BYTES))
         self._full: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
         self._error: OSError | None = None
         self._buffer, self._filled, self._num_bytes = self._free.get(), 0, 0
@@ -77,7 +76,7 @@ class DirectFile:
     def _finish(self) -> None:
         """Write the last, ragged buffer and wait for all."""
         if self._thread.is_alive():
-            padded = -(-self._filled // _ALIGNMENT) * _ALIGNMENT
+            padded = -(-self._filled // ALIGNMENT) * ALIGNMENT
             self._buffer[self._filled : padded] = bytes(padded - self._filled)
             self._full.put((self._buffer, padded))
             self._full.put(None)
@@ -109,7 +108,7 @@ class DirectFile:
                 if error.errno != errno.EINVAL or not self._is_direct():
                     raise
                 count = 0
-            if count % _ALIGNMENT or count == 0:  # cut short, or refused: go on through the page cache
+            if count % ALIGNMENT or count == 0:  # cut short, or refused: go on through the page cache
                 self._stop_being_direct()
             data = data[count:]
 

@@ -11,7 +11,7 @@ from shardwise.cli.options import Format, FormatOption, ModelArgument, NprocOpti
 
 if TYPE_CHECKING:
     from shardwise.comparing import Parity
-    from shardwise.config.schema import RunConfig
+    from shardwise.config.run import RunConfig
 
 
 def parity(
@@ -28,7 +28,7 @@ def parity(
     """Train a model sharded and in one process, and name the first thing that differs."""
     from shardwise.cli.running import run_on_ranks
     from shardwise.config.load import load
-    from shardwise.config.schema import RunConfig
+    from shardwise.config.run import RunConfig
 
     values = {"model": model, "batch_size": 2, "sequence_length": 16}
     config = load(RunConfig, values, settings or ())

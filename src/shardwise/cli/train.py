@@ -10,7 +10,7 @@ import typer
 from shardwise.cli.options import Format, FormatOption, NprocOption, RunArgument, SetOption
 
 if TYPE_CHECKING:
-    from shardwise.config.schema import RunConfig
+    from shardwise.config.run import RunConfig
     from shardwise.training.loop import Training
 
 
@@ -24,7 +24,7 @@ def train(
     """Shard a model and train it; without a run file, the tutorial's transformer on this machine."""
     from shardwise.cli.running import run_on_ranks
     from shardwise.config.load import load, to_yaml
-    from shardwise.config.schema import RunConfig
+    from shardwise.config.run import RunConfig
 
     config = load(RunConfig, run, settings or ())
     if print_config:

@@ -1,4 +1,4 @@
-"""Every setting a user can choose, as frozen dataclasses. Plain Python: no torch, no I/O, nothing mutates."""
+"""How a model is sharded and ranks are laid out, as frozen dataclasses. Plain Python: no torch, no I/O, nothing mutates."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -157,34 +157,6 @@ class ShardConfig:
     unused_parameters: Literal["auto", "reduce", "skip"] = "auto"
     """Parameters without a gradient on some rank: `reduce` sends zeros so that ranks stay in step, `skip` leaves
     them out (torch's behaviour), `auto` reduces where the model's code can leave one out."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
-    """One training run: `shardwise train RUN.yaml`."""
-
-    __pydantic_config__: ClassVar = STRICT
-
-    model: str = "tutorial"
-    """A reference model, a local Hugging Face folder or config, or `module:callable`."""
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    """How ranks are laid out."""
-    shard: ShardConfig = field(default_factory=ShardConfig)
-    """How the model is sharded."""
-    steps: int = 60
-    """Optimizer steps."""
-    batch_size: int = 8
-    """Sequences per rank and step."""
-    sequence_length: int = 64
-    """Tokens per sequence."""
-    learning_rate: float = 3e-3
-    """AdamW's peak learning rate."""
-    max_grad_norm: float = 1.0
-    """Gradients are clipped to this norm."""
-    micro_steps: int = 1
-    """Micro-batches accumulated into one step."""
-    seed: int = 0
-    """Seed of weights and data."""
 
 
 def _check_positive(where: str, value: int) -> None:

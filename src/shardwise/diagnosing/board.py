@@ -1,7 +1,8 @@
 """A board that every rank of a machine can read: which collectives each rank has come to. No torch.
 
 One file in shared memory, a slot a rank. A rank writes only its own slot; reading needs nobody's help, so it works
-while the others hang, and still tells what a rank did last when it is dead.
+while the others hang, and still tells what a rank did last when it is dead. The slots of ranks on other machines are
+copies, which one rank of this machine keeps up to date.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-RING = 1024
-_RING_BYTES = 4 * RING
-_HEAD_WORDS = 8
+HISTORY = 1024
+# Twice what is read: copying up to HISTORY new events at once overwrites nothing that a reader still takes for valid.
+_RING = 2 * HISTORY
+_MASK = _RING - 1
+_HEAD_WORDS = 16
 _TEXT_BYTES = 8192 - 8 * _HEAD_WORDS
-_SLOT_BYTES = 8192 + _RING_BYTES
-_COUNT, _STEP, _PID, _ENDED, _MOVED_AT, _TEXT_LENGTH, _ASKED = range(7)
+_SLOT_BYTES = 8192 + 4 * _RING
+_COUNT, _STEP, _PID, _ENDED, _MOVED_AT, _TEXT_LENGTH, _ASKED, _SAID, _HEARD_AT, _IS_GONE, _WANTS_ALL = range(11)
 
 
 class Slot:
@@ -30,7 +34,7 @@ class Slot:
         head_bytes = 8 * _HEAD_WORDS
         self._head = memory[:head_bytes].cast("Q")
         self._text = memory[head_bytes : head_bytes + _TEXT_BYTES]
-        self._ring = memory[8192 : 8192 + _RING_BYTES].cast("I")
+        self._ring = memory[8192:_SLOT_BYTES].cast("I")
 
     @property
     def count(self) -> int:
@@ -48,31 +52,70 @@ class Slot:
         return bool(self._head[_ENDED])
 
     @property
+    def is_copy(self) -> bool:
+        """Whether the rank runs on another machine, and this is what was last heard of it."""
+        return bool(self._head[_HEARD_AT])
+
+    @property
     def is_alive(self) -> bool:
-        """Whether its process still runs."""
+        """Whether its process still runs, as far as is known."""
+        if self.is_copy:
+            return not self._head[_IS_GONE]
         return self._head[_PID] == 0 or _runs(self._head[_PID])
 
     @property
     def seconds_still(self) -> float:
-        """How long ago it wrote its last event."""
+        """How long ago it was seen to write an event."""
         return time.monotonic() - self._head[_MOVED_AT] / 1e6
+
+    @property
+    def seconds_unheard(self) -> float:
+        """How long ago its machine was last heard of; 0 for a rank of this one."""
+        return time.monotonic() - self._head[_HEARD_AT] / 1e6 if self.is_copy else 0.0
+
+    @property
+    def times_asked(self) -> int:
+        """How often somebody on this machine asked what it is doing."""
+        return self._head[_ASKED]
+
+    @property
+    def times_said(self) -> int:
+        """How often it has answered."""
+        return self._head[_SAID]
+
+    @property
+    def said(self) -> str:
+        """What the rank said last."""
+        return bytes(self._text[: self._head[_TEXT_LENGTH]]).decode(errors="replace")
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether the rank needs to know of every machine, not only of those next to its own."""
+        return bool(self._head[_WANTS_ALL])
 
     def event(self, index: int) -> int | None:
         """The event of that index; None when it has not come to it, or it is long past."""
         count = self.count
-        return self._ring[index % RING] if count - RING <= index < count else None
+        return self._ring[index & _MASK] if count - HISTORY <= index < count else None
+
+    def events(self, start: int, end: int) -> array[int]:
+        """The events from one index up to another, of those that are not long past."""
+        return array("I", [self._ring[index & _MASK] for index in range(start, end)])
 
     def open(self) -> None:
         """Say that this process writes here."""
         self._head[_PID] = os.getpid()
-        self._head[_MOVED_AT] = int(time.monotonic() * 1e6)
+        self.touch()
 
     def write(self, event: int) -> None:
         """Add an event."""
         count = self._head[_COUNT]
-        self._ring[count % RING] = event
-        self._head[_MOVED_AT] = int(time.monotonic() * 1e6)
+        self._ring[count & _MASK] = event
         self._head[_COUNT] = count + 1  # last: whoever sees it finds the event
+
+    def touch(self, seconds_ago: float = 0.0) -> None:
+        """Note when the rank was last seen to move."""
+        self._head[_MOVED_AT] = int((time.monotonic() - seconds_ago) * 1e6)
 
     def set_step(self, step: int) -> None:
         """Note the step it is in."""
@@ -86,27 +129,51 @@ class Slot:
         """Ask the rank to say what it is doing."""
         self._head[_ASKED] += 1
 
-    @property
-    def times_asked(self) -> int:
-        """How often somebody asked."""
-        return self._head[_ASKED]
+    def want_all(self) -> None:
+        """Let whoever talks to the other machines know that this rank needs to see all of them."""
+        self._head[_WANTS_ALL] = 1
 
     def say(self, text: str) -> None:
         """Answer: replaces what was said before."""
-        data = text.encode()[: _TEXT_BYTES - 8]
+        data = text.encode()[:_TEXT_BYTES]
         self._head[_TEXT_LENGTH] = 0
         self._text[: len(data)] = data
         self._head[_TEXT_LENGTH] = len(data)
+        self._head[_SAID] += 1
 
-    @property
-    def said(self) -> str:
-        """What the rank said last."""
-        return bytes(self._text[: self._head[_TEXT_LENGTH]]).decode(errors="replace")
+    def become_copy(self, *, count: int, step: int, has_ended: bool, is_gone: bool, last: Sequence[int]) -> None:
+        """Show what was heard of a rank on another machine; `last` are its last events."""
+        for offset, event in enumerate(last, count - len(last)):
+            self._ring[offset & _MASK] = event
+        self._head[_STEP], self._head[_ENDED], self._head[_IS_GONE] = step, has_ended, is_gone
+        self._head[_COUNT] = count
+        self._head[_HEARD_AT] = int(time.monotonic() * 1e6)
 
     def release(self) -> None:
         """Let go of the memory."""
         for view in (self._head, self._text, self._ring):
             view.release()
+
+    def writer(self, others: Sequence[Slot]) -> Callable[[int], bool]:
+        """A function that adds an event, and says whether one of the others seems to have another at its place.
+
+        It runs before each collective of a training step, so it does nothing else.
+        """
+        head, ring = self._head, self._ring
+        near = tuple((other._head, other._ring) for other in others)
+        count = head[_COUNT]
+
+        def write(event: int) -> bool:
+            nonlocal count
+            index, place = count, count & _MASK
+            ring[place] = event
+            head[_COUNT] = count = index + 1
+            for their_head, their_ring in near:
+                if their_head[_COUNT] > index and their_ring[place] != event:
+                    return True
+            return False
+
+        return write
 
 
 @dataclass(slots=True)
@@ -132,13 +199,17 @@ def create_board(num_ranks: int) -> Path:
     Ranks:
         Local: one rank of each machine makes it, all open it, and that rank removes the name.
     """
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    descriptor, name = tempfile.mkstemp(prefix="shardwise-board-", dir=folder)
+    descriptor, name = tempfile.mkstemp(prefix="shardwise-board-", dir=board_folder())
     try:
         os.truncate(descriptor, num_ranks * _SLOT_BYTES)
     finally:
         os.close(descriptor)
     return Path(name)
+
+
+def board_folder() -> str:
+    """Where boards are kept: shared memory, or the place of temporary files."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 
 def open_board(path: Path, num_ranks: int) -> Board:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from shardwise.config.schema import RunConfig
+from shardwise.config.run import RunConfig
 from shardwise.diagnosing.check import check, refuse_errors
 from shardwise.diagnosing.explained import explained
 from shardwise.diagnosing.guard import guard

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from shardwise.config.load import load
-from shardwise.config.schema import RunConfig
+from shardwise.config.run import RunConfig
 
 TINY = ["--set", "steps=8", "--set", "batch_size=4", "--set", "sequence_length=32"]
 

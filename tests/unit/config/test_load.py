@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from shardwise.config.load import load, to_yaml
-from shardwise.config.schema import GroupOverride, MeshConfig, RunConfig, ShardConfig
+from shardwise.config.run import RunConfig
+from shardwise.config.schema import GroupOverride, MeshConfig, ShardConfig
 from shardwise.errors import ConfigError
 
 
