@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.checkpointing import device_copies
 from shardwise.checkpointing.manager import Checkpointer
 from shardwise.launching import start_local
 
@@ -28,8 +29,13 @@ def test_run_on_gpu_resumes_exactly(tmp_path: Path, num_ranks: int, asynchronous
         assert again == pytest.approx(losses, rel=1e-3)
 
 
-def test_large_tensor_that_changes_right_after_the_save(tmp_path: Path):
-    """The step waits on the GPU, not in Python, and the copy holds what was there before it."""
+@pytest.mark.parametrize("has_room", [True, False], ids=["copied on the GPU first", "the step waits"])
+def test_large_tensor_that_changes_right_after_the_save(
+    tmp_path: Path, has_room: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The step waits on the GPU, not in Python, or not at all; the copy holds what was there before it."""
+    if not has_room:
+        monkeypatch.setattr(device_copies, "_MARGIN_BYTES", 1 << 60)
     model = nn.Linear(8192, 8192, bias=False, device="cuda")  # 256 MiB: several pieces
     expected = model.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -42,3 +48,31 @@ def test_large_tensor_that_changes_right_after_the_save(tmp_path: Path):
         assert not torch.equal(model.weight, expected)
         checkpointer.load(model=model, optimizers=optimizer)
     assert torch.equal(model.weight, expected)
+
+
+def test_copies_on_the_gpu_lie_as_in_the_arena_and_their_memory_goes_back():
+    tensors = [torch.full((16 << 20, 4), float(index), device="cuda") for index in range(4)]
+    tensors[1] = tensors[1].t()  # strides of its own
+    offsets = [0, 256 << 20, 1 << 30, (1 << 30) + (256 << 20)]  # two runs
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    copies = device_copies.copies_if_room(tensors, offsets)
+    assert copies is not None
+    assert free - torch.cuda.mem_get_info()[0] >= 1 << 30
+    for tensor in tensors:
+        tensor.fill_(-1)
+    found = {}
+    for offset, piece in copies.pieces(256 << 20):
+        values = piece.view(torch.float32)
+        found[offset] = (values.min().item(), values.max().item())
+    assert found == {offset: (index, index) for index, offset in enumerate(offsets)}
+    del piece, values
+    copies.release()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)
+
+
+def test_no_copies_on_the_gpu_without_room(monkeypatch: pytest.MonkeyPatch):
+    tensor = torch.ones(1024, device="cuda")
+    monkeypatch.setattr(device_copies, "_MARGIN_BYTES", 1 << 60)
+    assert device_copies.copies_if_room([tensor], [0]) is None

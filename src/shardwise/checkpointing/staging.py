@@ -1,8 +1,9 @@
 """Copy a run's tensors while the run goes on, and make whoever changes them wait until they are copied.
 
 Parameters and optimizer states stay as they are until the next optimizer step, so the copy has all of the next forward
-and backward; every `optimizer.step()` waits for it. What may change earlier (buffers, random numbers) is
-copied at once. A change that came another way is noticed, and the save fails: a torn checkpoint is worse than none.
+and backward; every `optimizer.step()` waits for it. Where a GPU has room, they are first copied on it, and no step
+waits. What may change earlier (buffers, random numbers) is copied at once. A change that came another way is noticed,
+and the save fails: a torn checkpoint is worse than none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.checkpointing.arena import Arena
+from shardwise.checkpointing.device_copies import DeviceCopies, copies_if_room
 from shardwise.errors import CheckpointError
 
 _CHUNK_BYTES = 32 << 20  # a copy that training waits for (a loss) must not stand behind gigabytes of ours
@@ -75,6 +77,8 @@ class Copying:
         self._arena = arena
         self._is_copied = threading.Event()  # what lies in CPU memory; a GPU makes its own streams wait
         self._events: list[Any] = []
+        self._gates: list[Any] = []  # those of them that come before the sources may change
+        self._aside: list[tuple[torch.Stream, DeviceCopies]] = []
         self._later: list[Source] = []
         self._pending: list[tuple[Source, tuple[int, ...]]] = []
         self._changed: list[str] = []
@@ -95,16 +99,19 @@ class Copying:
             with torch.no_grad():
                 for source in self._later:
                     _copy_now(source.memory, self._arena.tensor(source.offset, source.memory))
-            self._is_copied.set()
+                self._is_copied.set()
+                self._copy_aside()
             for event in self._events:
                 while not event.query():  # synchronize() would keep a core busy with asking
                     time.sleep(_POLL_S)
             self._judge()
         finally:
             self._is_copied.set()
+            for _, copies in self._aside:
+                copies.release()
             with _lock:
                 _active.discard(self)
-                self._later, self._pending = [], []  # let go of the run's tensors
+                self._later, self._pending, self._aside = [], [], []  # let go of the run's tensors
         if self._changed:
             raise _changed_meanwhile(self._changed)
 
@@ -113,29 +120,49 @@ class Copying:
         if self._later:
             self._is_copied.wait()
         self._judge()
-        for event in self._events:
+        for event in self._gates:
             event.wait()  # the current stream waits, not this thread
 
     def _start(self, sources: Sequence[Source]) -> None:
-        streams: dict[torch.device, Any] = {}
+        by_device: dict[torch.device, list[Source]] = {}
         for source in sources:
             memory, target = source.memory, self._arena.tensor(source.offset, source.memory)
-            device = memory.device
-            if device.type != "cpu" and device not in streams:
-                streams[device] = _side_stream(device)
-            if not source.is_steady or (device.type == "cpu" and memory.nbytes <= _SMALL_BYTES):
+            is_on_cpu = memory.device.type == "cpu"
+            if not is_on_cpu:
+                by_device.setdefault(memory.device, [])
+            if not source.is_steady or (is_on_cpu and memory.nbytes <= _SMALL_BYTES):
                 # On a GPU this is queued on the current stream: what comes after it there may change the source.
-                _copy_now(memory, target) if device.type == "cpu" else _copy_in_chunks(memory, target)
-                continue
-            self._pending.append((source, source.version()))
-            if device.type == "cpu":
+                _copy_now(memory, target) if is_on_cpu else _copy_in_chunks(memory, target)
+            elif is_on_cpu:
+                self._pending.append((source, source.version()))
                 self._later.append(source)
             else:
-                with streams[device]:
-                    _copy_in_chunks(memory, target)
-        for device, stream in streams.items():
-            for each in (stream, torch.accelerator.current_stream(device)):
-                self._events.append(each.record_event())
+                by_device[memory.device].append(source)
+        for device, steady in by_device.items():
+            self._start_on(device, steady)
+
+    def _start_on(self, device: torch.device, sources: Sequence[Source]) -> None:
+        """Queue the copies from one accelerator to the host on a stream of their own, or leave them to `run`."""
+        aside = copies_if_room([source.memory for source in sources], [source.offset for source in sources])
+        stream = _side_stream(device)
+        self._events.append(torch.accelerator.current_stream(device).record_event())
+        if aside is not None:
+            self._aside.append((stream, aside))
+            return
+        self._pending += [(source, source.version()) for source in sources]
+        with stream:
+            for source in sources:
+                _copy_in_chunks(source.memory, self._arena.tensor(source.offset, source.memory))
+        self._gates.append(stream.record_event())
+        self._events.append(self._gates[-1])
+
+    def _copy_aside(self) -> None:
+        """Bring to the host what was first copied on a GPU."""
+        for stream, copies in self._aside:
+            with stream:
+                for offset, piece in copies.pieces(_CHUNK_BYTES):
+                    self._arena.tensor(offset, piece).copy_(piece, non_blocking=True)
+            self._events.append(stream.record_event())
 
     def _judge(self) -> None:
         """See whether anything was changed so far; once, because after the gate it may be."""
