@@ -22,7 +22,7 @@ from shardwise.checkpointing.arena import Arena
 from shardwise.checkpointing.device_copies import DeviceCopies, copies_if_room
 from shardwise.errors import CheckpointError
 
-_CHUNK_BYTES = 32 << 20  # a copy that training waits for (a loss) must not stand behind gigabytes of ours
+_CHUNK_BYTES = 64 << 20  # a copy that training waits for (a loss) must not stand behind gigabytes of ours
 _POLL_S = 0.002
 _SMALL_BYTES = 4096  # step counts lie on the CPU even where all else is on a GPU
 _lock = threading.Lock()
@@ -78,7 +78,7 @@ class Copying:
         self._is_copied = threading.Event()  # what lies in CPU memory; a GPU makes its own streams wait
         self._events: list[Any] = []
         self._gates: list[Any] = []  # those of them that come before the sources may change
-        self._aside: list[tuple[torch.Stream, DeviceCopies]] = []
+        self._aside: list[DeviceCopies] = []
         self._later: list[Source] = []
         self._pending: list[tuple[Source, tuple[int, ...]]] = []
         self._changed: list[str] = []
@@ -99,15 +99,14 @@ class Copying:
             with torch.no_grad():
                 for source in self._later:
                     _copy_now(source.memory, self._arena.tensor(source.offset, source.memory))
-                self._is_copied.set()
-                self._copy_aside()
+            self._is_copied.set()
             for event in self._events:
                 while not event.query():  # synchronize() would keep a core busy with asking
                     time.sleep(_POLL_S)
             self._judge()
         finally:
             self._is_copied.set()
-            for _, copies in self._aside:
+            for copies in self._aside:
                 copies.release()
             with _lock:
                 _active.discard(self)
@@ -142,27 +141,23 @@ class Copying:
             self._start_on(device, steady)
 
     def _start_on(self, device: torch.device, sources: Sequence[Source]) -> None:
-        """Queue the copies from one accelerator to the host on a stream of their own, or leave them to `run`."""
+        """Queue the copies from one accelerator to the host, on a stream of their own."""
         aside = copies_if_room([source.memory for source in sources], [source.offset for source in sources])
         stream = _side_stream(device)
-        self._events.append(torch.accelerator.current_stream(device).record_event())
-        if aside is not None:
-            self._aside.append((stream, aside))
-            return
-        self._pending += [(source, source.version()) for source in sources]
         with stream:
-            for source in sources:
-                _copy_in_chunks(source.memory, self._arena.tensor(source.offset, source.memory))
-        self._gates.append(stream.record_event())
-        self._events.append(self._gates[-1])
-
-    def _copy_aside(self) -> None:
-        """Bring to the host what was first copied on a GPU."""
-        for stream, copies in self._aside:
-            with stream:
-                for offset, piece in copies.pieces(_CHUNK_BYTES):
+            if aside is not None:
+                for offset, piece in aside.pieces(_CHUNK_BYTES):
                     self._arena.tensor(offset, piece).copy_(piece, non_blocking=True)
-            self._events.append(stream.record_event())
+            else:
+                for source in sources:
+                    _copy_in_chunks(source.memory, self._arena.tensor(source.offset, source.memory))
+        copied = stream.record_event()
+        self._events += [copied, torch.accelerator.current_stream(device).record_event()]
+        if aside is not None:
+            self._aside.append(aside)
+        else:
+            self._gates.append(copied)
+            self._pending += [(source, source.version()) for source in sources]
 
     def _judge(self) -> None:
         """See whether anything was changed so far; once, because after the gate it may be."""
