@@ -14,7 +14,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0" -e ".[dev]"
 	@touch $(READY)
 
-# Train the tutorial's transformer on two local ranks (one a GPU where there are any).
+# Train a small Llama on two local ranks (one a GPU where there are any).
 train: $(READY)
 	$(BIN)/shardwise train $(ARGS)
 
@@ -37,7 +37,7 @@ static: $(READY)
 
 # One JSON line a case; see benchmarks/README.md. ARGS=--toy tries them out, ARGS=--save keeps the results.
 bench: $(READY)
-	@for name in step planning clip guard checkpoint source_tools; do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
+	@for name in step planning clip guard checkpoint source_tools data train_overhead; do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist

@@ -1,5 +1,7 @@
 """Saving, loading, resharding and reading safetensors, on one set of ranks: what each rank measures."""
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +16,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import distribute_tensor
 
 from benchmarks.checkpoint_state import (
+    Read,
     Times,
     aligned_copy,
     build_model,
     evict,
+    fill_cache,
     local_bytes,
     local_of,
+    raw_reads_of_file,
     raw_reads_of_safetensors,
     read_raw,
     remove,
@@ -31,7 +36,12 @@ from benchmarks.checkpoint_state import (
 )
 from benchmarks.processes import join
 from shardwise.checkpointing.manager import Checkpointer
+from shardwise.checkpointing.sharded.writing import file_name
+from shardwise.checkpointing.storage.checksums import block_checksums
+from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.checkpointing.weights import load_weights
+
+MIN_DIRECT_THREADS = 4  # a disk is busy only with several requests at a time
 
 
 @dataclass(frozen=True)
@@ -93,9 +103,19 @@ def _saving(setup: Setup, model: nn.Module, measured: Measured) -> None:
                 root.mkdir(parents=True)
             dist.barrier()
 
+        measured.numbers["hashing"] = _hashing_s(model)
         take_turns(works, 1, prepare=prepare)
         measured.times["save"] = take_turns(works, setup.num_rounds, prepare=prepare)
     remove(root)
+
+
+def _hashing_s(model: nn.Module) -> float:
+    """Seconds that the checksums of what this rank saves take by themselves; in a save the disk works meanwhile."""
+    memory = [bytes_of(local_of(parameter).cpu()) for parameter in model.parameters()]
+    start = time.perf_counter()
+    for each in memory:
+        block_checksums(each)
+    return time.perf_counter() - start
 
 
 def _loading(setup: Setup, model: nn.Module, measured: Measured) -> None:
@@ -110,13 +130,17 @@ def _loading(setup: Setup, model: nn.Module, measured: Measured) -> None:
             "ours unchecked": lambda: checkpointer.load(model=model, verify="no"),
             "dcp": lambda: dcp.load(state, checkpoint_id=root / "dcp"),
         }
-        for name, work in works.items():  # fills the page cache, and is right
+        for name, work in works.items():  # is right
             _scramble(model)
             work()
             same = all(torch.equal(local_of(p), e) for p, e in zip(model.parameters(), expected, strict=True))
             assert same, f"{name} loads something else"
+        _fill_cache(root)
         measured.times["load, warm"] = take_turns(works, setup.num_rounds)
         sync_all(root)
+        if setup.device == "cpu":
+            own = checkpointer.folder / "step-00000001" / file_name(dist.get_rank())
+            works |= _raw(raw_reads_of_file(own, model))
         measured.times["load, cold"] = take_turns(works, setup.num_rounds, prepare=lambda name: _evict(root))
     remove(root)
 
@@ -129,21 +153,33 @@ def _safetensors(setup: Setup, model: nn.Module, measured: Measured) -> None:
         "torch reader": lambda: dcp.load(dict(parameters), storage_reader=HuggingFaceStorageReader(str(folder))),
     }
     if setup.device == "cpu":
-        reads = raw_reads_of_safetensors(folder, model)
-        works["raw"] = lambda: read_raw(reads)
+        works |= _raw(raw_reads_of_safetensors(folder, model))
     for work in works.values():
         work()
-    measured.times["safetensors, warm"] = take_turns(works, setup.num_rounds)
+    _fill_cache(folder)
+    through_cache = {name: work for name, work in works.items() if name != "raw direct"}
+    measured.times["safetensors, warm"] = take_turns(through_cache, setup.num_rounds)
     measured.times["safetensors, cold"] = take_turns(works, setup.num_rounds, prepare=lambda name: _evict(folder))
     others: dict[str, Callable[[], object]] = {
         "ours": works["ours"],
         "rank 0 broadcast": lambda: _broadcast(model, folder),
         "every rank torch.load(mmap)": lambda: _torch_load(model, folder.with_suffix(".pt")),
     }
+    _fill_cache(folder)
     measured.times["safetensors, other ways"] = take_turns(others, min(setup.num_rounds, 3))
     with watch_host_memory() as peak:
         load_weights(model, folder)
     measured.numbers["safetensors extra"] = peak()
+
+
+def _raw(reads: list[Read]) -> dict[str, Callable[[], object]]:
+    """System calls alone: as a program would make them, and the two ways that get the most out of the machine."""
+    num_threads = max(os.cpu_count() or 1, MIN_DIRECT_THREADS)
+    return {
+        "raw": lambda: read_raw(reads),
+        "raw on all cores": lambda: read_raw(reads, num_threads=os.cpu_count() or 1),
+        "raw direct": lambda: read_raw(reads, num_threads=num_threads, direct=True),
+    }
 
 
 def _layouts(setup: Setup, model: nn.Module, measured: Measured) -> None:
@@ -157,6 +193,7 @@ def _layouts(setup: Setup, model: nn.Module, measured: Measured) -> None:
             works[f"{number} to {setup.num_ranks}"] = lambda other=other: other.load(model=model)
         for work in works.values():
             work()
+        _fill_cache(root)
         if others:
             measured.times["reshard"] = take_turns(works, setup.num_rounds)
         for other in others.values():
@@ -182,6 +219,12 @@ def _torch_load(model: nn.Module, file: Path) -> None:
 def _scramble(model: nn.Module) -> None:
     for parameter in model.parameters():
         local_of(parameter).fill_(-1)
+
+
+def _fill_cache(path: Path) -> None:
+    if dist.get_rank() == 0:
+        fill_cache(path)
+    dist.barrier()
 
 
 def _evict(path: Path) -> None:

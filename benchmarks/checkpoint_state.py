@@ -1,6 +1,7 @@
 """What the checkpoint benchmarks save and load, the raw system calls they are held against, and the page cache."""
 
 import contextlib
+import ctypes
 import gc
 import json
 import mmap
@@ -9,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +22,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpointing.memory import bytes_of
+from shardwise.checkpointing.storage.memory import bytes_of
 
 Work = Callable[[], object]
+Read = tuple[Path, int, memoryview]
+"""A file, the first byte, and the memory that it and those after it go to."""
 CHUNK_BYTES = 16 << 20
+DIRECT_BYTES = 2 << 20
+PAGE = 4096
+HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ def write_hugging_face_folder(folder: Path, size: str, num_files: int = 2) -> No
     sync_all(folder.with_suffix(".pt"))
 
 
-def raw_reads_of_safetensors(folder: Path, model: nn.Module) -> list[tuple[Path, int, memoryview]]:
+def raw_reads_of_safetensors(folder: Path, model: nn.Module) -> list[Read]:
     """Which bytes of which file belong to this rank's memory: what `preadv` alone would have to do."""
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     headers: dict[str, tuple[int, dict[str, dict[str, list[int]]]]] = {}
@@ -116,12 +123,42 @@ def raw_reads_of_safetensors(folder: Path, model: nn.Module) -> list[tuple[Path,
     return sorted(reads, key=lambda read: (str(read[0]), read[1]))
 
 
-def read_raw(reads: list[tuple[Path, int, memoryview]]) -> None:
-    """`preadv` in the order on the disk, one call for each chunk."""
-    files = {path: os.open(path, os.O_RDONLY) for path in {path for path, _, _ in reads}}
-    for path, offset, memory in reads:
-        for at in range(0, len(memory), CHUNK_BYTES):
-            os.preadv(files[path], [memory[at : at + CHUNK_BYTES]], offset + at)
+def raw_reads_of_file(path: Path, model: nn.Module) -> list[Read]:
+    """As many bytes from the front of a file as this rank's memory has, into that memory."""
+    reads, at = [], 0
+    for parameter in model.parameters():
+        memory = bytes_of(local_of(parameter))
+        reads.append((path, at, memory))
+        at += len(memory)
+    return reads
+
+
+def read_raw(reads: list[Read], *, num_threads: int = 1, direct: bool = False) -> None:
+    """`preadv` in the order on the disk, one call for each chunk.
+
+    Args:
+        reads: See `raw_reads_of_safetensors`.
+        num_threads: That read at the same time.
+        direct: Past the page cache, into an aligned buffer of each thread and no further: what the disk gives.
+    """
+    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+    files = {path: os.open(path, flags) for path in {path for path, _, _ in reads}}
+    chunk = DIRECT_BYTES if direct else CHUNK_BYTES
+    todo = iter([(files[path], offset, memory, at) for path, offset, memory in reads
+                 for at in range(0, len(memory), chunk)])  # fmt: skip
+
+    def work() -> None:
+        buffer = aligned_memory(chunk + 2 * PAGE) if direct else memoryview(b"")
+        for descriptor, offset, memory, at in todo:  # taking one is atomic
+            place, start = memory[at : at + chunk], offset + at
+            if direct:
+                begin, end = start // PAGE * PAGE, -(-(start + len(place)) // PAGE) * PAGE
+                place, start = buffer[: end - begin], begin
+            os.preadv(descriptor, [place], start)
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        for future in [pool.submit(work) for _ in range(num_threads)]:
+            future.result()
     for descriptor in files.values():
         os.close(descriptor)
 
@@ -137,20 +174,26 @@ def write_raw(path: Path, model: nn.Module) -> None:
     os.close(descriptor)
 
 
-def write_raw_direct(path: Path, memory: mmap.mmap) -> None:
+def write_raw_direct(path: Path, memory: memoryview) -> None:
     """`write` past the page cache, from memory that is aligned and filled already, then `fsync`."""
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_DIRECT)
-    view = memoryview(memory)
-    for at in range(0, len(view), CHUNK_BYTES):
-        os.write(descriptor, view[at : at + CHUNK_BYTES])
+    for at in range(0, len(memory), CHUNK_BYTES):
+        os.write(descriptor, memory[at : at + CHUNK_BYTES])
     os.fsync(descriptor)
     os.close(descriptor)
 
 
-def aligned_copy(model: nn.Module) -> mmap.mmap:
-    """This rank's memory, one tensor after another, page by page."""
-    num_bytes = -(-local_bytes(model) // 4096) * 4096
-    memory, at = mmap.mmap(-1, num_bytes), 0
+def aligned_memory(num_bytes: int) -> memoryview:
+    """As a disk likes it best: whole huge pages, where the system gives them."""
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
+    return memoryview(memory)[start : start + -(-num_bytes // PAGE) * PAGE]
+
+
+def aligned_copy(model: nn.Module) -> memoryview:
+    """This rank's memory, one tensor after another."""
+    memory, at = aligned_memory(local_bytes(model)), 0
     for parameter in model.parameters():
         source = bytes_of(local_of(parameter))
         memory[at : at + len(source)] = source
@@ -163,6 +206,15 @@ def sync_all(path: Path) -> None:
     for each in _files(path):
         with each.open("rb") as file:
             os.fsync(file.fileno())
+
+
+def fill_cache(path: Path) -> None:
+    """Have the page cache hold these files: not everybody who reads them does."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    for each in _files(path):
+        with each.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
 
 
 def evict(path: Path) -> None:

@@ -38,8 +38,22 @@ class Timed:
     """Of all threads of this process: what it worked, without what it waited for or shared cores with."""
 
 
-def time_pairs(baseline: Work, candidate: Work, *, num_pairs: int, device: str = "cpu") -> Timed:
+def time_pairs(
+    baseline: Work,
+    candidate: Work,
+    *,
+    num_pairs: int,
+    device: str = "cpu",
+    prepare: tuple[Work, Work] = (lambda: None, lambda: None),
+) -> Timed:
     """Run both `num_pairs` times in turn, swapping who goes first, so that drift hits both alike.
+
+    Args:
+        baseline: What is compared with.
+        candidate: What is compared.
+        num_pairs: How often each runs.
+        device: Where they compute.
+        prepare: Called before each run of the baseline, and of the candidate, outside the time.
 
     Ranks:
         Collective where there is a process group: ranks start each stretch together.
@@ -47,6 +61,7 @@ def time_pairs(baseline: Work, candidate: Work, *, num_pairs: int, device: str =
     stretches: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
     for pair in range(num_pairs):
         for which in (0, 1) if pair % 2 == 0 else (1, 0):
+            prepare[which]()
             stretches[which].append(_time((baseline, candidate)[which], device))
     wall, cpu = ([tuple(s[clock] for s in stretch) for stretch in stretches] for clock in (0, 1))
     return Timed(Pairs(*wall), Pairs(*cpu))

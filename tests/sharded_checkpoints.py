@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpointing.committing import begin_checkpoint, commit_checkpoint, partial_of
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.files import join
-from shardwise.checkpointing.manifest import Header
-from shardwise.checkpointing.torch_zip import value_stream
-from shardwise.checkpointing.values import encode_value
-from shardwise.checkpointing.writing import FileRecord, Item, file_name, write_rank_file
+from shardwise.checkpointing.pickles.torch_zip import value_stream
+from shardwise.checkpointing.sharded.committing import begin_checkpoint, commit_checkpoint, partial_of
+from shardwise.checkpointing.sharded.manifest import Header
+from shardwise.checkpointing.sharded.values import encode_value
+from shardwise.checkpointing.sharded.writing import FileRecord, Item, file_name, write_rank_file
+from shardwise.checkpointing.storage.files import join
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

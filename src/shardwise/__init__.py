@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from shardwise.checkpointing.full_file import save_full as save_full
     from shardwise.checkpointing.inspecting import Inspection as Inspection
     from shardwise.checkpointing.inspecting import inspect_checkpoint as inspect_checkpoint
-    from shardwise.checkpointing.keys import KeyReport as KeyReport
     from shardwise.checkpointing.manager import Checkpointer as Checkpointer
+    from shardwise.checkpointing.state.keys import KeyReport as KeyReport
     from shardwise.checkpointing.verifying import verify_checkpoint as verify_checkpoint
     from shardwise.checkpointing.weights import load_weights as load_weights
     from shardwise.comparing import Parity as Parity
@@ -54,8 +54,9 @@ if TYPE_CHECKING:
     from shardwise.sharding.precision import cast_inputs as cast_inputs
     from shardwise.sharding.prepare import prepare_fully_shard as prepare_fully_shard
     from shardwise.sharding.recovery import recover as recover
-    from shardwise.training.data import lockstep as lockstep
     from shardwise.training.ema import EMA as EMA
+    from shardwise.training.generating import generate as generate
+    from shardwise.training.lockstep import lockstep as lockstep
     from shardwise.training.loop import fit as fit
     from shardwise.training.step import accumulate as accumulate
     from shardwise.training.step import clip_grad_norm_ as clip_grad_norm_
@@ -70,7 +71,7 @@ _HOMES = {
     "shardwise.checkpointing.exporting": ("save_weights",),
     "shardwise.checkpointing.full_file": ("load_full", "save_full"),
     "shardwise.checkpointing.inspecting": ("Inspection", "inspect_checkpoint"),
-    "shardwise.checkpointing.keys": ("KeyReport",),
+    "shardwise.checkpointing.state.keys": ("KeyReport",),
     "shardwise.checkpointing.manager": ("Checkpointer",),
     "shardwise.checkpointing.verifying": ("verify_checkpoint",),
     "shardwise.checkpointing.weights": ("load_weights",),
@@ -100,8 +101,9 @@ _HOMES = {
     "shardwise.sharding.precision": ("cast_inputs",),
     "shardwise.sharding.prepare": ("prepare_fully_shard",),
     "shardwise.sharding.recovery": ("recover",),
-    "shardwise.training.data": ("lockstep",),
     "shardwise.training.ema": ("EMA",),
+    "shardwise.training.generating": ("generate",),
+    "shardwise.training.lockstep": ("lockstep",),
     "shardwise.training.loop": ("fit",),
     "shardwise.training.step": ("accumulate", "clip_grad_norm_", "mean_over_ranks", "token_mean"),
 }  # fmt: skip

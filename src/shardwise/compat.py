@@ -1,6 +1,7 @@
 """The only file that names private torch or compares torch versions; everything else sees these few functions."""
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -555,12 +557,14 @@ def all_gather_flat(output: torch.Tensor, part: torch.Tensor, group: dist.Proces
     gather(output, part, group=group)
 
 
-def reduce_scatter_flat(output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+def reduce_scatter_flat(
+    output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM
+) -> None:
     """Sum `whole` over the ranks and keep this rank's part of it."""
     if hasattr(dist, "reduce_scatter_single"):  # torch >= 2.13, where the old name warns
-        dist.reduce_scatter_single(output, whole, group=group)
+        dist.reduce_scatter_single(output, whole, op=op, group=group)
     else:
-        dist.reduce_scatter_tensor(output, whole, group=group)
+        dist.reduce_scatter_tensor(output, whole, op=op, group=group)
 
 
 def axes_in_cutting_order(tensor: DTensor, dim: int) -> list[int]:
@@ -628,6 +632,13 @@ def gather_on(group: Any, tensor: torch.Tensor, parts: list[torch.Tensor]) -> No
     group.gather([parts] if parts else [], [tensor], options).wait()
 
 
+def largest_on(group: Any, tensor: torch.Tensor) -> None:
+    """Overwrite each element of `tensor` with the largest that any rank has, on a group that torch does not know of."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    group.allreduce([tensor], options).wait()
+
+
 def pin_host_memory(address: int, num_bytes: int) -> bool:
     """Let the GPU copy straight to this memory of ours; False where the driver refuses."""
     runtime: Any = torch.cuda.cudart()
@@ -681,42 +692,112 @@ class LocalGradScaler(torch.amp.GradScaler):
         return found
 
 
-def before_collectives(
-    group: Any, callback: Callable[[str, int, bool], None], failed: Callable[[Exception], None]
-) -> None:
-    """Call `callback` just before a collective of a group is started.
+def watch_collectives(
+    group: Any,
+    *,
+    before: Callable[[bool, int, bool], None],
+    failed: Callable[[Exception], None],
+    waiting: Callable[[], None],
+) -> Callable[[], None]:
+    """Follow the gathers and reductions of a group.
 
     Args:
         group: An FSDP2 parameter group.
-        callback: Gets "gather" or "reduce", the elements sent, and whether gradients are recorded. It may raise: the
+        before: Gets whether it is a reduction, the elements sent, and whether gradients are recorded. It may raise: the
             collective is then not started.
         failed: Called with what the collective raised; may raise something that says more.
+        waiting: Called now and then while the CPU waits for the others; may raise. On GPUs the CPU does not wait here.
+
+    Returns:
+        A function that stops it.
     """
     unshard, with_gradient = group.unshard, False
 
-    def note_then_unshard(*args: Any, **kwargs: Any) -> None:
+    def note_then_unshard(async_op: bool = False) -> None:
         nonlocal with_gradient
         with_gradient = torch.is_grad_enabled()  # further down FSDP2 switches it off
-        unshard(*args, **kwargs)
+        unshard(async_op)
 
-    group.unshard = note_then_unshard
-    for attribute, kind in (("_all_gather_comm", "gather"), ("_reduce_scatter_comm", "reduce")):
-        comm = getattr(group, attribute)
+    note_then_unshard.watched = unshard  # pyrefly: ignore[missing-attribute]
+
+    def report(comm: Any, is_reduction: bool) -> Callable[[], None]:
+        plain = type(comm)
+        call = plain.__call__
+        may_wait = group.device.type == "cpu"
+
+        def start(self: Any, *args: Any, **kwargs: Any) -> Any:
+            sent = kwargs["input_tensor"] if "input_tensor" in kwargs else args[1]
+            before(is_reduction, sent.numel(), with_gradient)
+            try:
+                if may_wait and not args and not kwargs.get("async_op"):
+                    return wait_in_slices(call(self, **kwargs | {"async_op": True}), kwargs["group"], waiting)
+                return call(self, *args, **kwargs)
+            except Exception as error:
+                failed(error)
+                raise
 
         # A subclass, since FSDP2 asks for the class when its own settings change it.
-        class Reporting(type(comm)):  # type: ignore[misc]
-            what = kind
+        comm.__class__ = type(plain.__name__, (plain,), {"__call__": start})
+        return functools.partial(setattr, comm, "__class__", plain)
 
-            def __call__(self, *args: Any, **kwargs: Any) -> Any:
-                sent = kwargs["input_tensor"] if "input_tensor" in kwargs else args[1]
-                callback(self.what, sent.numel(), with_gradient)
-                try:
-                    return super().__call__(*args, **kwargs)
-                except Exception as error:
-                    failed(error)
-                    raise
+    group.unshard = note_then_unshard
+    undo = [report(group._all_gather_comm, False), report(group._reduce_scatter_comm, True)]
+    watched = weakref.ref(group)  # whoever keeps what we return must not keep the model
 
-        comm.__class__ = Reporting
+    def stop() -> None:
+        for restore in undo:
+            restore()
+        if (group := watched()) is not None and hasattr(group.unshard, "watched"):
+            group.unshard = group.unshard.watched  # unless something else was put around it since
+
+    return stop
+
+
+_SLICE = timedelta(seconds=0.25)
+
+
+def wait_in_slices(work: Any, process_group: Any, waiting: Callable[[], None]) -> None:
+    """Wait for a collective, and let `waiting` end the wait by raising."""
+    while work is not None:
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises if it failed; it may also have ended between the two
+                return
+        try:
+            waiting()
+        except Exception:
+            # Destroying the group would wait for the collective, which may never end: leave it to the process's end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
+            raise
+
+
+def aborter(groups: Iterable[Any]) -> Callable[[], None]:
+    """A function, for any thread, that ends the collectives of the groups where the backend can (NCCL)."""
+    infos = [group.mesh_info for group in groups if group.device.type != "cpu"]
+    names = ("shard_process_group", "reduce_scatter_process_group", "replicate_process_group")
+    found = [getattr(info, name, None) for info in infos for name in names]
+    process_groups = list({id(each): each for each in found if each is not None}.values())
+
+    def abort() -> None:
+        for process_group in process_groups:
+            process_group.abort()
+
+    return abort
+
+
+def store_connector(prefix: str) -> Callable[[], Any]:
+    """A function that opens a connection of its own to the store that all ranks met at."""
+    store: Any = dist.distributed_c10d._get_default_store()
+
+    def connect() -> Any:
+        own = store.clone()  # a connection serves one thread at a time, and others wait in theirs for minutes
+        own.set_timeout(timedelta(seconds=30))
+        return dist.PrefixStore(prefix, own)
+
+    return connect
 
 
 def fsdp1_flat_params(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -823,3 +904,129 @@ def unsharded_gradient_bytes(group: Any) -> int:
         if gradient is not None
     ]
     return sum(gradient.numel() * gradient.element_size() for gradient in waiting)
+
+
+def watched_agent(watch: Callable[[dict[int, Any]], None], **settings: Any) -> Any:
+    """Torch's elastic agent of local processes, which shows them to `watch` at each look that it takes at them.
+
+    Args:
+        watch: Called with the processes by rank; what it raises ends the agent.
+        settings: Of `LocalElasticAgent`, whose entry point is a function.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class WatchedAgent(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            context: Any = self._pcontext
+            processes = context._pc.processes
+            watch({worker.global_rank: processes[worker.local_rank] for worker in worker_group.workers})
+            return super()._monitor_workers(worker_group)
+
+    return WatchedAgent(**settings)
+
+
+def has_fused_kernels(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether torch's fused optimizers can change all of these."""
+    devices = _get_fused_kernels_supported_devices()
+    return all(p.is_floating_point() and p.device.type in devices for p in parameters)
+
+
+def allow_holding_back(optimizer: torch.optim.Optimizer, allowed: bool) -> None:
+    """Mark an optimizer as one that heeds what `hold_back_step` sets."""
+    optimizer._step_supports_amp_scaling = allowed  # pyrefly: ignore[missing-attribute]
+
+
+def hold_back_step(optimizer: torch.optim.Optimizer, is_bad: torch.Tensor) -> bool:
+    """Let the next step change nothing where `is_bad` is 1, decided on the device; False where it cannot be."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):  # fused kernels take what GradScaler sets
+        return False
+    optimizer.grad_scale, optimizer.found_inf = None, is_bad  # pyrefly: ignore[missing-attribute]
+    return True
+
+
+class CollectiveTap:
+    """Calls `before` ahead of each gather and reduction of an FSDP2 group, while it is open; it may raise.
+
+    It stands outside of whatever else watches the group at the time, and must be shut before that is.
+
+    Args:
+        group: An FSDP2 parameter group.
+        before: Gets whether it is a reduction, what is sent, and the process group.
+    """
+
+    def __init__(self, group: Any, before: Callable[[bool, torch.Tensor, Any], None]) -> None:
+        self._group, self._before = group, before
+        self._tapped: dict[tuple[type, bool], type] = {}
+        self._plain: list[tuple[Any, type]] = []
+
+    def open(self) -> None:
+        """Begin to listen."""
+        for comm, is_reduction in ((self._group._all_gather_comm, False), (self._group._reduce_scatter_comm, True)):
+            plain = type(comm)
+            tapped = self._tapped.get((plain, is_reduction)) or self._make(plain, is_reduction)
+            self._plain.append((comm, plain))
+            comm.__class__ = tapped
+
+    def shut(self) -> None:
+        """Leave the group as it was."""
+        while self._plain:
+            comm, plain = self._plain.pop()
+            comm.__class__ = plain
+
+    def _make(self, plain: type, is_reduction: bool) -> type:
+        before, call = self._before, plain.__call__
+
+        def start(comm: Any, *args: Any, **kwargs: Any) -> Any:
+            sent = kwargs["input_tensor"] if "input_tensor" in kwargs else args[1]
+            before(is_reduction, sent, kwargs["group"] if "group" in kwargs else args[2])
+            return call(comm, *args, **kwargs)
+
+        # A subclass, since FSDP2 asks for the class when its own settings change it.
+        tapped = type(plain.__name__, (plain,), {"__call__": start})
+        self._tapped[plain, is_reduction] = tapped
+        return tapped
+
+
+def gathers_among_fewer(group: Any, process_group: Any) -> bool:
+    """Whether it is the smaller group in which `reshard_after_forward=N` gathers for backward."""
+    return process_group is not group.mesh_info.shard_process_group
+
+
+def is_reduced_over_replicas(group: Any) -> bool:
+    """Whether a reduction of this group goes on, right after, with a sum over replicas."""
+    return bool(group._is_hsdp and group.all_reduce_grads)
+
+
+def num_shards(group: Any) -> int:
+    """Among how many ranks a group's parameters are cut; FSDP2 gathers nothing where it is 1."""
+    return getattr(group.mesh_info, "shard_mesh_size", 1)
+
+
+def is_data_parallel(group: Any) -> bool:
+    """Whether nothing but FSDP2 cuts a group's parameters: no tensor parallelism, which communicates in between."""
+    num_axes = group.mesh_info.mesh.ndim
+    return all(isinstance(p, DTensor) and p.device_mesh.ndim == num_axes for p in sharded_parameters(group))
+
+
+def join_gather(group: Any, num_elements: int, dtype: torch.dtype, *, among_fewer: bool) -> None:
+    """Take part in a gather of the others, with zeros, and forget what comes."""
+    info = group.post_forward_mesh_info if among_fewer else group.mesh_info
+    sent = torch.zeros(num_elements, dtype=dtype, device=group.device)
+    process_group = info.shard_process_group
+    all_gather_flat(sent.new_empty(num_elements * process_group.size()), sent, process_group)
+
+
+def join_reduction(group: Any, num_elements: int, dtype: torch.dtype, *, over_replicas: bool) -> None:
+    """Take part in a reduction of the others, with zeros, and forget what comes."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+    shards, replicas = group._reduce_scatter_process_group, group._all_reduce_process_group if group._is_hsdp else None
+    # The same operation as the others: a backend may choose its algorithm by it.
+    *_, scatter_op, reduce_op = _get_gradient_divide_factors(
+        shards, replicas, dtype, group.device.type, group.gradient_divide_factor, group.force_sum_reduction_for_comms
+    )
+    sent = torch.zeros(num_elements, dtype=dtype, device=group.device)
+    part = sent.new_empty(num_elements // shards.size())
+    reduce_scatter_flat(part, sent, shards, scatter_op)
+    if over_replicas:
+        dist.all_reduce(part, op=reduce_op, group=replicas)

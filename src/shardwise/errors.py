@@ -43,6 +43,12 @@ class SourceError(ShardwiseError):
     """A source file cannot be read or rewritten."""
 
 
+class TrainingError(ShardwiseError):
+    """A run cannot go on: its numbers are not finite, or a single sequence does not fit into memory."""
+
+    exit_code = 1
+
+
 class EnvironmentProblem(ShardwiseError):
     """The machine, launcher or process group is not what the run needs."""
 

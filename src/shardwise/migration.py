@@ -19,6 +19,7 @@ from shardwise.rules.moving.catalogue import KINDS
 from shardwise.rules.moving.frameworks import convert_yaml, may_hold_config
 from shardwise.rules.moving.program import Program
 from shardwise.rules.moving.rewriting import rewrite
+from shardwise.rules.moving.staying import stays_everywhere
 from shardwise.rules.source import decode
 
 Target = Literal["torch", "shardwise"]
@@ -195,6 +196,7 @@ def _run(
         yield from (_migrate_file(path, *texts[path], program, target) for path in jobs)
         return
     program.handed("")  # once, before there are several processes that would each find out
+    stays_everywhere(program)
     largest_first = sorted(jobs, key=lambda path: -len(texts[path][0]))
     with ProcessPoolExecutor(wanted, initializer=_start, initargs=(program, dict(texts), target)) as pool:
         yield from pool.map(_migrate_in_worker, largest_first, chunksize=4)

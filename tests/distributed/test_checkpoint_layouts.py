@@ -12,13 +12,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from shardwise.checkpointing.committing import begin_checkpoint, commit_checkpoint, partial_of
-from shardwise.checkpointing.files import join
 from shardwise.checkpointing.formats.dcp import read_dcp
-from shardwise.checkpointing.manifest import Header
-from shardwise.checkpointing.reading import Request, check_requests, read_requests
-from shardwise.checkpointing.slices import dtype_name, parts_of
-from shardwise.checkpointing.writing import Item, file_name, write_rank_file
+from shardwise.checkpointing.reading.requests import Request, check_requests, read_requests
+from shardwise.checkpointing.sharded.committing import begin_checkpoint, commit_checkpoint, partial_of
+from shardwise.checkpointing.sharded.manifest import Header
+from shardwise.checkpointing.sharded.writing import Item, file_name, write_rank_file
+from shardwise.checkpointing.state.slices import dtype_name, parts_of
+from shardwise.checkpointing.storage.files import join
 from shardwise.ranks import on_rank_zero
 from tests.ranks import ranks
 

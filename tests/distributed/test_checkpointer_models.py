@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise as sw
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.manifest import read_manifest
+from shardwise.checkpointing.sharded.manifest import read_manifest
 from tests.by_hand import Block, full, mesh_1d, mesh_2d, shard_module
 from tests.ranks import ranks
 

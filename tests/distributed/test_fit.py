@@ -1,87 +1,138 @@
-"""`fit` on real ranks: it learns, ranks agree, and accumulation does not change what is learnt."""
+"""`fit` on real ranks: it learns, ranks agree, and how a batch is cut or laid out does not change what is learnt."""
 
+import json
+import os
+import re
+import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from shardwise.config.run import RunConfig, TrainingConfig
+from shardwise.config.load import load
+from shardwise.config.run import RunConfig
 from shardwise.config.schema import MeshConfig
-from shardwise.errors import ConfigError
 from shardwise.ranks import agree_on
-from shardwise.training.corpus import byte_batches, standard_library_bytes
-from shardwise.training.loop import Training, fit
+from shardwise.training.loop import fit
+from shardwise.training.metrics import read_records
+from tests.distributed.fit_runs import MODEL_OPTIONS, Recorder, changed, fit_on, losses, tiny
 from tests.ranks import ranks
 
-TINY = RunConfig(steps=6, batch_size=4, sequence_length=16)
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.events: list[tuple[object, ...]] = []
-
-    def start(self, total: int, label: str) -> None:
-        self.events.append(("start", total, label))
-
-    def advance(self, steps: int = 1, note: str = "") -> None:
-        self.events.append(("advance", steps))
-
-    def finish(self, note: str = "") -> None:
-        self.events.append(("finish",))
-
 
 @ranks(2)
-def test_loss_falls_and_is_the_same_on_every_rank(rank: int):
+def test_loss_falls_and_all_is_told(rank: int, tmp_path: Path):
     recorder = Recorder()
-    training = fit(TINY, progress=recorder)
-    assert training.losses[-1] < training.losses[0] - 0.3
-    agree_on(repr(training.losses), "the losses")
-    assert training.tokens == 6 * 4 * 16 * 2
-    assert recorder.events == [("start", 6, "training tutorial"), *[("advance", 1)] * 6, ("finish",)]
+    config = tiny(tmp_path, steps=12, sample="w0")
+    training = fit(config, progress=recorder)
+    agree_on(repr((training.first_loss, training.last_loss, training.sample)), "the losses")
+    assert training.last_loss < training.first_loss - 0.3
+    assert training.tokens == 12 * 4 * 16
+    assert training.sample.startswith("w0")
+    assert recorder.events == [("start", 12, "training tutorial"), *[("advance", 1)] * 12, ("finish",)]
+    assert re.fullmatch(r"loss \d\.\d{3}  [\d.]+k? tokens/s  [\d.]+ [KMG]iB  [\d.]+ (s|min) left", recorder.notes[-1])
+    assert Path(training.checkpoint).is_dir()
+    assert load(RunConfig, tmp_path / "run" / "config.yaml") == config
+    records = read_records(Path(training.metrics))
+    assert [record["step"] for record in records] == list(range(1, 13))
+    assert records[-1].keys() >= {
+        "step", "loss", "learning_rate", "grad_norm", "tokens_per_s", "mfu", "memory_bytes", "data_wait_s",
+        "checkpoint_wait_s",
+    }  # fmt: skip
+    assert training.read_losses() == {record["step"]: record["loss"] for record in records}
+    assert records[-1]["loss"] == training.last_loss
+    assert json.loads(json.dumps(training.to_dict()))["resume_command"].endswith("--set training.steps=24")
 
 
 @ranks(2)
-def test_same_seed_is_the_same_run_and_another_seed_is_not(rank: int):
-    short = replace(TINY, steps=2)
-    assert fit(short).losses == fit(short).losses
-    assert fit(short).losses != fit(replace(short, seed=1)).losses
+def test_same_seed_is_the_same_run_to_the_last_bit_and_another_seed_is_not(rank: int, tmp_path: Path):
+    """Dropout included: every rank and step has a seed of its own."""
+    config = replace(tiny(tmp_path, steps=4), model_options=MODEL_OPTIONS | {"dropout": 0.2}, deterministic=True)
+    first, same, other = (
+        fit(replace(config, folder=str(tmp_path / name), seed=seed)) for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    assert first.read_losses() == same.read_losses()
+    assert first.last_loss != other.last_loss
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_micro_batches_and_accumulation_modes_learn_what_the_whole_batch_does(tmp_path: Path):
+    config = tiny(tmp_path, steps=3, batch_size=8)
+    whole = fit_on(2, replace(config, folder=str(tmp_path / "whole")))
+    for size, mode in ((1, "comm"), (3, "memory")):
+        cut = changed(config, training={"micro_batch_size": size, "accumulation": mode})
+        parts = fit_on(2, replace(cut, folder=str(tmp_path / f"{mode}-{size}")))
+        assert parts == pytest.approx(whole, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_one_rank_two_ranks_and_a_hybrid_mesh_learn_the_same(tmp_path: Path):
+    config = tiny(tmp_path, steps=3)
+    alone = fit_on(1, replace(config, folder=str(tmp_path / "one")))
+    assert fit_on(2, replace(config, folder=str(tmp_path / "two"))) == pytest.approx(alone, abs=1e-5)
+    hybrid = replace(config, folder=str(tmp_path / "hybrid"), mesh=MeshConfig(replicate=2))
+    assert fit_on(4, hybrid) == pytest.approx(alone, abs=1e-5)
+
+
+def test_ragged_batches_weigh_every_token_alike(tmp_path: Path):
+    """Prompts are masked and answers differ in length: ranks and micro-steps hold different numbers of tokens."""
+    lines = [{"prompt": "p" * (1 + n % 5), "response": "r" * (1 + n * 7 % 11)} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ragged = {"source": str(tmp_path / "pairs.jsonl"), "pack": False}
+    config = changed(tiny(tmp_path, steps=4), data=ragged)
+    alone = fit_on(1, replace(config, folder=str(tmp_path / "one")))
+    cut = changed(config, training={"micro_batch_size": 1})
+    assert fit_on(2, replace(cut, folder=str(tmp_path / "two"))) == pytest.approx(alone, abs=1e-5)
+    assert fit_on(4, replace(config, folder=str(tmp_path / "four"))) == pytest.approx(alone, abs=1e-5)
+    counted = [record["tokens"] for record in read_records(tmp_path / "two" / "metrics.jsonl")]
+    assert len(set(counted)) > 1, "the batches are not ragged: this proves nothing"
+    later = changed(cut, training={"objective": "tests.distributed.fit_runs:plain"})
+    assert fit_on(2, replace(later, folder=str(tmp_path / "later"))) == pytest.approx(alone, abs=1e-5)
+    assert [record["tokens"] for record in read_records(tmp_path / "later" / "metrics.jsonl")] == counted
+
+
+def test_held_out_loss_is_that_of_one_process_and_of_the_average(tmp_path: Path):
+    config = changed(tiny(tmp_path, steps=4, evaluate_every=2), data={"evaluation_fraction": 0.1})
+
+    def evaluations(num_ranks: int, run: RunConfig) -> dict[int, float]:
+        fit_on(num_ranks, run)
+        records = read_records(Path(run.folder) / "metrics.jsonl")
+        return {r["step"]: r["evaluation_loss"] for r in records if "evaluation_loss" in r}
+
+    alone = evaluations(1, replace(config, folder=str(tmp_path / "one")))
+    assert list(alone) == [2, 4]
+    assert evaluations(4, replace(config, folder=str(tmp_path / "four"))) == pytest.approx(alone, abs=1e-5)
+    still = changed(config, training={"ema_decay": 1.0})  # an average that never moves: the first weights
+    average = evaluations(2, replace(still, folder=str(tmp_path / "average")))
+    assert average[2] == average[4]
+    assert average[4] > alone[4] + 0.05
 
 
 @ranks(2)
-def test_micro_steps_of_half_the_batch_learn_the_same(rank: int):
-    """Two micro-batches of 2 hold the same passages as one batch of 4: the generator goes on where it was."""
-    whole = fit(replace(TINY, steps=3))
-    halves = fit(replace(TINY, steps=3, batch_size=2, micro_steps=2))
-    torch.testing.assert_close(torch.tensor(whole.losses), torch.tensor(halves.losses), rtol=1e-3, atol=1e-4)
-    assert whole.tokens == halves.tokens
+def test_signal_to_one_rank_stops_all_and_the_run_goes_on_later(rank: int, tmp_path: Path):
+    class Interrupting(Recorder):
+        def advance(self, steps: int = 1, note: str = "") -> None:
+            super().advance(steps, note)
+            if rank == 1 and len(self.notes) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
 
-
-@ranks(4)
-def test_hybrid_mesh_learns_what_the_flat_one_does(rank: int):
-    flat = fit(replace(TINY, steps=3))
-    hybrid = fit(replace(TINY, steps=3, mesh=MeshConfig(replicate=2)))
-    torch.testing.assert_close(torch.tensor(flat.losses), torch.tensor(hybrid.losses), rtol=1e-3, atol=1e-4)
+    config = tiny(tmp_path)
+    stopped = fit(config, progress=Interrupting())
+    assert stopped.stopped == "SIGTERM"
+    assert stopped.steps == 3
+    assert stopped.checkpoint.endswith("step-00000003")
+    assert stopped.resume_command == f"shardwise train {tmp_path / 'run' / 'config.yaml'}"
+    resumed = fit(config)
+    assert (resumed.stopped, resumed.resumed_step, resumed.steps) == (None, 3, 6)
+    assert list(losses(config)) == list(range(1, 7))
+    whole = fit(replace(config, folder=str(tmp_path / "whole")))
+    assert resumed.last_loss == whole.last_loss
 
 
 @ranks(2)
-def test_sequence_longer_than_the_model_is_refused_before_anything_runs(rank: int):
-    with pytest.raises(ConfigError, match="max_sequence_length 256, but the data has 512 tokens") as failure:
-        fit(replace(TINY, sequence_length=512))
-    assert failure.value.fix.endswith("or set sequence_length = 256")
-
-
-def test_ranks_and_seeds_draw_passages_of_their_own():
-    def first(seed: int, rank: int) -> torch.Tensor:
-        return next(byte_batches(batch_size=4, sequence_length=8, seed=seed, rank=rank))
-
-    assert first(0, 0).shape == (4, 9)
-    assert torch.equal(first(0, 0), first(0, 0))
-    assert not torch.equal(first(0, 0), first(0, 1))
-    assert not torch.equal(first(0, 1), first(1, 0))
-    assert len(standard_library_bytes()) > 100_000
-
-
-def test_summary_reads_as_a_sentence():
-    training = Training(model="tutorial", num_params=892_000, num_ranks=1, losses=(5.5, 2.25), tokens=4000, seconds=2.0)
-    expected = "trained tutorial (892k parameters) on 1 rank: loss 5.500 -> 2.250 in 2 steps, 2 s, 2k tokens/s"
-    assert str(training) == expected
+def test_complete_run_says_so_and_trains_no_further(rank: int, tmp_path: Path):
+    config = tiny(tmp_path, steps=2)
+    fit(config)
+    again = fit(config)
+    assert (again.steps, again.first_loss) == (2, None)
+    assert "2 steps were done already" in str(again)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 from shardwise.checkpointing.convert import convert_checkpoint
 from shardwise.checkpointing.differing import diff_checkpoints
-from shardwise.checkpointing.flat_recording import record_flat_params
+from shardwise.checkpointing.flat.flat_recording import record_flat_params
 from shardwise.checkpointing.manager import Checkpointer
 from shardwise.checkpointing.verifying import verify_checkpoint
 from shardwise.errors import CheckpointError

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.errors import ShardError
-from shardwise.training.data import lockstep
+from shardwise.training.lockstep import lockstep
 from tests.ranks import ranks
 
 

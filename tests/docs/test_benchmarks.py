@@ -52,6 +52,13 @@ def test_step_runs_as_one_of_many_that_do_not_exist():
     assert len(run_toy("step", "--fake", "4", "--models", "llama")) == 6
 
 
+@pytest.mark.slow
+def test_data_runs():
+    lines = run_toy("data")
+    assert all(line.keys() >= FIELDS for line in lines)
+    assert sum("data-bound" in line["case"] for line in lines) == 2
+
+
 def test_planning_runs():
     lines = run_toy("planning")
     assert all(line.keys() >= FIELDS for line in lines)
@@ -66,6 +73,21 @@ def test_clip_runs():
     time, norm = run_toy("clip")
     assert time.keys() >= FIELDS
     assert norm["met"]
+
+
+@pytest.mark.slow
+def test_training_loop_learns_what_the_hand_written_one_does():
+    results = run_toy("train_overhead")
+    assert all(result.keys() >= FIELDS for result in results)
+    (loss,) = [result for result in results if result["case"].endswith(": first loss")]
+    assert loss["met"]
+
+
+@pytest.mark.slow
+def test_soak_runs():
+    time, cpu, memory = run_toy("train_overhead", "--soak", "40")
+    assert all(len(result["details"]["by_tenth_ms"]) == 10 for result in (time, cpu))
+    assert len(memory["details"]["by_tenth_bytes"]) == 10
 
 
 def test_results_that_are_kept_are_whole():

@@ -1,4 +1,8 @@
-"""A script whose last rank does something else in step 3: `python -m tests.faults.diverging CASE RANKS`.
+"""A script whose last rank does something else in step 3: `python -m tests.faults.diverging CASE [RANKS [MACHINES]]`.
+
+CASE may end in the modules to repair, as in `skipped-tower:vision,left`. Under torchrun each agent is a machine.
+Machines are told apart by name only, so that one box can be several: their ranks share no board, and hear of each other
+through the store as they would elsewhere.
 
 Prints one JSON line a rank: how its loop ended. FSDP2 by hand, so that nothing of ours repairs the divergence first.
 """
@@ -7,7 +11,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 
@@ -19,7 +22,8 @@ from torch.distributed.fsdp import fully_shard
 
 from shardwise.diagnosing.guard import guard
 
-STEPS, BAD_STEP = 5, 3
+STEPS, BAD_STEP = 6, 3
+STEP_SECONDS = 0.3  # where there are several machines: word from the others takes a part of that
 
 
 class Experts(nn.Module):
@@ -54,13 +58,18 @@ class Model(nn.Module):
         return x
 
 
-def run(rank: int, num_ranks: int, case: str, port: int) -> None:
+def join(rank: int, num_ranks: int, num_machines: int, case: str, port: int) -> None:
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun, no rank keeps the store
     }
+    run(rank, num_ranks, rank * num_machines // num_ranks, num_machines, case)
+
+
+def run(rank: int, num_ranks: int, machine: int, num_machines: int, case: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (num_ranks,))
@@ -69,11 +78,13 @@ def run(rank: int, num_ranks: int, case: str, port: int) -> None:
     for part in [model.embed, model.vision, model.left, model.right, model.experts, *model.blocks, model]:
         fully_shard(part, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    case, _, towers = case.partition(":")
+    repair = towers.split(",") if towers else None
     said: list[str] = []
-    watching = guard(model, patience=1.5, report=said.append)
+    watching = guard(model, patience=1.5, repair=repair, machine=f"machine {machine}", report=said.append)
     start = time.monotonic()
     try:
-        _loop(model, optimizer, case if rank == num_ranks - 1 else "")
+        _loop(model, optimizer, case if rank == num_ranks - 1 else "", STEP_SECONDS if num_machines > 1 else 0)
         outcome = "ended"
     except Exception as error:
         outcome = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
@@ -86,8 +97,9 @@ def run(rank: int, num_ranks: int, case: str, port: int) -> None:
     os._exit(0)
 
 
-def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, case: str) -> None:
+def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, case: str, pause: float) -> None:
     for step in range(1, STEPS + 1):
+        time.sleep(pause)
         bad = case if step == BAD_STEP else ""
         if bad == "early-exit":
             return
@@ -103,14 +115,20 @@ def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, case: str) -> None
         optimizer.zero_grad()
 
 
-if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free_port = probe.getsockname()[1]
+def start(case: str, num_ranks: int, num_machines: int = 1) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     fork = multiprocessing.get_context("fork")
-    ranks = int(sys.argv[2])
-    processes = [fork.Process(target=run, args=(rank, ranks, sys.argv[1], free_port)) for rank in range(ranks)]
+    shape = num_ranks, num_machines, case, store.port
+    processes = [fork.Process(target=join, args=(rank, *shape)) for rank in range(num_ranks)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
+
+
+if __name__ == "__main__":
+    env = os.environ
+    if "RANK" in env:
+        run(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["GROUP_RANK"]), int(env["GROUP_WORLD_SIZE"]), sys.argv[1])
+    else:
+        start(sys.argv[1], *map(int, sys.argv[2:]))

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.checkpointing import faults
-from shardwise.checkpointing.background_writer import StrikeAt
-from shardwise.checkpointing.committing import committed_steps, sweep
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.staging import wait_for_copies
+from shardwise.checkpointing.saving.background_writer import StrikeAt
+from shardwise.checkpointing.saving.staging import wait_for_copies
+from shardwise.checkpointing.sharded import faults
+from shardwise.checkpointing.sharded.committing import committed_steps, sweep
 from tests.by_hand import mesh_1d, shard_module
 from tests.ranks import _start_fork_server
 

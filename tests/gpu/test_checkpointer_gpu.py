@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.checkpointing import device_copies
 from shardwise.checkpointing.manager import Checkpointer
+from shardwise.checkpointing.saving import device_copies
 from shardwise.launching import start_local
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -62,11 +62,10 @@ def test_copies_on_the_gpu_lie_as_in_the_arena_and_their_memory_goes_back():
     for tensor in tensors:
         tensor.fill_(-1)
     found = {}
-    for offset, piece in copies.pieces(256 << 20):
-        values = piece.view(torch.float32)
+    for offset, values in ((offset, piece.view(torch.float32)) for offset, piece in copies.pieces(256 << 20)):
         found[offset] = (values.min().item(), values.max().item())
+        del values
     assert found == {offset: (index, index) for index, offset in enumerate(offsets)}
-    del piece, values
     copies.release()
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from shardwise.sharding.full_params import full_params, iter_full_tensors
 from shardwise.sharding.recovery import recover
-from shardwise.training.data import lockstep
 from shardwise.training.ema import EMA
+from shardwise.training.lockstep import lockstep
 from shardwise.training.step import AccumulationMode, accumulate, clip_grad_norm_, token_mean
 from tests.by_hand import (
     Tiny,

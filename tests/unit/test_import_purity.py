@@ -32,7 +32,7 @@ def test_import_loads_no_torch(module: str):
     assert run(f"import sys, {module}{REPORT}") == "[]"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["train", "--print-config"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
 def test_command_loads_no_torch(arguments: list[str]):
     code = (
         "import sys\n"

@@ -49,6 +49,15 @@ def test_slurm_step_is_read():
     assert launch.init_method == "tcp://node017:20123"
 
 
+def test_job_and_restarts_are_the_launchers():
+    torchrun = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "night"}
+    assert (read_launch(torchrun).restarts, read_launch(torchrun).job) == (2, "night")
+    assert read_launch({**torchrun, "TORCHELASTIC_RUN_ID": "none"}).job == ""
+    slurm = read_launch({**SLURM, "SLURM_RESTART_COUNT": "1"})
+    assert (slurm.restarts, slurm.job) == (1, "slurm-40123")
+    assert (read_launch(TORCHRUN).restarts, read_launch(TORCHRUN).job) == (0, "")
+
+
 def test_torchrun_inside_slurm_wins():
     assert read_launch({**SLURM, **TORCHRUN}).source == "torchrun"
 

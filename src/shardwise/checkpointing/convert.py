@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.checkpointing import files
-from shardwise.checkpointing.companions import read_companions
 from shardwise.checkpointing.contents import ITEM_BYTES, Contents
 from shardwise.checkpointing.copying import copied_bytes, copy_to_dcp, copy_to_full, copy_to_safetensors
 from shardwise.checkpointing.exporting import refuse_remote
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.safetensors_writing import DEFAULT_SHARD_BYTES, SafetensorsWriter
-from shardwise.checkpointing.record_checks import refuse_damaged
-from shardwise.checkpointing.sections import only_model, with_our_names
+from shardwise.checkpointing.formats.tensor_info import TensorInfo
+from shardwise.checkpointing.hugging_face.companions import read_companions
+from shardwise.checkpointing.pickles.record_checks import refuse_damaged
 from shardwise.checkpointing.soundness import refuse_unsound
-from shardwise.checkpointing.tensor_info import TensorInfo
+from shardwise.checkpointing.state.sections import only_model, with_our_names
+from shardwise.checkpointing.storage import files
 from shardwise.errors import ConfigError
 from shardwise.progress import NoProgress, Progress
 

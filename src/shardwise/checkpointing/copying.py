@@ -7,20 +7,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpointing import files
-from shardwise.checkpointing.committing import begin_checkpoint, commit_checkpoint, partial_of
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor
-from shardwise.checkpointing.flat_params import boxes_of_range
+from shardwise.checkpointing.flat.flat_params import boxes_of_range
+from shardwise.checkpointing.formats.full_notes import NOTES, make_notes, plain_values
 from shardwise.checkpointing.formats.full_writing import FullWriter
 from shardwise.checkpointing.formats.safetensors_writing import SafetensorsWriter
-from shardwise.checkpointing.full_notes import NOTES, make_notes, plain_values
-from shardwise.checkpointing.manifest import Header
-from shardwise.checkpointing.memory import bytes_of
-from shardwise.checkpointing.reading import read_box
-from shardwise.checkpointing.tensor_info import TensorInfo
-from shardwise.checkpointing.torch_zip import value_stream
-from shardwise.checkpointing.values import encode_value
-from shardwise.checkpointing.writing import Item, file_name, write_rank_file
+from shardwise.checkpointing.formats.tensor_info import TensorInfo
+from shardwise.checkpointing.pickles.torch_zip import value_stream
+from shardwise.checkpointing.reading.requests import read_box
+from shardwise.checkpointing.sharded.committing import begin_checkpoint, commit_checkpoint, partial_of
+from shardwise.checkpointing.sharded.manifest import Header
+from shardwise.checkpointing.sharded.values import encode_value
+from shardwise.checkpointing.sharded.writing import Item, file_name, write_rank_file
+from shardwise.checkpointing.storage import files
+from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.progress import Progress
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from shardwise.checkpointing.contents import Contents, StoredTensor
 from shardwise.checkpointing.copying import boxes_of
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.reading import read_box
-from shardwise.checkpointing.sections import with_our_names
+from shardwise.checkpointing.reading.requests import read_box
+from shardwise.checkpointing.state.sections import with_our_names
 from shardwise.progress import NoProgress, Progress
 
 if TYPE_CHECKING:

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.checkpointing.byte_progress import counting
+from shardwise.checkpointing.agreeing.together import is_first, mesh_of_model, on_first, raise_over, together
 from shardwise.checkpointing.contents import ITEM_BYTES
-from shardwise.checkpointing.files import is_remote
 from shardwise.checkpointing.formats.full_writing import FullWriter, tensors_in
 from shardwise.checkpointing.formats.safetensors_writing import DEFAULT_SHARD_BYTES, SafetensorsWriter, distribute
-from shardwise.checkpointing.hugging_face import companions_of, weights_stem
-from shardwise.checkpointing.memory import bytes_of, give_back_freed
-from shardwise.checkpointing.slices import ModelTensor, dtype_name, model_tensors
-from shardwise.checkpointing.tensor_info import TensorInfo
-from shardwise.checkpointing.together import is_first, mesh_of_model, on_first, raise_over, together
-from shardwise.checkpointing.unusable import refuse_unusable
+from shardwise.checkpointing.formats.tensor_info import TensorInfo
+from shardwise.checkpointing.hugging_face.expectations import companions_of, weights_stem
+from shardwise.checkpointing.loading.unusable import refuse_unusable
+from shardwise.checkpointing.state.slices import ModelTensor, dtype_name, model_tensors
+from shardwise.checkpointing.storage.byte_progress import counting
+from shardwise.checkpointing.storage.files import is_remote
+from shardwise.checkpointing.storage.memory import bytes_of, give_back_freed
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.progress import Progress
 from shardwise.sharding.gathering import gather_in_buckets

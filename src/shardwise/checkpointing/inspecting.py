@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpointing import files
 from shardwise.checkpointing.contents import Contents
+from shardwise.checkpointing.flat.unflattening import needs_model
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.sections import find_sections, with_our_names
 from shardwise.checkpointing.soundness import file_names, unsound, wrong_files
-from shardwise.checkpointing.unflattening import needs_model
+from shardwise.checkpointing.state.sections import find_sections, with_our_names
+from shardwise.checkpointing.storage import files
 from shardwise.findings import Finding, Severity
 from shardwise.units import format_bytes, format_count
 

@@ -15,21 +15,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpointing.channel import Channel
-from shardwise.checkpointing.committing import committed_steps, is_committed, step_folder, sweep
+from shardwise.checkpointing.agreeing.channel import Channel
 from shardwise.checkpointing.contents import Contents
-from shardwise.checkpointing.describing import describe_run
-from shardwise.checkpointing.files import Place, place
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.leaving import Leaving
-from shardwise.checkpointing.loading import load_run
-from shardwise.checkpointing.manifest import read_manifest
-from shardwise.checkpointing.reading import Verify
-from shardwise.checkpointing.retention import Retention
-from shardwise.checkpointing.retiring import Retiring
-from shardwise.checkpointing.saving import Saver, Started
-from shardwise.checkpointing.sections import with_our_names
-from shardwise.checkpointing.state import Collected, Run, Stateful
+from shardwise.checkpointing.loading.loader import load_run
+from shardwise.checkpointing.reading.requests import Verify
+from shardwise.checkpointing.saving.describing import describe_run
+from shardwise.checkpointing.saving.leaving import Leaving
+from shardwise.checkpointing.saving.retention import Retention
+from shardwise.checkpointing.saving.retiring import Retiring
+from shardwise.checkpointing.saving.saver import Saver, Started
+from shardwise.checkpointing.sharded.committing import committed_steps, is_committed, step_folder, sweep
+from shardwise.checkpointing.sharded.manifest import read_manifest
+from shardwise.checkpointing.state.run import Collected, Run, Stateful
+from shardwise.checkpointing.state.sections import with_our_names
+from shardwise.checkpointing.storage.files import Place, place
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.progress import Progress
 
@@ -53,7 +53,8 @@ class Checkpointer:
         on_busy: What `save` does while an earlier save is still being written: wait for it, or skip this one.
         fsync: Commit only what the disk has. False is faster, and a crash of the machine may cost the newest ones.
         rng: Keep the random number generators of every rank too.
-        progress: Is told the bytes as they are read and written (written: where this process does it).
+        progress: Is told the bytes that this rank reads and writes, and how fast; while a save is written in the
+            background, by another thread.
 
     Raises:
         ConfigError: An argument means nothing.
@@ -319,7 +320,8 @@ class Checkpointer:
 
     def _finish(self, started: Started) -> None:
         try:
-            self._saver.finish(started, retire=partial(self._retiring.after, started.step))
+            retire = partial(self._retiring.after, started.step)
+            self._saver.finish(started, retire=retire, progress=self._progress)
         except BaseException as error:
             self._error = error
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.checkpointing import files
 from shardwise.checkpointing.contents import Box, Contents
-from shardwise.checkpointing.coverage import coverage_problem
+from shardwise.checkpointing.reading.coverage import coverage_problem
+from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 from shardwise.findings import Finding, Severity
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import xxhash
 
-from shardwise.checkpointing import files
-from shardwise.checkpointing.checksums import checksum
-from shardwise.checkpointing.committing import committed_steps, step_folder
 from shardwise.checkpointing.contents import ITEM_BYTES, Contents
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.manifest import read_frames
-from shardwise.checkpointing.record_checks import Stream, damaged_records, streams_of
+from shardwise.checkpointing.pickles.record_checks import Stream, damaged_records, streams_of
+from shardwise.checkpointing.sharded.committing import committed_steps, step_folder
+from shardwise.checkpointing.sharded.manifest import read_frames
 from shardwise.checkpointing.soundness import WRONG_FILE, unsound, wrong_files
+from shardwise.checkpointing.storage import files
+from shardwise.checkpointing.storage.checksums import checksum
 from shardwise.errors import CheckpointError
 from shardwise.findings import Finding, Severity
 from shardwise.progress import NoProgress, Progress

@@ -11,19 +11,19 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.checkpointing.broadcasting import describe
+from shardwise.checkpointing.agreeing.together import mesh_of_model, on_first, raise_over, together, together_with
 from shardwise.checkpointing.contents import Box, Contents
-from shardwise.checkpointing.copies import find_differing_copy
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.hugging_face_layout import in_model_layout
-from shardwise.checkpointing.keys import KeyReport, Rename, canonical_name
-from shardwise.checkpointing.matching import Matched, match, rename_contents
-from shardwise.checkpointing.readers import FirstRankReader, OwnReader, Reader
-from shardwise.checkpointing.reading import Problem, Verify
-from shardwise.checkpointing.slices import ModelTensor, model_tensors, parts_of, requests_for
-from shardwise.checkpointing.staging import wait_for_copies
-from shardwise.checkpointing.together import mesh_of_model, on_first, raise_over, together
-from shardwise.checkpointing.unusable import mark_unusable, mark_usable
+from shardwise.checkpointing.hugging_face.layout import in_model_layout
+from shardwise.checkpointing.loading.matching import Matched, match, rename_contents
+from shardwise.checkpointing.loading.unusable import mark_unusable, mark_usable
+from shardwise.checkpointing.reading.broadcasting import describe
+from shardwise.checkpointing.reading.copies import find_differing_copy
+from shardwise.checkpointing.reading.readers import FirstRankReader, OwnReader, Reader
+from shardwise.checkpointing.reading.requests import Problem, Verify, check_requests
+from shardwise.checkpointing.saving.staging import wait_for_copies
+from shardwise.checkpointing.state.keys import KeyReport, Rename, canonical_name
+from shardwise.checkpointing.state.slices import ModelTensor, model_tensors, parts_of, requests_for
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import is_meta, take_inventory
@@ -75,12 +75,13 @@ def load_weights(
     """
     _check_verify(verify)
     mesh = mesh_of_model(model)
-    tensors = together(lambda: model_tensors(model), mesh)
-    contents, left_out = _open_on_ranks(lambda: _open(model, tensors, path, rename), mesh, broadcast)
-    matched = together(lambda: _match(model, tensors, contents, strict), mesh)
-    _agree(contents, matched, mesh)
     reader = FirstRankReader(mesh) if broadcast else OwnReader()
-    _prove(tensors, contents, matched, reader, mesh, strict=strict, verify=verify)
+    prepare = _prepare_from_first if broadcast else _prepare
+    prepared = prepare(model, path, rename, mesh, strict)
+    tensors, contents, matched = prepared.tensors, prepared.contents, prepared.matched
+    if verify == "before":
+        requests = requests_for(tensors, matched.stored_names)
+        _together_with(reader, lambda: reader.verify(contents, requests), mesh)
     try:
         _read(model, tensors, contents, matched, reader, mesh, verify, progress)
     except Exception as error:
@@ -90,7 +91,7 @@ def load_weights(
     rebuilt = tuple(sorted({canonical_name(entry.fqn) for entry in take_inventory(model) if entry.pending}))
     if rebuilt:
         materialize(model)
-    ignored = (*matched.report.ignored, *left_out)
+    ignored = (*matched.report.ignored, *prepared.left_out)
     return dataclasses.replace(matched.report, rebuilt=rebuilt, ignored=ignored)
 
 
@@ -108,18 +109,58 @@ def _open(model: nn.Module, tensors: Sequence[ModelTensor], path: str | Path, re
     return in_model_layout(renamed, model, names), left_out
 
 
-def _open_on_ranks(work: Callable[[], Opened], mesh: DeviceMesh | None, broadcast: bool) -> Opened:
-    """Open it; where only the first rank does, the others get a description."""
-    if not broadcast:
-        return together(work, mesh)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A checkpoint that fits the model, as far as can be told before the first byte is read."""
+
+    tensors: list[ModelTensor]
+    contents: Contents
+    matched: Matched
+    left_out: tuple[str, ...]
+
+
+def _prepare(
+    model: nn.Module, path: str | Path, rename: Rename | None, mesh: DeviceMesh | None, strict: bool
+) -> _Prepared:
+    """Find whatever can be found wrong; every rank for itself, and then all hear of it at once."""
+
+    def work() -> tuple[_Prepared, str]:
+        tensors = model_tensors(model)
+        contents, left_out = _open(model, tensors, path, rename)
+        matched = _match(model, tensors, contents, strict)
+        problems = check_requests(contents, requests_for(tensors, matched.stored_names))
+        if problems:
+            raise _unreadable(contents, problems)
+        if strict and (error := _differing_copies(contents, matched, tensors, whole=False)) is not None:
+            raise error
+        return _Prepared(tensors, contents, matched, left_out), _digest(contents, matched)
+
+    prepared, digests = together_with(work, mesh)
+    _refuse_differing(digests, prepared.contents)
+    return prepared
+
+
+def _prepare_from_first(
+    model: nn.Module, path: str | Path, rename: Rename | None, mesh: DeviceMesh | None, strict: bool
+) -> _Prepared:
+    """The same where only the first rank opens files and the others get a description."""
+    tensors = together(lambda: model_tensors(model), mesh)
     opened: list[Opened] = []
 
     def open_and_describe() -> Opened:
-        opened.append(work())
+        opened.append(_open(model, tensors, path, rename))
         return describe(opened[0][0]), opened[0][1]
 
     described = on_first(open_and_describe, mesh)
-    return opened[0] if opened else described
+    contents, left_out = opened[0] if opened else described
+    matched = together(lambda: _match(model, tensors, contents, strict), mesh)
+    _refuse_differing(values_of_ranks(_digest(contents, matched), mesh), contents)
+    requests = together(lambda: requests_for(tensors, matched.stored_names), mesh)
+    problems = FirstRankReader(mesh).check(contents, requests)
+    raise_over(mesh, _unreadable(contents, problems) if problems else None)
+    if strict and matched.copies:
+        raise_over(mesh, _differing_copies(contents, matched, tensors, whole=True))
+    return _Prepared(tensors, contents, matched, left_out)
 
 
 def _match(model: nn.Module, tensors: Sequence[ModelTensor], contents: Contents, strict: bool) -> Matched:
@@ -129,14 +170,16 @@ def _match(model: nn.Module, tensors: Sequence[ModelTensor], contents: Contents,
     return matched
 
 
-def _agree(contents: Contents, matched: Matched, mesh: DeviceMesh | None) -> None:
-    """Every rank must read the same thing into the same model: a stale copy on one machine is easily missed."""
+def _digest(contents: Contents, matched: Matched) -> str:
     lines = [
         f"{name} <- {stored} {contents.tensors[stored].dtype} {contents.tensors[stored].shape}"
         for name, stored in matched.stored_names.items()
     ]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    digests = values_of_ranks(digest, mesh)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _refuse_differing(digests: Sequence[str], contents: Contents) -> None:
+    """Every rank must read the same thing into the same model: a stale copy on one machine is easily missed."""
     if len(set(digests)) > 1:
         differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
         raise CheckpointError(
@@ -145,27 +188,6 @@ def _agree(contents: Contents, matched: Matched, mesh: DeviceMesh | None) -> Non
             why="all ranks load parts of the same tensors",
             fix="put the same files on every machine, or pass broadcast=True to read those of the first",
         )
-
-
-def _prove(
-    tensors: Sequence[ModelTensor],
-    contents: Contents,
-    matched: Matched,
-    reader: Reader,
-    mesh: DeviceMesh | None,
-    *,
-    strict: bool,
-    verify: Verify,
-) -> None:
-    """Find whatever can be found wrong before the first byte is written."""
-    requests = together(lambda: requests_for(tensors, matched.stored_names), mesh)
-    problems = _together_with(reader, lambda: reader.check(contents, requests), mesh)
-    raise_over(mesh, _unreadable(contents, problems) if problems else None)
-    if strict and matched.copies:
-        whole = isinstance(reader, FirstRankReader)
-        raise_over(mesh, _differing_copies(contents, matched, tensors, whole=whole))
-    if verify == "before":
-        _together_with(reader, lambda: reader.verify(contents, requests), mesh)
 
 
 def _unreadable(contents: Contents, problems: Sequence[Problem]) -> CheckpointError:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from shardwise.config.run import RunConfig
 
 
+_ROWS, _LENGTH = 2, 16  # sequences of each rank, and tokens of each: enough to tell, quick everywhere
+
+
 def parity(
     model: ModelArgument,
     nproc: NprocOption = None,
@@ -25,12 +28,16 @@ def parity(
     settings: SetOption = None,
     format: FormatOption = Format.TEXT,
 ) -> None:
-    """Train a model sharded and in one process, and name the first thing that differs."""
-    from shardwise.cli.running import run_on_ranks
+    """Train a model sharded and in one process, and name the first thing that differs.
+
+    `training.batch_size` counts the sequences of all ranks, as in a run; the default is two a rank.
+    """
+    from shardwise.cli.running import number_of_ranks, run_on_ranks
     from shardwise.config.load import load
     from shardwise.config.run import RunConfig
 
-    values = {"model": model, "batch_size": 2, "sequence_length": 16}
+    batch_size = _ROWS * number_of_ranks(nproc)
+    values = {"model": model, "training": {"batch_size": batch_size}, "data": {"sequence_length": _LENGTH}}
     config = load(RunConfig, values, settings or ())
     verdict = run_on_ranks("shardwise.cli.parity:compare_on_rank", nproc, (config, steps, batch))
     if verdict is not None:
@@ -49,10 +56,13 @@ def compare_on_rank(config: RunConfig, steps: int, batch: str | None) -> Parity:
     from shardwise.comparing import parity as compare
     from shardwise.models.batches import make_batch
     from shardwise.models.load import find_callable, load_model
-    from shardwise.sharding.mesh import init_distributed, shutdown
+    from shardwise.sharding.mesh import data_parallel_mesh, init_distributed, shutdown
+    from shardwise.training.requirements import check_batch
 
     mesh = init_distributed(config.mesh)
-    described = load_model(config.model)
+    num_ranks = data_parallel_mesh(mesh).size()
+    check_batch(config.training.batch_size, num_ranks)
+    described = load_model(config.model, options=config.model_options)
 
     def invent(rank: int, step: int, seed: int) -> Any:
         # One stream of batches a rank, none of them shared by two ranks or two steps.
@@ -60,12 +70,12 @@ def compare_on_rank(config: RunConfig, steps: int, batch: str | None) -> Parity:
         return make_batch(
             described,
             generator=generator,
-            batch_size=config.batch_size,
-            sequence_length=config.sequence_length,
+            batch_size=config.training.batch_size // num_ranks,
+            sequence_length=config.data.sequence_length,
         )
 
     verdict = compare(
-        lambda: load_model(config.model),
+        lambda: load_model(config.model, options=config.model_options),
         find_callable(batch) if batch else invent,
         config=config.shard,
         steps=steps,

@@ -7,14 +7,27 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.launching import read_launch, resolve_target, start_local
+from shardwise.errors import ShardwiseError
+from shardwise.launching import Launch, read_launch, resolve_target, start_local
+from shardwise.launching.failures import is_lost_peer, lost_peer
 
 
-def run_on_ranks(target: str, num_ranks: int | None, args: Sequence[object] = ()) -> Any | None:
+def run_on_ranks(
+    target: str,
+    num_ranks: int | None,
+    args: Sequence[object] = (),
+    *,
+    max_restarts: int = 0,
+    stop_signals: Sequence[str] = (),
+    everywhere: bool = False,
+) -> Any | None:
     """Run `module:function` on every rank; return rank 0's result, or None where this process is another.
 
+    With `everywhere`, a process that is another rank returns its own result: all must end with the same status.
+
     Under torchrun, Slurm or Ray this process is a rank already and simply calls the function; otherwise
-    `num_ranks` local ranks are started, by default one a GPU, or two on CPU.
+    `num_ranks` local ranks are started, by default one a GPU, or two on CPU. A launcher restarts ranks by its own
+    rules; `max_restarts` and `stop_signals` are for local ones, see `start_local`.
 
     Ranks:
         Collective when started by a launcher.
@@ -24,12 +37,28 @@ def run_on_ranks(target: str, num_ranks: int | None, args: Sequence[object] = ()
         sys.path.insert(0, folder)
     launch = read_launch()
     if launch.source != "single":
-        result = resolve_target(target)(*args)
-        return result if launch.rank == 0 else None
-    return start_local(target, num_ranks or _default_num_ranks(), args)[0]
+        result = _call(target, args, launch)
+        return result if launch.rank == 0 or everywhere else None
+    results = start_local(
+        target, number_of_ranks(num_ranks), args, max_restarts=max_restarts, stop_signals=stop_signals
+    )
+    return results[0]
 
 
-def _default_num_ranks() -> int:
+def _call(target: str, args: Sequence[object], launch: Launch) -> Any:
+    try:
+        return resolve_target(target)(*args)
+    except (RuntimeError, ConnectionError, ShardwiseError) as error:
+        if not is_lost_peer(error, ""):
+            raise
+        raise lost_peer(error, launch) from error
+
+
+def number_of_ranks(wanted: int | None = None) -> int:
+    """The ranks that `run_on_ranks` would use: the launcher's, those that are wanted, one a GPU, or two."""
     import torch
 
-    return torch.accelerator.device_count() or 2
+    launch = read_launch()
+    if launch.source != "single":
+        return launch.world_size
+    return wanted or torch.accelerator.device_count() or 2

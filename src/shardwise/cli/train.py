@@ -1,4 +1,4 @@
-"""`shardwise train`: shard a model and train it on local ranks or a launcher's. No torch until it runs."""
+"""`shardwise train`: train a model on local ranks or a launcher's, or go on with a run. No torch until it runs."""
 
 from __future__ import annotations
 
@@ -11,28 +11,64 @@ from shardwise.cli.options import Format, FormatOption, NprocOption, RunArgument
 
 if TYPE_CHECKING:
     from shardwise.config.run import RunConfig
-    from shardwise.training.loop import Training
+    from shardwise.training.outcome import Training
+
+EXIT_STOPPED = 4
 
 
 def train(
     run: RunArgument = None,
     settings: SetOption = None,
     nproc: NprocOption = None,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Print every setting as YAML and stop.")] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print every setting as YAML, with reasons, and stop.")
+    ] = False,
     format: FormatOption = Format.TEXT,
 ) -> None:
-    """Shard a model and train it; without a run file, the tutorial's transformer on this machine."""
-    from shardwise.cli.running import run_on_ranks
-    from shardwise.config.load import load, to_yaml
+    """Shard a model and train it; without a run file, a small Llama on this machine's Python sources."""
+    from shardwise.config.load import load
     from shardwise.config.run import RunConfig
 
     config = load(RunConfig, run, settings or ())
     if print_config:
-        typer.echo(to_yaml(config), nl=False)
+        from shardwise.cli.running import number_of_ranks
+        from shardwise.training.resolving import resolved_yaml
+
+        typer.echo(resolved_yaml(config, number_of_ranks(nproc)), nl=False)
         return
-    training = run_on_ranks("shardwise.cli.train:train_on_rank", nproc, (config,))
-    if training is not None:
+    training = _train(config, nproc)
+    if training is None:
+        return
+    if _is_first():
         typer.echo(json.dumps(training.to_dict()) if format is Format.JSON else str(training))
+    if training.stopped is not None:
+        raise typer.Exit(EXIT_STOPPED)
+
+
+def _train(config: RunConfig, nproc: int | None) -> Training | None:
+    from shardwise.cli.running import run_on_ranks
+    from shardwise.launching import read_launch
+    from shardwise.training.folders import give_back, with_folder
+
+    if read_launch().source == "single":
+        config = with_folder(config)  # before the ranks start: after a restart they look there for their checkpoints
+    try:
+        return run_on_ranks(
+            "shardwise.cli.train:train_on_rank",
+            nproc,
+            (config,),
+            max_restarts=config.training.max_restarts,
+            stop_signals=config.training.stop_signals,
+            everywhere=True,
+        )
+    finally:
+        give_back(config)  # if it is empty still
+
+
+def _is_first() -> bool:
+    from shardwise.launching import read_launch
+
+    return read_launch().rank == 0
 
 
 def train_on_rank(config: RunConfig) -> Training:

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,9 +73,25 @@ def load(cls: type[C], source: str | Path | Mapping[str, Any] | None = None, ove
     return config
 
 
-def to_yaml(config: object) -> str:
-    """The config as YAML that `load` reads back; what only Python can express is left out."""
-    return yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+def to_yaml(config: object, notes: Mapping[str, Iterable[str]] | None = None) -> str:
+    """The config as YAML that `load` reads back; what only Python can express is left out.
+
+    Args:
+        config: A dataclass of settings.
+        notes: Lines to write as comments above a setting, by its path, as in `training.batch_size`.
+    """
+    return "".join(line + "\n" for line in _yaml_lines(_plain(config), notes or {}, ""))
+
+
+def _yaml_lines(values: Mapping[str, Any], notes: Mapping[str, Iterable[str]], prefix: str) -> Iterator[str]:
+    for name, value in values.items():
+        path = prefix + name
+        yield from (f"# {line}".rstrip() for note in notes.get(path, ()) for line in note.splitlines())
+        if isinstance(value, dict) and any(note.startswith(f"{path}.") for note in notes):
+            yield f"{name}:"
+            yield from (f"  {line}" for line in _yaml_lines(value, notes, f"{path}."))
+        else:
+            yield from yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True).splitlines()
 
 
 def _read(path: str | Path | None) -> dict[str, Any]:

@@ -22,10 +22,13 @@ class DataConfig:
     """How much of `source` is held out for evaluation when `evaluation` names nothing."""
     tokenizer: str = "bytes"
     """`bytes` (256 of them and an end of document), or a `tokenizer.json` of the tokenizers library, or its folder."""
-    sequence_length: int = 256
+    sequence_length: int = 128
     """Tokens in a sequence."""
     pack: bool = True
     """Fill sequences with several documents. False: one document a sequence, cut or padded."""
+    keep_apart: bool = True
+    """Documents of one sequence do not see each other. False: they do, as in much pretraining, and attention needs
+    no mask, which is faster on GPUs."""
     text_field: str = "text"
     """Where a line of JSON or a row of a dataset holds plain text."""
     prompt_field: str = "prompt"
@@ -50,7 +53,7 @@ class OptimizerConfig:
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     """`muon` changes the matrices of the blocks with Muon, everything else with AdamW."""
-    learning_rate: float = 3e-3
+    learning_rate: float = 6e-3
     """The peak; the schedule scales it."""
     weight_decay: float = 0.1
     """Of matrices; vectors (norms, biases) and embeddings are not decayed."""
@@ -78,7 +81,7 @@ class ScheduleConfig:
 
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """After the warm-up; `wsd` stays at the peak and falls at the end (warm-up, stable, decay)."""
-    warmup_steps: int = 10
+    warmup_steps: int = 20
     """Steps in which it rises from 0."""
     decay_steps: int | None = None
     """Of `wsd`: steps in which it falls at the end; None: a fifth of all."""
@@ -92,7 +95,7 @@ class TrainingConfig:
 
     __pydantic_config__: ClassVar = STRICT
 
-    steps: int = 300
+    steps: int = 700
     """Optimizer steps in all, those before a resume among them."""
     batch_size: int = 16
     """Sequences of one optimizer step, over all ranks: the same on any number of ranks."""
@@ -118,6 +121,8 @@ class TrainingConfig:
     """Stop after so many of them in one run, whatever `on_bad_loss` says."""
     max_restarts: int = 3
     """How often local ranks are started again from the last checkpoint after one of them died."""
+    stop_signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGUSR1")
+    """Signals that make the run save and end with status 4; a second SIGINT ends it at once."""
     sample: str | None = "def "
     """Continue this text after training, to see what was learnt; null: do not."""
     sample_tokens: int = 200

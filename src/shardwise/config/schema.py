@@ -1,4 +1,4 @@
-"""How a model is sharded and ranks are laid out, as frozen dataclasses. Plain Python: no torch, no I/O, nothing mutates."""
+"""How a model is sharded and ranks are laid out, as frozen dataclasses. Plain Python: no torch, no I/O."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

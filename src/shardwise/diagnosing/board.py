@@ -12,7 +12,6 @@ import mmap
 import os
 import tempfile
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,8 @@ _MASK = _RING - 1
 _HEAD_WORDS = 16
 _TEXT_BYTES = 8192 - 8 * _HEAD_WORDS
 _SLOT_BYTES = 8192 + 4 * _RING
-_COUNT, _STEP, _PID, _ENDED, _MOVED_AT, _TEXT_LENGTH, _ASKED, _SAID, _HEARD_AT, _IS_GONE, _WANTS_ALL = range(11)
+_COUNT, _STEP, _PID, _ENDED, _MOVED_AT, _TEXT_LENGTH, _ASKED, _SAID, _CONCLUDED, _WANTS_ALL = range(10)
+_HEARD_AT, _IS_GONE, _FIRST = range(10, 13)  # of copies only
 
 
 class Slot:
@@ -89,6 +89,11 @@ class Slot:
         return bytes(self._text[: self._head[_TEXT_LENGTH]]).decode(errors="replace")
 
     @property
+    def verdict(self) -> str | None:
+        """What the rank found to be wrong, if it did; it stands in place of answers."""
+        return self.said if self._head[_CONCLUDED] else None
+
+    @property
     def wants_all(self) -> bool:
         """Whether the rank needs to know of every machine, not only of those next to its own."""
         return bool(self._head[_WANTS_ALL])
@@ -96,15 +101,23 @@ class Slot:
     def event(self, index: int) -> int | None:
         """The event of that index; None when it has not come to it, or it is long past."""
         count = self.count
-        return self._ring[index & _MASK] if count - HISTORY <= index < count else None
+        return self._ring[index & _MASK] if max(count - HISTORY, self._head[_FIRST]) <= index < count else None
 
-    def events(self, start: int, end: int) -> array[int]:
-        """The events from one index up to another, of those that are not long past."""
-        return array("I", [self._ring[index & _MASK] for index in range(start, end)])
+    @property
+    def first(self) -> int:
+        """The first event that can be read."""
+        return max(self.count - HISTORY, self._head[_FIRST])
+
+    def events(self, start: int, end: int) -> bytes:
+        """The events from one index up to another, four bytes each; they must be among the last HISTORY."""
+        first, last = start & _MASK, end & _MASK
+        if first <= last:
+            return self._ring[first:last].tobytes()
+        return self._ring[first:].tobytes() + self._ring[:last].tobytes()
 
     def open(self) -> None:
         """Say that this process writes here."""
-        self._head[_PID] = os.getpid()
+        self._head[_PID], self._head[_STEP] = os.getpid(), 1
         self.touch()
 
     def write(self, event: int) -> None:
@@ -133,21 +146,34 @@ class Slot:
         """Let whoever talks to the other machines know that this rank needs to see all of them."""
         self._head[_WANTS_ALL] = 1
 
-    def say(self, text: str) -> None:
-        """Answer: replaces what was said before."""
+    def say(self, text: str, *, times: int = 0) -> None:
+        """Answer: replaces what was said before. `times`: how often it has said something, where this is a copy."""
         data = text.encode()[:_TEXT_BYTES]
         self._head[_TEXT_LENGTH] = 0
         self._text[: len(data)] = data
         self._head[_TEXT_LENGTH] = len(data)
-        self._head[_SAID] += 1
+        self._head[_SAID] = times or self._head[_SAID] + 1
 
-    def become_copy(self, *, count: int, step: int, has_ended: bool, is_gone: bool, last: Sequence[int]) -> None:
-        """Show what was heard of a rank on another machine; `last` are its last events."""
-        for offset, event in enumerate(last, count - len(last)):
-            self._ring[offset & _MASK] = event
-        self._head[_STEP], self._head[_ENDED], self._head[_IS_GONE] = step, has_ended, is_gone
-        self._head[_COUNT] = count
+    def conclude(self, verdict: str) -> None:
+        """Say what is wrong with the run, for all to read, also when this process is gone."""
+        self.say(verdict)
+        self._head[_CONCLUDED] = 1
+
+    def become_copy(self, *, count: int, step: int, last: bytes) -> None:
+        """Show what was heard of a rank on another machine; `last` are its last events, at most HISTORY."""
+        events = memoryview(last).cast("I")
+        if count - len(events) > self.count:
+            self._head[_FIRST] = count - len(events)  # what was between has not been heard
+        start = (count - len(events)) & _MASK
+        up_to_edge = min(len(events), _RING - start)
+        self._ring[start : start + up_to_edge] = events[:up_to_edge]
+        self._ring[: len(events) - up_to_edge] = events[up_to_edge:]
+        self._head[_STEP], self._head[_COUNT] = step, count
+
+    def note_state(self, *, has_ended: bool, is_gone: bool, has_concluded: bool) -> None:
+        """Show how a rank on another machine is now, after its events and what it said."""
         self._head[_HEARD_AT] = int(time.monotonic() * 1e6)
+        self._head[_CONCLUDED], self._head[_ENDED], self._head[_IS_GONE] = has_concluded, has_ended, is_gone
 
     def release(self) -> None:
         """Let go of the memory."""
@@ -168,7 +194,7 @@ class Slot:
             index, place = count, count & _MASK
             ring[place] = event
             head[_COUNT] = count = index + 1
-            for their_head, their_ring in near:
+            for their_head, their_ring in near:  # noqa: SIM110 - any() would take as long as all the rest
                 if their_head[_COUNT] > index and their_ring[place] != event:
                     return True
             return False

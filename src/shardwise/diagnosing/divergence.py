@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shardwise.diagnosing.board import Slot
 from shardwise.diagnosing.events import Kind, comes_first, group_of, in_words, kind_of
@@ -17,21 +19,32 @@ _FIX = (
     "loaders differ in length; parameters that only some ranks use: ShardConfig(unused_parameters='reduce')"
 )
 
+_SILENT_SECONDS = 3.0
+_MAX_TEXT = 1500  # five of them, quoted, fit on the board
 
-def describe_difference(slots: Sequence[Slot], index: int, groups: Sequence[str]) -> ShardError | None:
-    """The error for ranks that came to different collectives at the same place; None where none did."""
-    events = {rank: slot.event(index) for rank, slot in enumerate(slots)}
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Ranks that came to different collectives at the same place."""
+
+    error: ShardError
+    odd: tuple[int, ...]
+    """The ranks that did not do what the others did."""
+
+
+def describe_difference(slots: Sequence[Slot], index: int, step: int, groups: Sequence[str]) -> Difference | None:
+    """What differs at a place that belongs to `step`; None where nothing does."""
     ranks_at: dict[int, list[int]] = {}
-    for rank, event in events.items():
-        if event is not None:
+    for rank, slot in enumerate(slots):
+        if (event := slot.event(index)) is not None:
             ranks_at.setdefault(event, []).append(rank)
     if len(ranks_at) < 2:
         return None
     skipped, others = _skipped(ranks_at)
     odd = sorted(rank for event in others for rank in ranks_at[event])
-    step = slots[ranks_at[skipped][0]].step
-    rows = [f"{_ranks(ranks)}: {in_words(event, groups)}" for event, ranks in ranks_at.items()]
-    return ShardError(_sentence(skipped, others[0], odd, groups, step), where="; ".join(rows), why=_WHY, fix=_FIX)
+    rows = [f"{_ranks(ranks)}: {in_words(event, groups)}" for event, ranks in sorted(ranks_at.items(), key=_first_rank)]
+    sentence = _sentence(skipped, others[0], odd, groups, step)
+    return Difference(ShardError(sentence, where="; ".join(rows), why=_WHY, fix=_FIX), tuple(odd))
 
 
 def describe_absence(slots: Sequence[Slot], rank: int, absent: int, groups: Sequence[str]) -> ShardError:
@@ -53,12 +66,36 @@ def describe_absence(slots: Sequence[Slot], rank: int, absent: int, groups: Sequ
             why="its data ended earlier, or it broke out of the loop alone",
             fix="for batch in shardwise.lockstep(loader): ... stops all ranks together",
         )
+    if missing.seconds_unheard > _SILENT_SECONDS:
+        return ShardError(
+            f"rank {absent} died in step {missing.step}, or its machine cannot be reached",
+            where=f"rank {rank} {doing} and waits for it; {_last(missing, absent, groups)}",
+            why=f"nothing has been heard from its machine for {missing.seconds_unheard:.0f} s",
+            fix=f"read the log of rank {absent}; see whether its machine still runs, and its network",
+        )
     return ShardError(
         f"rank {absent} has not come to what rank {rank} waits for since {missing.seconds_still:.0f} s",
         where=f"rank {rank} {doing} in step {waiting.step}; {_last(missing, absent, groups)}",
         why="it is busy with something else (loading data, saving, evaluating), or hangs",
         fix="see where it is, below",
     )
+
+
+def to_text(error: ShardError, stack: str) -> str:
+    """An error as a rank leaves it on the board, with where that rank was."""
+    parts = [error.what, error.where, error.why, error.fix, stack[-_MAX_TEXT:]]
+    return json.dumps([part[:_MAX_TEXT] for part in parts])
+
+
+def from_text(text: str, rank: int) -> tuple[ShardError, str] | None:
+    """The error that `rank` left on the board, and where it was; None if only a part of it has arrived."""
+    try:
+        what, where, why, fix, stack = json.loads(text)
+    except ValueError:
+        return None
+    error = ShardError(what, where=where, why=why, fix=fix)
+    error.add_note(f"(found by rank {rank})")
+    return error, stack
 
 
 def _skipped(ranks_at: dict[int, list[int]]) -> tuple[int, list[int]]:
@@ -95,6 +132,10 @@ def _sentence(skipped: int, other: int, odd: list[int], groups: Sequence[str], s
 def _last(slot: Slot, rank: int, groups: Sequence[str]) -> str:
     event = slot.event(slot.count - 1) if slot.count else None
     return f"last on rank {rank}: {in_words(event, groups)}" if event is not None else f"nothing yet on rank {rank}"
+
+
+def _first_rank(entry: tuple[int, list[int]]) -> int:
+    return entry[1][0]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

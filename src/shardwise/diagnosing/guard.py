@@ -5,21 +5,21 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import compat
-from shardwise.diagnosing.board import Board, create_board, open_board
 from shardwise.diagnosing.events import Kind, encode
-from shardwise.diagnosing.witness import Witness
+from shardwise.diagnosing.opening import open_boards
+from shardwise.diagnosing.repairing import repair_towers
+from shardwise.diagnosing.witness import Post, Witness
 from shardwise.errors import ShardError
 from shardwise.sharding.registry import sharded_state
 
@@ -39,53 +39,110 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._end()
+        if kind is None:
+            self._raise_late()
 
     def close(self) -> None:
         """Stop watching, and tell the others that this rank will not come any more.
 
+        Raises:
+            ShardError: What ranks of another machine did differently just before the end is known only now.
+
         Ranks:
             Local.
         """
+        self._end()
+        self._raise_late()
+
+    def _end(self) -> None:
         self._stop()
         if (model := self._model()) is not None:
             model.__dict__.pop(_ATTRIBUTE, None)
 
+    def _raise_late(self) -> None:
+        if self.witness.found_at_end is not None:
+            raise self.witness.found_at_end
 
-def guard(model: nn.Module, *, patience: float = 10.0, report: Callable[[str], None] | None = None) -> Guard:
+
+def catch_up(model: nn.Module, num_events: int) -> None:
+    """Write down what others did while this rank took part in another way, if the model is guarded.
+
+    Args:
+        model: Guarded or not.
+        num_events: How many gathers and reductions it took part in unseen.
+
+    Ranks:
+        Local.
+    """
+    existing: Guard | None = model.__dict__.get(_ATTRIBUTE)
+    if existing is not None:
+        existing.witness.catch_up(num_events)
+
+
+def guard(
+    model: nn.Module,
+    *,
+    patience: float = 10.0,
+    repair: Sequence[str] | None = None,
+    machine: str | None = None,
+    report: Callable[[str], None] | None = None,
+) -> Guard:
     """Watch a sharded model, and raise when ranks diverge.
 
     Before each gather and each reduction a rank writes down what it is about to do, where the other ranks can read it,
     and compares with its neighbours. A rank that took another branch raises before it starts the wrong collective; a
-    rank that waits for one that died, left the loop or hangs says so after `patience`.
+    rank that waits for one that diverged, died or left the loop raises too, and one that waits for a late rank says
+    so after `patience`. What other machines write arrives up to a second later.
 
     Args:
         model: Sharded by shardwise or by hand.
         patience: Seconds without progress after which a waiting rank says whom it waits for, and where that one is.
-        report: Gets what is said about a rank that is late; default: print to standard error.
+        repair: Names of modules that ranks may skip: such towers are gathered and reduced by all ranks, with zeros from
+            those that did not run them, and zeros are sent for any parameter that a rank did not use. It costs the
+            memory of keeping the towers gathered, and stays with the model. What it cannot mend still raises.
+        machine: The name of this machine; ranks of the same name share memory. Default: found out.
+        report: Gets what is said about ranks that are late or diverge; default: print to standard error.
 
     Returns:
         The guard; `close()` it, or use it as a context, when training ends.
 
     Raises:
-        ShardError: Later, from the model's own calls, on the rank that diverged; ranks that wait for it raise when
-            their collective fails.
+        ShardError: Later, from the model's own calls.
 
     Ranks:
-        Collective. Afterwards it sends nothing over the network.
+        Collective. Afterwards it sends nothing over the network, unless there are several machines: then one rank of
+        each exchanges a few hundred bytes with some others, four times a second, from a thread.
     """
+    groups = _named_groups(model)
+    mesh = _mesh_of(model, list(groups.values()))
+    if repair is not None:
+        repair_towers(model, mesh, repair)
     existing = model.__dict__.get(_ATTRIBUTE)
     if existing is not None:
         return existing
-    groups = _named_groups(model)
-    board, rank = _open_together(_mesh_of(model, list(groups.values())))
-    witness = Witness(board, rank, list(groups), patience, report or _print)
-    for number, group in enumerate(groups.values()):
-        _wire(group, number, witness)
-    hook = register_optimizer_step_post_hook(_StepCounter(witness, list(groups.values())))
+    board, machines, mirror, rank = open_boards(mesh, machine)
+    witness = Witness(
+        Post(
+            board=board,
+            machines=machines,
+            rank=rank,
+            groups=tuple(groups),
+            patience=patience,
+            report=report or _print,
+            abort=compat.aborter(list(groups.values())),
+            mirror=mirror,
+        )
+    )
+    unwire = [watch_group(group, number, witness) for number, group in enumerate(groups.values())]
+    steps = _StepCounter(witness, list(groups.values()))
+    hooks = register_optimizer_step_pre_hook(steps.before), register_optimizer_step_post_hook(steps.after)
+    witness.start()
 
     def stop() -> None:
-        hook.remove()
+        for undo in (*unwire, *(hook.remove for hook in hooks)):
+            undo()
+        unwire.clear()
         witness.close()
         atexit.unregister(stop)
 
@@ -95,42 +152,56 @@ def guard(model: nn.Module, *, patience: float = 10.0, report: Callable[[str], N
     return model.__dict__[_ATTRIBUTE]
 
 
-def _wire(group: Any, number: int, witness: Witness) -> None:
-    def event(what: str, size: int, with_gradient: bool) -> None:
-        witness.write(encode(_kind(what, with_gradient), number, size))
+def watch_group(group: Any, number: int, witness: Witness) -> Callable[[], None]:
+    """Have a group's collectives written down; returns what undoes it."""
+    events: dict[tuple[Kind, int], int] = {}
+    write = witness.write
+
+    def event(is_reduction: bool, num_elements: int, with_gradient: bool) -> None:
+        if is_reduction:
+            kind = Kind.REDUCE
+        elif compat.in_backward():
+            kind = Kind.GATHER_BACKWARD
+        else:
+            kind = Kind.GATHER_FORWARD if with_gradient else Kind.GATHER_EVALUATION
+        key = kind, num_elements
+        if key not in events:
+            events[key] = encode(kind, number, num_elements)
+        write(events[key])
 
     def failed(error: Exception) -> None:
-        verdict = witness.explain_failure()
-        if verdict is not None:
+        verdict = witness.alarm if error is witness.alarm else witness.explain_failure()
+        if verdict is not None and verdict is not error:
             raise verdict from error
 
-    compat.before_collectives(group, event, failed)
+    return compat.watch_collectives(group, before=event, failed=failed, waiting=witness.raise_alarm)
 
 
 class _StepCounter:
-    """Counts the steps of optimizers that hold this model's parameters."""
+    """Counts the steps of optimizers that hold this model's parameters, and keeps known mix-ups out of the weights."""
 
     def __init__(self, witness: Witness, groups: list[Any]) -> None:
         self._witness = witness
         self._groups = [weakref.ref(group) for group in groups]
         self._is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 
-    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise rather than step with gradients that ranks have mixed up."""
+        if self._witness.alarm is not None and self._holds(optimizer):
+            self._witness.raise_alarm()
+
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a step."""
+        if self._holds(optimizer):
+            self._witness.next_step()
+
+    def _holds(self, optimizer: Optimizer) -> bool:
         if optimizer not in self._is_ours:
             groups = [group for reference in self._groups if (group := reference()) is not None]
             own = {id(parameter) for group in groups for parameter in compat.sharded_parameters(group)}
             held = (parameter for group in optimizer.param_groups for parameter in group["params"])
             self._is_ours[optimizer] = any(id(parameter) in own for parameter in held)
-        if self._is_ours[optimizer]:
-            self._witness.slot.set_step(self._witness.slot.step + 1)
-
-
-def _kind(what: str, with_gradient: bool) -> Kind:
-    if what == "reduce":
-        return Kind.REDUCE
-    if compat.in_backward():
-        return Kind.GATHER_BACKWARD
-    return Kind.GATHER_FORWARD if with_gradient else Kind.GATHER_EVALUATION
+        return self._is_ours[optimizer]
 
 
 def _named_groups(model: nn.Module) -> dict[str, Any]:
@@ -152,29 +223,6 @@ def _mesh_of(model: nn.Module, groups: list[Any]) -> DeviceMesh:
     parameter = next(parameter for group in groups for parameter in compat.sharded_parameters(group))
     assert isinstance(parameter, DTensor)
     return parameter.device_mesh
-
-
-def _open_together(mesh: DeviceMesh) -> tuple[Board, int]:
-    """Open one board for all ranks of the mesh."""
-    ranks = mesh.mesh.flatten().tolist()
-    rank = ranks.index(dist.get_rank())
-    path = _from_first(create_board(len(ranks)) if rank == 0 else None, mesh)
-    board = open_board(path, len(ranks))
-    _from_first(None, mesh)  # all have opened it
-    if rank == 0:
-        path.unlink()
-    return board, rank
-
-
-def _from_first(value: Any, mesh: DeviceMesh) -> Any:
-    """What the first rank of the mesh brings; also waits for everybody."""
-    if dist.get_backend() == "fake":
-        return value  # rank 0 of a world that is not there: benchmarks and estimates
-    for axis in reversed(range(mesh.ndim)):
-        values: list[Any] = [None] * mesh.size(axis)
-        dist.all_gather_object(values, value, group=mesh.get_group(axis))
-        value = values[0]
-    return value
 
 
 def _print(text: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing.safe_pickle import load_pickle
+from shardwise.checkpointing.pickles.safe_pickle import load_pickle
 from shardwise.errors import ConfigError
 
 _DUMP = re.compile(r"(?:^|.*_)(?P<rank>\d+)$")

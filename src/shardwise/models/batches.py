@@ -15,7 +15,7 @@ _IMAGE = ("pixel_values",)
 
 
 def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int = 2, sequence_length: int = 16) -> Any:
-    """Random tokens or pixels for `model`, as a tensor (reference models) or a dict of keyword arguments.
+    """Random tokens or pixels for `model`, as a dict of keyword arguments, or a tensor where it takes `tokens`.
 
     Args:
         model: A reference or Hugging Face model; anything whose forward takes `tokens`, `input_ids` or
@@ -41,6 +41,8 @@ def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int 
             batch["decoder_input_ids"] = _tokens(model, shape, generator)
     if "pixel_values" in names and (not batch or hasattr(_config(model), "vision_config")):
         batch["pixel_values"] = _pixels(model, batch_size, generator)
+    if "target_pixels" in names:
+        batch["target_pixels"] = _pixels(model, batch_size, generator)
     if not batch:
         raise ConfigError(
             f"no batch can be invented for {type(model).__name__}",

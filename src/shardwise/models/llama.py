@@ -7,12 +7,16 @@ holds a parameter or a buffer can refill it with `reset_parameters`, so the mode
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+ORIGINAL_LENGTH = 8192
+"""The context that Llama 3 was trained on before its rotary wavelengths were stretched."""
 _INIT_STD = 0.02
 
 
@@ -58,6 +62,17 @@ SHAPES: dict[str, LlamaConfig] = {
         num_kv_heads=2,
         vocab_size=512,
         max_sequence_length=256,
+    ),
+    "llama3-bytes": LlamaConfig(
+        hidden_size=128,
+        intermediate_size=384,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=4,
+        vocab_size=257,  # bytes and the end of a document
+        max_sequence_length=1024,
+        rope_theta=10_000.0,
+        tie_embeddings=True,
     ),
     "llama3-1b": LlamaConfig(
         hidden_size=2048,
@@ -151,9 +166,11 @@ class RotaryEmbedding(nn.Module):
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
-    def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        """The tables' first `length` rows."""
-        return self.cos[:length], self.sin[:length]
+    def forward(self, length: int, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The tables' first `length` rows, or those of `position_ids` (batch, length) with a dim for heads."""
+        if position_ids is None:
+            return self.cos[:length], self.sin[:length]
+        return self.cos[position_ids].unsqueeze(1), self.sin[position_ids].unsqueeze(1)
 
 
 def _rotary_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
@@ -162,16 +179,24 @@ def _rotary_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
     frequencies = config.rope_theta**-exponents
     if config.rope_factor == 1.0:
         return frequencies
-    original_length, low, high = 8192, 1.0, 4.0  # fixed for all published models
-    turns = original_length * frequencies / (2 * math.pi)  # within the original context
+    low, high = 1.0, 4.0  # fixed for all published models
+    turns = ORIGINAL_LENGTH * frequencies / (2 * math.pi)  # within the original context
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * frequencies + (1 - keep) * frequencies / config.rope_factor
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair of dims (i, i + half) by its position's angle."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to scores (batch, 1, length, length), so that a position sees only its own document's past."""
+    length = document_ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
+    seen = (document_ids[:, :, None] == document_ids[:, None, :]) & causal
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf).unsqueeze(1)
 
 
 class Attention(nn.Module):
@@ -186,15 +211,21 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, kv_size)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Mix each position with those before it; (batch, length, hidden) in and out."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Mix each position with those before it, or those that `mask` leaves; (batch, length, hidden) in and out."""
         batch, length, _ = x.shape
         query, key, value = (
             proj(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if mask is not None:
+            # GPU kernels that take a mask want as many key heads as query heads.
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask.to(query.dtype))
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -222,28 +253,31 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """One layer of the residual stream."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Module):
     """Embedding, blocks and the last norm."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, block: Callable[[Any], nn.Module] = Block) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
         """Tokens (batch, length) to hidden states (batch, length, hidden)."""
-        x = self.embed_tokens(tokens)
-        cos, sin = self.rotary_emb(tokens.shape[1])
+        x = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(input_ids.shape[1], position_ids)
+        mask = None if document_ids is None else document_mask(document_ids, x.dtype)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         return self.norm(x)
 
 
@@ -258,6 +292,14 @@ class Llama(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (batch, length) to logits (batch, length, vocabulary)."""
-        return self.lm_head(self.model(tokens))
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
+        """Tokens (batch, length) to logits (batch, length, vocabulary).
+
+        Args:
+            input_ids: The tokens.
+            position_ids: Of each token in its document, where a sequence holds several; None: counted from its start.
+            document_ids: Which document each token belongs to; tokens then see those of their own document only.
+        """
+        return self.lm_head(self.model(input_ids, position_ids, document_ids))

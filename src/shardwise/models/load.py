@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +16,43 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, EnvironmentProblem
-from shardwise.models import llama, transformer
+from shardwise.models import llama, moe, multimodal, transformer
+from shardwise.models.options import check_names, reshape, with_arguments
 
 Builder = Callable[[], nn.Module]
+
+_FAMILIES: tuple[tuple[Callable[[Any], nn.Module], dict[str, Any]], ...] = (
+    (transformer.Transformer, dict(transformer.SHAPES)),
+    (llama.Llama, dict(llama.SHAPES)),
+    (moe.Moe, dict(moe.SHAPES)),
+    (multimodal.Multimodal, dict(multimodal.SHAPES)),
+)
 
 
 def reference_names() -> list[str]:
     """The names of the reference models, smallest first within a family."""
-    return [*transformer.SHAPES, *llama.SHAPES]
+    return [name for _, shapes in _FAMILIES for name in shapes]
 
 
-def load_model(name: str, *, device: str | torch.device = "meta") -> nn.Module:
+def load_model(
+    name: str, *, device: str | torch.device = "meta", options: Mapping[str, Any] | None = None
+) -> nn.Module:
     """Build the model that `name` means, on `device`.
 
     Args:
         name: A reference name (`llama3-8b`), a local folder with a `config.json` or such a file, or
-            `module:callable`, which takes nothing and returns a module.
+            `module:callable`, which returns a module.
         device: Where parameters are created; on `meta` they cost nothing.
+        options: Changes to a reference model's shape or to what a config says, or arguments of the callable.
 
     Raises:
-        ConfigError: There is no such model, or it cannot be built.
+        ConfigError: There is no such model or option, or it cannot be built.
         EnvironmentProblem: The library that describes it is not installed.
 
     Ranks:
         Local.
     """
-    build = find_model(name)
+    build = find_model(name, options)
     with torch.device(device):
         model = build()
     if not isinstance(model, nn.Module):
@@ -54,16 +65,17 @@ def load_model(name: str, *, device: str | torch.device = "meta") -> nn.Module:
     return model
 
 
-def find_model(name: str) -> Builder:
+def find_model(name: str, options: Mapping[str, Any] | None = None) -> Builder:
     """What builds the model that `name` means; see `load_model`."""
-    if name in transformer.SHAPES:
-        return lambda: transformer.Transformer(transformer.SHAPES[name])
-    if name in llama.SHAPES:
-        return lambda: llama.Llama(llama.SHAPES[name])
+    options = options or {}
+    for kind, shapes in _FAMILIES:
+        if name in shapes:
+            shape = reshape(shapes[name], options)
+            return lambda: kind(shape)
     if Path(name).exists():
-        return _from_config_file(Path(name))
+        return _from_config_file(Path(name), options)
     if ":" in name:
-        return find_callable(name)
+        return with_arguments(find_callable(name), options, name)
     if "/" in name or name.endswith(".json"):
         raise ConfigError(
             f"{name} does not exist",
@@ -101,13 +113,13 @@ def find_callable(name: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{name} is a {type(found).__name__}, not callable",
             where=name,
-            why="it is called without arguments to build the model",
+            why="it is called to build what is needed",
             fix="name a function or class",
         )
     return found
 
 
-def _from_config_file(path: Path) -> Builder:
+def _from_config_file(path: Path, options: Mapping[str, Any]) -> Builder:
     file = path / "config.json" if path.is_dir() else path
     try:
         described = json.loads(file.read_text())
@@ -121,10 +133,14 @@ def _from_config_file(path: Path) -> Builder:
     if "_class_name" in described:  # how diffusers writes it
         library = _import("diffusers", str(file))
         kind = _class(library, described["_class_name"], file)
-        return lambda: kind.from_config(described)
+        check_names(options, described, str(file))
+        return lambda: kind.from_config({**described, **options})
     library = _import("transformers", str(file))
     # from_pretrained of a file or folder reads only the description, never a network.
     config = library.AutoConfig.from_pretrained(str(file), local_files_only=True)
+    check_names(options, [*config.to_dict(), *config.attribute_map], str(file))
+    for option, value in options.items():
+        setattr(config, option, value)
     architectures = described.get("architectures") or []
     if architectures:
         kind = _class(library, architectures[0], file)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 class TransformerConfig:
     """The shape of a small Transformer."""
 
-    vocab_size: int = 256
-    """Tokens in the vocabulary; 256 for bytes."""
+    vocab_size: int = 257
+    """Tokens in the vocabulary; 257 for bytes and the end of a document."""
     max_sequence_length: int = 256
     """Longest sequence; each position has a learned vector."""
     width: int = 128
@@ -90,10 +90,10 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.output = nn.Linear(config.width, config.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor) -> Tensor:
         """Tokens (batch, length) to logits (batch, length, vocabulary)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.token_embedding(input_ids) + self.position_embedding(positions)
         for block in self.blocks:
             x = block(x)
         return self.output(self.norm(x))

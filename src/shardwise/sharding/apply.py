@@ -150,7 +150,8 @@ def _wire(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: Dev
     _wire_entries(model, plan, modules, replicated, state)
     unused = UnusedParameters([g for group in plan.groups if group.reduce_unused for g in _fsdp_groups(group, modules)])
     state.forget.append(unused.forget)
-    BackwardEnd(model, mesh, [_places(planned, modules)[0] for planned in (*plan.replicated, *plan.ignored)], unused)
+    places = [_places(planned, modules)[0] for planned in (*plan.replicated, *plan.ignored)]
+    BackwardEnd(model, mesh, places, unused, state.before_sum)
     set_prefetch(plan, modules)
 
 

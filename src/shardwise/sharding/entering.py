@@ -135,7 +135,7 @@ class RootEntry(Entry):
         if self.branches and torch.is_grad_enabled():
             # A group reduces its gradients when its inputs' are known, or last of all if they need none. Which it is
             # must not depend on the branch a rank took, or ranks would reduce in different orders.
-            args, kwargs = change_tensors((args, kwargs), _wanting_gradient)
+            args, kwargs = change_tensors((args, kwargs), wanting_gradient)
         entered = super().enter(args, kwargs)
         self._gather_held()
         return entered
@@ -166,7 +166,8 @@ class RootEntry(Entry):
             compat.gather_group(group)
 
 
-def _wanting_gradient(tensor: torch.Tensor) -> torch.Tensor:
+def wanting_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or where it could have a gradient and wants none, one that does."""
     wants = tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex())
     return tensor if wants else tensor.detach().requires_grad_()
 

@@ -1,6 +1,6 @@
 """What FSDP2 leaves undone when backward ends: gradients outside its groups, and parameters some ranks did not use."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,9 +62,15 @@ class BackwardEnd:
     """One collective after backward: averages gradients outside the groups and agrees on unused parameters."""
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, places: Sequence[tuple[nn.Module, str]], unused: UnusedParameters
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        places: Sequence[tuple[nn.Module, str]],
+        unused: UnusedParameters,
+        before_sum: Sequence[Callable[[torch.Tensor], None]] = (),
     ) -> None:
         """`places` are the modules and names that register parameters outside the groups."""
+        self._before_sum = before_sum
         self._groups = compat.param_groups(model)
         self._process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self._num_ranks = mesh.size()
@@ -115,6 +121,8 @@ class BackwardEnd:
 
     def _sum(self, tensor: torch.Tensor) -> None:
         if tensor.numel():
+            for announce in self._before_sum:
+                announce(tensor)
             for group in self._process_groups:
                 dist.all_reduce(tensor, group=group)
 

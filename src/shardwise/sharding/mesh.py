@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.config.schema import MeshConfig
 from shardwise.errors import EnvironmentProblem, ShardError
 from shardwise.launching import Launch, read_launch
+from shardwise.launching.meeting import cannot_meet
 
 DATA_PARALLEL_AXES = ("replicate", "shard")
 _MODEL_PARALLEL_AXES = {"tensor", "tp", "pipeline", "pp", "context", "cp", "expert", "ep", "sequence", "sp"}
@@ -35,7 +36,7 @@ def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600
 
     Raises:
         ConfigError: The axes do not multiply to the number of ranks.
-        EnvironmentProblem: The device is absent, or two ranks would use the same one.
+        EnvironmentProblem: The device is absent, two ranks would use the same one, or the ranks cannot meet.
 
     Ranks:
         Collective. Call on every rank, before anything is built.
@@ -141,15 +142,18 @@ def _device_of_group(config: MeshConfig) -> str:
 def _start_group(launch: Launch, device_type: str, timeout_s: float) -> None:
     if device_type != "cpu":
         torch.accelerator.set_device_index(_device_index(launch, torch.accelerator.device_count()))
-    dist.init_process_group(
-        _backends(device_type),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        init_method=launch.init_method,
-        # A single rank meets nobody: a store in memory, no port, and the same backends as a large run.
-        store=None if launch.init_method else dist.HashStore(),
-    )
+    try:
+        dist.init_process_group(
+            _backends(device_type),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            init_method=launch.init_method,
+            # A single rank meets nobody: a store in memory, no port, and the same backends as a large run.
+            store=None if launch.init_method else dist.HashStore(),
+        )
+    except dist.DistError as error:
+        raise cannot_meet(error, launch, timeout_s) from None
     if device_type == "cuda" and launch.world_size > 1:
         card = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         cards: list[str] = [""] * launch.world_size

@@ -1,159 +1,141 @@
-"""`fit`: a whole training run on one page. It owns the loop only; every part of it is public."""
+"""`fit`: a whole training run on one page. It owns the loop only; every part of it can be used by itself."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
+from torch import Tensor
 
 from shardwise.config.run import RunConfig
-from shardwise.diagnosing.check import check, refuse_errors
 from shardwise.diagnosing.explained import explained
 from shardwise.diagnosing.guard import guard
-from shardwise.errors import ConfigError
-from shardwise.models.load import load_model
+from shardwise.launching.stopping import StopRequest, stop_requests
 from shardwise.progress import NoProgress, Progress
-from shardwise.sharding.apply import shard
-from shardwise.sharding.materialize import materialize
-from shardwise.sharding.mesh import data_parallel_mesh, init_distributed
-from shardwise.training.corpus import byte_batches
-from shardwise.training.step import accumulate, clip_grad_norm_, mean_over_ranks
-from shardwise.units import format_count, format_seconds
-
-_NUM_BYTES = 256
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
-    """What a run did. The same on every rank, but for the time."""
-
-    model: str
-    num_params: int
-    """Parameters of the whole model, tied ones once."""
-    num_ranks: int
-    losses: tuple[float, ...]
-    """Mean over ranks and micro-steps, step by step."""
-    tokens: int
-    """Trained on, over all ranks."""
-    seconds: float
-    """Steps only, without building the model."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
-        return (
-            f"trained {self.model} ({format_count(self.num_params)} parameters) on {ranks}: "
-            f"loss {self.losses[0]:.3f} -> {self.losses[-1]:.3f} in {len(self.losses)} steps, "
-            f"{format_seconds(self.seconds)}, {format_count(self.tokens / self.seconds)} tokens/s"
-        )
+from shardwise.ranks import raise_together
+from shardwise.training.garbage import frozen_garbage
+from shardwise.training.milestones import evaluate_now, finish, go_back, is_due, save
+from shardwise.training.objective import Batch
+from shardwise.training.outcome import Training
+from shardwise.training.profiling import Profile
+from shardwise.training.reproducing import same_bits, seed_step
+from shardwise.training.run import Run, open_run
+from shardwise.training.step import accumulate, clip_grad_norm_, scale_grads_
 
 
-def fit(config: RunConfig, *, progress: Progress | None = None) -> Training:
-    """Build the model on meta, shard it, fill it, and train it on bytes of Python's standard library.
+def fit(
+    config: RunConfig,
+    *,
+    progress: Progress | None = None,
+    on_record: Callable[[int, Mapping[str, Any]], None] | None = None,
+) -> Training:
+    """Build the model on meta, shard it, fill it, and train it; or go on with a run that was stopped.
 
     Args:
         config: The run.
         progress: Hears of every step; rank 0's is usually the only one shown.
+        on_record: Called on every rank with the step and the numbers of each record of the metrics.
 
     Returns:
-        The losses and the speed.
+        What was done, and where it lies.
 
     Raises:
-        ConfigError: The model does not take tokens, or too few of them.
+        ShardwiseError: The run cannot start, with all that is wrong; or it cannot go on. The same on every rank.
 
     Ranks:
         Collective. Joins the launcher's process group, or the one that exists.
     """
     progress = progress or NoProgress()
-    mesh = init_distributed(config.mesh)
-    torch.manual_seed(config.seed)
-    model = load_model(config.model)
-    _check_takes_bytes(model, config)
-    num_params = sum(parameter.numel() for parameter in model.parameters())
-    shard(model, config.shard, mesh=mesh)
-    materialize(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
-    batches = _batches(config, mesh)
-    losses: list[float] = []
-    start = time.perf_counter()
-    refuse_errors(check(model, optimizer))
-    progress.start(config.steps, f"training {config.model}")
-    with guard(model), explained(model):
-        for _ in range(config.steps):
-            losses.append(_step(model, optimizer, batches, config, mesh))
-            progress.advance(note=f"loss {losses[-1]:.3f}")
-    progress.finish()
-    ranks = data_parallel_mesh(mesh).size()
-    return Training(
-        model=config.model,
-        num_params=num_params,
-        num_ranks=mesh.size(),
-        losses=tuple(losses),
-        tokens=len(losses) * config.micro_steps * config.batch_size * config.sequence_length * ranks,
-        seconds=time.perf_counter() - start,
-    )
-
-
-def _step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[Tensor],
-    config: RunConfig,
-    mesh: DeviceMesh,
-) -> float:
-    """One optimizer step; return the loss, averaged over micro-steps and ranks."""
-    total = torch.zeros((), device=mesh.device_type)
-    for micro_step in range(config.micro_steps):
-        with accumulate(model, micro_step, config.micro_steps):
-            loss = next_token_loss(model, next(batches)) / config.micro_steps
-            loss.backward()
-        total += loss.detach()
-    clip_grad_norm_(model, config.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return mean_over_ranks(total, mesh=mesh).item()
-
-
-def next_token_loss(model: nn.Module, passages: Tensor) -> Tensor:
-    """Mean cross-entropy of each next token, in float32; (batch, length + 1) tokens in."""
-    output = model(passages[:, :-1])
-    logits = getattr(output, "logits", output)
-    return F.cross_entropy(logits.flatten(0, 1).float(), passages[:, 1:].flatten())
-
-
-def _batches(config: RunConfig, mesh: DeviceMesh) -> Iterator[Tensor]:
-    """This rank's batches on its device; ranks that share a layer's matrices share their batches too."""
-    ranks = data_parallel_mesh(mesh)
-    rank = 0
-    for axis in range(ranks.ndim):
-        rank = rank * ranks.size(axis) + ranks.get_local_rank(axis)
-    batches = byte_batches(
-        batch_size=config.batch_size, sequence_length=config.sequence_length, seed=config.seed, rank=rank
-    )
-    return (batch.to(mesh.device_type) for batch in batches)
-
-
-def _check_takes_bytes(model: nn.Module, config: RunConfig) -> None:
-    shape = getattr(model, "config", None)
-    for name, least, unit in (
-        ("vocab_size", _NUM_BYTES, "byte values"),
-        ("max_sequence_length", config.sequence_length, "tokens in a sequence"),
+    with (
+        stop_requests(config.training.stop_signals) as stop,
+        same_bits(config.deterministic),
+        open_run(config, progress) as run,
     ):
-        value = getattr(shape, name, least)
-        if value < least:
-            raise ConfigError(
-                f"{config.model} has {name} {value}, but the data has {least} {unit}",
-                where="model, sequence_length",
-                why="every token and position needs a row in the model's tables",
-                fix=f"choose a model with {name} of at least {least}"
-                + (f", or set sequence_length = {value}" if name == "max_sequence_length" else ""),
-            )
+        run.metrics.on_record = on_record
+        progress.start(config.training.steps - run.step, f"training {config.model}")
+        if config.training.on_bad_loss == "rewind":
+            save(run)  # so that there is one to go back to
+        raise_together(run.data.fetch_first())
+        with guard(run.model), explained(run.model), frozen_garbage():
+            run.tally.clock.restart()
+            train(run, stop)
+        progress.finish()
+        return finish(run, stop)
+
+
+def train(run: Run, stop: StopRequest) -> None:
+    """The loop: one optimizer step after the other, until the last one or until any rank is asked to stop.
+
+    Ranks:
+        Collective.
+    """
+    model, optimizer, settings, every = run.model, run.optimizer, run.config.training, run.config.checkpoint.every
+    max_norm = settings.max_grad_norm or math.inf
+    with Profile(run.config.metrics, run.folder, rank=run.mesh.get_rank(), steps_done=run.step) as profile:
+        while run.step < settings.steps and not run.tally.stop_agreed:
+            seed_step(run.config.seed, run.rank, run.step)
+            batch = run.data.next()  # this rank's rows of the next global batch
+            run.step += 1
+            part = forward_and_backward(run, batch)
+            loss = run.tally.mean(part, stop=stop.asked)
+            norm = clip_grad_norm_(model, max_norm)
+            if run.bad_losses.allows(optimizer, run.step, loss, norm):
+                optimizer.step()
+                if run.ema is not None:
+                    run.ema.update()
+            optimizer.zero_grad()
+            tell_of_step(run, loss, norm)
+            run.schedule.step()
+            profile.step()
+
+            is_last, is_kept = run.step == settings.steps, is_due(run.step, every)
+            bad = run.bad_losses.verdict(wait=is_last or is_kept or run.tally.stop_agreed)
+            if bad is not None and bad.action == "rewind":
+                go_back(run, bad.step)
+            elif not is_last and not run.tally.stop_agreed:  # what is due after the last step is done at the end
+                metric = evaluate_now(run) if is_due(run.step, settings.evaluate_every) else None
+                if is_kept:
+                    save(run, metric)
+
+
+def forward_and_backward(run: Run, batch: Batch) -> Tensor:
+    """Gradients of the mean loss over all tokens of all ranks; return this rank's part of that mean.
+
+    FSDP2 averages gradients over ranks, so each rank's summed loss is divided by the tokens per rank.
+    """
+    has_none = run.data.failure is not None  # the batch is an old one then, and the step leads to an error on all ranks
+    num_tokens = run.tally.count(run.objective.count(batch), failed=has_none)
+    scale = run.tally.num_ranks / num_tokens.clamp(min=1)
+
+    def each_part(parts: list[Batch]) -> Tensor:
+        sums = torch.zeros(2, device=run.device)
+        for number, rows in enumerate(parts):
+            with accumulate(run.model, number, len(parts), run.config.training.accumulation):
+                loss_sum, num_counted = run.objective(run.model, rows)
+                loss = loss_sum * scale.to(loss_sum.dtype)
+                loss.backward()
+            sums += torch.stack([loss.detach().to(sums), num_counted.to(sums)])
+        return sums
+
+    loss, counted = run.microbatches.run(each_part, batch)  # again with smaller parts when memory runs out
+    if run.objective.counts_ahead:
+        return loss
+    true_number = run.tally.count(counted, failed=has_none)  # known only with the loss
+    factor = num_tokens / true_number.clamp(min=1)
+    scale_grads_(run.model, factor)
+    return loss * factor
+
+
+def tell_of_step(run: Run, loss: Tensor, norm: Tensor) -> None:
+    """Pass on the numbers that have come; raise together if a rank had no batch."""
+    run.teller.expect(
+        run.step,
+        learning_rate=run.schedule.learning_rate,
+        data_wait_s=run.loader.wait_s,
+        checkpoint_wait_s=run.checkpoints.take_wait_s(),
+    )
+    run.teller.tell(run.tally.note(run.step, loss, norm))
+    if run.tally.failed:
+        raise_together(run.data.failure)

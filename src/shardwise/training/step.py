@@ -108,6 +108,17 @@ def clip_grad_norm_(
     return norm.to(torch.float32)
 
 
+def scale_grads_(model: nn.Module, factor: torch.Tensor) -> None:
+    """Multiply every gradient by a plain 0-d tensor, in place.
+
+    Ranks:
+        Local. Every rank passes the same factor.
+    """
+    with torch.no_grad():
+        for (device, _), grads in collect_gradients(model).by_device_and_dtype().items():
+            torch._foreach_mul_(grads, factor.to(device))
+
+
 def token_mean(
     loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, *, mesh: DeviceMesh | None = None
 ) -> torch.Tensor:

@@ -26,7 +26,7 @@ from tests.rules.moving.toys import Block, Toy
 def migrated(name: str) -> str:
     program = Program({"states.py": source(name)})
     text, notes = rewrite(program.file("states.py"), program, "torch")
-    assert {note.status for note in notes} == {Status.REWRITTEN}, notes
+    assert {note.status for note in notes if note.code != "SW133"} == {Status.REWRITTEN}, notes  # wrapped by the test
     return text
 
 

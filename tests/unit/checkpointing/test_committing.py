@@ -8,8 +8,11 @@ import fsspec
 import pytest
 import torch
 
-from shardwise.checkpointing import faults
-from shardwise.checkpointing.committing import (
+from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.formats.dcp import read_dcp
+from shardwise.checkpointing.reading.requests import read_box
+from shardwise.checkpointing.sharded import faults
+from shardwise.checkpointing.sharded.committing import (
     begin_checkpoint,
     commit_checkpoint,
     committed_steps,
@@ -19,24 +22,21 @@ from shardwise.checkpointing.committing import (
     step_folder,
     sweep,
 )
-from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.faults import POINTS
-from shardwise.checkpointing.files import Place, join, names_in
-from shardwise.checkpointing.formats.dcp import read_dcp
-from shardwise.checkpointing.manifest import Header, read_manifest
-from shardwise.checkpointing.reading import read_box
-from shardwise.checkpointing.writing import Item, file_name, write_rank_file
+from shardwise.checkpointing.sharded.faults import POINTS
+from shardwise.checkpointing.sharded.manifest import Header, read_manifest
+from shardwise.checkpointing.sharded.writing import Item, file_name, write_rank_file
+from shardwise.checkpointing.storage.files import Place, join, names_in
 from shardwise.errors import CheckpointError
 from tests.sharded_checkpoints import write_checkpoint
 
 SAVE = """
 import sys
 from pathlib import Path
-from shardwise.checkpointing import faults
-from shardwise.checkpointing.committing import *
+from shardwise.checkpointing.sharded import faults
+from shardwise.checkpointing.sharded.committing import *
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.manifest import Header
-from shardwise.checkpointing.writing import Item, file_name, write_rank_file
+from shardwise.checkpointing.sharded.manifest import Header
+from shardwise.checkpointing.sharded.writing import Item, file_name, write_rank_file
 root, step, point = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if point:
     faults.kill_at(point)

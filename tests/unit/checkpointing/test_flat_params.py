@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
-from shardwise.checkpointing.flat_params import boxes_of_range, layout_of_model, read_layout
-from shardwise.checkpointing.memory import bytes_of
-from shardwise.checkpointing.reading import read_box
-from shardwise.checkpointing.unflattening import needs_model, unflatten
+from shardwise.checkpointing.flat.flat_params import boxes_of_range, layout_of_model, read_layout
+from shardwise.checkpointing.flat.unflattening import needs_model, unflatten
+from shardwise.checkpointing.reading.requests import read_box
+from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.errors import CheckpointError
 
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.files import names_in
 from shardwise.checkpointing.formats.rank_file_names import find_series
 from shardwise.checkpointing.formats.rank_files import read_rank_files
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.reading.requests import read_box
+from shardwise.checkpointing.storage.files import names_in
 from shardwise.errors import CheckpointError
 
 

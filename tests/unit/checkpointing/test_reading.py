@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpointing import read_jobs
 from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
-from shardwise.checkpointing.coverage import coverage_problem
-from shardwise.checkpointing.manifest import read_manifest
-from shardwise.checkpointing.reading import Request, check_requests, read_box, read_requests, verify_requests
-from shardwise.checkpointing.runs import part_of, run_length, runs, slabs
+from shardwise.checkpointing.reading import read_jobs
+from shardwise.checkpointing.reading.coverage import coverage_problem
+from shardwise.checkpointing.reading.requests import Request, check_requests, read_box, read_requests, verify_requests
+from shardwise.checkpointing.reading.runs import part_of, run_length, runs, slabs
+from shardwise.checkpointing.sharded.manifest import read_manifest
 from shardwise.errors import CheckpointError
 from tests.sharded_checkpoints import write_checkpoint
 

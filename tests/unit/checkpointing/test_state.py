@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.manifest import read_manifest
-from shardwise.checkpointing.state import Run
+from shardwise.checkpointing.sharded.manifest import read_manifest
+from shardwise.checkpointing.state.run import Run
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.progress import NoProgress
 
 
 def a_run() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -128,11 +129,13 @@ def test_what_is_there_already_is_not_written_over(tmp_path: Path):
         assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
-def test_progress_hears_the_bytes(tmp_path: Path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_progress_hears_the_bytes(tmp_path: Path, asynchronous: bool):
     class Heard:
         def __init__(self) -> None:
             self.totals: list[int] = []
             self.done: list[int] = []
+            self.notes: list[str] = []
 
         def start(self, total: int, label: str) -> None:
             self.totals.append(total)
@@ -140,18 +143,38 @@ def test_progress_hears_the_bytes(tmp_path: Path):
 
         def advance(self, steps: int = 1, note: str = "") -> None:
             self.done[-1] += steps
+            self.notes.append(note)
 
         def finish(self, note: str = "") -> None:
-            pass
+            self.notes.append(note)
 
     heard = Heard()
     model, _ = a_run()
-    with Checkpointer(tmp_path, asynchronous=False, progress=heard) as checkpointer:
+    with Checkpointer(tmp_path, asynchronous=asynchronous, progress=heard) as checkpointer:
         checkpointer.save(1, model=model)
+        checkpointer.wait()
+        told = list(heard.notes)
         checkpointer.load(model=model)
     written, read = heard.done
-    assert written >= sum(t.nbytes for t in model.state_dict().values())
+    assert written >= heard.totals[0] >= sum(t.nbytes for t in model.state_dict().values())
+    assert " of " in told[0]
+    assert told[-1].startswith("writing: ")
+    assert all(note.endswith("/s") for note in told)
     assert read == heard.totals[1] >= sum(t.nbytes for t in model.state_dict().values())
+
+
+def test_a_progress_that_fails_confuses_no_later_save(tmp_path: Path):
+    class Failing(NoProgress):
+        def advance(self, steps: int = 1, note: str = "") -> None:
+            raise ValueError("no terminal")
+
+    model, _ = a_run()
+    with Checkpointer(tmp_path, progress=Failing()) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, model=model)
+            with pytest.raises(CheckpointError, match="no terminal"):
+                checkpointer.wait()
+        assert checkpointer.latest() is None
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor
-from shardwise.checkpointing.reading import read_box
-from shardwise.checkpointing.state_tree import flatten_state
-from shardwise.checkpointing.torch_files import read_torch_file
-from shardwise.checkpointing.torch_objects import read_torch_pickle
-from shardwise.checkpointing.torch_refs import TensorRef
+from shardwise.checkpointing.pickles.state_tree import flatten_state
+from shardwise.checkpointing.pickles.torch_files import read_torch_file
+from shardwise.checkpointing.pickles.torch_objects import read_torch_pickle
+from shardwise.checkpointing.pickles.torch_refs import TensorRef
+from shardwise.checkpointing.reading.requests import read_box
 from shardwise.errors import CheckpointError
 
 

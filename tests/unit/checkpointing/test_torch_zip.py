@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.checkpointing.contents import ITEM_BYTES
-from shardwise.checkpointing.memory import bytes_of
-from shardwise.checkpointing.pickle_writing import dumps
-from shardwise.checkpointing.torch_zip import ZipStream, tensor_call, tensor_frame, value_stream
-from shardwise.checkpointing.zip_index import ZipIndex
+from shardwise.checkpointing.pickles.pickle_writing import dumps
+from shardwise.checkpointing.pickles.torch_zip import ZipStream, tensor_call, tensor_frame, value_stream
+from shardwise.checkpointing.pickles.zip_index import ZipIndex
+from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.errors import CheckpointError
 
 SHAPES = [(), (1,), (3, 4), (0, 5), (2, 1, 3)]

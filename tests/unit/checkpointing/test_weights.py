@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardwise.checkpointing.exporting import save_weights
-from shardwise.checkpointing.unusable import mark_unusable, mark_usable
+from shardwise.checkpointing.loading.unusable import mark_unusable, mark_usable
 from shardwise.checkpointing.weights import load_weights
 from shardwise.errors import CheckpointError, ConfigError
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpointing.checksums import block_checksums
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.direct_writing import DirectFile
-from shardwise.checkpointing.files import create
-from shardwise.checkpointing.memory import bytes_of, copy_bytes
-from shardwise.checkpointing.torch_zip import value_stream
-from shardwise.checkpointing.writing import Item, write_rank_file
+from shardwise.checkpointing.pickles.torch_zip import value_stream
+from shardwise.checkpointing.sharded.writing import Item, write_rank_file
+from shardwise.checkpointing.storage.checksums import block_checksums
+from shardwise.checkpointing.storage.direct_writing import DirectFile
+from shardwise.checkpointing.storage.files import create
+from shardwise.checkpointing.storage.memory import bytes_of, copy_bytes
 from shardwise.errors import CheckpointError
 
 
@@ -105,7 +105,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.writing import Item, write_rank_file
+from shardwise.checkpointing.sharded.writing import Item, write_rank_file
 from shardwise.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_FSIZE, (10 << 20, 10 << 20))
 data = bytearray(40 << 20)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -12,7 +14,11 @@ import yaml
 from shardwise.config.load import load
 from shardwise.config.run import RunConfig
 
-TINY = ["--set", "steps=8", "--set", "batch_size=4", "--set", "sequence_length=32"]
+SMALL = {"width": 32, "num_layers": 2, "num_heads": 2}
+TINY = [
+    "--set", "model=tutorial", "--set", f"model_options={json.dumps(SMALL)}", "--set", "training.steps=8",
+    "--set", "training.batch_size=8", "--set", "data.sequence_length=32", "--set", "training.sample_tokens=8",
+]  # fmt: skip
 
 
 def shardwise(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -42,7 +48,7 @@ def test_unknown_option_is_wrong_input():
 
 
 def test_config_problem_is_printed_once_as_rows():
-    result = shardwise("train", "--set", "mesh.shrad=2", "--set", "steps=x")
+    result = shardwise("train", "--set", "mesh.shrad=2", "--set", "training.steps=x")
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.startswith("error: 2 problems in the config\n  where: ")
@@ -50,15 +56,28 @@ def test_config_problem_is_printed_once_as_rows():
     assert "Traceback" not in result.stderr
 
 
-def test_printed_config_is_the_run():
-    result = shardwise("train", "--print-config", "--set", "steps=5")
-    assert result.returncode == 0
-    assert load(RunConfig, yaml.safe_load(result.stdout)) == RunConfig(steps=5)
+def test_printed_config_is_the_run_with_reasons(tmp_path: Path):
+    result = shardwise("train", "--print-config", "--set", "training.steps=5", "--nproc", "2", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    default = RunConfig()
+    expected = replace(default, training=replace(default.training, steps=5), folder="runs/llama3-bytes-1")
+    assert load(RunConfig, yaml.safe_load(result.stdout)) == expected
+    rows = default.training.batch_size // 2
+    for reason in (
+        r"^# [\d.]+[kM] parameters\nmodel: llama3-bytes\n",
+        r"\n# 2 ranks: shard 2\nmesh:\n",
+        r"\n# ├─ model.layers.0 … model.layers.\d",
+        rf"\n  # {rows} sequences on each of 2 ranks, [\d.]+k tokens a step\n  batch_size: {2 * rows}\n",
+        r"\n  # starts afresh\n  resume: auto\n",
+    ):
+        assert re.search(reason, result.stdout), reason
+    assert list(tmp_path.iterdir()) == [], "printing makes nothing"
 
 
-def test_error_on_a_rank_is_printed_once_with_its_rank():
-    result = shardwise("train", "--nproc", "2", "--set", "mesh.shard=3")
+def test_error_on_a_rank_is_printed_once_with_its_rank(tmp_path: Path):
+    result = shardwise("train", "--nproc", "2", "--set", "mesh.shard=3", cwd=tmp_path)
     assert result.returncode == 2
+    assert list(tmp_path.glob("runs/*")) == []
     assert result.stderr.count("a 1 x 3 mesh needs 3 ranks, got 2") == 1
     assert "(raised on rank" in result.stderr
     assert "Traceback" not in result.stderr
@@ -73,15 +92,23 @@ def test_unexpected_error_says_how_to_report_it(tmp_path: Path):
     assert "report the lines above" in result.stderr
 
 
-def test_training_learns_and_reports_progress():
-    result = shardwise("train", "--nproc", "2", "--format", "json", *TINY)
+def test_training_learns_reports_and_goes_on(tmp_path: Path):
+    """The command that the first run prints resumes it."""
+    result = shardwise("train", "--nproc", "2", *TINY, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    training = json.loads(result.stdout)
-    assert training["num_ranks"] == 2
-    assert len(training["losses"]) == 8
-    assert training["losses"][-1] < training["losses"][0] - 0.3
-    assert training["tokens"] == 8 * 4 * 32 * 2
-    assert "training tutorial 8/8" in result.stderr
+    assert "training tutorial 8/8  loss " in result.stderr
+    first, *rest = result.stdout.splitlines()
+    assert first.startswith("trained tutorial (50.")
+    assert "checkpoint  runs/tutorial-1/checkpoints/step-00000008" in rest
+    assert any(line.startswith("    def ") for line in rest)
+    command = rest[-1].split()[2:]
+    assert command == ["shardwise", "train", "runs/tutorial-1/config.yaml", "--set", "training.steps=16"]
+    again = shardwise(*command[1:], "--nproc", "2", "--format", "json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    training = json.loads(again.stdout)
+    assert (training["num_ranks"], training["resumed_step"], training["steps"]) == (2, 8, 16)
+    assert training["last_loss"] < training["first_loss"]
+    assert training["tokens"] == 8 * 8 * 32
 
 
 def test_parity_of_a_reference_model():

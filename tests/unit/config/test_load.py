@@ -26,10 +26,10 @@ def test_no_file_gives_the_defaults():
 
 def test_file_and_overrides_are_read_in_turn(tmp_path: Path):
     file = tmp_path / "run.yaml"
-    file.write_text("steps: 5\nmesh: {replicate: 2}\nshard: {overrides: [{pattern: '*.norm'}]}\n")
-    overrides = ["steps=6", "steps=7", "mesh.shard=4", "learning_rate=3e-4", "shard.overrides.0.offload=true"]
-    config = load(RunConfig, file, overrides)
-    assert (config.steps, config.learning_rate) == (7, 3e-4)
+    file.write_text("training: {steps: 5}\nmesh: {replicate: 2}\nshard: {overrides: [{pattern: '*.norm'}]}\n")
+    overrides = ["training.steps=6", "training.steps=7", "mesh.shard=4", "optimizer.learning_rate=3e-4"]
+    config = load(RunConfig, file, [*overrides, "shard.overrides.0.offload=true"])
+    assert (config.training.steps, config.optimizer.learning_rate) == (7, 3e-4)
     assert config.mesh == MeshConfig(replicate=2, shard=4)
     assert config.shard.overrides == (GroupOverride(pattern="*.norm", offload=True),)
 
@@ -43,14 +43,15 @@ def test_mapping_is_not_changed_by_overrides():
 def test_all_problems_are_reported_at_once(tmp_path: Path):
     file = tmp_path / "bad.yaml"
     file.write_text(
-        "steps: many\nlearning_rat: 3\nmesh: {shrad: 4, replicate: two}\n"
+        "training: {steps: many}\noptimizer: {learning_rat: 3}\nmesh: {shrad: 4, replicate: two}\nseed: x\n"
         "shard: {precision: {param_dtype: int7}, overrides: [{patern: x}]}\n"
     )
-    assert set(problems_of(file, ("steps.x=1", "bogus", "a=1"))) == {
-        "--set steps.x=1: steps holds no settings of its own",
+    assert set(problems_of(file, ("seed.x=1", "bogus", "a=1"))) == {
+        "--set seed.x=1: seed holds no settings of its own",
         "--set bogus: not of the form a.b=value",
-        "steps: input should be a valid integer, got 'many'",
-        "learning_rat: unknown setting (did you mean 'learning_rate'?)",
+        "seed: input should be a valid integer, got 'x'",
+        "training.steps: input should be a valid integer, got 'many'",
+        "optimizer.learning_rat: unknown setting (did you mean 'learning_rate'?)",
         "mesh.shrad: unknown setting (did you mean 'shard'?)",
         "mesh.replicate: input should be a valid integer, got 'two'",
         "shard.precision.param_dtype: input should be 'auto' or 'storage' or 'float64', 'float32', "
@@ -63,15 +64,15 @@ def test_all_problems_are_reported_at_once(tmp_path: Path):
 
 def test_number_of_problems_and_the_file_are_named(tmp_path: Path):
     file = tmp_path / "bad.yaml"
-    file.write_text("steps: x\nseed: y\n")
+    file.write_text("training: {steps: x}\nseed: y\n")
     with pytest.raises(ConfigError, match=r"^2 problems in .*bad\.yaml"):
         load(RunConfig, file)
 
 
 def test_key_written_twice_is_refused_with_its_line(tmp_path: Path):
     file = tmp_path / "run.yaml"
-    file.write_text("steps: 5\nseed: 1\nsteps: 6\n")
-    with pytest.raises(ConfigError, match="the key 'steps' occurs twice") as failure:
+    file.write_text("seed: 5\nfolder: x\nseed: 6\n")
+    with pytest.raises(ConfigError, match="the key 'seed' occurs twice") as failure:
         load(RunConfig, file)
     assert failure.value.where == f"{file}:3"
 
@@ -107,3 +108,13 @@ def test_yaml_reads_back_as_the_same_config():
 def test_what_only_python_can_say_is_left_out_of_yaml():
     config = RunConfig(shard=ShardConfig(wrap_if=lambda module: True))
     assert load(RunConfig, yaml.safe_load(to_yaml(config))) == replace(config, shard=ShardConfig())
+
+
+def test_notes_stand_above_their_settings_and_change_nothing():
+    config = RunConfig(shard=ShardConfig(overrides=(GroupOverride(pattern="a"), GroupOverride(pattern="b"))))
+    notes = {"model": ["one: line", "two\nlines"], "training.steps": ["why"], "shard": ["plan # of all"], "data": [""]}
+    text = to_yaml(config, notes)
+    assert load(RunConfig, yaml.safe_load(text)) == config
+    assert text.startswith("# one: line\n# two\n# lines\nmodel: llama3-bytes\n")
+    assert "\ntraining:\n  # why\n  steps: 700\n" in text
+    assert "\n# plan # of all\nshard:\n" in text

@@ -86,3 +86,38 @@ def test_tokens_do_not_see_the_future():
     with torch.no_grad():
         torch.testing.assert_close(model(tokens)[:, :8], model(changed)[:, :8])
         assert not torch.equal(model(tokens)[:, 8:], model(changed)[:, 8:])
+
+
+@pytest.mark.parametrize("config", [DEBUG, replace(DEBUG, num_kv_heads=4)], ids=["grouped", "one key head each"])
+def test_packed_documents_equal_documents_run_alone(config: LlamaConfig):
+    torch.manual_seed(0)
+    model = Llama(config)
+    lengths = [[5, 1, 10], [16]]
+    rows = [[torch.randint(0, config.vocab_size, (length,)) for length in row] for row in lengths]
+    tokens = torch.stack([torch.cat(row) for row in rows])
+    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    packed = model(tokens, position_ids=positions, document_ids=documents.int())
+    alone = [torch.cat([model(document[None])[0] for document in row]) for row in rows]
+    torch.testing.assert_close(packed, torch.stack(alone))
+    packed.square().mean().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    torch.stack([torch.cat([model(document[None])[0] for document in row]) for row in rows]).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+def test_position_ids_that_count_up_change_nothing():
+    model = Llama(DEBUG)
+    tokens = torch.randint(0, DEBUG.vocab_size, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, torch.arange(12).expand(2, -1)), model(tokens))
+        assert not torch.allclose(model(tokens, torch.zeros(2, 12, dtype=torch.int64)), model(tokens))
+
+
+def test_the_byte_model_knows_bytes_and_the_end_of_a_document():
+    config = SHAPES["llama3-bytes"]
+    assert config.vocab_size == 257
+    with torch.device("meta"):
+        assert 0.7e6 < sum(p.numel() for p in Llama(config).parameters()) < 3e6

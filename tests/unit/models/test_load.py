@@ -109,6 +109,14 @@ def test_invented_batch_fits_the_model_and_depends_on_the_seed(tmp_path: Path, c
     assert not torch.equal(first[name], other[name])
 
 
+@pytest.mark.parametrize("name", ["tutorial", "llama3-debug", "moe-debug", "multimodal-debug"])
+def test_reference_models_take_the_invented_batch(name: str):
+    model = load_model(name, device="cpu")
+    with torch.no_grad():
+        output = model(**make_batch(model, generator=torch.Generator().manual_seed(1)))
+    assert all(value.isfinite().all() for value in (output.values() if isinstance(output, dict) else [output]))
+
+
 def test_model_whose_input_is_unknown_asks_for_a_batch():
     with pytest.raises(ConfigError, match="no batch can be invented for Linear") as failure:
         make_batch(nn.Linear(2, 2), generator=torch.Generator())

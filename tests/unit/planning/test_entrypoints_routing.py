@@ -86,6 +86,31 @@ class CountedTokens(Moe):
         return out
 
 
+class SplitByCounts(Moe):
+    def forward(self, x):
+        _, selected = self.route(x)
+        order = selected.flatten().argsort()
+        counts = torch.nn.functional.one_hot(selected, num_classes=4).sum((0, 1))
+        out = self.shared(x)
+        for expert, places in zip(self.experts, order.split(counts.tolist()), strict=True):
+            if places.numel() == 0:
+                continue
+            out = out.index_add(0, places // 2, expert(x[places // 2]))
+        return out
+
+
+class SplitByFunction(Moe):
+    def forward(self, x):
+        _, selected = self.route(x)
+        counts = selected.flatten().bincount(minlength=4).tolist()
+        out = self.shared(x)
+        parts = torch.split(x, counts)
+        for i, expert in enumerate(self.experts):
+            if len(parts[i]):
+                out = out + expert(parts[i]).sum()
+        return out
+
+
 class PickedByItem(Moe):
     def forward(self, x):
         _, selected = self.route(x)
@@ -112,8 +137,8 @@ class EarlyReturn(Moe):
 
 
 ROUTERS = [
-    OnlyHitExperts, AnyThenCall, ContinueWhenEmpty, CountedTokens, PickedByItem, PickedByExpression,
-    EarlyReturn,
+    OnlyHitExperts, AnyThenCall, ContinueWhenEmpty, CountedTokens, SplitByCounts, SplitByFunction, PickedByItem,
+    PickedByExpression, EarlyReturn,
 ]  # fmt: skip
 
 
@@ -144,6 +169,9 @@ class Everyone(Moe):
             if i % 2 == 0 and i < self.top_k:
                 continue
             x = x + expert(x)
+        for expert, part in zip(self.experts, x.split(x.shape[0] // 4), strict=True):
+            if part.numel() > 0:
+                x = x + expert(part).sum()
         return x
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.checkpointing import files
 from shardwise.checkpointing.contents import Contents, StoredTensor
 from shardwise.checkpointing.formats.dcp import is_dcp, read_dcp
 from shardwise.checkpointing.formats.full import read_full
-from shardwise.checkpointing.sections import with_our_names
+from shardwise.checkpointing.state.sections import with_our_names
+from shardwise.checkpointing.storage import files
 
 _PARTS = (("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"), ("optimizer_0", "optimizer.bin"))
 """Of each part the folder (SHARDED) and the file (FULL) that it may be."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from shardwise.checkpointing import files
 from shardwise.checkpointing.contents import Contents, StoredTensor
 from shardwise.checkpointing.formats.full import read_full
+from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 
 _INDEX_SUFFIX = ".bin.index.json"

@@ -12,16 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
-from shardwise.checkpointing.dcp_metadata import MAX_METADATA_BYTES, DcpItem, DcpTensor, parse_dcp_metadata
-from shardwise.checkpointing.files import Place, Reader, check_name, join, open_reader, place, read_small, size_of
 from shardwise.checkpointing.formats.dcp_writing import METADATA_NAME
-from shardwise.checkpointing.manifest import MANIFEST_NAME, read_manifest
-from shardwise.checkpointing.safe_pickle import load_pickle
-from shardwise.checkpointing.state_tree import FlatState, plain_value
-from shardwise.checkpointing.torch_files import TorchFile
-from shardwise.checkpointing.torch_objects import DCP_METADATA, read_torch_pickle
-from shardwise.checkpointing.torch_refs import TensorRef
-from shardwise.checkpointing.zip_index import ZipIndex
+from shardwise.checkpointing.pickles.dcp_metadata import MAX_METADATA_BYTES, DcpItem, DcpTensor, parse_dcp_metadata
+from shardwise.checkpointing.pickles.safe_pickle import load_pickle
+from shardwise.checkpointing.pickles.state_tree import FlatState, plain_value
+from shardwise.checkpointing.pickles.torch_files import TorchFile
+from shardwise.checkpointing.pickles.torch_objects import DCP_METADATA, read_torch_pickle
+from shardwise.checkpointing.pickles.torch_refs import TensorRef
+from shardwise.checkpointing.pickles.zip_index import ZipIndex
+from shardwise.checkpointing.sharded.manifest import MANIFEST_NAME, read_manifest
+from shardwise.checkpointing.storage.files import (
+    Place,
+    Reader,
+    check_name,
+    join,
+    open_reader,
+    place,
+    read_small,
+    size_of,
+)
 from shardwise.errors import CheckpointError
 
 _MAX_PICKLE_BYTES = 64 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardwise.checkpointing.pickle_writing import Call, Global, Instance, Pairs, dumps
-from shardwise.checkpointing.writing import FileRecord, WrittenTensor
+from shardwise.checkpointing.pickles.pickle_writing import Call, Global, Instance, Pairs, dumps
+from shardwise.checkpointing.sharded.writing import FileRecord, WrittenTensor
 
 METADATA_NAME = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"

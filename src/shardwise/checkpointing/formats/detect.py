@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.checkpointing import files
-from shardwise.checkpointing.committing import committed_steps, step_folder
 from shardwise.checkpointing.contents import Contents
-from shardwise.checkpointing.flat_params import LAYOUT_FILE, flat_sizes, layout_of_model, read_layout
+from shardwise.checkpointing.flat.flat_params import LAYOUT_FILE, flat_sizes, layout_of_model, read_layout
+from shardwise.checkpointing.flat.unflattening import needs_model, unflatten
 from shardwise.checkpointing.formats.accelerate import is_accelerate, read_accelerate
 from shardwise.checkpointing.formats.bin_shards import is_bin_shards, read_bin_shards
 from shardwise.checkpointing.formats.dcp import is_dcp, read_dcp
@@ -15,8 +14,9 @@ from shardwise.checkpointing.formats.full import read_full
 from shardwise.checkpointing.formats.rank_file_names import find_series
 from shardwise.checkpointing.formats.rank_files import read_rank_files
 from shardwise.checkpointing.formats.safetensors import is_safetensors, read_safetensors
-from shardwise.checkpointing.torch_files import is_torch_file
-from shardwise.checkpointing.unflattening import needs_model, unflatten
+from shardwise.checkpointing.pickles.torch_files import is_torch_file
+from shardwise.checkpointing.sharded.committing import committed_steps, step_folder
+from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:

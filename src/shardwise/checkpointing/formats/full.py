@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shardwise.checkpointing import files
 from shardwise.checkpointing.contents import Box, Contents, StoredTensor
-from shardwise.checkpointing.full_notes import with_notes
-from shardwise.checkpointing.torch_files import read_torch_file
-from shardwise.checkpointing.torch_refs import TensorRef
+from shardwise.checkpointing.formats.full_notes import with_notes
+from shardwise.checkpointing.pickles.torch_files import read_torch_file
+from shardwise.checkpointing.pickles.torch_refs import TensorRef
+from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 
 

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing import files
-from shardwise.checkpointing.block_hashing import BlockHasher
 from shardwise.checkpointing.formats.safetensors_file import LARGE_BYTES
-from shardwise.checkpointing.pickle_writing import dumps
-from shardwise.checkpointing.tensor_info import TensorInfo
-from shardwise.checkpointing.torch_file_checksums import RECORD, checksum_record
-from shardwise.checkpointing.torch_zip import ZipStream, tensor_call
+from shardwise.checkpointing.formats.tensor_info import TensorInfo
+from shardwise.checkpointing.pickles.pickle_writing import dumps
+from shardwise.checkpointing.pickles.torch_file_checksums import RECORD, checksum_record
+from shardwise.checkpointing.pickles.torch_zip import ZipStream, tensor_call
+from shardwise.checkpointing.storage import files
+from shardwise.checkpointing.storage.block_hashing import BlockHasher
 from shardwise.errors import CheckpointError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from shardwise.checkpointing import files
-from shardwise.checkpointing.torch_files import is_torch_file
+from shardwise.checkpointing.pickles.torch_files import is_torch_file
+from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 
 DIGITS = re.compile(r"\d+")

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.checkpointing import files
 from shardwise.checkpointing.contents import Contents, StoredTensor
-from shardwise.checkpointing.flat_params import FLAT_PARAM
+from shardwise.checkpointing.flat.flat_params import FLAT_PARAM
 from shardwise.checkpointing.formats.rank_file_names import DIGITS, Series, do_not_belong_together, find_series
 from shardwise.checkpointing.formats.rank_merging import is_state, merge_ranks
-from shardwise.checkpointing.state_tree import KeyPath
-from shardwise.checkpointing.torch_files import TorchFile, read_torch_file
-from shardwise.checkpointing.torch_refs import ShardedRef, TensorRef
+from shardwise.checkpointing.pickles.state_tree import KeyPath
+from shardwise.checkpointing.pickles.torch_files import TorchFile, read_torch_file
+from shardwise.checkpointing.pickles.torch_refs import ShardedRef, TensorRef
+from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 
 

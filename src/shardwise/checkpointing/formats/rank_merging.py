@@ -7,9 +7,9 @@ from typing import Any
 
 from shardwise.checkpointing.contents import Box, Piece, StoredTensor
 from shardwise.checkpointing.formats.rank_file_names import do_not_belong_together
-from shardwise.checkpointing.state_tree import KeyPath, Ref
-from shardwise.checkpointing.torch_files import TorchFile
-from shardwise.checkpointing.torch_refs import DTensorRef, ShardedRef, TensorRef
+from shardwise.checkpointing.pickles.state_tree import KeyPath, Ref
+from shardwise.checkpointing.pickles.torch_files import TorchFile
+from shardwise.checkpointing.pickles.torch_refs import DTensorRef, ShardedRef, TensorRef
 from shardwise.errors import CheckpointError
 
 

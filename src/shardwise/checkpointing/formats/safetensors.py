@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.checkpointing import files
-from shardwise.checkpointing.checksums import checksum, from_hex
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor
+from shardwise.checkpointing.storage import files
+from shardwise.checkpointing.storage.checksums import checksum, from_hex
 from shardwise.errors import CheckpointError
 
 DTYPES = {

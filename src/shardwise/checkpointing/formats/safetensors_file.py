@@ -7,11 +7,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.checkpointing import files
-from shardwise.checkpointing.block_hashing import BlockHasher
-from shardwise.checkpointing.checksums import BLOCK_BYTES, checksum, to_hex
 from shardwise.checkpointing.formats.safetensors import DTYPES, HEADER_CHECKSUM_KEY, MAX_HEADER_BYTES, METADATA_KEY
-from shardwise.checkpointing.tensor_info import TensorInfo
+from shardwise.checkpointing.formats.tensor_info import TensorInfo
+from shardwise.checkpointing.storage import files
+from shardwise.checkpointing.storage.block_hashing import BlockHasher
+from shardwise.checkpointing.storage.checksums import BLOCK_BYTES, checksum, to_hex
 from shardwise.errors import CheckpointError
 
 LARGE_BYTES = 64 << 20

@@ -13,11 +13,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwise.checkpointing import files
 from shardwise.checkpointing.contents import ITEM_BYTES
 from shardwise.checkpointing.formats.safetensors import INDEX_SUFFIX
 from shardwise.checkpointing.formats.safetensors_file import NAMES, SafetensorsFile
-from shardwise.checkpointing.tensor_info import TensorInfo
+from shardwise.checkpointing.formats.tensor_info import TensorInfo
+from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 
 DEFAULT_SHARD_BYTES = 5 * 10**9

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.planning.source.functions import Arguments
-from shardwise.planning.source.values import PLAIN, Source, Value, opaque
+from shardwise.planning.source.values import PLAIN, Many, Source, Value, opaque
 
 _DYNAMIC = {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere"}
 _CONTENT = {
@@ -15,6 +15,9 @@ _CONTENT = {
     "count_nonzero", "bincount", "eq", "ne", "gt", "ge", "lt", "le", "greater", "greater_equal", "less",
     "less_equal", "isnan", "isinf", "isin",
 }  # fmt: skip
+# The lengths of what they return are arguments, and may come from the data: `tokens.split(counts.tolist())`.
+_INTO_PARTS = {"split", "split_with_sizes", "tensor_split", "unsafe_split", "hsplit", "vsplit"}
+_TO_LENGTH = {"narrow", "repeat_interleave"}
 _SIZES = {
     "size",
     "numel",
@@ -69,6 +72,8 @@ def torch_result(name: str, arguments: Arguments) -> Value:
         return opaque(*values, source=Source.RANDOM)
     if name in _DYNAMIC or (name == "where" and len(values) == 1):
         return opaque(*values, source=Source.DYNAMIC)
+    if (cut := _cut_by_data(name, values)) is not None:
+        return cut
     if name in _CONTENT:
         return opaque(*values, source=Source.CONTENT)
     if name.startswith(("is_", "get_", "has_", "finfo", "iinfo", "device")):
@@ -101,6 +106,8 @@ def method_result(receiver: Value, name: str, arguments: Arguments) -> Value:
         return opaque(receiver, *arguments.values(), source=min(top, Source.ARGUMENT))
     if name in _DYNAMIC:
         return opaque(receiver, source=Source.DYNAMIC)
+    if (cut := _cut_by_data(name, [receiver, *arguments.values()])) is not None:
+        return cut
     if name in ("tolist", "numpy") and source == Source.DYNAMIC:
         return opaque(receiver)
     if name in _CONTENT:
@@ -110,6 +117,16 @@ def method_result(receiver: Value, name: str, arguments: Arguments) -> Value:
     if name in _TENSOR_METHODS:
         return opaque(receiver, source=max(source, Source.TENSOR))
     return opaque(receiver, source=source)
+
+
+def _cut_by_data(name: str, values: list[Value]) -> Value | None:
+    """What cutting a tensor (the first value) returns where the data decides the lengths."""
+    if not any(value.source >= Source.CONTENT for value in values[1:]):
+        return None
+    part = opaque(*values, source=Source.DYNAMIC)
+    if name in _INTO_PARTS:
+        return Value(frozenset({Many(part)}))
+    return part if name in _TO_LENGTH else None
 
 
 def compare(left: Value, right: Value) -> Source:

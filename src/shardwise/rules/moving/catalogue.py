@@ -34,6 +34,11 @@ _KINDS = (
     Kind("SW129", "offload-needs-gloo", "Offloaded gradients are on the CPU, where NCCL cannot reduce them."),
     Kind("SW130", "fsdp1-communication-hook", "register_comm_hook has no direct counterpart in FSDP2."),
     Kind("SW131", "fsdp1-static-call", "A function of FSDP1's class that works on FSDP1's models only."),
+    Kind("SW132", "made-for-fsdp1", "A function that may know FSDP1's models only is handed the sharded model."),
+    Kind("SW133", "wrapped-elsewhere", "No file given wraps a model: the one that does must move to FSDP2 as well."),
+    Kind("SW134", "ranks-drawn-apart", "Ranks draw different weights, and each keeps its part of its own."),
+    Kind("SW135", "whole-numbers", "Sizes and norms of sharded parameters are of the whole, not of a rank's part."),
+    Kind("SW136", "forward-by-name", "FSDP2 gathers parameters when a module is called, not when its forward is."),
     Kind("SW180", "unreadable-source", "The file cannot be read as Python, so nothing in it is rewritten."),
 )
 KINDS = {kind.code: kind for kind in _KINDS}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from shardwise.rules.moving.draft import Draft
 from shardwise.rules.moving.program import Program
 from shardwise.rules.moving.sharded import Holds
 
 CODE = "SW120"
+_ARGUMENTS = {"max_norm", "norm_type", "error_if_nonfinite"}
+"""Those that shardwise's function has as well."""
+_OTHERS = re.compile(r"self$|super|utils|accelerator|fabric|engine|trainer|strategy|plugin|optim|scaler|clip")
 _FUNCTIONS = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_norm"}
 
 
@@ -18,18 +22,24 @@ def rewrite_clipping(draft: Draft, program: Program) -> None:
     for call in draft.calls():
         if call in draft.taken or not isinstance(call.func, ast.Attribute):
             continue
-        if call.func.attr == "clip_grad_norm_" and _is_model(
-            context.source(call.func.value), sharded.holds(call.func.value)
-        ):
+        if call.func.attr == "clip_grad_norm_" and _is_model(draft, call, sharded.holds(call.func.value)):
             _method(draft, call, call.func)
         elif context.is_any(call.func, _FUNCTIONS):
             _function(draft, call, sharded)
 
 
-def _is_model(text: str, holds: Holds) -> bool:
-    """Plain modules have no such method; accelerators and engines of other libraries do."""
-    last = text.rpartition(".")[2]
-    return holds is not Holds.NEVER or last.endswith(("model", "module", "net")) or last == "fsdp"
+def _is_model(draft: Draft, call: ast.Call, holds: Holds) -> bool:
+    """Plain modules have no such method; accelerators and engines of other libraries do, and take the parameters."""
+    if holds is not Holds.NEVER:
+        return True
+    context = draft.context
+    last = context.source(call.func.value).rpartition(".")[2].lower()  # pyrefly: ignore[missing-attribute]
+    if last.endswith(("model", "module", "net")) or last == "fsdp":
+        return True
+    first = context.source(call.args[0]) if call.args else ""
+    given = first + "".join(keyword.arg or "" for keyword in call.keywords)
+    is_other = _OTHERS.search(last) is not None or bool(context.origins(call.func))
+    return "fsdp" in context.text.lower() and "param" not in given and not is_other
 
 
 def _method(draft: Draft, call: ast.Call, func: ast.Attribute) -> None:
@@ -67,7 +77,12 @@ def _function(draft: Draft, call: ast.Call, sharded: object) -> None:
     )
     if isinstance(context.parents[call], ast.Expr):
         return
-    if draft.target == "shardwise":
+    known = len(call.args) <= 3 and {one.arg for one in call.keywords} <= {
+        "max_norm",
+        "norm_type",
+        "error_if_nonfinite",
+    }
+    if draft.target == "shardwise" and known:
         draft.name("sw")
         draft.replace(call.func, "sw.clip_grad_norm_")
     else:

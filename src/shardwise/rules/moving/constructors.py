@@ -183,37 +183,6 @@ def read(draft: Draft, call: ast.Call, is_partial: bool) -> Wrap:
     return Wrap(draft, call, listed, by_name, is_partial)
 
 
-def refuse_internals(wrap: Wrap) -> None:
-    """Refuse a call whose result goes to FSDP1's private functions in the same function.
-
-    Raises:
-        Blocked: There is such a use.
-    """
-    context, statement = wrap.context, wrap.statement
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    names = {context.source(target) for target in targets}
-    home = context.enclosing_function(wrap.call)
-    for call in context.calls:
-        if context.enclosing_function(call) is not home or not any(context.source(one) in names for one in call.args):
-            continue
-        if any(origin.startswith("torch.distributed.fsdp._") for origin in context.origins(call.func, raw=True)):
-            raise Blocked(
-                f"its result goes to {context.source(call.func)} on line {call.lineno}, which is private to FSDP1",
-                "find another way to do what that is for",
-            )
-
-
-def refuse_local_names(wrap: Wrap) -> None:
-    """Refuse a call where one of the names we would use already means something else.
-
-    Raises:
-        Blocked: As in code that knows both FSDP1 and FSDP2, and imports the second where it needs it.
-    """
-    for name in sorted(wrap.draft.names):
-        if wrap.draft.is_local(wrap.call, name):
-            raise Blocked(f"{name} means something else here", f"rename it, or import torch's {name} at the top")
-
-
 def has_stars(wrap: Wrap) -> bool:
     """Whether arguments arrive by `*args` or `**kwargs`."""
     return any(name.startswith("*") for name in wrap.by_name)

@@ -58,11 +58,18 @@ class Draft:
 
     def nodes(self) -> list[ast.AST]:
         """Every node but those of functions that an earlier run has carried into the file."""
+        if not self._has_carried():
+            return list(self.context.parents)
         return [node for node in self.context.parents if not self._is_carried(node)]
 
     def calls(self) -> list[ast.Call]:
         """Every call, in source order, but those in carried functions."""
+        if not self._has_carried():
+            return self.context.calls
         return [call for call in self.context.calls if not self._is_carried(call)]
+
+    def _has_carried(self) -> bool:
+        return any(function.name in functions() for function in self.context.functions)
 
     def _is_carried(self, node: ast.AST) -> bool:
         function = self.context.enclosing_function(node)

@@ -12,15 +12,19 @@ from shardwise.rules.moving.sharded import Holds
 from shardwise.rules.names import FSDP1
 from shardwise.rules.source import FileContext
 
-_INTERNAL = {"_handle", "_handles", "_all_handles", "flat_param", "_flat_param", "_gradient_postdivide_factor"}
-_INTERNAL |= {"_gradient_predivide_factor", "_fsdp_wrapped_module", "_is_root", "_has_params", "_unshard_params"}
+INTERNAL = {"_handle", "_handles", "_all_handles", "flat_param", "_flat_param", "_gradient_postdivide_factor"}
+INTERNAL |= {"_is_flat_param", "_shard_param_infos"}
+INTERNAL |= {"_gradient_predivide_factor", "_fsdp_wrapped_module", "_is_root", "_has_params", "_unshard_params"}
 _ATTRIBUTES = {"process_group", "sharding_strategy", "compute_device", "training_state", "check_is_root", "_lazy_init"}
-_SURE = {"flat_param", "_flat_param", "_all_handles", "_gradient_postdivide_factor", "_gradient_predivide_factor"}
+_ATTRIBUTES |= {"mixed_precision", "cpu_offload", "backward_prefetch", "limit_all_gathers"}
+FLAT = {"flat_param", "_flat_param", "_all_handles", "_is_flat_param", "_shard_param_infos"}
+"""What nothing but FSDP1's flat parameters has."""
+_SURE = {*FLAT, "_gradient_postdivide_factor", "_gradient_predivide_factor"}
 _WRAP = {"torch.distributed.fsdp.wrap.wrap", "torch.distributed.fsdp.wrap.enable_wrap"}
 _WRAP |= {"torch.distributed.fsdp.wrap.auto_wrap"}
 _PRIVATE = re.compile(r"torch\.distributed\.fsdp\._(?!fully_shard)")
 _INHERITS = re.compile(r"^[ \t]*class \w+\([^)]*(?:FSDP|FullyShardedDataParallel)", re.MULTILINE)
-_HOOKS = ("register_comm_hook", "set_comm_hook")
+_HOOKS = ("register_comm_hook", "register_params_comm_hook", "set_comm_hook")
 
 
 def subclasses(context: FileContext, program: Program) -> dict[str, ast.ClassDef]:
@@ -136,15 +140,12 @@ def _internals(draft: Draft, program: Program) -> None:
     sharded = program.sharded(draft.context)
     for node in draft.nodes():
         if isinstance(node, ast.ImportFrom) and _PRIVATE.match(node.module or ""):
-            draft.undecided(
-                "SW127",
-                node,
-                f"{node.module} is private to FSDP1",
-                f"remove what uses it, or write it anew on DTensor; or {ROAD1}",
-            )
+            _private(draft, node, node.module or "")
         if not isinstance(node, ast.Attribute) or node in draft.taken:
             continue
-        if node.attr in _INTERNAL and (node.attr in _SURE or sharded.holds(node.value) is not Holds.NEVER):
+        if _is_private_module(draft.context, node):
+            _private(draft, node, draft.context.source(node))
+        if node.attr in INTERNAL and (node.attr in _SURE or sharded.holds(node.value) is not Holds.NEVER):
             draft.undecided(
                 "SW127",
                 node,
@@ -165,3 +166,19 @@ def _internals(draft: Draft, program: Program) -> None:
                 f"{node.attr} has no direct counterpart in FSDP2",
                 f"set_all_reduce_hook, or a custom communication class; or {ROAD1}",
             )
+
+
+def _private(draft: Draft, node: ast.AST, name: str) -> None:
+    draft.undecided(
+        "SW127",
+        node,
+        f"{name} is private to FSDP1",
+        f"remove what uses it, or write it anew on DTensor; or {ROAD1}",
+    )
+
+
+def _is_private_module(context: FileContext, node: ast.Attribute) -> bool:
+    """`torch.distributed.fsdp._runtime_utils`, written out: the module itself, not what is taken from it."""
+    if not node.attr.startswith("_") or node.attr == "_fully_shard":
+        return False
+    return f"torch.distributed.fsdp.{node.attr}" in context.origins(node, raw=True)

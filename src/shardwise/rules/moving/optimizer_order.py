@@ -6,31 +6,47 @@ import ast
 import re
 
 from shardwise.rules.moving import constructors
-from shardwise.rules.moving.constructors import Blocked
+from shardwise.rules.moving.constructors import Blocked, Wrap
 from shardwise.rules.moving.draft import Draft
 from shardwise.rules.moving.edits import change
 from shardwise.rules.moving.order import bodies, model_names
 from shardwise.rules.moving.program import Program
+from shardwise.rules.moving.values import is_constant
+from shardwise.rules.scopes import all_parameters
 
 CODE = "SW128"
+_HANDED = {"optimizer", "optimizers", "optim", "opt"}
 _OPTIMIZER = re.compile(
     r"^torch\.optim\.(?!lr_scheduler)\w+$|(?:^|\.)(?:AdamW|Adam|SGD|Adafactor|AdamW8bit|Lion|Adagrad|FusedAdam)$"
 )
 
 
-def refuse_early_optimizers(draft: Draft, wrap: ast.Call) -> None:
+def refuse_early_optimizers(draft: Draft, wrap: Wrap) -> None:
     """Refuse a constructor that comes after its optimizer, where the optimizer cannot be moved.
 
     Raises:
         Blocked: With the line of the optimizer.
     """
-    lines = [call.lineno for call in _early(draft, wrap) if _to_move(draft, call, wrap) is None]
-    lines += _handed_out(draft, wrap)
+    lines = [one.lineno for one in _early(draft, wrap.call) if _to_move(draft, one, wrap.call) is None]
+    lines += [*_handed_out(draft, wrap.call), *_handed_in(wrap)]
     if lines:
         raise Blocked(
             f"the optimizer of line {min(lines)} is built before it, and would update tensors nobody uses",
             "build the optimizer after the model is sharded, or sw.shard(model, optimizers=optimizer)",
         )
+
+
+def _handed_in(wrap: Wrap) -> list[int]:
+    """The line of the function around, if it is given the model and its optimizer, and FSDP1 could keep the two."""
+    told, function = wrap.value("use_orig_params"), wrap.context.enclosing_function(wrap.call)
+    if told is None or is_constant(told, False) or function is None:
+        return []
+    parameters = {one.arg for one in all_parameters(function.args)}
+    module = wrap.value("module")
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    rebuilt = {node.id for node in names if node.lineno > wrap.call.lineno}
+    given = isinstance(module, ast.Name) and module.id in parameters
+    return [function.lineno] if given and (parameters & _HANDED) - rebuilt else []
 
 
 def _handed_out(draft: Draft, wrap: ast.Call) -> list[int]:

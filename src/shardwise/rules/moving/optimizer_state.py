@@ -26,6 +26,8 @@ _LOADS = {
 _BY_HAND = ("rekey_optim_state_dict",)
 METHODS = (*_GETS, *_LOADS, *_BY_HAND)
 READS_SHARDED = {"torch.distributed.checkpoint.optimizer.load_sharded_optimizer_state_dict"}
+_OPTIMIZERS_OWN = {"param_groups", "state", "state_dict", "load_state_dict", "zero_grad", "step", "add_param_group"}
+_OPTIMIZERS_OWN |= {"defaults", "train", "eval", "__class__"}
 _LOAD_FIX = "load it with set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(...))"
 
 
@@ -60,6 +62,7 @@ def rewrite_call(writer: Writer, call: ast.Call, settings: Settings) -> None:
     given = _arguments(context, call, name)
     if "model" not in given or any(isinstance(one, ast.Starred) for one in call.args):
         raise Unmovable(call, f"the arguments of {name} cannot be told apart", _LOAD_FIX, OPTIMIZER_CODE)
+    _refuse_wrapper(context, call, given.get("optim"))
     if name in _GETS:
         _get(writer, call, name, given, settings)
     else:
@@ -99,11 +102,13 @@ def _load(writer: Writer, call: ast.Call, name: str, given: dict[str, ast.expr],
     if isinstance(given.get("load_directly"), ast.Constant) and "optim" in given:
         draft.replace(call, writer.load_optimizer(model, context.source(given["optim"]), state, gather))
     elif isinstance(parent, ast.Call) and _loads(parent, call):
+        _refuse_wrapper(context, call, parent.func.value)  # pyrefly: ignore
         optimizer = context.source(parent.func.value)  # pyrefly: ignore
         draft.replace(parent, writer.load_optimizer(model, optimizer, state, gather))
     else:
         statement = context.statement(call)
         for load in _later_loads(context, call):
+            _refuse_wrapper(context, call, load.func.value)  # pyrefly: ignore
             optimizer, argument = context.source(load.func.value), context.source(load.args[0])  # pyrefly: ignore
             sure = _always_before(context, statement, load)
             draft.replace(load, writer.load_optimizer(model, optimizer, argument, gather, sure=sure))
@@ -111,6 +116,27 @@ def _load(writer: Writer, call: ast.Call, name: str, given: dict[str, ast.expr],
             remove_statement(draft, statement)
         else:
             draft.replace(call, state)
+
+
+def _refuse_wrapper(context: FileContext, call: ast.Call, optimizer: ast.expr | None) -> None:
+    """Refuse an optimizer that the function uses for what torch's have not: FSDP1 asks for a state dict only.
+
+    Raises:
+        Unmovable: With what it has.
+    """
+    if not isinstance(optimizer, ast.Name):
+        return
+    home = context.enclosing_function(call)
+    for node in context.parents:
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == optimizer.id):
+            continue
+        if node.attr not in _OPTIMIZERS_OWN and context.enclosing_function(node) is home:
+            raise Unmovable(
+                call,
+                f"{optimizer.id} is no optimizer of torch: it has .{node.attr} (line {node.lineno})",
+                "pass the optimizer inside it to get_ or set_optimizer_state_dict",
+                OPTIMIZER_CODE,
+            )
 
 
 def _always_before(context: FileContext, statement: ast.stmt, load: ast.Call) -> bool:

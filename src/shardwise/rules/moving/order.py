@@ -15,8 +15,11 @@ from shardwise.rules.scopes import Function
 from shardwise.rules.source import FileContext
 
 CODE = "SW125"
-_APPLIES = re.compile(r"^apply_\w*checkpoint\w*$|^apply_ac$")
-_APPLY = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing"
+_APPLIES = re.compile(r"^(apply|enable|setup|add)_\w*checkpoint\w*$|^apply_(\w+_)?ac$")
+_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_APPLY = {
+    f"{_WRAPPERS}.{name}" for name in ("apply_activation_checkpointing", "apply_activation_checkpointing_wrapper")
+}
 _MAX_HOPS = 3
 _TRAINS = {"backward", "step", "zero_grad", "load_state_dict"}
 """Methods that a function which only prepares a model does not call."""
@@ -57,41 +60,52 @@ def module_of(wrap: ast.Call) -> ast.expr | None:
 
 def _recomputes(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> bool:
     """Whether a call applies activation checkpointing to the wrapped model, itself or through a function."""
-    context = draft.context
-    first = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "model"), None)
-    if first is None or context.source(first) not in model_names(draft, wrap):
+    context, names = draft.context, model_names(draft, wrap)
+    if not any(context.source(one) in names for one in _given(call)):
         return False
-    if context.is_any(call.func, {_APPLY}):
+    if context.is_any(call.func, _APPLY):
         return True
     return any(
-        other.is_any(inner.func, {_APPLY})
-        for other, function in _reached(program, context, call)
+        other.is_any(inner.func, _APPLY)
+        for other, function in _reached(program, context, call, names)
         for inner in ast.walk(function)
         if isinstance(inner, ast.Call)
     )
 
 
+def _given(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
 def _reached(
-    program: Program, context: FileContext, call: ast.Call, hops: int = 0
+    program: Program, context: FileContext, call: ast.Call, names: set[str], hops: int = 0
 ) -> list[tuple[FileContext, ast.AST]]:
-    """The function of the program that a call runs, and those that this one hands its first parameter on to."""
+    """The function of the program that is handed one of `names`, and those that this one hands it on to."""
     found = program.function(context, call.func) if hops < _MAX_HOPS else None
     if found is None:
         return []
     other, function = found
-    first = next((one.arg for one in function.args.args if one.arg != "self"), None)
+    handed = _parameters(context, call, function, names)
     reached: list[tuple[FileContext, ast.AST]] = [found]
     for inner in ast.walk(function):
-        if isinstance(inner, ast.Call) and inner.args and other.source(inner.args[0]) == first:
-            reached += _reached(program, other, inner, hops + 1)
+        if isinstance(inner, ast.Call) and any(other.source(one) in handed for one in _given(inner)):
+            reached += _reached(program, other, inner, handed, hops + 1)
     return reached
 
 
-def _only_prepares(program: Program, context: FileContext, call: ast.Call) -> bool:
+def _parameters(context: FileContext, call: ast.Call, function: Function, names: set[str]) -> set[str]:
+    """The parameters of a function by which it gets one of `names`."""
+    positional = [one.arg for one in function.args.args if one.arg != "self"]
+    given = zip(positional, call.args, strict=False)
+    handed = {parameter for parameter, value in given if context.source(value) in names}
+    return handed | {one.arg for one in call.keywords if one.arg and context.source(one.value) in names}
+
+
+def _only_prepares(program: Program, context: FileContext, call: ast.Call, names: set[str]) -> bool:
     """Whether a call does nothing that has to come after sharding."""
     return not any(
         isinstance(node, ast.Attribute) and node.attr in _TRAINS
-        for _, function in _reached(program, context, call)
+        for _, function in _reached(program, context, call, names)
         for node in ast.walk(function)
     )
 
@@ -101,7 +115,8 @@ def _move_up(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> 
     context = draft.context
     target = context.statement(wrap)
     moved = _block_member(draft, call, target)
-    if moved is None or not _can_move(draft, moved, target, wrap) or not _only_prepares(program, context, call):
+    prepares = _only_prepares(program, context, call, model_names(draft, wrap))
+    if moved is None or not _can_move(draft, moved, target, wrap) or not prepares:
         _leave(draft, call)
         return
     text, end = context.text, context.positions.span(moved)[1]
@@ -136,13 +151,13 @@ def _leave(draft: Draft, call: ast.Call) -> None:
 
 
 def _looks_like_it(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> bool:
-    """A function of a file that is not among those given, with a name that says what it does to the model."""
+    """A function with a name that says what it does to the model, of a file not given or in a way not known."""
     context = draft.context
     name = context.source(call.func).rpartition(".")[2]
-    if not _APPLIES.search(name) or program.function(context, call.func) is not None:
+    found = program.function(context, call.func)
+    if not _APPLIES.search(name) or (found is not None and "checkpoint_wrapper" not in found[0].source(found[1])):
         return False
-    first = call.args[0] if call.args else None
-    return first is not None and context.source(first) in model_names(draft, wrap)
+    return any(context.source(one) in model_names(draft, wrap) for one in _given(call))
 
 
 def _comments_above(text: str, line_start: int, indent: str) -> int:

@@ -28,8 +28,8 @@ def _kind(wrap: Wrap, node: ast.expr | None) -> str:
         case ast.IfExp():
             kinds = {_kind(wrap, resolved.body), _kind(wrap, resolved.orelse)}
             return kinds.pop() if len(kinds) == 1 else "unknown"
-        case ast.Call(func=ast.Attribute(attr="current_device")):
-            return "current"
+        case ast.Call(func=ast.Attribute(attr="current_device") as function):
+            return "cpu" if wrap.context.is_any(function, {"torch.cpu.current_device"}) else "current"
         case ast.Call() if wrap.context.is_any(resolved.func, {"torch.device"}):
             return _torch_device(resolved)
         case ast.Call(func=ast.Name(id="int")) | ast.Call(func=ast.Attribute(attr="get_rank")):
@@ -78,7 +78,7 @@ def convert(wrap: Wrap) -> list[tuple[str, str]]:
         or not is_none(group)
         or kind == "unknown"
         or (kind == "cuda" and not wrap.is_plain)
-        or (not is_none(mesh) and not _is_clear(wrap, mesh, member))
+        or (not is_none(mesh) and (member == "NO_SHARD" or not _is_clear(wrap, mesh, member)))
         or (member in (*HYBRID, "NO_SHARD") and is_none(mesh) and kind != "cpu" and not _speaks_of_cuda(wrap))
     ):
         return _at_run_time(wrap, member, kind)

@@ -8,24 +8,27 @@ from dataclasses import replace
 
 from shardwise.errors import SourceError
 from shardwise.findings import Severity, SourceFinding, Status
-from shardwise.rules.moving import constructors, writing
 from shardwise.rules.moving.accumulation import rewrite_no_sync
-from shardwise.rules.moving.class_values import rewrite_chosen_class, rewrite_enable_wrap
+from shardwise.rules.moving.class_values import rewrite_enable_wrap
 from shardwise.rules.moving.clipping import rewrite_clipping
-from shardwise.rules.moving.constructors import Blocked
+from shardwise.rules.moving.constructing import rewrite_constructors
 from shardwise.rules.moving.draft import ROAD1, Draft
 from shardwise.rules.moving.edits import apply_edits
+from shardwise.rules.moving.forward_calls import rewrite_forward_calls
 from shardwise.rules.moving.frameworks import framework_findings
 from shardwise.rules.moving.full_params import rewrite_full_params
+from shardwise.rules.moving.handing_out import report_handed_out
 from shardwise.rules.moving.imports import finish
 from shardwise.rules.moving.inner_modules import rewrite_inner_modules
-from shardwise.rules.moving.leftovers import built_anywhere, built_subclasses, report_leftovers, subclasses
+from shardwise.rules.moving.leftovers import report_leftovers
 from shardwise.rules.moving.offloading import rewrite_backends
-from shardwise.rules.moving.optimizer_order import move_optimizers, refuse_early_optimizers
+from shardwise.rules.moving.optimizer_order import move_optimizers
 from shardwise.rules.moving.order import rewrite_order
 from shardwise.rules.moving.program import Program
 from shardwise.rules.moving.scaling import rewrite_scalers
+from shardwise.rules.moving.sharded_numbers import report_numbers
 from shardwise.rules.moving.state_dicts import rewrite_state_dicts
+from shardwise.rules.moving.staying import copy_of_fsdp1, report_wrapped_elsewhere, why_it_stays
 from shardwise.rules.moving.type_checks import rewrite_type_checks
 from shardwise.rules.source import FileContext
 
@@ -40,6 +43,7 @@ _RULES: tuple[Rule, ...] = (
     rewrite_scalers,
     rewrite_type_checks,
     rewrite_full_params,
+    rewrite_forward_calls,
     rewrite_inner_modules,
     rewrite_backends,
 )
@@ -56,15 +60,21 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
         program: All files given, this one among them.
         target: `torch` or `shardwise`.
     """
+    if (copied := copy_of_fsdp1(context, program)) is not None:
+        return context.text, [copied]
     for rules in (_RULES, ()):
         draft = Draft(context, target)
-        _rewrite_constructors(draft, program)
+        rewrite_constructors(draft, program)
         for rule in _WITH_CONSTRUCTORS:
             _carry_out(rule, draft, program, "")
-        keeps = _keeps_fsdp1(draft, program)
+        keeps = why_it_stays(draft, program)
         for rule in rules:
             _carry_out(rule, draft, program, keeps)
         report_leftovers(draft, program)
+        if not keeps:
+            report_handed_out(draft, program)
+            report_numbers(draft, program)
+            report_wrapped_elsewhere(draft, program)
         _carry_out(_rewrite_frameworks, draft, program, "")
         notes = sorted(draft.notes, key=lambda note: (note.line, note.code))
         if not draft.edits:
@@ -78,42 +88,6 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
     return context.text, [_undone(note, "the rewritten file would not parse") for note in notes]
 
 
-def _rewrite_constructors(draft: Draft, program: Program) -> None:
-    inherited = built_subclasses(draft.context, program)
-    for call, is_partial in constructors.find(draft.context, program):
-        earlier = draft.snapshot()
-        try:
-            if inherited:
-                raise Blocked(f"the file also builds {inherited[0]}, a subclass of FSDP", "move both together")
-            if not is_partial and not constructors.is_certain(draft.context, program, call.func):
-                rewrite_chosen_class(draft, program, call)
-                continue
-            wrap = constructors.read(draft, call, is_partial)
-            constructors.refuse_internals(wrap)
-            refuse_early_optimizers(draft, call)
-            writing.rewrite(wrap)
-            constructors.refuse_local_names(wrap)
-            apply_edits(draft.context.text, draft.edits)
-        except Blocked as blocked:
-            draft.restore(earlier)
-            constructors.leave(draft, call, blocked)
-        except SourceError:
-            draft.restore(earlier)
-            constructors.leave(draft, call, Blocked("another rewrite touches the same lines", "rewrite it by hand"))
-
-
-def _keeps_fsdp1(draft: Draft, program: Program) -> str:
-    """Why the file's models may still be FSDP1's, so that their methods must stay; empty if they are not."""
-    left = [note for note in draft.notes if note.code == constructors.CODE and note.status is Status.NEEDS_DECISION]
-    if left:
-        return f"the FSDP(...) call on line {left[0].line} is left alone"
-    found = subclasses(draft.context, program)
-    if found:
-        return f"{next(iter(found))} is a subclass of FSDP"
-    other = "" if any(note.code == constructors.CODE for note in draft.notes) else built_anywhere(program)
-    return f"models may be of {other}, a subclass of FSDP that stays" if other else ""
-
-
 def _carry_out(rule: Rule, draft: Draft, program: Program, keeps: str) -> None:
     """Apply a rule; where it collides with earlier edits, or FSDP1 stays, only say what was to be done."""
     earlier = draft.snapshot()
@@ -123,7 +97,7 @@ def _carry_out(rule: Rule, draft: Draft, program: Program, keeps: str) -> None:
         apply_edits(draft.context.text, draft.edits)
     except SourceError:
         why = why or "another rewrite touches the same lines"
-    if why and len(draft.notes) > len(earlier.notes):
+    if why:
         fresh = draft.notes[len(earlier.notes) :]
         taken = draft.taken
         draft.restore(earlier)

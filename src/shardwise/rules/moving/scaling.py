@@ -27,7 +27,7 @@ def rewrite_scalers(draft: Draft, program: Program) -> None:
         parent = context.parents[node]
         if isinstance(parent, ast.Call) and parent.func is node:
             _arguments(draft, parent)
-            draft.rewritten(CODE, node, "ShardedGradScaler became torch.amp.GradScaler")
+        draft.rewritten(CODE, node, "ShardedGradScaler became torch.amp.GradScaler")
 
 
 def _is_alias(node: ast.expr, parent: ast.AST) -> bool:

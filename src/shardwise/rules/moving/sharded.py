@@ -187,7 +187,14 @@ class Sharded:
             for parameter in all_parameters(function.args):
                 if parameter.annotation is not None and self._names_fsdp(parameter.annotation):
                     found.add((function, parameter.arg))
-        return found
+        return found | self._units()
+
+    def _units(self) -> set[tuple[object, str]]:
+        """Variables of loops over `FSDP.fsdp_modules(model)`."""
+        loops = [one for one in self.context.parents if isinstance(one, ast.For) and isinstance(one.iter, ast.Call)]
+        called = [(one, fsdp_name(self.context, one.iter.func)) for one in loops]  # pyrefly: ignore
+        keys = [self._key(one.target) for one, name in called if name == f"{_FSDP}.fsdp_modules"]
+        return {key for key in keys if key is not None}
 
     def _names_fsdp(self, node: ast.expr) -> bool:
         return any(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
+from shardwise.rules.moving.both_kinds import names_both
 from shardwise.rules.moving.draft import Draft
+from shardwise.rules.moving.leftovers import INTERNAL
 from shardwise.rules.moving.program import Program
 from shardwise.rules.names import FSDP1
 from shardwise.rules.source import FileContext
@@ -26,6 +28,9 @@ def rewrite_type_checks(draft: Draft, program: Program) -> None:
         if not isinstance(node, ast.Name | ast.Attribute) or node in draft.taken:
             continue
         if is_type_use(context, node) and program.origins(context, node) == {FSDP1}:
+            if names_both(context, node, program):
+                draft.taken.add(node)
+                continue
             draft.replace(node, draft.name("FSDPModule"))
             draft.rewritten(CODE, node, _BECAME)
 
@@ -63,6 +68,8 @@ def is_type_use(context: FileContext, node: ast.expr) -> bool:
                 return parent.returns is child
             case ast.Compare(left=ast.Call(func=ast.Name(id="type"))):
                 return True
+            case ast.MatchClass():
+                return parent.cls is child
             case _:
                 return False
     return False
@@ -79,11 +86,29 @@ def _modules(draft: Draft, call: ast.Call) -> None:
         )
         draft.taken.update(ast.walk(call.func))
         return
+    if _reaches_inside(draft, call):
+        draft.undecided(
+            CODE,
+            call,
+            "fsdp_modules is left alone: the loop over it works on what only FSDP1's models have",
+            "leave the loop out for FSDP2's models, or write it anew for them",
+        )
+        draft.taken.update(ast.walk(call.func))
+        return
     model = draft.context.source(call.args[0])
     name = draft.name("FSDPModule")
     draft.replace(call, f"[module for module in {model}.modules() if isinstance(module, {name})]")
     draft.taken.update(ast.walk(call))
     draft.rewritten(CODE, call, "fsdp_modules became a walk over the modules")
+
+
+def _reaches_inside(draft: Draft, call: ast.Call) -> bool:
+    """Whether a call is what a loop goes over, which reaches into FSDP1's internals."""
+    loop = draft.context.parents[call]
+    if not (isinstance(loop, ast.For) and loop.iter is call and isinstance(loop.target, ast.Name)):
+        return False
+    used = [one for one in ast.walk(loop) if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)]
+    return any(one.attr in INTERNAL and one.value.id == loop.target.id for one in used)  # pyrefly: ignore
 
 
 def _quoted(draft: Draft, program: Program, node: ast.Constant) -> None:

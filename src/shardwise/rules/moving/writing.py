@@ -7,19 +7,24 @@ import re
 
 from shardwise.rules.moving import placement, policies, precision
 from shardwise.rules.moving.constructors import CODE, Wrap, has_stars
+from shardwise.rules.moving.program import Program
+from shardwise.rules.moving.refusals import wraps_parts
+from shardwise.rules.moving.seeding import report_seeds
 from shardwise.rules.moving.values import is_constant, is_none, is_simple
 
 ALL_FEATURES = ("policy", "precision", "buffers", "ignored", "init", "sync", "strategy", "group", "mesh", "device")
 _TORCH_ONLY = {"init", "ignored"}  # sw.shard averages gradients of ignored parameters, and fills models afterwards
+_TENSOR_PARALLEL = re.compile(r"\bparallelize_module\(|\bdistribute_module\(")  # sw.shard takes no DTensors
 _META = re.compile(r"""["']meta["']|init_empty_weights|deferred_init""")
 
 
-def rewrite(wrap: Wrap) -> None:
+def rewrite(wrap: Wrap, program: Program) -> None:
     """Put the edits for one call into the draft.
 
     Raises:
         Blocked: An argument has no counterpart; the draft must be thrown away.
     """
+    drawn_apart = report_seeds(wrap, program)
     if has_stars(wrap):
         _as_told(wrap)
         return
@@ -38,7 +43,7 @@ def rewrite(wrap: Wrap) -> None:
     for_helper += more
     features |= needed
     picked = policies.classes(wrap, policy) if policy is not None else None
-    by_parts = _by_parts(wrap)
+    by_parts = _by_parts(wrap) or drawn_apart or _TENSOR_PARALLEL.search(wrap.context.text) is not None
     if (
         wrap.draft.target == "shardwise"
         and not by_parts
@@ -50,7 +55,7 @@ def rewrite(wrap: Wrap) -> None:
     elif picked and wrap.draft.target == "torch" and not features and _can_loop(wrap):
         _loop(wrap, picked, options)
     else:
-        _call(wrap, options, for_helper, features, has_policy)
+        _call(wrap, options, for_helper, features, has_policy, by_parts=by_parts)
 
 
 def _by_parts(wrap: Wrap) -> bool:
@@ -62,7 +67,7 @@ def _by_parts(wrap: Wrap) -> bool:
     in_loop = any(isinstance(one, loops) for call in same for one in wrap.context.ancestors(call))
     texts = [wrap.context.source(call.args[0]) for call in same if call.args]
     nested = any(one != other and re.match(rf"{re.escape(one)}[.\[]", other) for one in texts for other in texts)
-    return len(same) > 1 and (in_loop or nested)
+    return (len(same) > 1 and (in_loop or nested)) or wraps_parts(wrap) is not None
 
 
 def _as_told(wrap: Wrap) -> None:
@@ -75,8 +80,8 @@ def _as_told(wrap: Wrap) -> None:
     draft.reported(
         "SW128",
         wrap.call,
-        "with `use_orig_params=True` FSDP1 kept the parameters of an optimizer built before; here they are replaced",
-        "build the optimizer after this line, from the model's parameters",
+        "an optimizer built before is pointed at the new parameters at its first step, as use_orig_params did",
+        "build it after this line; until its first step its groups hold the old parameters, without gradients",
     )
 
 
@@ -198,7 +203,13 @@ def _free_name(wrap: Wrap) -> str:
 
 
 def _call(
-    wrap: Wrap, options: list[tuple[str, str]], for_helper: list[tuple[str, str]], features: set[str], has_policy: bool
+    wrap: Wrap,
+    options: list[tuple[str, str]],
+    for_helper: list[tuple[str, str]],
+    features: set[str],
+    has_policy: bool,
+    *,
+    by_parts: bool,
 ) -> None:
     draft = wrap.draft
     if has_policy:
@@ -208,7 +219,7 @@ def _call(
     for key, text in [*options, *for_helper]:
         wrap.list.add(text if key == "**" else f"{key}={text}")
     what = "each unit of the policy and the root are sharded" if has_policy else "the whole is one unit"
-    if draft.target == "shardwise" and not features & _TORCH_ONLY and not _by_parts(wrap):
+    if draft.target == "shardwise" and not features & _TORCH_ONLY and not by_parts:
         features |= set() if is_none(wrap.value("mixed_precision")) else {"precision"}
         _callee(wrap, draft.helper("_sw_shard", *features, *_offload(wrap)))
         _finish(wrap, what, "sw.shard")

@@ -33,10 +33,12 @@ IMPORTS = {
     "get_model_state_dict": "torch.distributed.checkpoint.state_dict",
     "get_optimizer_state_dict": "torch.distributed.checkpoint.state_dict",
     "init_device_mesh": "torch.distributed.device_mesh",
+    "register_optimizer_step_pre_hook": "torch.optim.optimizer",
     "set_model_state_dict": "torch.distributed.checkpoint.state_dict",
     "set_optimizer_state_dict": "torch.distributed.checkpoint.state_dict",
     "sw": "shardwise",
     "torch": "",
+    "weakref": "",
 }
 """Names that emitted code uses, and the module each comes from; empty where the name is a module itself."""
 ORIGINS = {

@@ -1,0 +1,91 @@
+"""What `guard` adds on the training thread, without the step: its wrappers around collectives that do nothing."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.measuring import median
+from shardwise.diagnosing.board import Slot, create_board, open_board
+from shardwise.diagnosing.events import Kind, group_of, kind_of
+from shardwise.diagnosing.guard import watch_group
+from shardwise.diagnosing.machines import group_by_machine
+from shardwise.diagnosing.witness import Post, Witness
+
+Event = tuple[Kind, int]
+_ROUNDS = 200
+
+
+class _Collective:
+    """Stands for FSDP2's call of a collective; takes what that takes."""
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
+        return None
+
+
+class _Group:
+    """Stands for an FSDP2 group as far as the guard looks at it."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self._all_gather_comm, self._reduce_scatter_comm = _Collective(), _Collective()
+        self._sent = torch.empty(16, device="meta")
+
+    def unshard(self, async_op: bool = False) -> None:
+        self._all_gather_comm(output_tensor=self._sent, input_tensor=self._sent, group=None, async_op=async_op)
+
+    def reduce(self) -> None:
+        self._reduce_scatter_comm(output_tensor=self._sent, input_tensor=self._sent, group=None)
+
+
+def last_events(slot: Slot, num_events: int) -> list[Event]:
+    """Kind and group of a rank's last events."""
+    events = [slot.event(index) for index in range(slot.count - num_events, slot.count)]
+    return [(kind_of(event), group_of(event)) for event in events if event is not None]
+
+
+def replay(events: Sequence[Event], num_ranks: int, device: str) -> float:
+    """Seconds that the guard adds to a step of these events, where the neighbours have come to all of them before.
+
+    Ranks:
+        Local.
+    """
+    names = tuple(f"group {number}" for number in range(1 + max(group for _, group in events)))
+    plain, watched = ([_Group(device) for _ in names] for _ in range(2))
+    path = create_board(num_ranks)
+    board = open_board(path, num_ranks)
+    path.unlink()
+    machines = group_by_machine(["here"] * num_ranks, 0)
+    witness = Witness(
+        Post(board=board, machines=machines, rank=0, groups=names, patience=60.0, report=print, abort=lambda: None)
+    )
+    undo = [watch_group(group, number, witness) for number, group in enumerate(watched)]
+    _time(watched, events)
+    written = [event for index in range(len(events)) if (event := witness.slot.event(index)) is not None]
+    others = board.slots[1:]
+    _write_all(others, written)
+    extra = []
+    for _ in range(_ROUNDS):
+        _write_all(others, written)
+        base = _time(plain, events)
+        extra.append(_time(watched, events) - base)
+    for stop in undo:
+        stop()
+    return median(extra)
+
+
+def _write_all(slots: Sequence[Slot], events: Sequence[int]) -> None:
+    for slot in slots:
+        for event in events:
+            slot.write(event)
+
+
+def _time(groups: Sequence[_Group], events: Sequence[Event]) -> float:
+    start = time.perf_counter()
+    for kind, number in events:
+        if kind is Kind.REDUCE:
+            groups[number].reduce()
+        else:
+            groups[number].unshard()
+    return time.perf_counter() - start

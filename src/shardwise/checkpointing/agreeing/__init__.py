@@ -1,0 +1,1 @@
+"""How the ranks of a save or load agree, and fail alike."""

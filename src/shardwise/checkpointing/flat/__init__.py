@@ -1,0 +1,1 @@
+"""FSDP1's flat parameters, taken apart into those that they were made of."""

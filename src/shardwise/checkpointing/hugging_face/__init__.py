@@ -1,0 +1,1 @@
+"""What Hugging Face's files look like beside and beyond their tensors."""

@@ -1,0 +1,146 @@
+"""The nested dictionary of a `state_dict()`, taken apart into flat names and put together again exactly.
+
+Names are those that `torch.distributed.checkpoint` gives: keys and places in lists joined by dots. What names alone
+cannot say (keys that are numbers, tuples, empty dictionaries) stands in a layout that is stored beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.checkpointing.sharded.values import decode_value, encode_value
+from shardwise.errors import CheckpointError
+
+LAYOUT = "__layout__"
+"""Under `<object>.__layout__` stands how the names of an object fit together."""
+Path = tuple[str | int, ...]
+
+
+@dataclass(slots=True)
+class Flat:
+    """A nested dictionary in parts."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    """Encoded, hence snapshots: what changes in the object later does not change them."""
+    paths: dict[str, Path] = field(default_factory=dict)
+    """Flat name to the keys that lead there."""
+
+
+def flatten(nested: object, path: Path) -> tuple[Flat, Any]:
+    """Take `nested` apart.
+
+    Args:
+        nested: Dictionaries, lists and tuples of tensors and plain values.
+        path: Under which it stands in the checkpoint, as in `("ema",)`.
+
+    Returns:
+        Its parts, and its layout for `unflatten`.
+
+    Raises:
+        CheckpointError: It holds something else, or two things under one name.
+    """
+    flat = Flat()
+    return flat, _flatten_into(flat, nested, path)
+
+
+def unflatten(layout: Any, find: Callable[[str, bool], Any]) -> Any:
+    """Put together what `flatten` took apart.
+
+    Args:
+        layout: What it returned.
+        find: From a flat name, and whether it is a tensor's, to what stands there now.
+    """
+    match layout:
+        case {"tensor": str(name)}:
+            return find(name, True)
+        case {"value": str(name)}:
+            return find(name, False)
+        case {"mapping": list(pairs)}:
+            return {decode_value(key): unflatten(item, find) for key, item in pairs}
+        case {"list": list(items)}:
+            return [unflatten(item, find) for item in items]
+        case {"tuple": list(items)}:
+            return tuple(unflatten(item, find) for item in items)
+    raise CheckpointError(
+        "the layout of an object is not readable",
+        where=str(layout)[:120],
+        why="it was written by a newer version, or it is damaged",
+        fix="verify the checkpoint: shardwise ckpt verify PATH",
+    )
+
+
+def put_together(parts: Mapping[Path, Any]) -> Any:
+    """A nested value from its leaves by path; numbers are places in lists.
+
+    For checkpoints that carry no layout: those of torch itself.
+    """
+    if set(parts) == {()}:
+        return parts[()]
+    children: dict[str | int, dict[Path, Any]] = {}
+    for path, value in parts.items():
+        if not path:
+            raise CheckpointError("a stored name is both a value and a folder of values", why="names must be unique")
+        children.setdefault(path[0], {})[path[1:]] = value
+    made = {key: put_together(below) for key, below in children.items()}
+    if all(isinstance(key, int) for key in made):
+        return [made[key] for key in sorted(made)]
+    return made
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Every tensor in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _flatten_into(flat: Flat, value: object, path: Path) -> Any:
+    if isinstance(value, torch.Tensor):
+        _add(flat, path, flat.tensors, value)
+        return {"tensor": _name(path)}
+    if isinstance(value, Mapping) and _is_taken_apart(value):
+        items = [
+            [encode_value(key, _name(path)), _flatten_into(flat, item, (*path, str(key)))]
+            for key, item in value.items()
+        ]
+        return {"mapping": items}
+    if isinstance(value, list | tuple) and _is_taken_apart(value):
+        items = [_flatten_into(flat, item, (*path, index)) for index, item in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": items}
+    _add(flat, path, flat.values, encode_value(value, _name(path)))
+    return {"value": _name(path)}
+
+
+def _is_taken_apart(value: Mapping[Any, Any] | Sequence[Any]) -> bool:
+    """Whether its items get names of their own: as in DCP, but keys that are no text keep their types."""
+    if isinstance(value, Mapping):
+        return (bool(value) and all(type(key) is str for key in value)) or any(True for _ in tensors_in(value))
+    nested = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
+    return nested or any(True for _ in tensors_in(value))
+
+
+def _add(flat: Flat, path: Path, to: dict[str, Any], value: Any) -> None:
+    name = _name(path)
+    if name in flat.paths:
+        raise CheckpointError(
+            "two things have the same name in the checkpoint",
+            where=name,
+            why="keys are joined by dots, and a key with a dot reads like two",
+            fix="rename one of them in the object's state_dict()",
+        )
+    flat.paths[name] = path
+    to[name] = value
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,225 @@
+"""What a run consists of, and its state as flat names: models, optimizers, further objects, random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.checkpointing.loading.unusable import refuse_unusable
+from shardwise.checkpointing.state.keys import canonical_name
+from shardwise.checkpointing.state.nested import LAYOUT, Flat, Path, flatten
+from shardwise.checkpointing.state.optimizer_state import NamedGroup, collect_optimizer, named_groups, parameter_names
+from shardwise.checkpointing.state.random_state import random_state
+from shardwise.checkpointing.state.slices import ModelTensor, model_tensors
+from shardwise.errors import CheckpointError, ConfigError
+
+RESERVED = frozenset({"model", "optim", "optimizers", "extra", "rng", "per_rank", "step", "metric"})
+EXTRA_STATE = "_extra_state"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with a state: schedulers, scalers, averages, data loaders. The same as DCP's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as nested dictionaries of tensors and plain values."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take such a state over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor of the run's state."""
+
+    name: str
+    tensor: torch.Tensor
+    """The live one."""
+    is_steady: bool
+    """Nothing changes it before the next optimizer step, so that copying it may take until then."""
+
+
+@dataclass(slots=True)
+class Collected:
+    """The state of a run on this rank, as it will be stored."""
+
+    leaves: list[Leaf] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    """Encoded."""
+    paths: dict[str, Path] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further names of tied weights."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What the manifest says of the run besides; JSON."""
+
+
+class Run:
+    """The objects of a run, under the names that they have in a checkpoint.
+
+    Args:
+        model: A module, or several by name.
+        optimizers: One, several, or several by name.
+        objects: Anything with `state_dict` and `load_state_dict`, by name.
+
+    Raises:
+        ConfigError: An object has no state, or a name that means something else.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizers: Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] = (),
+        objects: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        self.models = {"": model} if isinstance(model, nn.Module) else dict(model)
+        self.optimizers = _by_name(optimizers)
+        self.objects = dict(objects or {})
+        _check_names(self)
+
+    def tensors(self) -> dict[str, list[ModelTensor]]:
+        """Each model's parameters and persistent buffers; gathered groups are sharded again first."""
+        return {name: model_tensors(model) for name, model in self.models.items()}
+
+    def groups(self, tensors: Mapping[str, list[ModelTensor]]) -> dict[str, list[NamedGroup]]:
+        """Each optimizer's groups, with the names of their parameters."""
+        names = parameter_names(tensors)
+        return {
+            key: named_groups(optimizer, names, f"optimizers[{key!r}]" if key else "optimizers")
+            for key, optimizer in self.optimizers.items()
+        }
+
+    def collect(self, *, extra: Mapping[str, Any] | None = None, rng_rank: int | None = None) -> Collected:
+        """The state now. Tensors are the live ones, values are copies.
+
+        Args:
+            extra: Further plain values (or tensors) to keep.
+            rng_rank: Keep this process's random numbers, as those of that rank; None: do not.
+
+        Raises:
+            CheckpointError: Something cannot be stored, or a model holds corrupt values.
+
+        Ranks:
+            Local.
+        """
+        found = Collected()
+        tensors = self.tensors()
+        for name, model in self.models.items():
+            refuse_unusable(model)
+            _collect_model(found, model, tensors[name], model_path(name))
+        for key, groups in self.groups(tensors).items():
+            _add(found, collect_optimizer(self.optimizers[key], groups, optimizer_path(key)), steady=True)
+        for key, item in self.objects.items():
+            _collect_object(found, item.state_dict(), key, steady=bool(getattr(item, "waits_for_copies", False)))
+        if extra is not None:
+            _collect_object(found, dict(extra), "extra", steady=False)
+        if rng_rank is not None:
+            states = {f"rng.{rng_rank}.{name}": state for name, state in random_state().items()}
+            paths = {name: tuple(name.split(".")) for name in states}
+            _add(found, Flat(dict(states), {}, dict(paths)), steady=False)
+        return found
+
+
+def model_path(name: str) -> Path:
+    """Where a model stands in the checkpoint; a single one has no name."""
+    return ("model", name) if name else ("model",)
+
+
+def optimizer_path(name: str) -> Path:
+    """Where an optimizer stands in the checkpoint; a single one has no name."""
+    return ("optim", name) if name else ("optim",)
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that keep something of their own in the state dict (`get_extra_state`), by its name there."""
+    plain = nn.Module.get_extra_state
+    return {
+        canonical_name(f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE): module
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not plain
+    }
+
+
+def _collect_model(found: Collected, model: nn.Module, tensors: list[ModelTensor], path: Path) -> None:
+    prefix = ".".join(map(str, path)) + "."
+    for entry in tensors:
+        _refuse_meta(entry)
+        name = prefix + entry.name
+        # A forward may write a buffer (running statistics); only a step, or somebody by hand, writes parameters.
+        found.leaves.append(Leaf(name, entry.tensor, is_steady=entry.is_parameter))
+        found.paths[name] = (*path, entry.name)
+        for alias in entry.aliases:
+            found.aliases[prefix + alias] = name
+            found.paths[prefix + alias] = (*path, alias)
+    for key, module in extra_states(model).items():
+        flat, layout = flatten(module.get_extra_state(), (*path, key))
+        _add(found, flat, steady=False)
+        _add_layout(found, layout, (*path, key))
+
+
+def _collect_object(found: Collected, state: Any, key: str, *, steady: bool) -> None:
+    flat, layout = flatten(state, (key,))
+    _add(found, flat, steady=steady)
+    _add_layout(found, layout, (key,))
+
+
+def _add(found: Collected, flat: Flat, *, steady: bool) -> None:
+    found.leaves += [Leaf(name, tensor, steady) for name, tensor in flat.tensors.items()]
+    found.values |= flat.values
+    found.paths |= flat.paths
+
+
+def _add_layout(found: Collected, layout: Any, path: Path) -> None:
+    name = ".".join(map(str, (*path, LAYOUT)))
+    found.values[name], found.paths[name] = layout, (*path, LAYOUT)
+
+
+def _by_name(optimizers: Any) -> dict[str, Optimizer]:
+    if isinstance(optimizers, Optimizer):
+        return {"": optimizers}
+    if isinstance(optimizers, Mapping):
+        return dict(optimizers)
+    listed = list(optimizers)
+    return {"": listed[0]} if len(listed) == 1 else {str(index): each for index, each in enumerate(listed)}
+
+
+def _check_names(run: Run) -> None:
+    problems = []
+    for key, module in run.models.items():
+        if not isinstance(module, nn.Module):
+            problems.append(f"model[{key!r}] is a {type(module).__name__}, not a module")
+    for key, optimizer in run.optimizers.items():
+        if not isinstance(optimizer, Optimizer):
+            problems.append(f"optimizers[{key!r}] is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    for key, item in run.objects.items():
+        if key in RESERVED:
+            problems.append(f"{key} is a name that checkpoints use themselves")
+        elif isinstance(item, Optimizer | nn.Module):
+            problems.append(f"{key} is a {type(item).__name__}: pass it in model= or optimizers=, by name if several")
+        elif not isinstance(item, Stateful):
+            problems.append(f"{key} is a {type(item).__name__}, which has no state_dict() and load_state_dict()")
+    names = [*run.models, *run.optimizers, *run.objects]
+    problems += [f"{name!r} has a dot in it" for name in names if "." in name]
+    if problems:
+        raise ConfigError(
+            "a checkpoint cannot be made of these objects" if len(problems) > 1 else problems[0],
+            where="\n".join(problems) if len(problems) > 1 else "Checkpointer.save and load",
+            why="each is stored under its name and restored through its state dict",
+            fix="pass objects with state_dict() and load_state_dict(); plain values go into extra={...}",
+        )
+
+
+def _refuse_meta(entry: ModelTensor) -> None:
+    if entry.tensor.is_meta:
+        raise CheckpointError(
+            "a tensor on the meta device has no values to save",
+            where=entry.name,
+            why="the model was built on the meta device and not materialised since",
+            fix="shardwise.materialize(model), or load weights into it",
+        )

@@ -1,0 +1,1 @@
+"""Bytes on disks and in object stores, and their checksums."""

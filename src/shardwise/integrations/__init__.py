@@ -1,0 +1,1 @@
+"""Other systems that run shardwise: each file needs its own extra."""

@@ -1,0 +1,215 @@
+"""Ray Train runs a RunConfig: Ray places the workers and starts them again, we train and resume (`shardwise[ray]`)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+try:
+    import ray
+    import ray.exceptions
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
+except ImportError as error:
+    raise ImportError("shardwise.integrations.ray_train needs Ray: pip install 'shardwise[ray]'") from error
+
+from shardwise.config.run import RunConfig
+from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
+from shardwise.launching import StopRequest, stop_requests
+from shardwise.launching.failures import is_lost_peer
+from shardwise.launching.stopping import listen_for_good
+from shardwise.training.folders import with_folder
+from shardwise.training.outcome import Training
+
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    """What a worker needs to know."""
+
+    config: RunConfig
+    report_every: int
+    stop_flag: Any
+    """The actor that knows whether the run shall stop."""
+
+
+def train_on_ray(
+    config: RunConfig,
+    *,
+    num_workers: int,
+    use_gpu: bool = False,
+    resources_per_worker: Mapping[str, float] | None = None,
+    max_failures: int = 3,
+    report_every: int = 10,
+    name: str | None = None,
+    storage_path: str | None = None,
+    callbacks: Sequence[ray.train.UserCallback] = (),
+) -> Training:
+    """Train with one rank in each Ray worker, and go on from the last checkpoint when workers die.
+
+    Checkpoints and metrics are written by the run itself into `config.folder`, which every worker must reach under the
+    same path. Ray is sent the metrics. SIGTERM, SIGINT and SIGUSR1 to this process make the run save and return, as
+    `training.stop_signals` says.
+
+    Args:
+        config: The run. Without a folder, the next free name in `runs` of this process's folder.
+        num_workers: Ranks.
+        use_gpu: A GPU for each.
+        resources_per_worker: As Ray's `ScalingConfig` has it.
+        max_failures: How often Ray starts the workers again after a failure; -1: always. Mistakes in the run's settings
+            are not tried again.
+        report_every: Steps between reports to Ray; each makes all workers wait for each other.
+        name: Of the run, in Ray.
+        storage_path: Where Ray keeps its own records of the run.
+        callbacks: Ray's, which hear of reports and failures.
+
+    Returns:
+        What the run did, as `fit` says it; `stopped` says whether it has steps left.
+
+    Raises:
+        ShardwiseError: The run cannot start or go on, as `fit` says it.
+        EnvironmentProblem: Workers failed more often than `max_failures`.
+
+    Ranks:
+        Call it from the driver, which is not a rank; `ray.init` must have been called, or can be.
+    """
+    _check(config, num_workers, report_every)
+    config = with_folder(config)
+    config = replace(config, folder=str(Path(config.folder or "").resolve()))
+    if not ray.is_initialized():
+        ray.init()
+    trainer_class: Any = TorchTrainer  # Ray's types name its old trainer and its new one at once
+    api: Any = ray.train
+    stop_flag = _make_stop_flag()
+    trainer = trainer_class(
+        _train_worker,
+        train_loop_config={"work": _Work(config=config, report_every=report_every, stop_flag=stop_flag)},
+        # Tensors in main memory need gloo beside NCCL: checkpoints and agreements use them.
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo"),
+        scaling_config=api.ScalingConfig(
+            num_workers=num_workers,
+            use_gpu=use_gpu,
+            resources_per_worker=dict(resources_per_worker) if resources_per_worker is not None else None,
+        ),
+        run_config=api.RunConfig(
+            name=name,
+            storage_path=storage_path,
+            failure_config=api.FailureConfig(max_failures=max_failures),
+            callbacks=list(callbacks),
+        ),
+    )
+    try:
+        outcome = _fit_until_asked(trainer, config, stop_flag)
+    except ray.train.TrainingFailedError as error:
+        raise EnvironmentProblem(
+            f"Ray's workers failed, also after {max_failures} restarts",
+            where=f"Ray run {name or ''}".rstrip(),
+            why=str(error).strip().splitlines()[-1],
+            fix="see the workers' logs; the same call goes on from the last checkpoint in "
+            f"{config.folder} (set folder to it)",
+        ) from error
+    finally:
+        ray.kill(stop_flag)
+    if isinstance(outcome, ShardwiseError):
+        raise outcome
+    return outcome
+
+
+def _check(config: RunConfig, num_workers: int, report_every: int) -> None:
+    for what, value in (("num_workers", num_workers), ("report_every", report_every)):
+        if value < 1:
+            raise ConfigError(
+                f"{what} is {value}", where=what, why="it is a number of workers or steps", fix=f"{what}=1, or more"
+            )
+    if "://" in (config.folder or ""):
+        raise ConfigError(
+            f"folder is {config.folder}",
+            where="folder",
+            why="workers write into a folder of their file system, the same for all",
+            fix="set folder to a path on storage that all workers share",
+        )
+
+
+def _fit_until_asked(trainer: TorchTrainer, config: RunConfig, stop_flag: Any) -> Any:
+    """Run Ray's `fit` beside this thread, which hears signals; Ray would take SIGINT as its own and end the workers."""
+    done: list[Any] = []
+
+    def fit() -> None:
+        try:
+            done.append(trainer.fit())
+        except BaseException as error:
+            done.append(error)
+
+    with stop_requests(config.training.stop_signals) as stop:
+        thread = threading.Thread(target=fit, name="shardwise-ray-fit", daemon=True)
+        thread.start()
+        told = False
+        while thread.is_alive():
+            thread.join(0.2)
+            if stop.asked and not told:
+                ray.get(stop_flag.ask.remote(stop.why))
+                told = True
+    result = done[0]
+    if isinstance(result, BaseException):
+        raise result
+    return result.return_value
+
+
+class _StopFlag:
+    """Carries a stop request from the driver to the workers."""
+
+    def __init__(self) -> None:
+        self._why = ""
+
+    def ask(self, why: str) -> None:
+        self._why = self._why or why
+
+    def why(self) -> str:
+        return self._why
+
+
+def _make_stop_flag() -> Any:
+    actor: Any = ray.remote(num_cpus=0)(_StopFlag)
+    return actor.remote()
+
+
+def _train_worker(settings: dict[str, Any]) -> Training | ShardwiseError:
+    """Train as one rank. Mistakes in the run are returned: Ray would try again what is raised."""
+    from shardwise.training.loop import fit
+
+    work: _Work = settings["work"]
+    stop = StopRequest()
+    listen_for_good(stop, {})  # a worker's function does not run in the main thread: signals do not reach it
+    threading.Thread(target=_follow, args=(work.stop_flag, stop), daemon=True).start()
+    try:
+        return fit(work.config, on_record=_reporter(work))
+    except ShardwiseError as error:
+        if isinstance(error, EnvironmentProblem) or is_lost_peer(error, ""):
+            raise
+        return error
+
+
+def _follow(stop_flag: Any, stop: StopRequest) -> None:
+    while not stop.asked:
+        time.sleep(_LOOK_S)
+        try:
+            why = ray.get(stop_flag.why.remote())
+        except ray.exceptions.RayError:
+            return  # the run is over, or the driver has gone and Ray ends this worker
+        if why:
+            stop.ask(why)
+
+
+def _reporter(work: _Work) -> Callable[[int, Mapping[str, Any]], None]:
+    """Passes records on to Ray; every worker must report as often as the others, rank 0's numbers are kept."""
+
+    def report(step: int, values: Mapping[str, Any]) -> None:
+        if step % work.report_every == 0 or step == work.config.training.steps:
+            ray.train.report({"step": step, **values})
+
+    return report

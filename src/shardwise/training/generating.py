@@ -1,0 +1,132 @@
+"""`generate`: continue a text with a sharded model. Every rank takes every step, and all see the same tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise import compat
+from shardwise.errors import ConfigError
+from shardwise.models.modes import evaluation_mode
+from shardwise.sharding.full_params import reshard
+
+_NO_LIMIT = 1 << 30
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.7,
+    seed: int = 0,
+    end_id: int | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Continue a prompt token by token.
+
+    Args:
+        model: Takes token ids (rows, length), returns logits or an output that holds `logits`. Sharded or not.
+        prompt_ids: One prompt (length), or several of one length (rows, length). Rank 0's counts.
+        max_new_tokens: How far to go on.
+        temperature: Below 1 prefers likely tokens; 0 always takes the likeliest.
+        seed: The same seed draws the same tokens, on any number of ranks.
+        end_id: Stop when every row has drawn this token; what a row draws after it is `end_id` again.
+        window: How many of the last tokens the model looks at; None: as many as it has positions for. Beyond the length
+            of the sequences that it was trained on, a model writes nonsense.
+
+    Returns:
+        Prompt and continuation, shaped like the prompt, on the model's device; the same on every rank.
+
+    Raises:
+        ConfigError: The prompt is empty or the temperature negative; or the model does not return logits.
+
+    Ranks:
+        Collective. Afterwards every parameter is sharded again, each module is in the mode it was in, and the random
+        numbers that training draws are untouched.
+    """
+    _check(prompt_ids, temperature)
+    device = _device(model)
+    prompt = _from_rank_zero(prompt_ids.detach().cpu())
+    ids = prompt.reshape(-1, prompt.shape[-1])
+    generator = torch.Generator().manual_seed(seed)
+    ended = torch.zeros(len(ids), dtype=torch.bool)
+    window = min(_window(model), window or _NO_LIMIT)
+    with evaluation_mode(model), contextlib.ExitStack() as leaving:
+        leaving.callback(reshard, model)
+        for _ in range(max_new_tokens):
+            logits = _logits(model(ids[:, -window:].to(device)))[:, -1].float().cpu()
+            drawn = _from_rank_zero(_draw(logits, temperature, generator))
+            if end_id is not None:
+                drawn[ended] = end_id
+                ended |= drawn == end_id
+            ids = torch.cat([ids, drawn[:, None]], 1)
+            if ended.all():
+                break
+    return ids.reshape(*prompt.shape[:-1], -1).to(device)
+
+
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+
+
+def _from_rank_zero(tensor: Tensor) -> Tensor:
+    """Rank 0's tensor: kernels of another rank may round another way, and one other token would part the ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return tensor
+    held = [tensor]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where the model computes, which under offloading is not where its parameters lie."""
+    if isinstance(model, FSDPModule):
+        return compat.compute_device(model)
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _window(model: nn.Module) -> int:
+    """How many tokens the model can look at."""
+    config: Any = getattr(model, "config", None)
+    for name in ("max_sequence_length", "max_position_embeddings", "n_positions"):
+        if isinstance(size := getattr(config, name, None), int):
+            return size
+    return _NO_LIMIT
+
+
+def _logits(output: Any) -> Tensor:
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        raise ConfigError(
+            "the model cannot continue a text: it does not return logits of shape (rows, length, vocabulary)",
+            where="generate(model)",
+            why="the next token is drawn from the model's output, a tensor or an object with `logits`",
+            fix="set training.sample = null, or call the model's own method",
+        )
+    return logits
+
+
+def _check(prompt_ids: Tensor, temperature: float) -> None:
+    if prompt_ids.ndim not in (1, 2) or prompt_ids.numel() == 0:
+        raise ConfigError(
+            f"the prompt has shape {tuple(prompt_ids.shape)}",
+            where="generate(prompt_ids)",
+            why="the first new token follows from at least one that is given",
+            fix="pass (length) or (rows, length) token ids with a length of 1 or more",
+        )
+    if not temperature >= 0:
+        raise ConfigError(
+            f"temperature is {temperature}",
+            where="generate(temperature)",
+            why="logits are divided by it",
+            fix="pass 0 for the likeliest token, or a number above 0",
+        )

@@ -1,0 +1,194 @@
+"""What a run tells about itself: one line of JSON per record, and trackers that are sent the same."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from shardwise.config.run import MetricsConfig
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.ranks import raise_together
+from shardwise.training.tracking import Tracker, open_trackers
+
+FILE_NAME = "metrics.jsonl"
+
+Number = float | int
+Value = Number | str | bool | None
+
+
+class Metrics:
+    """Writes records to `metrics.jsonl` in the run's folder, and to the trackers that the config names.
+
+    Values may be 0-d tensors on an accelerator: they are copied in the background and written with the next record,
+    so that recording never waits for the device. NaN and infinity become the strings `nan`, `inf` and `-inf`, which
+    JSON has no numbers for and `float()` reads.
+
+    Args:
+        folder: Of the run; made if it is absent.
+        config: Which trackers, how often.
+        rank: Of this process; rank 0 writes, the others do nothing.
+        steps_done: Where the run goes on; later records, left by a run that came further before it was stopped, are
+            dropped. 0 begins a new file.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+        EnvironmentProblem: A tracker is not installed.
+
+    Ranks:
+        The constructor is collective, so that all raise the same error. The rest is local.
+    """
+
+    def __init__(self, folder: str | Path, config: MetricsConfig, rank: int, *, steps_done: int = 0) -> None:
+        self.path = Path(folder) / FILE_NAME
+        self.config = config
+        self.latest: dict[str, Value] = {}
+        """The newest record that has been written; only rank 0 has any."""
+        self.on_record: Callable[[int, Mapping[str, Any]], None] | None = None
+        """Hears every record, with its step, on every rank."""
+        self._waiting: _Pending | None = None
+        self._file: IO[str] | None = None
+        self._trackers: list[Tracker] = []
+        error: ShardwiseError | None = None
+        if rank == 0:
+            try:
+                self._open(steps_done)
+            except OSError as problem:
+                error = _unwritable(self.path, problem)
+            except ShardwiseError as problem:
+                error = problem
+        raise_together(error)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a record of that step is wanted, so that nobody gathers numbers in vain."""
+        return step % max(1, self.config.every) == 0
+
+    def record(self, step: int, **values: Any) -> None:
+        """Write a record.
+
+        Args:
+            step: Steps done so far, from 1.
+            values: Numbers, strings, None, or 0-d tensors.
+
+        Ranks:
+            Local; nothing waits for the device.
+        """
+        if self.on_record is not None:
+            self.on_record(step, values)
+        if self._file is None:
+            return
+        self._flush()
+        self._waiting = _Pending(step, time.time(), values)
+        if not self._waiting.is_on_its_way:
+            self._flush()
+
+    def rewind(self, steps_done: int) -> None:
+        """Forget records of later steps, as when the run goes back to a checkpoint.
+
+        Ranks:
+            Local.
+        """
+        if self._file is None:
+            return
+        self._flush()
+        self._file.close()
+        keep_records(self.path, steps_done)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+
+    def close(self) -> None:
+        """Write what is waiting, and close everything."""
+        if self._file is None:
+            return
+        self._flush()
+        self._file.close()
+        self._file = None
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _open(self, steps_done: int) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._trackers = open_trackers(self.config, self.path.parent, steps_done)
+        keep_records(self.path, steps_done)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+
+    def _flush(self) -> None:
+        if self._waiting is None or self._file is None:
+            return
+        pending, self._waiting = self._waiting, None
+        values = pending.wait()
+        self.latest = {"step": pending.step, "time": round(pending.time, 3), **values}
+        # One write of a whole line: a reader never sees half a record, a killed run leaves at most one.
+        self._file.write(json.dumps({key: _encoded(value) for key, value in self.latest.items()}) + "\n")
+        self._file.flush()
+        for tracker in self._trackers:
+            tracker.write(pending.step, values)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file; a last line that a killed run left unfinished is passed over."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
+
+
+def keep_records(path: Path, steps_done: int) -> None:
+    """Drop records of steps after `steps_done`, and unfinished lines; the file is replaced as a whole."""
+    if not path.exists():
+        return
+    kept = [record for record in read_records(path) if record["step"] <= steps_done]
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    os.replace(partial, path)
+
+
+class _Pending:
+    """A record whose tensors may still be on their way from the device."""
+
+    def __init__(self, step: int, at: float, values: dict[str, Any]) -> None:
+        self.step, self.time, self._values = step, at, values
+        self._ready: torch.cuda.Event | None = None
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                host = torch.empty((), dtype=value.dtype, pin_memory=True)
+                values[name] = host.copy_(value.detach(), non_blocking=True)
+                self._ready = self._ready or torch.cuda.Event()
+        if self._ready is not None:
+            self._ready.record()
+
+    @property
+    def is_on_its_way(self) -> bool:
+        return self._ready is not None
+
+    def wait(self) -> dict[str, Value]:
+        if self._ready is not None:
+            self._ready.synchronize()
+        return {
+            name: value.item() if isinstance(value, torch.Tensor) else value for name, value in self._values.items()
+        }
+
+
+def _encoded(value: Value) -> Value:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _unwritable(path: Path, problem: OSError) -> ConfigError:
+    return ConfigError(
+        f"metrics cannot be written: {problem}",
+        where=str(path),
+        why="every run keeps its metrics in its folder",
+        fix="set folder to a place that this user can write to, with room left",
+    )

@@ -1,0 +1,207 @@
+"""What a run needs, looked at before anything is built: all problems in one error, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.config.run import RunConfig
+from shardwise.config.schema import MeshConfig, ShardConfig
+from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
+from shardwise.planning.plan import Plan
+from shardwise.planning.planner import plan
+
+T = TypeVar("T")
+
+_VOCABULARY = ("vocab_size",)
+_LENGTH = ("max_sequence_length", "max_position_embeddings", "n_positions")
+
+
+class Problems:
+    """Collects errors of steps that do not need each other; raises once, with all of them."""
+
+    def __init__(self) -> None:
+        self.errors: list[ShardwiseError] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Keep an error of the block for later, and go on."""
+        try:
+            yield
+        except ShardwiseError as error:
+            self.errors.append(error)
+
+    def result_of(self, work: Callable[[], T]) -> T | None:
+        """What `work` returns; None if it failed, which is kept for later."""
+        with self.collecting():
+            return work()
+        return None
+
+    def error(self) -> ShardwiseError | None:
+        """One error that says everything; None if there is nothing to say."""
+        errors = list({e.where: e for e in reversed(self.errors)}.values())[::-1]  # one place, one problem
+        if len(errors) < 2:
+            return errors[0] if errors else None
+        kind = EnvironmentProblem if all(isinstance(e, EnvironmentProblem) for e in errors) else ConfigError
+        return kind(
+            f"{len(errors)} problems keep this run from starting",
+            where="\n".join(f"{e.where}: {e.what}" for e in errors),
+            why="\n".join(dict.fromkeys(e.why for e in errors if e.why)),
+            fix="\n".join(dict.fromkeys(e.fix for e in errors if e.fix)),
+        )
+
+    def raise_any(self, *, is_joined: bool) -> None:
+        """Raise if there is anything to say, here or on another rank: the same on all of them.
+
+        Args:
+            is_joined: The ranks have met. Where they could not, each raises what it knows itself.
+
+        Ranks:
+            Collective where they have met.
+        """
+        if is_joined and dist.is_initialized():
+            self.errors = _of_all_ranks(self.errors)
+        if (error := self.error()) is not None:
+            raise error
+
+
+def _of_all_ranks(errors: list[ShardwiseError]) -> list[ShardwiseError]:
+    """What any rank has found, once; what only some have says on which."""
+    gathered: list[list[ShardwiseError]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, errors)
+    found = {error.where: error for error in gathered[0]}
+    for rank, others in enumerate(gathered):
+        for error in others:
+            if error.where not in found:
+                what = f"rank {rank}: {error.what}"
+                found[error.where] = type(error)(what, where=error.where, why=error.why, fix=error.fix)
+    return list(found.values())
+
+
+def check_settings(config: RunConfig, num_data_ranks: int, problems: Problems) -> None:
+    """Find settings that contradict each other or the number of ranks.
+
+    Args:
+        config: The run.
+        num_data_ranks: Ranks that get batches of their own.
+        problems: Gets them.
+
+    Ranks:
+        Local.
+    """
+    training, data = config.training, config.data
+    least = {
+        "training.steps": (training.steps, 1),
+        "training.batch_size": (training.batch_size, 1),
+        "training.micro_batch_size": (training.micro_batch_size, 1),
+        "training.evaluate_every": (training.evaluate_every, 1),
+        "training.evaluation_batches": (training.evaluation_batches, 1),
+        "training.max_bad_steps": (training.max_bad_steps, 0),
+        "training.max_restarts": (training.max_restarts, 0),
+        "training.max_grad_norm": (training.max_grad_norm, 0),
+        "training.sample_tokens": (training.sample_tokens, 0),
+        "checkpoint.every": (config.checkpoint.every, 1),
+        "checkpoint.keep_last": (config.checkpoint.keep_last, 1),
+        "checkpoint.keep_every": (config.checkpoint.keep_every, 1),
+        "checkpoint.keep_best": (config.checkpoint.keep_best, 1),
+        "metrics.every": (config.metrics.every, 1),
+        "data.sequence_length": (data.sequence_length, 1),
+    }
+    for name, (value, lowest) in least.items():
+        if value is not None and not value >= lowest:
+            with problems.collecting():
+                raise ConfigError(f"{name} is {value}", where=name, fix=f"set {name} = {max(lowest, 1)} or more")
+    with problems.collecting():
+        check_batch(training.batch_size, num_data_ranks)
+    if training.ema_decay is not None and not 0 <= training.ema_decay <= 1:
+        with problems.collecting():
+            raise ConfigError(
+                f"training.ema_decay is {training.ema_decay}",
+                where="training.ema_decay",
+                why="the average is decay * average + (1 - decay) * weights",
+                fix="set training.ema_decay = 0.999, or null for none",
+            )
+
+
+def check_batch(batch_size: int, num_ranks: int) -> None:
+    """Raise unless every rank gets the same number of sequences."""
+    if batch_size >= 1 and batch_size % num_ranks:
+        near = max(batch_size // num_ranks, 1) * num_ranks
+        divisors = [n for n in range(1, num_ranks + 1) if batch_size % n == 0]
+        raise ConfigError(
+            f"a batch of {batch_size} sequences cannot be divided among {num_ranks} ranks",
+            where="training.batch_size",
+            why="it is the batch of all ranks together, and each has the same number of sequences",
+            fix=f"set training.batch_size = {near}, or start {divisors[-1]} rank{'s' if divisors[-1] > 1 else ''}",
+        )
+
+
+def check_length(model: nn.Module, config: RunConfig) -> None:
+    """Raise if sequences are longer than the model's tables.
+
+    Args:
+        model: With a `config`, or the question cannot be asked.
+        config: The run.
+
+    Raises:
+        ConfigError: They are.
+
+    Ranks:
+        Local.
+    """
+    longest, length = size_of(model, _LENGTH), config.data.sequence_length
+    if longest is not None and length > longest:
+        raise ConfigError(
+            f"sequences of {length} tokens are longer than {config.model} takes: {longest}",
+            where="data.sequence_length",
+            why="every position needs a row in the model's tables",
+            fix=f"set data.sequence_length = {longest}, or choose a model with longer sequences",
+        )
+
+
+def plan_run(model: nn.Module, config: ShardConfig, mesh: DeviceMesh | MeshConfig) -> Plan:
+    """How the model of a run will be sharded: as `plan` says, but never computing in float16.
+
+    The loop does not scale losses, as float16 would need. Where `auto` means float16, on GPUs that have no bfloat16,
+    the run computes in the stored dtype.
+
+    Raises:
+        PlanError: The model cannot be sharded as asked.
+        ConfigError: float16 is asked for by name.
+
+    Ranks:
+        Local.
+    """
+    made = plan(model, config, mesh=mesh)
+    if made.grad_scaler and config.precision.param_dtype == "auto":
+        made = plan(model, replace(config, precision=replace(config.precision, param_dtype="storage")), mesh=mesh)
+    if made.grad_scaler:
+        raise ConfigError(
+            "the run would compute in float16",
+            where="shard.precision.param_dtype",
+            why="gradients of float16 vanish unless the loss is scaled, which this loop does not do",
+            fix="set shard.precision.param_dtype = bfloat16, or storage where the GPU has no bfloat16",
+        )
+    return made
+
+
+def vocab_size(model: nn.Module) -> int | None:
+    """How many tokens the model knows; None: it does not say."""
+    return size_of(model, _VOCABULARY)
+
+
+def size_of(model: nn.Module, names: tuple[str, ...]) -> int | None:
+    """A size in the model's config, under any of the names, in its language part too."""
+    config: Any = getattr(model, "config", None)
+    for holder in (config, getattr(config, "text_config", None), getattr(config, "language", None)):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None

@@ -1,0 +1,123 @@
+"""How the learning rate moves: a pure function of the step, so that a resumed run goes on where it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shardwise.config.run import ScheduleConfig
+from shardwise.errors import ConfigError
+
+_WSD_PART = 5
+"""Without `decay_steps`, `wsd` falls in the last one of so many parts of the run."""
+
+
+def learning_rate_factor(config: ScheduleConfig, total_steps: int, step: int) -> float:
+    """By what the peak learning rate is multiplied in a step.
+
+    In the warm-up it is `(step + 1) / (warmup_steps + 1)`, so that no step is wasted at 0 and step `warmup_steps` has
+    the peak. Then it falls, and reaches `final_ratio` in the last step. `wsd` stays at the peak until `decay_steps`
+    before the end and falls along a line.
+
+    Args:
+        config: The schedule.
+        total_steps: Of the whole run.
+        step: From 0. Steps after the last one keep its factor.
+    """
+    step = min(step, total_steps - 1)
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.name == "constant":
+        return 1.0
+    if config.name == "wsd":
+        decay = _decay_steps(config, total_steps)
+        fallen = max(0, step - (total_steps - decay) + 1) / max(1, decay)
+    else:
+        fallen = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
+    if config.name == "cosine":
+        fallen = (1 - math.cos(math.pi * fallen)) / 2
+    return 1.0 - fallen * (1.0 - config.final_ratio)
+
+
+class Schedule:
+    """Sets the learning rates of an optimizer's groups, each relative to the peak that it has now.
+
+    Args:
+        optimizer: Its groups' `lr` are the peaks.
+        config: How they move.
+        total_steps: Of the whole run, those before a resume among them.
+
+    Raises:
+        ConfigError: A setting is out of range.
+
+    Ranks:
+        Local. Ranks that have made the same number of steps have the same learning rates.
+    """
+
+    def __init__(self, optimizer: Optimizer, config: ScheduleConfig, total_steps: int) -> None:
+        _check(config, total_steps)
+        self.optimizer, self.config, self.total_steps = optimizer, config, total_steps
+        self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        self.steps_done = 0
+        self.apply()
+
+    @property
+    def factor(self) -> float:
+        """What the peaks are multiplied by in the next optimizer step."""
+        return learning_rate_factor(self.config, self.total_steps, self.steps_done)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first group, in the next optimizer step."""
+        return self.peaks[0] * self.factor
+
+    def step(self) -> None:
+        """Go on by one step; call it after each optimizer step, skipped ones too."""
+        self.steps_done += 1
+        self.apply()
+
+    def apply(self) -> None:
+        """Set the learning rates of the next optimizer step again, as after the optimizer was loaded."""
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * self.factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Only the number of steps: peaks and shape are the config's, and may be changed for a resume."""
+        return {"steps_done": self.steps_done}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.steps_done = int(state_dict["steps_done"])
+        self.apply()
+
+
+def _decay_steps(config: ScheduleConfig, total_steps: int) -> int:
+    if config.decay_steps is not None:
+        return config.decay_steps
+    return min(max(1, total_steps // _WSD_PART), max(0, total_steps - config.warmup_steps))
+
+
+def _check(config: ScheduleConfig, total_steps: int) -> None:
+    problems = list(_problems(config, total_steps))
+    if problems:
+        raise ConfigError(
+            "; ".join(f"{name} is {value}" for name, value, _ in problems),
+            where=", ".join(f"schedule.{name}" for name, _, _ in problems),
+            why="; ".join(why for _, _, why in problems),
+            fix="choose values in these ranges",
+        )
+
+
+def _problems(config: ScheduleConfig, total_steps: int) -> Iterator[tuple[str, object, str]]:
+    if config.warmup_steps < 0:
+        yield "warmup_steps", config.warmup_steps, "it counts steps"
+    if not 0 <= config.final_ratio <= 1:
+        yield "final_ratio", config.final_ratio, "it is a part of the peak, from 0 to 1"
+    if config.name != "wsd" or config.decay_steps is None:
+        return
+    if not 1 <= config.decay_steps <= total_steps - config.warmup_steps:
+        left = total_steps - config.warmup_steps
+        yield "decay_steps", config.decay_steps, f"at least 1, and {left} of {total_steps} are left after the warm-up"

@@ -1,0 +1,349 @@
+"""What stands around a constructor decides too: what must stay with it, what moves with it, what is said about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.findings import SourceFinding, Status
+from shardwise.rules.moving.program import Program
+from shardwise.rules.moving.rewriting import rewrite
+from tests.rules.moving.test_rewriting import AC, IMPORTS, moved, status_of
+
+STAYS, GOES, TOLD = [Status.NEEDS_DECISION], [Status.REWRITTEN], [Status.REPORTED]
+
+
+def together(texts: dict[str, str], target: str = "torch") -> dict[str, tuple[str, list[SourceFinding]]]:
+    program = Program(texts)
+    return {path: rewrite(program.file(path), program, target) for path in texts}
+
+
+HANDED_ON = "def wrap(module, mp):\n    return FSDP(module, mixed_precision=mp)\n\n\n"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "model = each_part(model, wrap)\n",
+        "model.head = wrap(model.head, mp)\nmodel = wrap(model, mp)\n",
+        "for name, block in model.named_children():\n    setattr(model, name, wrap(block, mp))\n",
+    ],
+    ids=["handed_on", "nested", "loop"],
+)
+def test_function_for_parts_of_a_model_stays_where_only_the_outermost_casts_its_inputs(use: str):
+    text, findings = moved(HANDED_ON + use)
+    assert text == IMPORTS + HANDED_ON + use
+    assert status_of(findings) == STAYS
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        HANDED_ON + "student, teacher = wrap(student, mp), wrap(teacher, mp)\n",
+        HANDED_ON.replace("=mp)", "=MixedPrecision(torch.float16, cast_forward_inputs=True))")
+        + "model = each_part(model, wrap)\n",
+        HANDED_ON.replace(", mixed_precision=mp", "") + "model = each_part(model, wrap)\n",
+        "def main(rank, mp):\n    model = FSDP(build(), mixed_precision=mp)\n\n\ntorch.multiprocessing.spawn(main)\n",
+    ],
+    ids=["two_models", "all_cast", "no_precision", "started_elsewhere"],
+)
+def test_function_for_whole_models_is_rewritten(body: str):
+    _, findings = moved(body)
+    assert status_of(findings) == GOES
+
+
+def test_parts_become_units_of_fully_shard_for_shardwise_too():
+    body = HANDED_ON.replace(", mixed_precision=mp", "") + "model = each_part(model, wrap)\n"
+    text, _ = moved(body, "shardwise")
+    assert "return fully_shard(module)" in text
+
+
+def test_model_whose_flat_parameters_are_worked_on_stays():
+    body = (
+        "def build(model):\n    model = FSDP(model)\n    for one in units(model):\n        one._flat_param.data = 0\n"
+    )
+    text, findings = moved(body)
+    assert text == IMPORTS + body
+    assert status_of(findings) == STAYS
+
+
+@pytest.mark.parametrize(("told", "expected"), [("use_orig_params=True", STAYS), ("use_orig_params=False", GOES)])
+def test_function_that_is_given_the_optimizer_too_stays_if_fsdp1_kept_its_parameters(told: str, expected: list[Status]):
+    _, findings = moved(
+        f"def prepare(model, optimizer):\n    model = FSDP(model, {told})\n    return model, optimizer\n"
+    )
+    assert status_of(findings) == expected
+
+
+def test_optimizer_handed_in_and_built_anew_is_no_hindrance():
+    body = "def run(model, optimizer):\n    model = FSDP(model, use_orig_params=True)\n    optimizer = make(model)\n"
+    _, findings = moved(body)
+    assert status_of(findings) == GOES
+
+
+BOTH = {
+    "by_name": "def clip(model):\n    if not is_fsdp2(model):\n        return model.clip_grad_norm_(1.0)\n",
+    "by_type": "from torch.distributed.fsdp import FSDPModule\n\n\ndef clip(model):\n    if isinstance(model, FSDP):\n"
+    "        return model.clip_grad_norm_(1.0)\n    if isinstance(model, FSDPModule):\n        return None\n",
+}
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_code_that_tells_the_two_apart_stays(kind: str):
+    build = "def build(model):\n    return FSDP(model)\n"
+    texts = {"build.py": IMPORTS + build, "clip.py": IMPORTS + BOTH[kind]}
+    found = together(texts)
+    assert status_of(found["build.py"][1]) == GOES
+    assert found["clip.py"][0] == texts["clip.py"]
+    assert {finding.status for finding in found["clip.py"][1]} == {Status.NEEDS_DECISION}
+
+
+def test_check_for_either_class_is_right_as_it_is():
+    body = "model = FSDP(model)\nis_sharded = isinstance(model, (FSDP, FSDPModule))\n"
+    text, findings = moved(f"from torch.distributed.fsdp import FSDPModule\n\n{body}")
+    assert "isinstance(model, (FSDP, FSDPModule))" in text
+    assert not status_of(findings, "SW123")
+
+
+def test_folder_for_fsdp2_is_left_alone():
+    own = IMPORTS + "def clip(model: FSDP):\n    return model.clip_grad_norm_(1.0)\n"
+    found = together({"engine/fsdp2/clip.py": own, "engine/build.py": IMPORTS + "model = FSDP(model)\n"})
+    assert found["engine/fsdp2/clip.py"][0] == own
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"), [("FSDP(model)", GOES), ("FSDP(model, device_ids=[0])", STAYS)], ids=["goes", "stays"]
+)
+def test_other_files_stay_if_every_constructor_does(call: str, expected: list[Status]):
+    use = "def clip(model):\n    if isinstance(model, FSDP):\n        model.clip_grad_norm_(1.0)\n"
+    scaler = "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n\n"
+    check = f"{IMPORTS}{scaler}\n{use}    return isinstance(model.scaler, ShardedGradScaler)\n"
+    found = together({"build.py": f"{IMPORTS}model = {call}\n", "use.py": check})
+    text, findings = found["use.py"]
+    assert (text == check) is (expected == STAYS)
+    for code in ("SW120", "SW122", "SW123"):
+        assert status_of(findings, code) == expected, code
+
+
+COPY = """\
+import torch
+
+
+class FullyShardedDataParallel(torch.nn.Module):
+    @property
+    def module(self):
+        return self._fsdp_wrapped_module
+"""
+
+
+def test_copy_of_fsdp1_is_left_alone():
+    text, findings = moved("", imports=COPY)
+    assert text == COPY
+    assert [finding.code for finding in findings] == ["SW102"]
+
+
+def test_internals_reached_in_a_loop_over_units_are_reported():
+    body = (
+        "model = FSDP(model)\nfor unit in FSDP.fsdp_modules(model):\n    if unit._has_params:\n"
+        "        torch.distributed.fsdp._runtime_utils._reshard(unit, unit._handle, True)\n"
+    )
+    text, findings = moved(body)
+    assert {finding.line - IMPORTS.count("\n") for finding in findings if finding.code == "SW127"} == {3, 4}
+    assert "for unit in FSDP.fsdp_modules(model):" in text
+    assert status_of(findings, "SW123") == STAYS
+
+
+@pytest.mark.parametrize(
+    ("library", "expected"),
+    [
+        (None, STAYS),
+        ("from torch.distributed.fsdp._common_utils import _get_module_fsdp_state\n\n\n"
+         "def prepare_for_fsdp(model):\n    return _get_module_fsdp_state(model)\n", STAYS),
+        ("def prepare_for_fsdp(model):\n    return model\n", []),
+    ],
+    ids=["not_given", "private", "plain"],
+)  # fmt: skip
+def test_function_made_for_fsdp1_is_reported(library: str | None, expected: list[Status]):
+    main = f"{IMPORTS}from library import prepare_for_fsdp\n\nmodel = FSDP(model)\nprepare_for_fsdp(model)\n"
+    found = together({"main.py": main, **({"library.py": library} if library else {})})
+    assert status_of(found["main.py"][1], "SW132") == expected
+    assert status_of(found["main.py"][1]) == GOES
+
+
+OTHER_MODULE = f"""{AC}
+
+def recompute(args, model=None):
+    apply_activation_checkpointing(model, check_fn=args.blocks)
+"""
+
+
+@pytest.mark.parametrize("call", ["recompute(args, model=model)", "recompute(args, model)"])
+def test_recomputation_is_seen_wherever_the_model_is_among_the_arguments(call: str):
+    main = f"{IMPORTS}from other import recompute\n\nmodel = FSDP(model)\nif args.recomputed:\n    {call}\n"
+    text, findings = together({"main.py": main, "other.py": OTHER_MODULE})["main.py"]
+    assert status_of(findings, "SW125") == GOES
+    assert text.index(call) < text.index("fully_shard(model)")
+
+
+def test_function_that_seems_to_recompute_in_a_way_not_known_is_reported():
+    function = "def apply_checkpointing(model):\n    own.wrap(model, checkpoint_wrapper)\n\n\n"
+    _, findings = moved(f"{function}model = FSDP(model)\napply_checkpointing(model)\n")
+    assert status_of(findings, "SW125") == STAYS
+
+
+BASE = """\
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+class Trainer:
+    def base(self):
+        if isinstance(self.model, (DDP, FSDP)):
+            return self.model.module
+        return self.model
+"""
+
+
+def test_inner_module_behind_a_check_for_fsdp1_is_not_asked_of_fsdp2():
+    text, _ = moved(BASE)
+    assert "isinstance(self.model, (DDP, FSDPModule))" in text
+    assert 'return (self.model.module if hasattr(self.model, "module") else self.model)' in text
+
+
+def test_state_of_an_optimizer_that_is_not_torchs_stays():
+    body = "model = FSDP(model)\nstate = FSDP.full_optim_state_dict(model, optimizer)\ninner = optimizer.unwrap()\n"
+    text, findings = moved(body)
+    assert "FSDP.full_optim_state_dict(model, optimizer)" in text
+    assert status_of(findings, "SW112") == STAYS
+
+
+@pytest.mark.parametrize(
+    ("seeding", "told", "expected"),
+    [
+        ("torch.manual_seed(seed + rank)", "", TOLD),
+        ("offset = dist.get_rank()\ntorch.manual_seed(1337 + offset)", "", TOLD),
+        ("utils.set_seed(args.seed, rank)", "", TOLD),
+        ("torch.manual_seed(seed + rank)", ", sync_module_states=True", []),
+        ("torch.manual_seed(seed)", "", []),
+        ("random.seed(seed + rank)", "", []),
+        ("generator.manual_seed(seed + rank)", "", []),
+        ("sampler = DistributedSampler(data, seed=seed + rank)", "", []),
+    ],
+)
+def test_ranks_that_draw_apart_are_reported_and_not_given_to_shardwise(seeding: str, told: str, expected: list[Status]):
+    text, findings = moved(f"{seeding}\nmodel = FSDP(model{told})\n", "shardwise")
+    assert status_of(findings, "SW134") == expected
+    assert ("sw.shard(" in text) is not bool(expected)
+
+
+def test_ranks_seeded_in_the_file_that_calls_are_seen():
+    build = IMPORTS + "def build(model):\n    return FSDP(model)\n"
+    main = "import torch\nfrom package.build import build\n\ntorch.manual_seed(args.rank)\nbuild(make())\n"
+    found = together({"package/build.py": build, "main.py": main}, "shardwise")
+    assert status_of(found["package/build.py"][1], "SW134") == TOLD
+
+
+@pytest.mark.parametrize(("more", "expected"), [("", TOLD), ("model = FSDP(model)\n", [])])
+def test_file_is_told_that_models_are_wrapped_elsewhere(more: str, expected: list[Status]):
+    _, findings = moved(f"{more}is_sharded = isinstance(model, FSDP)\n")
+    assert status_of(findings, "SW133") == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [("", "sw.clip_grad_norm_("), (", foreach=True", "_clip_grad_norm(")],
+    ids=["plain", "foreach"],
+)
+def test_arguments_that_shardwise_does_not_have_go_to_torch(more: str, expected: str):
+    text, _ = moved(
+        f"model = FSDP(model)\nnorm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0{more})\n", "shardwise"
+    )
+    assert f"norm = {expected}model.parameters(), 1.0{more})" in text
+
+
+@pytest.mark.parametrize(("before", "expected"), [("", "sw.shard"), ("parallelize_module(model, tp)", "fully_shard")])
+def test_model_of_dtensors_goes_to_fully_shard(before: str, expected: str):
+    text, _ = moved(f"{before}\nmodel = FSDP(model)\n", "shardwise")
+    assert f"model = {expected}(model" in text
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (
+            "self.nets.generator.clip_grad_norm_(self.max_norm)",
+            "torch.nn.utils.clip_grad_norm_(self.nets.generator.param",
+        ),
+        ("self.accelerator.clip_grad_norm_(parameters, 1.0)", "self.accelerator.clip_grad_norm_(parameters, 1.0)"),
+        ("with self.nets.generator.no_sync():\n    pass", "with _no_sync(self.nets.generator):"),
+        ("with self.accelerator.no_sync(model):\n    pass", "with self.accelerator.no_sync(model):"),
+        ("with self.runner.no_sync(model):\n    pass", "with self.runner.no_sync(model):"),
+        ("model.forward(batch)", "model(batch)"),
+        ("plain.forward(batch)", "plain.forward(batch)"),
+    ],
+)
+def test_methods_of_models_are_known_by_how_they_are_called(call: str, expected: str):
+    text, _ = moved(f"model = FSDP(model)\n{call}\n")
+    assert f"\n{expected}" in text
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        ("sum(p.numel() for p in model.parameters())", TOLD),
+        ("[p.grad.norm() for _, p in model.named_parameters()]", TOLD),
+        ("[p.shape for p in model.parameters()]", []),
+        ("sum(p.numel() for p in plain.parameters())", []),
+    ],
+)
+def test_numbers_that_were_of_one_ranks_part_are_reported(loop: str, expected: list[Status]):
+    _, findings = moved(f"model = FSDP(model)\nnumbers = {loop}\n")
+    assert status_of(findings, "SW135") == expected
+
+
+def test_branch_for_fsdp1_that_adds_up_over_ranks_is_reported():
+    body = "model = FSDP(model)\nif isinstance(model, FSDP):\n    dist.all_reduce(norm)\n"
+    _, findings = moved(body)
+    assert status_of(findings, "SW135") == TOLD
+
+
+def test_pattern_that_matches_the_class_is_a_type_check():
+    text, findings = moved("model = FSDP(model)\nmatch model:\n    case FSDP():\n        print(1)\n")
+    assert "    case FSDPModule():\n" in text
+    assert status_of(findings, "SW123") == GOES
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("torch.cuda.current_device()", "fully_shard(model)"),
+        ("torch.cpu.current_device()", 'fully_shard(model, mesh=init_device_mesh("cpu"'),
+        (
+            "torch.cuda.current_device() if fast else torch.cpu.current_device()",
+            "fully_shard(model, mesh=_mesh(device_id=",
+        ),
+    ],
+)
+def test_current_device_of_the_cpu_is_the_cpu(device: str, expected: str):
+    text, _ = moved(f"model = FSDP(model, device_id={device})\n")
+    assert f"model = {expected}" in text
+
+
+def test_recomputation_by_a_function_that_settings_name_is_reported():
+    body = "wrapper, apply_selective_ac = get_policies(cfg)\nmodel = FSDP(model)\napply_selective_ac(model, p=1)\n"
+    _, findings = moved(body)
+    assert status_of(findings, "SW125") == STAYS
+
+
+def test_question_for_no_sync_is_answered_for_fsdp2_too():
+    body = 'model = FSDP(model)\nif hasattr(model, "no_sync"):\n    with model.no_sync():\n        step()\n'
+    text, _ = moved(body)
+    assert 'if (hasattr(model, "no_sync") or isinstance(model, FSDPModule)):\n    with _no_sync(model):\n' in text
+
+
+def test_models_of_a_framework_that_stays_with_fsdp1_stay():
+    strategy = (
+        "from lightning.pytorch.strategies import FSDPStrategy\n\nstrategy = FSDPStrategy(auto_wrap_policy={Block})\n"
+    )
+    check = f"{IMPORTS}def clip(model):\n    if isinstance(model, FSDP):\n        model.clip_grad_norm_(1.0)\n"
+    text, findings = together({"main.py": strategy, "clip.py": check})["clip.py"]
+    assert text == check
+    assert {finding.status for finding in findings} == {Status.NEEDS_DECISION}

@@ -1,0 +1,74 @@
+"""Which batch each step gets, with some of them left out, and after going back."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.training.feed import Feed, batch_of
+
+
+class Counting:
+    """Batches that hold their own number."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.number, self.fails_at = 0, fails_at
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        if self.number == self.fails_at:
+            raise OSError("gone")
+        self.number += 1
+        return {"number": torch.tensor([self.number - 1])}
+
+    def skip(self, batches: int) -> None:
+        self.number += batches
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def take(feed: Feed, count: int) -> list[int]:
+    return [int(feed.next()["number"]) for _ in range(count)]
+
+
+def test_without_anything_left_out_steps_get_batches_in_order():
+    assert take(Feed(Counting()), 4) == [0, 1, 2, 3]
+
+
+def test_batch_that_is_left_out_after_going_back_is_given_to_no_step():
+    feed = Feed(Counting())
+    take(feed, 2)
+    state = feed.state_dict()
+    assert take(feed, 3) == [2, 3, 4]
+    feed.leave_out(3)
+    feed.load_state_dict(state)
+    assert take(feed, 3) == [2, 4, 5]
+
+
+def test_several_are_left_out_and_a_resumed_feed_knows_them():
+    feed = Feed(Counting())
+    begin = feed.state_dict()
+    for bad_step in (0, 0, 2):  # batches 0, then 1, then what is the third step's now: 4
+        feed.leave_out(bad_step)
+    feed.load_state_dict(begin)
+    assert take(feed, 2) == [2, 3]
+    again = Feed(Counting())
+    again.load_state_dict(feed.state_dict())
+    assert again.left_out == {0, 1, 4}
+    assert take(again, 3) == [5, 6, 7]
+
+
+@pytest.mark.parametrize(("left_out", "expected"), [((), [0, 1, 2]), ((0, 1), [2, 3, 4]), ((1, 3), [0, 2, 4])])
+def test_number_of_the_batch_of_a_step(left_out: tuple[int, ...], expected: list[int]):
+    assert [batch_of(step, left_out) for step in range(3)] == expected
+
+
+def test_failure_is_kept_and_the_last_batch_stands_in():
+    feed = Feed(Counting(fails_at=1))
+    assert take(feed, 2) == [0, 0]
+    assert isinstance(feed.failure, OSError)
+    with pytest.raises(OSError, match="gone"):
+        Feed(Counting(fails_at=0)).next()
