@@ -4,6 +4,7 @@ python -m benchmarks.tabulate
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def table(results: list[dict[str, Any]]) -> str:
         machine, versions = result["machine"], result["versions"]
         where = machine["gpu"] or f"{machine['cores']} cores"
         heading = (
-            f"`{result['command'].replace(' --save', '')}`, torch {versions['torch']}, {where}, {result['date'][:10]}"
+            f"`{re.sub(r' --save(?= |$)', '', result['command'])}`, torch {versions['torch']}, {where}, {result['date'][:10]}"
         )
         if heading != said:
             parts += ["", f"{heading} (load average {machine['load_1min']}):", ""]

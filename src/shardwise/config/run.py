@@ -149,7 +149,7 @@ class CheckpointConfig:
     keep_best: int | None = None
     """And so many with the lowest evaluation loss."""
     asynchronous: bool = True
-    """Write in the background."""
+    """Write in the background. Only `sharded` can; the others keep training waiting."""
     export: bool = False
     """At the end, write the weights as safetensors too, in a folder that transformers can open."""
 
