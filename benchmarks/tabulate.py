@@ -31,9 +31,8 @@ def table(results: list[dict[str, Any]]) -> str:
     for result in results:
         machine, versions = result["machine"], result["versions"]
         where = machine["gpu"] or f"{machine['cores']} cores"
-        heading = (
-            f"`{re.sub(r' --save(?= |$)', '', result['command'])}`, torch {versions['torch']}, {where}, {result['date'][:10]}"
-        )
+        command = re.sub(r" --save(?= |$)", "", result["command"])
+        heading = f"`{command}`, torch {versions['torch']}, {where}, {result['date'][:10]}"
         if heading != said:
             parts += ["", f"{heading} (load average {machine['load_1min']}):", ""]
             parts += ["| case | measured | compared with | ratio | 95 % interval | goal |", "|---|---|---|---|---|---|"]
