@@ -22,9 +22,9 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-# All tests.
+# The long ones that `make test` leaves out: on four ranks, killed runs, clusters, every example, large sweeps.
 test-full: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 # What must be clean before a commit.
 check: static test

@@ -34,6 +34,7 @@ _START_TIMEOUT_S = 180.0
 _GRACE_S = 5.0  # for the others, once one rank has failed: longer than any honest lag between ranks
 _MAX_GROUPS = 200  # meshes never give their groups back; a pool that holds this many is replaced
 _MAX_STACK_LINES = 40
+_MANY_RANKS = 4
 _pools: dict[int, Pool] = {}
 
 
@@ -42,7 +43,7 @@ def ranks(num_ranks: int, timeout_s: float = 60.0) -> Callable[[Callable[..., No
 
     Fixtures and parameters reach the ranks by pickle. A failure carries the traceback and the number of the
     rank; after `timeout_s` the ranks that have not returned are named, with their stacks, and the pool is
-    rebuilt.
+    rebuilt. Tests on four ranks or more count as slow: that is two for each core.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
@@ -55,7 +56,10 @@ def ranks(num_ranks: int, timeout_s: float = 60.0) -> Callable[[Callable[..., No
         run.__signature__ = signature.replace(parameters=parameters)  # pyrefly: ignore[missing-attribute]
         run.__name__, run.__qualname__ = test.__name__, test.__qualname__
         run.__module__, run.__doc__ = test.__module__, test.__doc__
-        run.pytestmark = list(getattr(test, "pytestmark", []))  # pyrefly: ignore[missing-attribute]
+        marks = list(getattr(test, "pytestmark", []))
+        if num_ranks >= _MANY_RANKS:
+            marks.append(pytest.mark.slow.mark)
+        run.pytestmark = marks  # pyrefly: ignore[missing-attribute]
         run.place_as = test  # pyrefly: ignore[missing-attribute]  # where pytest says the test is
         run.on_each_rank = test  # pyrefly: ignore[missing-attribute]  # what a rank looks up by name
         return run
