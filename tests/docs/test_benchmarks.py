@@ -37,6 +37,7 @@ def run_toy(name: str, *options: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_step_does_the_same_as_by_hand():
     lines = run_toy("step")
     assert all(line.keys() >= FIELDS for line in lines)
@@ -59,6 +60,7 @@ def test_data_runs():
     assert sum("data-bound" in line["case"] for line in lines) == 2
 
 
+@pytest.mark.slow
 def test_planning_runs():
     lines = run_toy("planning")
     assert all(line.keys() >= FIELDS for line in lines)

@@ -111,6 +111,7 @@ def test_training_learns_reports_and_goes_on(tmp_path: Path):
     assert training["tokens"] == 8 * 8 * 32
 
 
+@pytest.mark.slow
 def test_parity_of_a_reference_model():
     result = shardwise("parity", "llama3-debug", "--nproc", "2", "--format", "json")
     assert result.returncode == 0, result.stdout + result.stderr
