@@ -42,6 +42,8 @@ class Group:
         self._processes: Mapping[int, BaseProcess] = {}
         self._told: set[int] = set()
         self._folder = Path()
+        self._is_running = False
+        self._ending: BaseException | None = None
 
     def run(self, job: Job) -> list[Any]:
         """Start the ranks and wait for what they return, by rank.
@@ -56,6 +58,7 @@ class Group:
 
         self._folder = Path(job.folder)
         self._told.clear()
+        self._processes, self._is_running = {}, True
         rendezvous = _local_rendezvous()
         spec = WorkerSpec(
             role="rank",
@@ -74,10 +77,18 @@ class Group:
             outcome = agent.run()
         finally:
             self.kill()
+            self._is_running = False
             rendezvous.shutdown()
         if outcome.is_failed():  # a rank died between our look and the agent's
             raise GroupDied({rank: failure.exitcode for rank, failure in outcome.failures.items()})
         return [outcome.return_values[rank] for rank in range(self._num_ranks)]
+
+    def end(self, error: BaseException) -> None:
+        """End every rank at once and raise; while they are being started, as soon as they are known."""
+        self._ending = error
+        if self._processes or not self._is_running:
+            self.kill()
+            raise error
 
     def kill(self) -> None:
         """End every rank at once; nothing happens when they have ended."""
@@ -94,6 +105,8 @@ class Group:
         end the others by SIGTERM, which asks them to stop; they may wait for the dead one.
         """
         self._processes = processes
+        if self._ending is not None:
+            self.end(self._ending)
         if any(process.exitcode is not None for process in processes.values()):
             time.sleep(_SETTLE_S)
             exit_codes = {rank: process.exitcode for rank, process in processes.items() if process.exitcode is not None}

@@ -95,10 +95,7 @@ def _signals_to(group: Group, stop: StopRequest, stop_signals: Sequence[str]) ->
     def hear(number: int, _frame: FrameType | None) -> None:
         if number in asking and not stop.hear(number):
             return
-        group.kill()
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + number)
+        group.end(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
 
     # Under nohup SIGHUP is ignored, and stays so.
     ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
