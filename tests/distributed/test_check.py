@@ -209,3 +209,26 @@ def test_parameter_in_two_groups_of_the_optimizer(rank: int):
 
 def test_an_unsharded_model_in_one_process_is_told():
     assert {finding.code for finding in check(nn.Linear(2, 2))} >= {"SW411"}
+
+
+@pytest.mark.parametrize("kind", ["same", "turned", "swapped", "other"])
+@ranks(2)
+def test_optimizer_groups_that_differ_between_ranks(rank: int, kind: str):
+    torch.manual_seed(0)
+    model = Net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    named = dict(model.named_parameters())
+    weights = [name for name in named if name.endswith("weight")]
+    rest = [name for name in named if name not in weights]
+    if rank == 1:
+        if kind == "turned":  # a set: harmless, state goes by names
+            weights = weights[::-1]
+        if kind == "swapped":
+            weights, rest = rest, weights
+        if kind == "other":
+            rest.append(weights.pop())
+    optimizer = torch.optim.AdamW([{"params": [named[name] for name in names]} for names in (weights, rest)])
+    found = [finding for finding in check(model, optimizer) if finding.code == "SW437"]
+    assert [finding.severity.name for finding in found] == {"swapped": ["WARNING"], "other": ["ERROR"]}.get(kind, [])
+    if found:
+        assert "rank 1 than on rank 0" in found[0].message

@@ -24,7 +24,7 @@ from shardwise.checkpointing.storage.files import is_remote
 from shardwise.checkpointing.storage.memory import bytes_of, give_back_freed
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.progress import Progress
-from shardwise.sharding.gathering import gather_in_buckets
+from shardwise.sharding.gathering import gather_in_buckets, in_first_rank_order
 from shardwise.sharding.inventory import is_meta
 from shardwise.units import parse_bytes
 
@@ -106,17 +106,19 @@ def stream_gathered(
     """Gather tensors one bucket after another and hand the first rank their bytes, in the order given.
 
     Args:
-        named: What to write, cast to the dtype that the info says; the same on every rank.
+        named: What to write, cast to the dtype that the info says, in the order of the first rank's file; other ranks
+            may have another order.
         open_writer: Called on the first rank with a stack to enter; returns what takes the bytes.
         mesh: The ranks that hold the tensors.
         progress: Is told the bytes.
 
     Raises:
-        CheckpointError: The writer failed; on every rank.
+        CheckpointError: The writer failed, or a rank lacks a sharded tensor; on every rank.
 
     Ranks:
         Collective over the mesh.
     """
+    named = _in_first_rank_order(named, mesh)
     writes, error, passed = is_first(mesh), None, 0
     with ExitStack() as stack:
         put: list[Put] = []
@@ -140,6 +142,17 @@ def stream_gathered(
         elif writes:
             error = _leave(stack, None)
     raise_over(mesh, error)
+
+
+def _in_first_rank_order(
+    named: Sequence[tuple[TensorInfo, torch.Tensor]], mesh: DeviceMesh | None
+) -> Sequence[tuple[TensorInfo, torch.Tensor]]:
+    ordered = in_first_rank_order([(info.name, tensor) for info, tensor in named], mesh)
+    infos = {info.name: info for info, _ in named}
+    return [
+        (infos.get(name) or TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
+        for name, tensor in ordered
+    ]
 
 
 def _leave(stack: ExitStack, error: Exception | None) -> Exception | None:

@@ -1,17 +1,24 @@
-"""Is what a checkpoint says about itself possible? Every element stored once, and no two states the same bytes."""
+"""Is what a checkpoint says about itself possible? Every element stored once, and no two states the same bytes.
+
+Before 0.2.0 optimizer state could be stored wrong when ranks listed parameters in different orders (groups built from
+Python sets). `mixed_order` and `unsure_order` recognise such checkpoints; the model in them is right.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from shardwise.checkpointing.contents import Box, Contents
+from shardwise.checkpointing.contents import Box, Contents, StoredTensor
 from shardwise.checkpointing.reading.coverage import coverage_problem
 from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 from shardwise.findings import Finding, Severity
 
-INCOMPLETE, SHARED_STATE, WRONG_FILE = "SW331", "SW332", "SW333"
+INCOMPLETE, SHARED_STATE, WRONG_FILE, MIXED_ORDER, UNSURE_ORDER = "SW331", "SW332", "SW333", "SW337", "SW338"
+USE_THE_MODEL = "the model is whole: load it alone, without optimizers=, and let the optimizer start afresh"
 _MAX_LISTED = 20
+_PARAMS = re.compile(r"(?:per_rank\.(\d+)\.)?(.+)\.param_groups\.(\d+)\.params")
 
 
 def unsound(contents: Contents) -> Iterator[Finding]:
@@ -20,8 +27,27 @@ def unsound(contents: Contents) -> Iterator[Finding]:
     Ranks:
         Local.
     """
+    mixed = mixed_order(contents)
+    for prefix, text in mixed.items():
+        yield Finding(
+            code=MIXED_ORDER,
+            message=text,
+            where=f"{contents.path}: {prefix}",
+            severity=Severity.ERROR,
+            fix=USE_THE_MODEL,
+        )
+    for prefix, text in unsure_order(contents).items():
+        yield Finding(
+            code=UNSURE_ORDER,
+            message=text,
+            where=f"{contents.path}: {prefix}",
+            severity=Severity.WARNING,
+            fix=f"if that was so, {USE_THE_MODEL}",
+        )
     for name, tensor in contents.tensors.items():
-        if problem := coverage_problem(Box.whole(tensor.shape), (piece.box for piece in tensor.pieces)):
+        if name.startswith(tuple(f"{prefix}.state." for prefix in mixed)):
+            continue
+        if problem := _problem(tensor):
             yield Finding(
                 code=INCOMPLETE,
                 message=f"{name} is not stored whole: {problem}",
@@ -52,6 +78,82 @@ def refuse_unsound(contents: Contents) -> None:
         why="\n".join([*lines, *([f"... and {hidden} more"] if hidden else [])]),
         fix=found[0].fix,
     )
+
+
+def mixed_order(contents: Contents) -> dict[str, str]:
+    """Optimizers in a sharded checkpoint that lost state because ranks listed parameters in different orders.
+
+    Their shards are stored by name and right, but plain tensors (`step`) were written by two ranks, or by none.
+
+    Returns:
+        By the optimizer's name in the checkpoint, what happened to it.
+
+    Ranks:
+        Local.
+    """
+    if contents.format != "sharded":
+        return {}
+    found: dict[str, str] = {}
+    for prefix, lists in _listed_parameters(contents).items():
+        first = [name for _, names in sorted(lists.get(None, {}).items()) for name in names]
+        others = [group for rank, groups in lists.items() if rank is not None for group in groups.values()]
+        if not others or any(name not in first for group in others for name in group):
+            continue
+        start = f"{prefix}.state."
+        stored = [name for name in contents.tensors if name.startswith(start)]
+        twice = [name for name in stored if _problem(contents.tensors[name])]
+        keys = {name.rpartition(".")[2] for name in twice}
+        having = {name.removeprefix(start).rpartition(".")[0] for name in stored}
+        wanted = [f"{start}{name}.{key}" for name in first if name in having for key in keys]
+        lost = [name for name in wanted if name not in contents.tensors]
+        if twice:
+            found[prefix] = (
+                "ranks listed the optimizer's parameters in different orders when it was saved (shardwise before "
+                f"0.2.0): {len(twice)} of its entries were stored twice and {len(lost)} not at all"
+            )
+    return found
+
+
+def unsure_order(contents: Contents) -> dict[str, str]:
+    """Optimizers in a full file of ours whose moments may belong to other parameters.
+
+    Before 0.2.0 they were gathered in each rank's own order, and the file does not say whether ranks had the same.
+    Since then parameters stand in the model's order.
+
+    Returns:
+        By the optimizer's name in the checkpoint, what may have happened to it.
+
+    Ranks:
+        Local.
+    """
+    if contents.format != "full" or not contents.details.get("has_our_names"):
+        return {}
+    model = [name.removeprefix("model.") for name in contents.tensors if name.startswith("model.")]
+    place = {name: index for index, name in enumerate(model)}
+    found: dict[str, str] = {}
+    for prefix, lists in _listed_parameters(contents).items():
+        for names in lists.get(None, {}).values():
+            places = [place[name] for name in names if name in place]
+            if places != sorted(places):
+                found[prefix] = (
+                    "the optimizer's parameters do not stand in the model's order: written by shardwise before 0.2.0, "
+                    "which mixed up moments if ranks listed parameters in different orders (groups built from sets)"
+                )
+    return found
+
+
+def _listed_parameters(contents: Contents) -> dict[str, dict[str | None, dict[int, list[str]]]]:
+    """By optimizer, by rank where it differed from rank 0 (else None), by group: names of parameters."""
+    listed: dict[str, dict[str | None, dict[int, list[str]]]] = {}
+    for name, value in contents.values.items():
+        if (match := _PARAMS.fullmatch(name)) and isinstance(value, (list, tuple)):
+            rank, prefix, group = match.groups()
+            listed.setdefault(prefix, {}).setdefault(rank, {})[int(group)] = [str(each) for each in value]
+    return listed
+
+
+def _problem(tensor: StoredTensor) -> str:
+    return coverage_problem(Box.whole(tensor.shape), (piece.box for piece in tensor.pieces))
 
 
 def _shared_states(contents: Contents) -> Iterator[Finding]:

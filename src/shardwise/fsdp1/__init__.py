@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from shardwise.checkpointing.flat.flat_recording import record_flat_params
 from shardwise.fsdp1.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -59,5 +60,6 @@ __all__ = [
     "StateDictType",
     "UnshardHandle",
     "fully_shard",
+    "record_flat_params",
     "register_fsdp_forward_method",
 ]

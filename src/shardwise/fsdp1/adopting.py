@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.sharding.repointing import Remembered, remember_parameters, repoint
+from shardwise.sharding.state_order import follow_names
 
 _SHARDED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 """Identity of a replaced parameter to the sharded one; an entry goes with either of the two."""
@@ -57,6 +58,7 @@ def _forget(key: int, _: object) -> None:
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     adopt(optimizer)
+    follow_names(optimizer)
 
 
 def adopt(optimizer: Optimizer) -> None:

@@ -60,10 +60,12 @@ def loadable(
             why="it is a dictionary with the keys state and param_groups",
             fix="pass what optim_state_dict returned; with rank0_only=True rank 0 must have it",
         )
+    number_of = {name: number for number, name in enumerate(names)}
     state = {}
-    for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-        if (values := source["state"].get(name)) is not None:
-            state[number] = {key: _placed(value, parameter) for key, value in values.items()}
+    # In the model's order, the same on every rank: placing a tensor that is sharded over another mesh communicates.
+    for parameter, name in name_of.items():
+        if name in number_of and (values := source["state"].get(name)) is not None:
+            state[number_of[name]] = {key: _placed(value, parameter) for key, value in values.items()}
     return {"state": state, "param_groups": _numbered_groups(source["param_groups"], groups, name_of)}
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -13,8 +13,9 @@ from shardwise.errors import ConfigError, ShardError
 from shardwise.fsdp1.adopting import adopt
 from shardwise.fsdp1.names import clean_name
 from shardwise.fsdp1.state_dicts import copy_sharded
+from shardwise.fsdp1.units import first_unit
 from shardwise.sharding.full_params import reshard
-from shardwise.sharding.gathering import gather_in_buckets
+from shardwise.sharding.gathering import gather_in_buckets, in_first_rank_order
 
 StateDict = dict[str, Any]
 _BUCKET_BYTES = 256 * 1024**2
@@ -31,6 +32,9 @@ def named_state(
 ) -> StateDict:
     """The optimizer's state dict with names for numbers, as FSDP1 returns it.
 
+    Parameters stand in the model's order and groups in the order of their first parameters, also where ranks list
+    them in different orders: `torch.distributed.checkpoint` takes a group's options and names from any rank.
+
     Args:
         model: Holds the optimizer's parameters.
         optimizer: Built on them, before or after they were wrapped.
@@ -46,14 +50,19 @@ def named_state(
     reshard(model)
     given = optimizer.state_dict() if state_dict is None else state_dict
     names = _numbered_names(model, optimizer.param_groups)
+    place = {clean_name(name): index for index, (name, _) in enumerate(model.named_parameters())}
     state = {names[key] if isinstance(key, int) else key: value for key, value in given["state"].items()}
-    copied = _whole(state, keep, to_cpu) if is_full else _copied(state, to_cpu)
+    state = {name: state[name] for name in sorted(state, key=lambda name: place.get(name, len(place)))}
+    copied = (
+        _whole(state, first_unit(model, "optim_state_dict").mesh, keep, to_cpu) if is_full else _copied(state, to_cpu)
+    )
     if not keep:
         return {}
-    groups = [
-        group | {"params": [names[key] if isinstance(key, int) else key for key in group["params"]]}
-        for group in given["param_groups"]
-    ]
+    groups = []
+    for group in given["param_groups"]:
+        held = [names[key] if isinstance(key, int) else key for key in group["params"]]
+        groups.append(group | {"params": sorted(held, key=lambda name: place.get(name, len(place)))})
+    groups.sort(key=lambda group: place.get(group["params"][0], len(place)) if group["params"] else len(place))
     return {"state": copied, "param_groups": groups}
 
 
@@ -79,21 +88,26 @@ def _copied(state: dict[str, StateDict], to_cpu: bool) -> dict[str, StateDict]:
     }
 
 
-def _whole(state: dict[str, StateDict], keep: bool, to_cpu: bool) -> dict[str, StateDict]:
-    whole = {name: dict.fromkeys(values) for name, values in state.items()}
-    keys = [(name, key) for name, values in state.items() for key, value in values.items() if _is_tensor(value)]
-    tensors = ((str(index), state[name][key]) for index, (name, key) in enumerate(keys))
-    for (name, key), (_, value) in zip(keys, gather_in_buckets(tensors, bucket_bytes=_BUCKET_BYTES), strict=True):
-        if keep and value is not None:
-            owned = value if isinstance(state[name][key], DTensor) else value.clone()
-            whole[name][key] = owned.cpu() if to_cpu else owned
-    for name, values in state.items():
-        whole[name] |= {key: value for key, value in values.items() if not _is_tensor(value)}
+def _whole(state: dict[str, StateDict], mesh: DeviceMesh, keep: bool, to_cpu: bool) -> dict[str, StateDict]:
+    sharded = {
+        f"{name}.{key}": (name, key)
+        for name, values in state.items()
+        for key, value in values.items()
+        if isinstance(value, DTensor)
+    }
+    tensors = in_first_rank_order([(full, state[name][key]) for full, (name, key) in sharded.items()], mesh)
+    whole = {
+        name: {
+            key: copy_sharded(value, to_cpu=to_cpu) if keep and not isinstance(value, DTensor) else None
+            for key, value in values.items()
+        }
+        for name, values in state.items()
+    }
+    for full, value in gather_in_buckets(tensors, bucket_bytes=_BUCKET_BYTES, keep=keep):
+        name, key = sharded[full]
+        if value is not None:
+            whole[name][key] = value.cpu() if to_cpu else value
     return whole
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def rekeyed(

@@ -81,13 +81,14 @@ def finish_state_dict(
 def _converted(unit: Any, entries: dict[str, Any], kind: StateDictType, config: Any) -> Iterator[tuple[str, Any]]:
     if kind is StateDictType.FULL_STATE_DICT:
         return _full(unit, entries, config)
-    if kind is StateDictType.SHARDED_STATE_DICT:
-        return ((name, copy_sharded(value, to_cpu=config.offload_to_cpu)) for name, value in entries.items())
-    warn_once(
-        "LOCAL_STATE_DICT",
-        "holds each parameter's own shard; there are no flat parameters, and FSDP1's local files do not load",
-    )
-    return ((name, _copy_local(value, to_cpu=config.offload_to_cpu)) for name, value in entries.items())
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        # DTensors, as FSDP1 returned ShardedTensors: of plain tensors torch.distributed.checkpoint keeps one rank's.
+        warn_once(
+            "LOCAL_STATE_DICT",
+            "holds each parameter sharded, as SHARDED_STATE_DICT does; there are no flat parameters, and FSDP1's local "
+            "files do not load",
+        )
+    return ((name, copy_sharded(value, to_cpu=config.offload_to_cpu)) for name, value in entries.items())
 
 
 def _full(unit: Any, entries: dict[str, Any], config: FullStateDictConfig) -> Iterator[tuple[str, Any]]:
@@ -110,11 +111,6 @@ def copy_sharded(value: Any, *, to_cpu: bool) -> Any:
     own = local_tensor(value)
     copied = own.to("cpu", copy=True) if to_cpu else own.clone()
     return compat.dtensor_like(copied, value) if isinstance(value, DTensor) else copied
-
-
-def _copy_local(value: Any, *, to_cpu: bool) -> Any:
-    copied = copy_sharded(value, to_cpu=to_cpu)
-    return local_tensor(copied) if isinstance(copied, DTensor) else copied
 
 
 def prepare_loading(unit: nn.Module, state_dict: dict[str, Any], prefix: str, kind: StateDictType) -> None:

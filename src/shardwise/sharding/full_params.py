@@ -15,10 +15,10 @@ from shardwise import compat
 from shardwise.errors import ConfigError, ShardError
 from shardwise.ranks import raise_together
 from shardwise.sharding.gathering import gather_in_buckets
+from shardwise.sharding.inventory import unwrapped_name
 from shardwise.sharding.layout import local_part, local_tensor
 
 _BUCKET_BYTES = 256 * 1024**2
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
 
 _Slots = dict[nn.Parameter, list[tuple[nn.Module, str]]]  # a tied parameter has several
 
@@ -126,7 +126,7 @@ def _full_tensors(
     named: dict[torch.Tensor, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) or (include_buffers and isinstance(value, torch.Tensor)):
-            named.setdefault(value, _unwrapped_name(name))
+            named.setdefault(value, unwrapped_name(name))
     keep = not rank0_only or _is_first_rank(named)
     pairs = ((name, tensor) for tensor, name in named.items())
     for name, full in gather_in_buckets(pairs, bucket_bytes=bucket_bytes, dtype=dtype, keep=keep):
@@ -233,12 +233,6 @@ def _is_first_rank(tensors: Iterable[torch.Tensor]) -> bool:
         return not dist.is_initialized() or dist.get_rank() == 0
     coordinate = mesh.get_coordinate()
     return coordinate is not None and not any(coordinate)
-
-
-def _unwrapped_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _refuse_meta(model: nn.Module) -> None:

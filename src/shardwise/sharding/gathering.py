@@ -1,15 +1,20 @@
 """Full tensors from shards, many per collective, with bounded memory."""
 
+import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
+from shardwise.errors import CheckpointError
 from shardwise.sharding.layout import ShardLayout, layout_of, local_tensor, sharded_axes
+from shardwise.sharding.replicas import values_of_ranks
 
+_MAX_NAMED = 10
 _ALIGNMENT_BYTES = 16  # no dtype is wider, so every tensor in a bucket can be viewed where it lies
 
 
@@ -65,6 +70,67 @@ def gather_in_buckets(
             bucket = []
         bucket.append(entry)
     yield from _gather(bucket, keep)
+
+
+def in_first_rank_order(
+    named: Sequence[tuple[str, torch.Tensor]], mesh: DeviceMesh | None
+) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in the order of the mesh's first rank, as `gather_in_buckets` needs them.
+
+    Ranks may list the same parameters in different orders: groups built from Python sets. What the first rank lacks is
+    left out; a plain tensor that only this rank lacks is an empty one on the meta device, which no collective touches.
+
+    Args:
+        named: This rank's, each name once.
+        mesh: The ranks that hold them.
+
+    Raises:
+        CheckpointError: The same on every rank: some hold no part of a sharded tensor. It names them.
+
+    Ranks:
+        Collective over the mesh.
+    """
+    listed = tuple((name, isinstance(tensor, DTensor), tensor.shape, tensor.dtype) for name, tensor in named)
+    digest = hashlib.blake2b(repr(listed).encode()).digest()
+    if all(other == digest for other in values_of_ranks(digest, mesh)):  # on every rank, or on none
+        return list(named)
+    lists = values_of_ranks(listed, mesh)
+    holders: dict[str, list[int]] = {}
+    for rank, other in enumerate(lists):
+        for name, is_sharded, _, _ in other:
+            if is_sharded:
+                holders.setdefault(name, []).append(rank)
+    everyone = set(range(len(lists)))
+    refuse_missing({name: everyone - set(ranks) for name, ranks in holders.items() if len(ranks) < len(lists)})
+    own = dict(named)
+    return [
+        (name, own[name] if name in own else torch.empty(shape, dtype=dtype, device="meta"))
+        for name, _, shape, dtype in lists[0]
+    ]
+
+
+def refuse_missing(lacking: Mapping[str, set[int]]) -> None:
+    """Raise if a sharded tensor has no part on some ranks.
+
+    Args:
+        lacking: By name of the tensor, the ranks that hold no part of it and should.
+
+    Ranks:
+        Local; call it with the same on every rank.
+    """
+    if not lacking:
+        return
+    names, ranks = sorted(lacking), sorted(set().union(*lacking.values()))
+    have = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    raise CheckpointError(
+        f"{have} no part of {len(names)} tensor{'s' if len(names) > 1 else ''} that other ranks have a part of",
+        where="\n".join(
+            [*names[:_MAX_NAMED], *([f"... and {len(names) - _MAX_NAMED} more"] if names[_MAX_NAMED:] else [])]
+        ),
+        why="each rank holds a shard of the tensor; without one of them it is not whole",
+        fix="keep the same state on every rank: an optimizer that skips a parameter on one rank (no gradient there, "
+        "its state deleted) must skip it on all",
+    )
 
 
 def _make_entry(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> _Entry:

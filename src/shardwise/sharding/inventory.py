@@ -144,6 +144,13 @@ def class_name(module: nn.Module) -> str:
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
 
+def unwrapped_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it: torch.compile, activation checkpointing, FSDP1."""
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name
+
+
 def is_meta(tensor: torch.Tensor) -> bool:
     """Whether a tensor, or the local part of a DTensor, has no storage."""
     return tensor.device.type == "meta"

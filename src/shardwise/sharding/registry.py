@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +23,7 @@ class ShardedState:
     """Called with what is about to be summed over all ranks of the mesh when a backward ends; may raise."""
 
 
-_ROOTS: WeakSet[nn.Module] = WeakSet()
+_ROOTS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in the order in which they were sharded
 _LISTENERS: list[Callable[[nn.Module], object]] = []
 # In the module's own dict, not in a table here: the state refers to the model, and a table would keep both.
 _ATTRIBUTE = "_shardwise_state"
@@ -32,7 +32,7 @@ _ATTRIBUTE = "_shardwise_state"
 def remember(model: nn.Module, state: ShardedState) -> None:
     """Record that `model` is the root of a sharded model."""
     model.__dict__[_ATTRIBUTE] = state
-    _ROOTS.add(model)
+    _ROOTS[model] = None
 
 
 def announce(model: nn.Module) -> None:
@@ -56,5 +56,5 @@ def sharded_state(model: nn.Module) -> ShardedState | None:
 
 
 def sharded_roots() -> list[nn.Module]:
-    """Every living root that shardwise sharded."""
+    """Every living root that shardwise sharded, in the order in which they were."""
     return list(_ROOTS)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from shardwise import compat
 from shardwise.errors import ShardError
 from shardwise.sharding.layout import local_part
+from shardwise.sharding.state_order import follow_names
 from shardwise.sharding.watching import watch_optimizers
 
 __all__ = ["Remembered", "remember_parameters", "repoint", "watch_optimizers"]
@@ -65,6 +66,7 @@ def repoint(optimizers: Sequence[Optimizer], remembered: Remembered, model: nn.M
     """
     current = dict(model.named_parameters(remove_duplicate=False))
     for optimizer, groups in zip(optimizers, remembered.names, strict=True):
+        follow_names(optimizer)
         for group, names in zip(optimizer.param_groups, groups, strict=True):
             old = list(group["params"])
             new = [current[name] for name in names]

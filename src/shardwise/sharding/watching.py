@@ -14,6 +14,7 @@ from shardwise import compat
 from shardwise.errors import ShardError
 from shardwise.sharding.inventory import class_name
 from shardwise.sharding.registry import sharded_roots
+from shardwise.sharding.state_order import follow_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ def _examine(optimizer: Optimizer) -> tuple[weakref.ref[Any], ...]:
                 )
             if any(id(parameter) in places for parameter in compat.sharded_parameters(group)):
                 owned.append(weakref.ref(group))
+    if owned:
+        follow_names(optimizer)
     return tuple(owned)
 
 

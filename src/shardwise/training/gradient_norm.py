@@ -55,7 +55,13 @@ def collect_gradients(parameters: torch.Tensor | Iterable[torch.Tensor] | nn.Mod
         if parameter.grad is not None:
             piece.grads.append(local_tensor(_laid_out_like(parameter, parameter.grad)))
     wide = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in given)
-    return Gradients(list(pieces.values()), torch.float64 if wide else torch.float32)
+    # Not in the order of the parameters, in which ranks may differ (a Python set): pieces are summed one after another.
+    ordered = sorted(pieces.values(), key=lambda piece: _mesh_key(piece.mesh, piece.axes))
+    return Gradients(ordered, torch.float64 if wide else torch.float32)
+
+
+def _mesh_key(mesh: DeviceMesh | None, axes: tuple[int, ...]) -> tuple[object, ...]:
+    return () if mesh is None else (mesh.ndim, mesh.mesh_dim_names or (), mesh.shape, axes)
 
 
 def _as_list(parameters: torch.Tensor | Iterable[torch.Tensor] | nn.Module) -> list[torch.Tensor]:

@@ -207,3 +207,23 @@ def test_ranks_that_disagree_on_a_tensor_are_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="do not agree on x"):
         commit_checkpoint(folder, records, Header())
     assert not is_committed(folder)
+
+
+@pytest.mark.parametrize(
+    ("starts", "problem"),
+    [((0, 0), "some elements are stored twice"), ((0, 3), "1 of 4 elements are not stored")],
+    ids=["twice", "not at all"],
+)
+def test_nothing_is_committed_that_is_not_stored_once(tmp_path: Path, starts: tuple[int, int], problem: str):
+    folder = step_folder(tmp_path, 1)
+    partial = begin_checkpoint(folder)
+    records = []
+    for rank, (start, size) in enumerate(zip(starts, (2, 1), strict=True)):
+        items = [Item("x", "float32", (4,), Box((start,), (size,)), torch.zeros(size))]
+        items += [Item("fine", "float32", (2,), Box((rank,), (1,)), torch.zeros(1))]
+        records.append(write_rank_file(join(partial, file_name(rank)), items))
+    with pytest.raises(CheckpointError, match="1 tensors would not be stored whole") as caught:
+        commit_checkpoint(folder, records, Header())
+    assert f"x: {problem}" in caught.value.where
+    assert not is_committed(folder)
+    assert committed_steps(tmp_path) == []

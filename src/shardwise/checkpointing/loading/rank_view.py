@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.saving.sharing import PER_RANK
+from shardwise.checkpointing.soundness import mixed_order
 from shardwise.checkpointing.state.nested import Path
 
 
@@ -19,6 +21,8 @@ class RankView:
     differing: frozenset[str]
     """Names that had different values on the ranks that saved, where this run has another number of ranks: only
     rank 0's are here."""
+    mixed: Mapping[str, str] = field(default_factory=dict)
+    """Optimizers whose stored state is not whole, and why: see `soundness.mixed_order`."""
 
     def path(self, name: str) -> Path:
         """The keys that lead to a name in the nested state dict."""
@@ -45,6 +49,8 @@ def view_for(contents: Contents, rank: int, size: int) -> RankView:
             if not name.startswith(f"{PER_RANK}."):
                 continue
             _, owner, bare = name.split(".", 2)
+            if _is_reordered(contents, name, bare):
+                continue  # before 0.2.0 names of a group were stored in each rank's own order
             if contents.world_size != size:
                 differing.add(bare)
             elif owner == str(rank):
@@ -56,4 +62,13 @@ def view_for(contents: Contents, rank: int, size: int) -> RankView:
                     values[bare] = contents.values[name]
                     tensors.pop(bare, None)
     view = dataclasses.replace(contents, tensors=tensors, values=values, structure=structure)
-    return RankView(view, frozenset(differing))
+    return RankView(view, frozenset(differing), mixed_order(contents))
+
+
+def _is_reordered(contents: Contents, name: str, bare: str) -> bool:
+    if not bare.endswith(".params") or name not in contents.values or bare not in contents.values:
+        return False
+    lists = (contents.values[name], contents.values[bare])
+    return all(isinstance(names, (list, tuple)) for names in lists) and sorted(map(str, lists[0])) == sorted(
+        map(str, lists[1])
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from shardwise import compat
 from shardwise.checkpointing.loading.rank_view import RankView
 from shardwise.checkpointing.loading.restoring import Restoring, new_tensor
+from shardwise.checkpointing.soundness import USE_THE_MODEL, unsure_order
 from shardwise.checkpointing.state.keys import canonical_name
 from shardwise.checkpointing.state.nested import Path, put_together
 from shardwise.checkpointing.state.optimizer_state import (
@@ -26,6 +28,7 @@ from shardwise.checkpointing.state.optimizer_state import (
     without_layout,
 )
 from shardwise.errors import CheckpointError
+from shardwise.sharding.state_order import follow_names
 
 
 @dataclass(slots=True)
@@ -53,8 +56,14 @@ def plan_optimizer(
         path: Where its state stands.
         strict: Every parameter must be in the same group as it was.
     """
+    follow_names(optimizer)
     prefix = ".".join(map(str, path))
     stored = _read_index(view, path)
+    if prefix in view.mixed:
+        restoring.problems.append(f"{prefix} (SW337): {view.mixed[prefix]}; {USE_THE_MODEL}")
+        return
+    if prefix in (unsure := unsure_order(view.contents)):
+        warnings.warn(f"{prefix} (SW338): {unsure[prefix]}. If that was so, {USE_THE_MODEL}", stacklevel=2)
     if not stored.groups and not stored.states:
         restoring.problems.append(f"{prefix}: the checkpoint has no state of this optimizer")
         return

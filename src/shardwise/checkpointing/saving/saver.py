@@ -8,6 +8,7 @@ file; rank 0 commits.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 
 from shardwise.checkpointing.agreeing.channel import Channel
 from shardwise.checkpointing.agreeing.exchange import all_values, digest, first_error, names_to_write, portable
+from shardwise.checkpointing.contents import Box
 from shardwise.checkpointing.saving.arena import Arena, place_in_arena
 from shardwise.checkpointing.saving.background import WriterProcess
 from shardwise.checkpointing.saving.background_writer import Commit, PlacedItem, WriteFile, value_streams
 from shardwise.checkpointing.saving.describing import make_header
 from shardwise.checkpointing.saving.holdings import Fixed, Holding, Holdings
-from shardwise.checkpointing.saving.sharing import HeldTensor, share_boxes
+from shardwise.checkpointing.saving.sharing import HeldBox, HeldTensor, share_boxes
 from shardwise.checkpointing.saving.staging import Copying, Source
 from shardwise.checkpointing.sharded.committing import begin_checkpoint, commit_checkpoint, partial_of
 from shardwise.checkpointing.sharded.writing import FileRecord, Item, file_name, write_rank_file
@@ -31,6 +33,7 @@ from shardwise.checkpointing.storage.files import Place, join, remove_tree
 from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.progress import Progress
+from shardwise.sharding.gathering import refuse_missing
 
 Retire = Callable[[Sequence[FileRecord]], None]
 """Called on rank 0 after a commit, with what was written: removes old checkpoints."""
@@ -197,6 +200,7 @@ class Saver:
         marks = [sign[1] for sign in signs]
         if marks != self._marks:  # as a rule only the first time
             tables = self._front.all_gather([holding.held for holding in boxes])
+            refuse_missing(_lacking(tables))
             self._chosen = share_boxes(tables)[self._front.rank]
             self._marks = marks
         chosen = {id(boxes[index]) for index in self._chosen} | {id(holding) for holding in others}
@@ -267,6 +271,13 @@ class Saver:
             if error is not None:
                 raise error
             header = make_header(started.step, self._back.size, written, values, started.collected)
+            if lost := sorted(started.collected.paths.keys() - header.structure.keys()):
+                raise CheckpointError(
+                    f"no rank has written {len(lost)} entries of the run's state; nothing was committed",
+                    where="\n".join([str(started.folder), *lost[:10]]),
+                    why="everything that rank 0 holds must be stored under its name",
+                    fix="report this with the text above: the ranks did not agree on who writes what",
+                )
             job = Commit(started.folder, written, header, self._fsync)
             if started.copying is not None and self._writer is not None:
                 self._writer.run(job)
@@ -281,3 +292,23 @@ class Saver:
         except Exception as caught:
             return portable(caught)
         return None
+
+
+def _lacking(tables: Sequence[Sequence[HeldBox]]) -> dict[str, set[int]]:
+    """Optimizer state that is not whole: by name, the ranks that hold a part of its parameter but none of it."""
+    held = [{each.name for each in table} for table in tables]
+    boxes: dict[tuple[str, tuple[int, ...]], set[Box]] = {}
+    for table in tables:
+        for each in table:
+            if each.name.startswith("optim."):
+                boxes.setdefault((each.name, each.shape), set()).add(each.box)
+    lacking: dict[str, set[int]] = {}
+    for (name, shape), parts in boxes.items():
+        if sum(box.numel for box in parts) < math.prod(shape):
+            parameter = name.partition(".state.")[2]
+            while parameter and not any(f"model.{parameter}" in names for names in held):
+                parameter = parameter.rpartition(".")[0]
+            lacking[name] = {
+                rank for rank, names in enumerate(held) if f"model.{parameter}" in names and name not in names
+            }
+    return lacking

@@ -97,7 +97,7 @@ def share_tensors(tables: Sequence[Mapping[str, HeldTensor]]) -> list[dict[str, 
                 loads[rank] += table[name].num_bytes
         if shared is not None:
             common.append((shared.num_bytes, name, equal))
-    for num_bytes, name, ranks in sorted(common, key=lambda item: -item[0]):
+    for num_bytes, name, ranks in sorted(common, key=lambda item: (-item[0], item[1])):
         rank = min(ranks, key=lambda each: loads[each])
         written[rank][name] = name
         loads[rank] += num_bytes
@@ -119,7 +119,8 @@ def share_values(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _names(tables: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for table in tables for name in table))
+    # Sorted: ranks that hold the same may hold it in different orders, and must all arrive at the same result.
+    return sorted({name for table in tables for name in table})
 
 
 def _not_the_same(held: HeldBox, other: tuple[str, tuple[int, ...]], rank: int) -> CheckpointError:

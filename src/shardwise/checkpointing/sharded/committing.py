@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from shardwise.checkpointing.contents import Box
 from shardwise.checkpointing.formats.dcp_writing import METADATA_NAME, torch_metadata
+from shardwise.checkpointing.reading.coverage import coverage_problem
 from shardwise.checkpointing.sharded.faults import reach
 from shardwise.checkpointing.sharded.manifest import MANIFEST_NAME, Header, manifest_bytes
 from shardwise.checkpointing.sharded.writing import FileRecord
@@ -82,7 +84,7 @@ def commit_checkpoint(folder: Place, records: Iterable[FileRecord], header: Head
         fsync: Return only when the disk has it all.
 
     Raises:
-        CheckpointError: The system refuses; nothing is committed then.
+        CheckpointError: A tensor is not stored whole and once, or the system refuses; nothing is committed then.
 
     Ranks:
         Local: call it on rank 0, when all have written.
@@ -91,6 +93,7 @@ def commit_checkpoint(folder: Place, records: Iterable[FileRecord], header: Head
     partial = partial_of(folder)
     metadata = torch_metadata(records, aliases=header.aliases, structure=header.structure)
     manifest = manifest_bytes(records, header, {METADATA_NAME: metadata})
+    _refuse_uncovered(records, folder)
     _write_small(join(partial, METADATA_NAME), metadata, fsync=fsync)
     reach("metadata-written")
     _write_small(join(partial, MANIFEST_NAME), manifest, fsync=fsync, halfway="manifest-half-written")
@@ -108,6 +111,26 @@ def commit_checkpoint(folder: Place, records: Iterable[FileRecord], header: Head
         with contextlib.suppress(CheckpointError):  # the first save may have made the run's folder, in one not ours
             sync_folder(folder.parent.parent)
     reach("parent-synced")
+
+
+def _refuse_uncovered(records: Iterable[FileRecord], folder: Place) -> None:
+    """Raise unless the ranks have written every element of every tensor exactly once."""
+    boxes: dict[tuple[str, tuple[int, ...]], list[Box]] = {}
+    for record in records:
+        for tensor in record.tensors:
+            boxes.setdefault((tensor.name, tensor.shape), []).append(tensor.piece.box)
+    problems = [
+        f"{name}: {problem}"
+        for (name, shape), held in boxes.items()
+        if (problem := coverage_problem(Box.whole(shape), held))
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{len(problems)} tensors would not be stored whole; nothing was committed",
+            where="\n".join([str(folder), *problems[:10]]),
+            why="every element must be stored exactly once, or the checkpoint cannot be loaded",
+            fix="report this with the text above: the ranks did not agree on who writes what",
+        )
 
 
 def is_committed(folder: Place) -> bool:

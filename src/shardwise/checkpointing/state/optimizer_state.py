@@ -45,11 +45,14 @@ class NamedGroup:
 
 
 def named_groups(optimizer: Optimizer, names: Mapping[int, str], where: str) -> list[NamedGroup]:
-    """The optimizer's groups, with parameter names.
+    """The optimizer's groups, with parameter names, in the models' order and not in the optimizer's.
+
+    Groups stand in the order of their first parameters, empty ones last. Ranks may list parameters in different orders
+    (groups built from Python sets), and so may a run after a restart; what is stored must not depend on it.
 
     Args:
         optimizer: Holds parameters of the models only.
-        names: From the `id` of each parameter of the models to its name.
+        names: From the `id` of each parameter of the models to its name, in the models' order.
         where: For the error.
 
     Raises:
@@ -77,10 +80,13 @@ def named_groups(optimizer: Optimizer, names: Mapping[int, str], where: str) -> 
             why="such state cannot be stored by parameter name",
             fix="save the rest of its state as an object of its own: save(..., name=object_with_state_dict)",
         )
-    return [
-        NamedGroup(options, tuple(names[id(p)] for p in parameters), parameters)
+    place = {key: index for index, key in enumerate(names)}
+    ordered = [
+        (options, tuple(sorted(parameters, key=lambda p: place[id(p)])))
         for options, parameters in zip(optimizer.param_groups, groups, strict=True)
     ]
+    ordered.sort(key=lambda item: place[id(item[1][0])] if item[1] else len(place))
+    return [NamedGroup(options, tuple(names[id(p)] for p in parameters), parameters) for options, parameters in ordered]
 
 
 def collect_optimizer(optimizer: Optimizer, groups: list[NamedGroup], path: Path) -> Flat:

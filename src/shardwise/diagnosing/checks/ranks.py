@@ -29,7 +29,7 @@ _PLAIN_DIFFERS = Finding(
 
 
 def across_ranks(subject: Subject) -> list[Finding]:
-    """SW431 to SW436: buffers, replicas and plain parameters that differ; garbage buffers; shared devices; offload."""
+    """SW431 to SW437: what differs between ranks; buffers full of garbage; shared devices; offload."""
     findings = [*_garbage_buffers(subject), *_offload_backend(subject)]
     mesh = subject.mesh
     if mesh is None or mesh.size() == 1:
@@ -39,6 +39,7 @@ def across_ranks(subject: Subject) -> list[Finding]:
     findings += _differing(told, "buffers", _BUFFER_DIFFERS)
     findings += _differing(told, "plain", _PLAIN_DIFFERS)
     findings += _replicas(told)
+    findings += _groups(told)
     return findings
 
 
@@ -52,7 +53,38 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "buffers": {name: _digest(b) for name, b in subject.model.named_buffers() if not b.is_meta},
         "plain": {name: _digest(p) for name, p in plain.items()},
         "replicas": _replica_digests(subject),
+        "groups": _group_names(subject),
     }
+
+
+def _group_names(subject: Subject) -> list[list[frozenset[str]]]:
+    """Of each optimizer, the names in each group; parameters of other models have none."""
+    name_of = {id(parameter): name for name, parameter in subject.parameters.items()}
+    return [
+        [frozenset(name_of[id(p)] for p in group["params"] if id(p) in name_of) for group in optimizer.param_groups]
+        for optimizer in subject.optimizers
+    ]
+
+
+def _groups(told: list[dict[str, Any]]) -> list[Finding]:
+    for index, first in enumerate(told[0]["groups"]):
+        for rank, facts in enumerate(told[1:], start=1):
+            groups = facts["groups"][index] if index < len(facts["groups"]) else []
+            if groups == first:
+                continue
+            moved = sorted(name for one, other in zip(first, groups, strict=False) for name in one ^ other)
+            swapped = sorted(map(sorted, groups)) == sorted(map(sorted, first))
+            return [
+                Finding(
+                    code="SW437",
+                    message=f"an optimizer's groups {'stand in another order' if swapped else 'are others'} on rank {rank} "
+                    "than on rank 0" + ("" if swapped else ": each rank steps its shard with its own options"),
+                    where=moved[0] if moved else f"optimizer {index}",
+                    severity=Severity.WARNING if swapped else Severity.ERROR,
+                    fix="build the groups in one order on every rank, from a list and not from a set",
+                )
+            ]
+    return []
 
 
 def _replica_digests(subject: Subject) -> dict[str, str]:
