@@ -77,8 +77,8 @@ def _groups(told: list[dict[str, Any]]) -> list[Finding]:
             return [
                 Finding(
                     code="SW437",
-                    message=f"an optimizer's groups {'stand in another order' if swapped else 'are others'} on rank {rank} "
-                    "than on rank 0" + ("" if swapped else ": each rank steps its shard with its own options"),
+                    message=f"an optimizer's groups {'stand in another order' if swapped else 'are others'} on rank "
+                    f"{rank} than on rank 0" + ("" if swapped else ": each rank steps its shard with its own options"),
                     where=moved[0] if moved else f"optimizer {index}",
                     severity=Severity.WARNING if swapped else Severity.ERROR,
                     fix="build the groups in one order on every rank, from a list and not from a set",
