@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from shardwise.training.step import mean_over_ranks as mean_over_ranks
     from shardwise.training.step import token_mean as token_mean
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "shardwise.checkpointing.convert": ("convert_checkpoint",),

@@ -460,11 +460,11 @@ def test_peak_memory_is_the_shard_and_one_module(rank: int, from_the_top: bool, 
 
 
 @ranks(4)
-def test_ranks_along_a_tensor_axis_draw_the_same_numbers(rank: int):
+def test_ranks_along_an_axis_that_does_not_shard_draw_the_same_numbers(rank: int):
     """The model is sharded over pairs of ranks; both pairs must hold the same model."""
-    mesh = init_distributed(MeshConfig(tensor=2))
+    mesh = init_distributed(MeshConfig(replicate=2))
     try:
-        model = sharded(mesh)
+        model = sharded(mesh["shard"])
         torch.manual_seed(rank)
         found = values(materialize(model))
         torch.manual_seed(0)

@@ -3,11 +3,15 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise import plan, prepare_fully_shard, shard
 from shardwise.config.schema import MeshConfig
-from shardwise.errors import ConfigError, EnvironmentProblem, ShardError
+from shardwise.errors import ConfigError, EnvironmentProblem, PlanError, ShardError
+from shardwise.fsdp1 import FullyShardedDataParallel, ShardingStrategy
 from shardwise.launching import Launch, start_local
+from shardwise.ranks import agree_on
 from shardwise.sharding.mesh import (
     _device_index,
     data_parallel_mesh,
@@ -76,14 +80,11 @@ def test_absent_gpu_is_named():
 @ranks(4)
 def test_existing_process_group_is_used(rank: int):
     group = dist.group.WORLD
-    mesh = init_distributed(MeshConfig(replicate=2, tensor=2))
+    mesh = init_distributed(MeshConfig(replicate=2))
     try:
         assert dist.group.WORLD is group
-        assert mesh.mesh_dim_names == ("replicate", "shard", "tensor")
-        assert tuple(mesh.shape) == (2, 1, 2)
-        parallel = data_parallel_mesh(mesh)
-        assert parallel.mesh_dim_names == ("replicate", "shard")
-        assert parallel.mesh.flatten().tolist() == [rank % 2, rank % 2 + 2]
+        assert mesh.mesh_dim_names == ("replicate", "shard")
+        assert tuple(mesh.shape) == (2, 2)
         with pytest.raises(ConfigError, match="needs 3 ranks, got 4"):
             init_distributed(MeshConfig(shard=3))
     finally:
@@ -106,7 +107,66 @@ def test_mesh_whose_axes_cannot_be_told_apart_is_refused(rank: int):
     with pytest.raises(ShardError, match="the mesh has 3 data-parallel axes: a, b, c"):
         data_parallel_mesh(init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c")))
     with pytest.raises(ShardError, match="0 data-parallel axes: none"):
-        data_parallel_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
+        data_parallel_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("pipeline",)))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+@ranks(2)
+@pytest.mark.parametrize("axis", ["tensor", "tp", "context", "cp", "expert", "ep", "sequence", "sp"])
+def test_axis_along_which_weights_would_diverge_is_refused_on_every_rank(rank: int, axis: str):
+    """Nothing reduces gradients over it, so its ranks would train models of their own."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", axis))
+    hybrid = ShardingStrategy.HYBRID_SHARD
+    uses = {
+        "shard": lambda: shard(net(), mesh=mesh),
+        "shard, one axis": lambda: shard(net(), mesh=mesh[axis]),
+        "plan": lambda: plan(net(), mesh=mesh),
+        "prepare_fully_shard": lambda: prepare_fully_shard(net(), config={"device_mesh": mesh}),
+        "fsdp1": lambda: FullyShardedDataParallel(net(), device_mesh=mesh, sharding_strategy=hybrid),
+        "fsdp1, one axis": lambda: FullyShardedDataParallel(net(), device_mesh=mesh[axis]),
+    }
+    for name, use in uses.items():
+        with pytest.raises(PlanError, match=f"the mesh axis '{axis}' has 2 ranks") as failure:
+            use()
+        error = failure.value
+        agree_on(str(error), f"the error of {name}")
+        assert axis in error.where
+        assert "diverge" in error.why
+        assert "MeshConfig(shard=" in error.fix
+
+
+@ranks(2)
+def test_settings_with_a_tensor_axis_are_refused_on_every_rank(rank: int):
+    with pytest.raises(PlanError, match="the mesh axis 'tensor' has 2 ranks") as failure:
+        init_distributed(MeshConfig(shard=1, tensor=2))
+    agree_on(str(failure.value), "the error")
+    assert failure.value.where == "mesh.tensor"
+    assert failure.value.fix == "set mesh.tensor = 1 and mesh.shard = 2"
+
+
+@ranks(2)
+def test_tensor_axis_of_one_rank_changes_nothing(rank: int):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tp"))
+    assert plan(net(), mesh=mesh) == plan(net(), mesh=mesh["shard"])
+    model = shard(net(), mesh=mesh)
+    model(torch.ones(2, 8) * rank).sum().backward()
+    assert model[0].weight.to_local().shape == (4, 8)
+
+
+@ranks(2)
+@pytest.mark.parametrize("axis", ["pipeline", "pp"])
+def test_each_stage_of_a_pipeline_shards_a_model_of_its_own(rank: int, axis: str):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=(axis, "data"))
+    stage = nn.Linear(8 + rank, 4)  # no two stages are alike
+    made = plan(stage, mesh=mesh)
+    assert made.axes == (("shard", 1),)
+    model = shard(stage, mesh=mesh, plan=made)
+    model(torch.ones(2, 8 + rank)).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[2.0] * (8 + rank)] * 4
 
 
 def test_two_ranks_on_one_gpu_are_refused():

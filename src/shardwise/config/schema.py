@@ -1,19 +1,46 @@
 """How a model is sharded and ranks are laid out, as frozen dataclasses. Plain Python: no torch, no I/O."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PlanError
 
 STRICT: dict[str, Any] = {"extra": "forbid"}  # read by config.load; a typo is an error
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
+PIPELINE_AXES = frozenset({"pipeline", "pp"})
+MODEL_PARALLEL_AXES = frozenset({"tensor", "tp", "context", "cp", "expert", "ep", "sequence", "sp"})
+
+
+def refuse_model_parallel(axes: Mapping[str, int], *, where: str, fix: str) -> None:
+    """Raise where an axis that divides a model's layers or its sequences has more than one rank.
+
+    Pipeline axes pass: each stage is a model of its own.
+
+    Args:
+        axes: Sizes by name.
+        where: The setting or the mesh that they come from.
+        fix: What to write instead.
+
+    Raises:
+        PlanError: There is such an axis.
+    """
+    for name, size in axes.items():
+        if name in MODEL_PARALLEL_AXES and size > 1:
+            raise PlanError(
+                f"the mesh axis {name!r} has {size} ranks, and shardwise only shards and replicates",
+                where=where,
+                why=f"gradients are reduced over the axes that shard and replicate: weights along {name!r} would "
+                "diverge without an error",
+                fix=fix,
+            )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshConfig:
-    """How ranks are laid out: `replicate` groups of `shard` ranks, each of `tensor` ranks."""
+    """How ranks are laid out: `replicate` groups of `shard` ranks."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -22,33 +49,37 @@ class MeshConfig:
     replicate: int = 1
     """Copies of the parameters. More than one is hybrid sharding (HSDP)."""
     tensor: int = 1
-    """Ranks that share one layer's matrices (tensor parallelism)."""
+    """Ranks that share one layer's matrices. Only 1: tensor parallelism is refused."""
     device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mtia", "npu"] = "auto"
     """Device of the shards; `auto` takes the accelerator when there is one."""
 
     def sizes(self, num_ranks: int) -> dict[str, int]:
-        """Axis name to size, outermost first, for `num_ranks` ranks; raise unless they fit exactly."""
+        """Axis name to size, outermost first, for `num_ranks` ranks; raise unless they fit exactly.
+
+        Raises:
+            ConfigError: A size is not positive, or they do not multiply to `num_ranks`.
+            PlanError: `tensor` is more than 1.
+        """
         for name in ("replicate", "tensor"):
             _check_positive(f"mesh.{name}", getattr(self, name))
         if self.shard is not None:
             _check_positive("mesh.shard", self.shard)
-        outer = self.replicate * self.tensor
-        shard = self.shard if self.shard is not None else max(num_ranks // outer, 1)
-        needed = outer * shard
+        wider = "" if self.shard is None else f" and mesh.shard = {self.shard * self.tensor}"
+        refuse_model_parallel({"tensor": self.tensor}, where="mesh.tensor", fix=f"set mesh.tensor = 1{wider}")
+        shard = self.shard if self.shard is not None else max(num_ranks // self.replicate, 1)
+        needed = self.replicate * shard
         if needed != num_ranks:
-            shape = f"{self.replicate} x {shard}" + (f" x {self.tensor}" if self.tensor > 1 else "")
-            fitting = num_ranks // outer
+            fitting = num_ranks // self.replicate
             fixes = [f"start {needed} rank{'s' if needed > 1 else ''}"]
-            if fitting >= 1 and fitting * outer == num_ranks:
+            if fitting >= 1 and fitting * self.replicate == num_ranks:
                 fixes.append(f"set mesh.shard = {fitting}")
             raise ConfigError(
-                f"a {shape} mesh needs {needed} ranks, got {num_ranks}",
-                where="mesh.replicate, mesh.shard" + (", mesh.tensor" if self.tensor > 1 else ""),
+                f"a {self.replicate} x {shard} mesh needs {needed} ranks, got {num_ranks}",
+                where="mesh.replicate, mesh.shard",
                 why="every rank belongs to exactly one cell of the mesh",
                 fix=", or ".join(fixes),
             )
-        axes = {"replicate": self.replicate, "shard": shard, "tensor": self.tensor}
-        return {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+        return {"replicate": self.replicate, "shard": shard} if self.replicate > 1 else {"shard": shard}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

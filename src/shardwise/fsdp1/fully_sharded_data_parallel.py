@@ -64,6 +64,7 @@ class FullyShardedDataParallel(OptimizerStates):
 
     Raises:
         ConfigError: Arguments contradict each other.
+        PlanError: The mesh has an axis of tensor parallelism or its like.
         ShardError: The module cannot be wrapped.
 
     Ranks:

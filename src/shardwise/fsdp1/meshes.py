@@ -10,6 +10,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from shardwise.errors import ConfigError
 from shardwise.launching import read_launch
+from shardwise.planning.axes import data_parallel_sizes
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _AXES = ("replicate", "shard")
@@ -30,11 +31,14 @@ def find_mesh(
 
     Raises:
         ConfigError: The strategy and the groups contradict each other.
+        PlanError: An axis of tensor parallelism or its like has more than one rank.
 
     Ranks:
         Collective the first time a set of groups is seen.
     """
     _refuse_contradictions(strategy, process_group, device_mesh)
+    if device_mesh is not None and device_mesh.mesh_dim_names is not None:
+        data_parallel_sizes(device_mesh)
     world = dist.group.WORLD
     if world is None:
         raise ConfigError(

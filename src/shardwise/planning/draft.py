@@ -205,7 +205,7 @@ class Draft:
         return Plan(
             model=type(self.model).__name__,
             device=self.device,
-            axes=tuple((name, size) for name, size in self.axes.items() if name != "tensor"),
+            axes=tuple(self.axes.items()),
             groups=tuple(groups),
             replicated=tuple(self._parameter(key, "replicate", why) for key, why in sorted(self.replicated.items())),
             ignored=tuple(self._parameter(key, "ignore", why) for key, why in sorted(self.ignored.items())),

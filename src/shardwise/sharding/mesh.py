@@ -13,9 +13,9 @@ from shardwise.config.schema import MeshConfig
 from shardwise.errors import EnvironmentProblem, ShardError
 from shardwise.launching import Launch, read_launch
 from shardwise.launching.meeting import cannot_meet
+from shardwise.planning.axes import data_parallel_sizes
 
 DATA_PARALLEL_AXES = ("replicate", "shard")
-_MODEL_PARALLEL_AXES = {"tensor", "tp", "pipeline", "pp", "context", "cp", "expert", "ep", "sequence", "sp"}
 
 _LATEST: DeviceMesh | None = None
 _GROUP_OF_LATEST: weakref.ref[dist.ProcessGroup] | None = None
@@ -32,10 +32,11 @@ def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600
         timeout_s: How long a collective may wait for the slowest rank.
 
     Returns:
-        A mesh whose axes are those of `replicate`, `shard`, `tensor` larger than one, and always `shard`.
+        A mesh with the axes `replicate`, if that is more than one, and `shard`.
 
     Raises:
         ConfigError: The axes do not multiply to the number of ranks.
+        PlanError: `config.tensor` is more than 1.
         EnvironmentProblem: The device is absent, two ranks would use the same one, or the ranks cannot meet.
 
     Ranks:
@@ -67,7 +68,8 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The one or two axes of `mesh` over which parameters are sharded and replicated.
 
     Raises:
-        ShardError: More than two axes are left once tensor parallelism and its like are taken away, or none.
+        PlanError: An axis of tensor, context, expert or sequence parallelism has more than one rank.
+        ShardError: More than two axes are left without these and pipeline axes, or none.
 
     Ranks:
         Local.
@@ -82,13 +84,13 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
             why="which axis replicates and which one shards is known by its name",
             fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard"))',
         )
-    kept = tuple(name for name in names if name not in _MODEL_PARALLEL_AXES)
+    kept = tuple(data_parallel_sizes(mesh))
     if not 1 <= len(kept) <= 2:
         raise ShardError(
             f"the mesh has {len(kept)} data-parallel axes: {', '.join(kept) or 'none'}",
             where=f"mesh axes {', '.join(names)}",
             why="FSDP2 shards over one axis and replicates over at most one more",
-            fix='name the axes ("replicate", "shard", "tensor"), or leave the first out',
+            fix='name the axes ("replicate", "shard"), or leave the first out',
         )
     return mesh if kept == names else mesh[kept]
 

@@ -37,8 +37,7 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
     with problems.collecting():
         sizes = config.mesh.sizes(num_ranks)
     problems.raise_any(is_joined=False)
-    num_data_ranks = num_ranks // config.mesh.tensor
-    check_settings(config, num_data_ranks, problems)
+    check_settings(config, num_ranks, problems)
     with problems.collecting():
         model = load_model(config.model, options=config.model_options)
         check_length(model, config)
@@ -49,7 +48,7 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
         resolved = with_folder(config, reserve=False)
         notes |= _folder_notes(config, resolved)
     problems.raise_any(is_joined=False)
-    notes |= _batch_notes(config, num_data_ranks)
+    notes |= _batch_notes(config, num_ranks)
     notes["model"] = [f"{format_count(sum(p.numel for p in made.parameters))} parameters"]
     notes["mesh"] = [f"{num_ranks} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())]
     notes["mesh.device"] = [f"auto is {_device()} here"] if config.mesh.device == "auto" else []

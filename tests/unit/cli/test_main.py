@@ -57,6 +57,15 @@ def test_config_problem_is_printed_once_as_rows():
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("command", [["--print-config"], ["--nproc", "1"]], ids=" ".join)
+def test_tensor_axis_is_wrong_input(command: list[str], tmp_path: Path):
+    result = shardwise("train", *TINY, "--set", "mesh.tensor=2", *command, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: the mesh axis 'tensor' has 2 ranks"), result.stderr
+    assert "fix:   set mesh.tensor = 1" in result.stderr
+    assert not list(tmp_path.rglob("*.*"))
+
+
 def test_printed_config_is_the_run_with_reasons(tmp_path: Path):
     result = shardwise("train", "--print-config", "--set", "training.steps=5", "--nproc", "2", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
