@@ -66,6 +66,7 @@ class FullyShardedDataParallel(OptimizerStates):
         ConfigError: Arguments contradict each other.
         PlanError: The mesh has an axis of tensor parallelism or its like.
         ShardError: The module cannot be wrapped.
+        EnvironmentProblem: The installed torch lacks something that sharding needs.
 
     Ranks:
         Collective: wrap on every rank, in the same order.
@@ -91,6 +92,7 @@ class FullyShardedDataParallel(OptimizerStates):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        compat.check_torch()
         settings = read_settings(sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
         ignored = find_ignored(module, ignored_modules, ignored_states, units_in(module))
         self._ignored_modules, self._ignored_params = ignored.modules, ignored.parameters

@@ -57,10 +57,12 @@ def shard(
     Raises:
         PlanError: The model cannot be sharded as asked; nothing has been changed.
         ShardError: Ranks hold different plans or weights, or an optimizer belongs to another model.
+        EnvironmentProblem: The installed torch lacks something that sharding needs.
 
     Ranks:
         Collective. Call on every rank of `mesh`.
     """
+    compat.check_torch()
     mesh = data_parallel_mesh(mesh or default_mesh())
     optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
     if plan is None:

@@ -1,4 +1,4 @@
-"""The only file that names private torch or compares torch versions; everything else sees these few functions."""
+"""The only folder that names private torch or compares torch versions; everything else sees these few functions."""
 
 import contextlib
 import ctypes
@@ -17,12 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from shardwise.compat.support import check_torch as check_torch
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+    from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+except ImportError:
+    check_torch()  # says which of them are gone, and what to install
+    raise
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 

@@ -1,0 +1,130 @@
+"""Which versions of torch are tested, and which of its private parts shardwise needs. Names only: nothing is called."""
+
+import functools
+import inspect
+import re
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+from shardwise.errors import EnvironmentProblem
+
+TESTED = ">=2.11,<2.14"
+"""As pyproject.toml declares it."""
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+NEEDED: dict[str, str] = {
+    f"{_FSDP2}._fsdp_param:FSDPParam": "sharded_param= _unsharded_param unsharded_accumulated_grad= "
+    "to_accumulated_grad_if_needed reset_sharded_param reduce_dtype padded_sharded_param_size sharded_size "
+    "fsdp_placement _sharded_param_data= pin_memory offload_to_cpu device mesh_info _module_info _orig_size",
+    f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name",
+    f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info post_forward_mesh_info device device_handle "
+    "mp_policy= comm_ctx reduce_grads= all_reduce_grads= gradient_divide_factor force_sum_reduction_for_comms "
+    "is_sharded unshard wait_for_unshard post_backward _to_sharded _init_mp_dtypes _record_post_forward _is_hsdp "
+    "_training_state= _register_post_backward_hook _partial_reduce_output= _all_gather_result _all_gather_comm "
+    "_reduce_scatter_comm _reduce_scatter_process_group _all_reduce_process_group",
+    f"{_FSDP2}._fsdp_param_group:FSDPCommContext": "reduce_scatter_stream",
+    f"{_FSDP2}._fsdp_param_group": "RegisterPostBackwardFunction",
+    f"{_FSDP2}._fsdp_state:FSDPState": "_fsdp_param_groups|_fsdp_param_group _is_root _state_ctx _device _lazy_init "
+    "_training_state _pre_forward _post_forward _pre_backward _pre_forward_hook_handle _post_forward_hook_handle "
+    "_register_pre_backward_hook _root_post_backward_final_callback",
+    f"{_FSDP2}._fsdp_state:FSDPStateContext": "all_states is_last_backward= post_backward_final_callback_queued",
+    f"{_FSDP2}._fsdp_common:TrainingState": "IDLE PRE_BACKWARD POST_BACKWARD",
+    f"{_FSDP2}._fsdp_common:FSDPMeshInfo": "mesh shard_mesh_size shard_process_group",
+    f"{_FSDP2}._fsdp_collectives": "_get_gradient_divide_factors",
+    "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
+    "torch.distributed.fsdp:FullyShardedDataParallel": "_handle",
+    "torch.distributed.fsdp:ShardingStrategy": "_HYBRID_SHARD_ZERO2",
+    "torch.distributed.fsdp._flat_param:FlatParameter": "_fqns _shapes _numels_with_padding _is_padding_mask "
+    "_shared_param_infos _unpadded_unsharded_size",
+    "torch.distributed.fsdp.wrap": "_or_policy _module_wrap_policy _Policy",
+    "torch.distributed.algorithms._comm_hooks": "default_hooks",
+    "torch.distributed.distributed_c10d": "_get_default_store",
+    "torch._C._distributed_c10d:Store": "clone",
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": "_monitor_workers _pcontext",
+    "torch.distributed.elastic.multiprocessing.api:MultiprocessContext": "_pc",
+    "torch.distributed.tensor:DTensor": "_spec",
+    "torch.distributed.tensor:Shard": "_split_tensor",
+    "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta",
+    "torch.amp:GradScaler": "_unscale_grads_",
+    "torch.optim:AdamW": "_step_supports_amp_scaling",
+    "torch.optim:SGD": "_step_supports_amp_scaling",
+    "torch.autograd": "_get_sequence_nr",
+    "torch.autograd.graph:Node": "_sequence_nr",
+    "torch:Tensor": "_base",
+    "torch:UntypedStorage": "_cdata",
+    "torch._C": "_current_graph_task_id _storage_Use_Count _distributed_c10d",
+    "torch._C:TensorBase": "data",
+    "torch": "_C _amp_foreach_non_finite_check_and_unscale_ _foreach_mul_ _foreach_norm _foreach_lerp_ _foreach_copy_",
+    "torch.nn:Module": "_parameters _buffers _non_persistent_buffers_set",
+    "torch._subclasses.fake_tensor": "FakeTensorMode log",
+    "torch.utils._foreach_utils": "_get_fused_kernels_supported_devices",
+    "torch.utils._python_dispatch": "TorchDispatchMode _get_current_dispatch_mode _pop_mode_temporarily",
+    "torch.utils._pytree": "tree_leaves",
+    "torch.utils.checkpoint": "_CachedTorchDispatchMode _CachingTorchDispatchMode",
+}
+"""What the rest of the package names of torch's private parts, by `module` or `module:class`.
+
+`a|b`: one of them; `a=`: it is set too, so that a property without a setter does not do.
+"""
+
+
+@functools.cache
+def check_torch() -> None:
+    """Look once, where this torch is none of the tested ones, for everything private that shardwise needs of it.
+
+    Raises:
+        EnvironmentProblem: Something is missing.
+
+    Ranks:
+        Local. All ranks of a run have the same torch.
+    """
+    if SpecifierSet(TESTED).contains(torch.__version__, prereleases=True):
+        return
+    if missing := list(missing_attributes()):
+        raise EnvironmentProblem(
+            f"shardwise does not work with torch {torch.__version__}, which lacks {len(missing)} private attributes",
+            where="\n".join(missing),
+            why=f"shardwise is tested with torch{TESTED}, and FSDP2's private parts change between releases",
+            fix=f'pip install "torch{TESTED}", or a newer shardwise',
+        )
+    text = f"shardwise is tested with torch{TESTED}, and this is {torch.__version__}; nothing that it needs is missing"
+    warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def missing_attributes() -> Iterator[str]:
+    """Each entry of `NEEDED` that the installed torch does not have."""
+    for place, names in NEEDED.items():
+        module, _, owner_name = place.partition(":")
+        try:
+            found = import_module(module)
+            owner = getattr(found, owner_name) if owner_name else found
+        except (ImportError, AttributeError):
+            yield place.replace(":", ".")
+            continue
+        for name in names.split():
+            if not any(_has(owner, either.removesuffix("=")) for either in name.split("|")):
+                yield f"{place.replace(':', '.')}.{name.removesuffix('=')}"
+            elif name.endswith("=") and getattr(getattr(owner, name[:-1], None), "fset", owner) is None:
+                yield f"{place.replace(':', '.')}.{name[:-1]} (read-only)"
+
+
+def _has(owner: Any, name: str) -> bool:
+    if hasattr(owner, name):
+        return True
+    return inspect.isclass(owner) and any(name in _names_in_source(base) for base in owner.__mro__)
+
+
+@functools.cache
+def _names_in_source(owner: type) -> frozenset[str]:
+    """Attributes that only instances have: those that a class's source annotates, or reads or sets on `self`."""
+    try:
+        source = inspect.getsource(owner)
+    except (OSError, TypeError):  # a class of the C extension
+        return frozenset()
+    annotated = re.findall(r"^    (\w+):", source, re.MULTILINE)
+    return frozenset(annotated + re.findall(r"\bself\.(\w+)", source))
