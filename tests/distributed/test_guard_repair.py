@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -12,6 +13,7 @@ from shardwise.config.schema import ShardConfig
 from shardwise.diagnosing.guard import guard
 from shardwise.errors import ShardError
 from shardwise.sharding.apply import shard
+from shardwise.sharding.recovery import recover
 from tests.by_hand import FP32, full
 from tests.faults.diverging import Model
 from tests.ranks import ranks
@@ -123,3 +125,84 @@ def test_names_are_checked_on_every_rank(rank: int):
         guard(model, repair=["lefft"])
     with pytest.raises(ShardError, match="ranks want to repair different modules"):
         guard(model, repair=["left"] if rank else ["right"])
+
+
+class Fuse(torch.autograd.Function):
+    """Blows in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise FloatingPointError("in backward")
+
+
+MODEL_PARTS = ["embed", "vision", "left", "right", "experts", "blocks.0", "blocks.1"]
+
+
+def repaired(how: str) -> tuple[nn.Module, nn.Module]:
+    model, reference = built(Model)
+    if how == "by-hand":
+        by_hand(model, MODEL_PARTS)
+    else:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        shard(model, ShardConfig(unused_parameters="skip"), mesh=mesh)
+    return model, reference
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["by-hand", "shard"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_failed_is_forgotten_by_repaired_towers_too(rank: int, how: str, where: str):
+    """What the lost step had used counts for nothing: nobody uses it in the next one, so it has no gradient."""
+    model, reference = repaired(how)
+
+    def fail(*_: object) -> None:
+        raise FloatingPointError("in forward")
+
+    with guard(model, repair=["left", "right", "vision"]):
+        for _ in range(2):
+            module = model.get_submodule("blocks.0" if where == "forward" else "embed")
+            handle = (
+                module.register_forward_pre_hook(fail)
+                if where == "forward"
+                else module.register_forward_hook(lambda module, args, output: Fuse.apply(output))
+            )
+            with pytest.raises(FloatingPointError):
+                model(batch(rank, 9)).square().mean().backward()
+            handle.remove()
+            recover(model)
+            assert all(parameter.grad is None for parameter in model.parameters())
+        branches = [["expert", "expert"], ["skipped-tower", "skipped-tower"], ["", "branch"], ["", ""]]
+        assert_trains_alike(model, reference, branches, rank)
+
+
+OLDER_NAMES = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+
+
+@ranks(2, timeout_s=40)
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+def test_a_collective_that_fails_by_itself_leaves_with_its_own_error(rank: int, collective: str):
+    """No other rank is to blame: nobody waits for one that is, and the model can go on."""
+    model, reference = built(Model)
+    by_hand(model, MODEL_PARTS)
+    said: list[str] = []
+    name = f"{collective}_single" if hasattr(dist, f"{collective}_single") else OLDER_NAMES[collective]
+    real = getattr(dist, name)
+
+    def failing(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("the cable is out")
+
+    with guard(model, report=said.append):
+        setattr(dist, name, failing)
+        try:
+            with pytest.raises(RuntimeError, match="the cable is out") as caught:
+                model(batch(rank, 9)).square().mean().backward()
+        finally:
+            setattr(dist, name, real)
+        assert not isinstance(caught.value, ShardError)
+        recover(model)
+        assert_trains_alike(model, reference, [["", ""]] * 2, rank)
+    assert said == []

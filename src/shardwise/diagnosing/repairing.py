@@ -21,7 +21,7 @@ from shardwise.sharding.entering import wanting_gradient
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
 from shardwise.sharding.inputs import change_tensors
 from shardwise.sharding.outputs import differentiable
-from shardwise.sharding.registry import sharded_state
+from shardwise.sharding.registry import forget_when_recovered, sharded_state
 
 _REPAIRED = "_shardwise_repaired"
 
@@ -110,8 +110,7 @@ def _reduce_unused(model: nn.Module, mesh: DeviceMesh, groups: list[Any]) -> Non
     state = sharded_state(model)
     planned = set() if state is None else {id(g) for g in _groups_that_send_zeros(model, state.plan)}
     unused = UnusedParameters([group for group in groups if id(group) not in planned])
-    if state is not None:
-        state.forget.append(unused.forget)
+    forget_when_recovered(model, unused.forget)
     BackwardEnd(model, mesh, [], unused, () if state is None else state.before_sum)
 
 

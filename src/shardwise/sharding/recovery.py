@@ -4,7 +4,7 @@ from torch import nn
 
 from shardwise import compat
 from shardwise.errors import ShardError
-from shardwise.sharding.registry import sharded_state
+from shardwise.sharding.registry import notes_to_forget
 
 
 def recover(model: nn.Module) -> None:
@@ -40,6 +40,5 @@ def recover(model: nn.Module) -> None:
             compat.reset_iteration(state)
     compat.drop_gradients(model)
     for module in model.modules():
-        if (sharded := sharded_state(module)) is not None:
-            for forget in sharded.forget:
-                forget()
+        for forget in notes_to_forget(module):
+            forget()

@@ -27,6 +27,7 @@ _ROOTS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in the order
 _LISTENERS: list[Callable[[nn.Module], object]] = []
 # In the module's own dict, not in a table here: the state refers to the model, and a table would keep both.
 _ATTRIBUTE = "_shardwise_state"
+_NOTES = "_shardwise_notes"
 
 
 def remember(model: nn.Module, state: ShardedState) -> None:
@@ -53,6 +54,17 @@ def when_sharded(callback: Callable[[nn.Module], object]) -> None:
 def sharded_state(model: nn.Module) -> ShardedState | None:
     """What was recorded for `model`, or None when it is not a root that shardwise sharded."""
     return model.__dict__.get(_ATTRIBUTE)
+
+
+def forget_when_recovered(model: nn.Module, forget: Callable[[], None]) -> None:
+    """Call `forget` when a step of `model` failed and is given up; also for a model sharded by hand."""
+    model.__dict__.setdefault(_NOTES, []).append(forget)
+
+
+def notes_to_forget(model: nn.Module) -> list[Callable[[], None]]:
+    """What drops our own notes on a step of `model` that failed."""
+    state = sharded_state(model)
+    return [*(state.forget if state is not None else ()), *model.__dict__.get(_NOTES, ())]
 
 
 def sharded_roots() -> list[nn.Module]:

@@ -17,6 +17,7 @@ from shardwise.checkpointing.sharded.manifest import read_manifest
 from shardwise.checkpointing.state.run import Run
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.progress import NoProgress
+from shardwise.units import format_bytes
 
 
 def a_run() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -161,6 +162,65 @@ def test_progress_hears_the_bytes(tmp_path: Path, asynchronous: bool):
     assert told[-1].startswith("writing: ")
     assert all(note.endswith("/s") for note in told)
     assert read == heard.totals[1] >= sum(t.nbytes for t in model.state_dict().values())
+
+
+class Recorder:
+    """Notes what a progress bar would show, in order."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int, str]] = []
+
+    def start(self, total: int, label: str) -> None:
+        self.heard.append(("start", total, label))
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        self.heard.append(("advance", steps, note))
+
+    def finish(self, note: str = "") -> None:
+        self.heard.append(("finish", 0, note))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("numels", [(5,), (40_000_000, 3_000_000, 7)], ids=["small", "large"])
+def test_progress_of_a_save_goes_up_to_all_of_it(tmp_path: Path, asynchronous: bool, numels: tuple[int, ...]):
+    """Also where another process writes: its news come as they happen, and once each."""
+    model = nn.Module()
+    for index, numel in enumerate(numels):
+        model.register_parameter(f"p{index}", nn.Parameter(torch.zeros(numel, dtype=torch.int8), requires_grad=False))
+    recorder = Recorder()
+    with Checkpointer(tmp_path, asynchronous=asynchronous, fsync=False, progress=recorder) as checkpointer:
+        for step in (1, 2):
+            recorder.heard.clear()
+            checkpointer.save(step, model=model)
+            checkpointer.wait()
+            kinds = [kind for kind, _, _ in recorder.heard]
+            steps = [number for kind, number, _ in recorder.heard if kind == "advance"]
+            assert (kinds[0], kinds[-1]) == ("start", "finish")
+            assert set(kinds[1:-1]) == {"advance"}
+            (_, total, label), *_ = recorder.heard
+            assert label == "writing"
+            assert total >= sum(numels)
+            assert total - sum(numels) < 1 << 15, "the state of random generators, no more"
+            assert all(number > 0 for number in steps), "it never goes back"
+            written = (tmp_path / f"step-{step:08d}" / "__0_0.distcp").stat().st_size
+            assert total <= sum(steps) <= written
+            if sum(numels) > 100 and not asynchronous:  # the other process has news a few times a second
+                assert len(steps) > 1, "it moves before the end"
+            size = format_bytes(sum(steps))
+            assert recorder.heard[-2][2].startswith(f"{size} of {format_bytes(total)}, ")
+            assert recorder.heard[-1][2].startswith(f"writing: {size} in ")
+
+
+def test_progress_of_a_save_that_fails_ends(tmp_path: Path):
+    recorder = Recorder()
+    model, _ = a_run()
+    with Checkpointer(tmp_path, progress=recorder) as checkpointer:
+        checkpointer.save(1, model=model)
+        checkpointer.wait()
+        recorder.heard.clear()
+        with pytest.raises(CheckpointError):
+            checkpointer.save(1, model=model)
+        assert recorder.heard == []
 
 
 def test_a_progress_that_fails_confuses_no_later_save(tmp_path: Path):

@@ -64,6 +64,80 @@ def test_a_resume_drops_what_was_not_saved_and_half_a_line(tmp_path: Path):
     assert steps(tmp_path) == []
 
 
+def every_line(folder: Path) -> list[int]:
+    """The steps of all lines; each must be whole."""
+    text = (folder / "metrics.jsonl").read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line)["step"] for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("num_bytes", [1, 5, 9, 30])
+def test_a_line_that_a_kill_cut_short_is_not_continued(tmp_path: Path, num_bytes: int):
+    """The newest kept record stands right before it: what comes next must begin a line of its own."""
+    first = Metrics(tmp_path, MetricsConfig(), 0)
+    for step in (1, 2, 3):
+        first.record(step, loss=float(step))
+    first.close()
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "a") as file:
+        file.write(path.read_text().splitlines()[-1].replace('"step": 3', '"step": 4')[:num_bytes])
+    second = Metrics(tmp_path, MetricsConfig(), 0, steps_done=3)
+    assert every_line(tmp_path) == [1, 2, 3]
+    second.record(4, loss=4.0)
+    second.close()
+    assert every_line(tmp_path) == [1, 2, 3, 4]
+    assert [record["loss"] for record in read_records(path)] == [1.0, 2.0, 3.0, 4.0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_records_after_a_broken_line_are_kept(tmp_path: Path):
+    """As where a killed run was continued by something that only appends."""
+    lines = [
+        '{"step": 1, "loss": 1.0}',
+        '{"step": 2, "lo{"step": 2, "loss": 2.5}',
+        '{"step": 3, "loss": 3.0}',
+        "[4]",
+        '{"loss": 5.0}',
+        '{"step": "6"}',
+        "",
+        '{"step": 7, "loss": 7.0}',
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(lines))
+    assert [record["step"] for record in read_records(path)] == [1, 3, 7]
+    metrics = Metrics(tmp_path, MetricsConfig(), 0, steps_done=3)
+    metrics.record(4)
+    metrics.rewind(4)
+    assert every_line(tmp_path) == [1, 3, 4]
+    metrics.rewind(3)
+    metrics.record(5)
+    metrics.close()
+    assert every_line(tmp_path) == [1, 3, 5]
+    assert read_records(tmp_path / "absent.jsonl") == []
+
+
+def test_every_rank_hears_every_record(tmp_path: Path):
+    heard: list[tuple[int, int, dict[str, object]]] = []
+    for rank in (0, 1):
+        metrics = Metrics(tmp_path / str(rank), MetricsConfig(), rank)
+        metrics.on_record = lambda step, values, rank=rank: heard.append((rank, step, dict(values)))
+        metrics.record(2, loss=1.5)
+        assert metrics.latest == ({"step": 2, "time": metrics.latest["time"], "loss": 1.5} if rank == 0 else {})
+        metrics.close()
+    assert heard == [(0, 2, {"loss": 1.5}), (1, 2, {"loss": 1.5})]
+
+
+def test_infinities_are_words_that_float_reads(tmp_path: Path):
+    metrics = Metrics(tmp_path, MetricsConfig(), 0)
+    metrics.record(1, up=float("inf"), down=torch.tensor(float("-inf")), huge=1e308, yes=True)
+    metrics.close()
+    (record,) = read_records(tmp_path / "metrics.jsonl")
+    assert {name: record[name] for name in ("up", "down", "huge", "yes")} == {
+        "up": "inf", "down": "-inf", "huge": 1e308, "yes": True,
+    }  # fmt: skip
+    assert float(record["down"]) == -float("inf")
+
+
 def test_records_are_due_every_n_steps(tmp_path: Path):
     metrics = Metrics(tmp_path, MetricsConfig(every=5), 0)
     assert [step for step in range(1, 12) if metrics.is_due(step)] == [5, 10]

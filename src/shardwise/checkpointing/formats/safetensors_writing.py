@@ -215,7 +215,7 @@ def _publish_folder(partial: Path, target: Path, written: set[str], fsync: bool)
         if target.exists():
             for item in target.iterdir():
                 if item.name not in written and not item.name.endswith(_WEIGHT_SUFFIXES):
-                    _carry_over(item, partial / item.name)
+                    _carry_over(item, partial / item.name, fsync)
         if fsync:
             files.sync_folder(partial)
         if target.exists():
@@ -226,8 +226,11 @@ def _publish_folder(partial: Path, target: Path, written: set[str], fsync: bool)
     files.remove_tree(retired)
 
 
-def _carry_over(source: Path, target: Path) -> None:
+def _carry_over(source: Path, target: Path, fsync: bool) -> None:
     if source.is_dir() and not source.is_symlink():
         shutil.copytree(source, target, symlinks=True)
     else:
         shutil.copy2(source, target, follow_symlinks=False)
+    for item in (target, *target.rglob("*")) if fsync else ():
+        if not item.is_symlink():
+            files.sync_folder(item)  # or file: whatever has the name

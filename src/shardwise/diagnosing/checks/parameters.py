@@ -17,8 +17,11 @@ _SHORT = (torch.bfloat16, torch.float16)
 
 def unsharded(subject: Subject) -> Iterator[Finding]:
     """SW401: trainable parameters that no group shards and nobody averages."""
+    gathered = [group for group in subject.groups.values() if compat.is_gathered(group)]  # said elsewhere
+    in_groups = {subject.name_of(param.sharded_param) for group in gathered for param in group.fsdp_params}
     for name, parameter in subject.parameters.items():
-        if parameter.requires_grad and not isinstance(parameter, DTensor) and name not in subject.averaged:
+        is_plain = parameter.requires_grad and not isinstance(parameter, DTensor)
+        if is_plain and name not in subject.averaged and name not in in_groups:
             yield Finding(
                 code="SW401",
                 message="a trainable parameter is an ordinary tensor: its gradient is not averaged, and ranks drift "
