@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.leaks import leaks_since, restore, take_snapshot
-from tests.ranks import shut_down_pools
+from tests.ranks import shut_down_pools, start_fork_server
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +17,12 @@ def leave_nothing_behind() -> Iterator[None]:
     restore(before)
     if leaks:
         pytest.fail("the test leaked:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.fixture
+def fork_server() -> None:
+    """Start the server as `@ranks` does: a process has one, and whoever starts it first decides its environment."""
+    start_fork_server()
 
 
 def pytest_sessionfinish() -> None:

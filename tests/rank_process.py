@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
@@ -37,6 +38,7 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _PR_SET_PDEATHSIG = 1
 _GUARDS: list[Guard] = []
+_num_frozen_modules = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,6 @@ def serve(rank: int, num_ranks: int, folder: Path, connection: Connection) -> No
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_COLLECTIVE_TIMEOUT)
         dist.barrier()
         when_sharded(_guard)
-        gc.freeze()  # the imports never die; collecting after each test need not look at them
         connection.send("ready")
         while (job := _next_job(connection)) is not None:
             connection.send(_run(job, rank))
@@ -89,6 +90,7 @@ def _next_job(connection: Connection) -> Job | None:
 
 
 def _run(job: Job, rank: int) -> Outcome:
+    _freeze_imports()
     before = take_snapshot()
     random.seed(0)
     torch.manual_seed(0)
@@ -100,6 +102,14 @@ def _run(job: Job, rank: int) -> Outcome:
         outcome = Outcome("leaked", "the test leaked:\n  " + "\n  ".join(leaks), "leak")
     restore(before)
     return Outcome(outcome.status, outcome.text, outcome.kind, num_groups())
+
+
+def _freeze_imports() -> None:
+    """Modules never die; collecting after each test need not look at them."""
+    global _num_frozen_modules
+    if len(sys.modules) != _num_frozen_modules:
+        _num_frozen_modules = len(sys.modules)
+        gc.freeze()
 
 
 def _guard(model: nn.Module) -> None:
@@ -150,12 +160,16 @@ def _import_file(job: Job) -> ModuleType:
 
 def _filter_warnings(test: Callable[..., None]) -> None:
     """The filters of pyproject.toml, then those the test is marked with, as pytest applies them."""
-    options = tomllib.loads(PYPROJECT.read_text())["tool"]["pytest"]["ini_options"]
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "filterwarnings"]
     warnings.resetwarnings()
-    for line in [*options["filterwarnings"], *(line for mark in marks for line in mark.args)]:
+    for line in [*_common_filters(), *(line for mark in marks for line in mark.args)]:
         action, message, category, *_ = [*line.split(":"), "", ""]
         warnings.filterwarnings(action, message, _warning_class(category))  # pyrefly: ignore
+
+
+@functools.cache
+def _common_filters() -> list[str]:
+    return tomllib.loads(PYPROJECT.read_text())["tool"]["pytest"]["ini_options"]["filterwarnings"]
 
 
 def _warning_class(name: str) -> type[Warning]:

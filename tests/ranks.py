@@ -27,11 +27,13 @@ _PRELOAD = [
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "pytest",
+    "tests.rank_process",
 ]
 # For the fork server, hence for every rank: one thread each, loopback only, no compile workers.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 _START_TIMEOUT_S = 180.0
 _GRACE_S = 5.0  # for the others, once one rank has failed: longer than any honest lag between ranks
+_REPORT_S = 60.0  # for stacks, logs, and the end of the ranks
 _MAX_GROUPS = 200  # meshes never give their groups back; a pool that holds this many is replaced
 _MAX_STACK_LINES = 40
 _MANY_RANKS = 4
@@ -62,6 +64,8 @@ def ranks(num_ranks: int, timeout_s: float = 60.0) -> Callable[[Callable[..., No
         run.pytestmark = marks  # pyrefly: ignore[missing-attribute]
         run.place_as = test  # pyrefly: ignore[missing-attribute]  # where pytest says the test is
         run.on_each_rank = test  # pyrefly: ignore[missing-attribute]  # what a rank looks up by name
+        # Of the whole test: longer than the pool takes to name the ranks that hang.
+        run.limit_s = _START_TIMEOUT_S + timeout_s + _REPORT_S  # pyrefly: ignore[missing-attribute]
         return run
 
     return decorate
@@ -92,16 +96,16 @@ class Pool:
     def run(self, test: Callable[..., None], arguments: dict[str, object], timeout_s: float) -> None:
         """Run `test` on every rank; fail, skip or return as the ranks did."""
         job = Job(test.__module__, inspect.getfile(test), test.__qualname__, _pickled(arguments))
-        if not self._is_alive():
-            self.stop()
-            self._start()
-        logged = [self._log(rank).stat().st_size for rank in range(self.num_ranks)]
         try:
+            if not self._is_alive():
+                self.stop()
+                self._start()
+            logged = [self._log(rank).stat().st_size for rank in range(self.num_ranks)]
             for connection in self._connections:
                 connection.send(job)
             outcomes, trouble = self._collect(timeout_s)
             report = self._report(outcomes, trouble, logged)
-        except BaseException:  # Ctrl-C: the ranks are somewhere inside the test
+        except BaseException:  # Ctrl-C or the time limit: the ranks are somewhere inside the test
             self.stop()
             raise
         same = {(outcome.status, outcome.kind) for outcome in outcomes.values()}
@@ -128,7 +132,7 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        _start_fork_server(context)
+        start_fork_server()
         self._folder = Path(tempfile.mkdtemp(prefix="shardwise-ranks-"))
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
@@ -208,8 +212,9 @@ class Pool:
         return "\n".join(parts)
 
 
-def _start_fork_server(context: multiprocessing.context.ForkServerContext) -> None:
-    context.set_forkserver_preload(_PRELOAD)
+def start_fork_server() -> None:
+    """Start the process from which ranks are forked, unless it runs already."""
+    multiprocessing.set_forkserver_preload(_PRELOAD)
     before = dict(os.environ)
     os.environ.update(_ENVIRONMENT)
     try:

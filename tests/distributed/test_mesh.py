@@ -32,6 +32,7 @@ def join_and_sum() -> tuple[tuple[str, ...] | None, tuple[int, ...], float]:
     return mesh.mesh_dim_names, tuple(mesh.shape), total.item()
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_ranks_of_a_launcher_form_a_mesh():
     results = start_local("tests.distributed.test_mesh:join_and_sum", 2)
     assert results == [(("replicate", "shard"), (2, 1), 3.0)] * 2

@@ -10,6 +10,8 @@ import pytest
 
 from shardwise.launching import start_local
 
+pytestmark = pytest.mark.usefixtures("fork_server")
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/train.py"))
 

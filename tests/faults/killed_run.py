@@ -26,7 +26,7 @@ from shardwise.checkpointing.saving.staging import wait_for_copies
 from shardwise.checkpointing.sharded import faults
 from shardwise.checkpointing.sharded.committing import committed_steps, sweep
 from tests.by_hand import mesh_1d, shard_module
-from tests.ranks import _start_fork_server
+from tests.ranks import start_fork_server
 
 _WIDTH = 160
 
@@ -49,7 +49,7 @@ class Running:
 
     def __init__(self, folder: Path, kind: Kind) -> None:
         context = multiprocessing.get_context("forkserver")
-        _start_fork_server(context)
+        start_fork_server()
         store = folder.with_name(f"{folder.name}-store-{time.monotonic_ns()}")
         self._heard: list[int] = []
         self.processes = []

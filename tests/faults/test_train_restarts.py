@@ -11,6 +11,8 @@ from shardwise.launching import STOP_SIGNALS, start_local
 from shardwise.launching.failures import find_cause, is_lost_peer
 from shardwise.launching.rank_side import ErrorReport
 
+pytestmark = pytest.mark.usefixtures("fork_server")
+
 JOBS = "tests.faults.local_jobs"
 
 

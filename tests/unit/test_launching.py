@@ -9,6 +9,8 @@ import pytest
 from shardwise.errors import ConfigError, EnvironmentProblem
 from shardwise.launching import Launch, first_host, read_launch, start_local
 
+pytestmark = pytest.mark.usefixtures("fork_server")
+
 TORCHRUN = {
     "RANK": "5",
     "LOCAL_RANK": "1",

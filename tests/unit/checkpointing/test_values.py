@@ -83,7 +83,16 @@ class Colour(enum.Enum):
     RED = 1
 
 
-@pytest.mark.parametrize("value", [print, object(), Colour.RED, torch.ones(1), [{"deep": lambda: 0}]], ids=repr)
+REFUSED = {
+    "function": print,
+    "object": object(),
+    "enum": Colour.RED,
+    "tensor": torch.ones(1),
+    "deep inside": [{"deep": lambda: 0}],
+}
+
+
+@pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
 def test_other_objects_are_refused_by_name(value: Any):
     with pytest.raises(CheckpointError, match="cannot be stored") as caught:
         encode_value({"outer": value}, "schedule")

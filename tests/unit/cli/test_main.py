@@ -3,9 +3,9 @@
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,10 +32,16 @@ def test_help_is_quick():
     shardwise("--help")  # once, so that the files are in memory
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = cpu_of_children_s()
         assert shardwise("--help").returncode == 0
-        seconds.append(time.perf_counter() - start)
+        seconds.append(cpu_of_children_s() - start)
     assert min(seconds) <= 0.5
+
+
+def cpu_of_children_s() -> float:
+    """CPU time, which a second lane of tests does not lengthen as it does wall time."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_version_is_printed():
