@@ -27,30 +27,27 @@ from benchmarks.mutation_running import (
     Workspace,
     hash_of,
     keep,
-    map_file,
-    map_path,
     on_workspaces,
     read_map,
 )
 from benchmarks.mutation_tracing import MODULE
 
 
-def build_map(*, slow: bool, jobs: int, only: str, retry: bool) -> None:
+def build_map(*, slow: bool, only: str, retry: bool) -> None:
     """Map every test file that changed since it was mapped, or never was; with `retry` also those that failed."""
-    ((_, collected),) = on_workspaces([slow], lambda workspace, slow: workspace.collect(slow=slow), jobs=1)
-    known = read_map(slow=slow)
-    current = {file for file in collected if file in known and known[file].hash == hash_of(ROOT / file)}
-    fresh = {file for file in current if known[file].status == "passed" or not retry}
-    todo = [file for file in collected if file not in fresh and only in file]
-    print(f"{len(collected)} files, {len(fresh)} already in {map_path(slow=slow).relative_to(ROOT)}", flush=True)
 
-    def work(workspace: Workspace, file: str) -> Mapped:
-        return map_file(workspace, file, slow=slow, tests=collected[file])
+    def work(workspace: Workspace, slow: bool) -> list[Mapped]:
+        collected, known = workspace.collect(slow=slow), read_map(slow=slow)
+        fresh = {file for file in collected if file in known and known[file].hash == hash_of(ROOT / file)}
+        fresh -= {file for file in fresh if retry and known[file].status != "passed"}
+        todo = [file for file in collected if file not in fresh and only in file]
+        print(f"{len(collected)} test files, {len(fresh)} mapped already, {len(todo)} to be", flush=True)
+        return list(workspace.map(todo, slow=slow)) if todo else []
 
-    for number, (file, mapped) in enumerate(on_workspaces(todo, work, jobs=jobs), start=1):
-        keep(mapped)
-        entered = f"{mapped.tests} tests, {mapped.breadth} functions, {mapped.seconds} s"
-        print(f"{number}/{len(todo)} {file}: {mapped.status}, {entered} {mapped.why[:200]}".rstrip(), flush=True)
+    ((_, mapped),) = on_workspaces([slow], work, jobs=1)
+    for entry in mapped:
+        keep(entry)
+        print(f"{entry.file}: {entry.status}, {entry.breadth} functions, {entry.seconds} s {entry.why}".rstrip())
 
 
 def covering(mutant: Mutant, mapped: list[Mapped]) -> list[Mapped]:
@@ -171,8 +168,7 @@ def main() -> None:
     for command in (drawing, running):
         command.add_argument("--seed", type=int, required=True)
         command.add_argument("--count", type=int, required=True)
-    for command in (mapping, running):
-        command.add_argument("--jobs", type=int, default=2, help="test files at once")
+    running.add_argument("--jobs", type=int, default=2, help="mutants at once")
     for command in (running, reporting):
         command.add_argument("--out", type=Path, required=True, help="the results, one JSON line a mutant")
     running.add_argument(
@@ -183,7 +179,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     match options.command:
         case "map":
-            build_map(slow=options.slow, jobs=options.jobs, only=options.only, retry=options.retry)
+            build_map(slow=options.slow, only=options.only, retry=options.retry)
         case "draw":
             for index, mutant in enumerate(draw(ROOT / PACKAGE, options.seed, options.count)):
                 print(show(describe(options.seed, index, mutant)))

@@ -26,7 +26,9 @@ from benchmarks.mutation_tracing import MODULE, VARIABLE
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path("src/shardwise")
 KEPT = ROOT / "benchmarks/.mutation"
-MAP_LIMIT_S = 400.0
+MAP_LIMIT_S = 5400.0
+START_S = 8.0
+"""What a test file takes by itself besides its tests: importing torch, starting ranks."""
 _OWNER = "SHARDWISE_MUTATION_OWNER"
 _NOTHING_SELECTED = 5  # pytest's exit status
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", KEPT.name)
@@ -98,16 +100,36 @@ class Workspace:
         own = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.temporary)}
         return {**{name: value for name, value in os.environ.items() if name != VARIABLE}, **own}
 
-    def collect(self, *, slow: bool) -> dict[str, int]:
-        """How many tests each file has; those without any are left out."""
-        output = self._pytest(["--collect-only", "tests", "--ignore", "tests/gpu"], slow, limit_s=600.0)[1]
-        files = [line.partition("::")[0] for line in output.splitlines() if re.match(r"tests/\S+\.py::", line)]
-        return {file: files.count(file) for file in sorted(set(files))}
+    def collect(self, *, slow: bool) -> list[str]:
+        """The test files that have any such tests."""
+        output = self._pytest(["--collect-only", "-n", "0", "tests", "--ignore", "tests/gpu"], slow, limit_s=600.0)[1]
+        return sorted({line.partition("::")[0] for line in output.splitlines() if re.match(r"tests/\S+\.py::", line)})
 
-    def run(self, file: str, *, slow: bool, limit_s: float, calls: Path | None = None) -> FileRun:
-        """Run the tests of `file` until one fails; with `calls`, all of them, writing there what they enter."""
+    def map(self, files: list[str], *, slow: bool) -> Iterator["Mapped"]:
+        """Run test files beside each other, as `make test` does, and note what each enters."""
+        calls = self.temporary.parent / "calls"
+        shutil.rmtree(calls, ignore_errors=True)
+        calls.mkdir()
+        (calls / "files").write_text("\n".join(files))
+        lanes = ["-n", "2", "--dist", "loadgroup", "-p", "benchmarks.mutation_plugin"]
+        code, output = self._pytest([*lanes, *files], slow, limit_s=MAP_LIMIT_S, calls=calls)
+        if not (calls / "known.json").is_file():
+            raise RuntimeError(f"the tests ended with {code}:\n{output[-3000:]}")
+        (self.temporary.parent / "map-output").write_text(output)
+        entered: dict[str, set[str]] = {file: set() for file in files}
+        for line in (calls / "calls").read_text(errors="replace").splitlines():
+            number, _, function = line.partition(" ")
+            if number.isdigit() and int(number) < len(files):
+                entered[files[int(number)]].add(function)
+        for file, (seconds, tests, failed) in json.loads((calls / "known.json").read_text()).items():
+            hash = hash_of(self.tree / file)
+            status = "failed" if failed else "passed"
+            yield Mapped(file, slow, hash, status, round(seconds + START_S, 1), tests, frozenset(entered[file]), failed)
+
+    def run(self, file: str, *, slow: bool, limit_s: float) -> FileRun:
+        """Run the tests of `file` until one fails."""
         began = time.monotonic()
-        code, output = self._pytest([file] if calls else ["-x", file], slow, limit_s=limit_s, calls=calls)
+        code, output = self._pytest(["-n", "0", "-x", file], slow, limit_s=limit_s)
         seconds = round(time.monotonic() - began, 1)
         if code is None:
             return FileRun("timeout", seconds, file, f"not done after {limit_s:.0f} s")
@@ -208,19 +230,6 @@ def on_workspaces(
         futures = {pool.submit(one, item): item for item in items}
         for future in as_completed(futures):
             yield futures[future], future.result()
-
-
-def map_file(workspace: Workspace, file: str, *, slow: bool, tests: int) -> Mapped:
-    """Run a test file and note what it enters; where it fails only because it is watched, it counts as passed."""
-    calls = workspace.temporary.parent / "calls"
-    calls.write_bytes(b"")
-    run = workspace.run(file, slow=slow, limit_s=MAP_LIMIT_S, calls=calls)
-    functions = frozenset(calls.read_text().split("\n")) - {""}
-    if run.status != "passed":
-        run = workspace.run(file, slow=slow, limit_s=MAP_LIMIT_S)
-    hash = hash_of(workspace.tree / file)
-    why = f"{run.failed}: {run.why}" if run.failed else ""
-    return Mapped(file, slow, hash, run.status, run.seconds, tests, functions, why)
 
 
 def hash_of(path: Path) -> str:
