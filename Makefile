@@ -2,6 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Two lanes of tests, one a core; ARGS="-n 0" goes without, as debuggers must.
+LANES := -n 2 --dist loadgroup
+# Tests start many processes, each of which would compile the package anew.
+test test-full: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup train test test-full check static bench clean
 
@@ -20,11 +24,11 @@ train: $(READY)
 
 # The tests, without those marked slow.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(LANES) $(ARGS)
 
 # The long ones that `make test` leaves out: on four ranks, killed runs, clusters, every example, large sweeps.
 test-full: $(READY)
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow $(LANES) $(ARGS)
 
 # What must be clean before a commit.
 check: static test
@@ -40,4 +44,4 @@ bench: $(READY)
 	@for name in step planning clip guard checkpoint source_tools data train_overhead; do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv build .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist

@@ -1,11 +1,21 @@
 """Checks after every test that it left nothing behind, and ends the ranks with the session."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.leaks import leaks_since, restore, take_snapshot
 from tests.ranks import shut_down_pools, start_fork_server
+
+pytest_plugins = ["tests.lanes"]
+
+
+def pytest_configure() -> None:
+    """In one of several lanes, keep to one core."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

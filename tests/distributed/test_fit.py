@@ -74,16 +74,26 @@ def test_one_rank_two_ranks_and_a_hybrid_mesh_learn_the_same(tmp_path: Path):
     assert fit_on(4, hybrid) == pytest.approx(alone, abs=1e-5)
 
 
-def test_ragged_batches_weigh_every_token_alike(tmp_path: Path):
-    """Prompts are masked and answers differ in length: ranks and micro-steps hold different numbers of tokens."""
+@pytest.mark.slow
+def test_ragged_batches_weigh_every_token_alike_on_four_ranks(tmp_path: Path):
+    config = ragged(tmp_path)
+    alone = fit_on(1, replace(config, folder=str(tmp_path / "one")))
+    assert fit_on(4, replace(config, folder=str(tmp_path / "four"))) == pytest.approx(alone, abs=1e-5)
+
+
+def ragged(folder: Path) -> RunConfig:
+    """Prompts are masked and answers differ in length."""
     lines = [{"prompt": "p" * (1 + n % 5), "response": "r" * (1 + n * 7 % 11)} for n in range(40)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ragged = {"source": str(tmp_path / "pairs.jsonl"), "pack": False}
-    config = changed(tiny(tmp_path, steps=4), data=ragged)
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return changed(tiny(folder, steps=4), data={"source": str(folder / "pairs.jsonl"), "pack": False})
+
+
+def test_ragged_batches_weigh_every_token_alike(tmp_path: Path):
+    """Ranks and micro-steps hold different numbers of tokens."""
+    config = ragged(tmp_path)
     alone = fit_on(1, replace(config, folder=str(tmp_path / "one")))
     cut = changed(config, training={"micro_batch_size": 1})
     assert fit_on(2, replace(cut, folder=str(tmp_path / "two"))) == pytest.approx(alone, abs=1e-5)
-    assert fit_on(4, replace(config, folder=str(tmp_path / "four"))) == pytest.approx(alone, abs=1e-5)
     counted = [record["tokens"] for record in read_records(tmp_path / "two" / "metrics.jsonl")]
     assert len(set(counted)) > 1, "the batches are not ragged: this proves nothing"
     later = changed(cut, training={"objective": "tests.distributed.fit_runs:plain"})
@@ -91,7 +101,8 @@ def test_ragged_batches_weigh_every_token_alike(tmp_path: Path):
     assert [record["tokens"] for record in read_records(tmp_path / "later" / "metrics.jsonl")] == counted
 
 
-def test_held_out_loss_is_that_of_one_process_and_of_the_average(tmp_path: Path):
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_held_out_loss_is_that_of_one_process_and_of_the_average(tmp_path: Path, num_ranks: int):
     config = changed(tiny(tmp_path, steps=4, evaluate_every=2), data={"evaluation_fraction": 0.1})
 
     def evaluations(num_ranks: int, run: RunConfig) -> dict[int, float]:
@@ -101,7 +112,7 @@ def test_held_out_loss_is_that_of_one_process_and_of_the_average(tmp_path: Path)
 
     alone = evaluations(1, replace(config, folder=str(tmp_path / "one")))
     assert list(alone) == [2, 4]
-    assert evaluations(4, replace(config, folder=str(tmp_path / "four"))) == pytest.approx(alone, abs=1e-5)
+    assert evaluations(num_ranks, replace(config, folder=str(tmp_path / "many"))) == pytest.approx(alone, abs=1e-5)
     still = changed(config, training={"ema_decay": 1.0})  # an average that never moves: the first weights
     average = evaluations(2, replace(still, folder=str(tmp_path / "average")))
     assert average[2] == average[4]
