@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.measuring import Pairs, median_interval, slowest, watch_memory
 from benchmarks.tabulate import PAGE, filled, newest
+from benchmarks.test_times import times_by_file
 from tests.docs.test_snippets import ROOT
 
 FIELDS = {
@@ -136,3 +137,16 @@ def test_memory_is_followed_in_the_allocator():
 
     memory = watch_memory(work)
     assert (memory.kept, memory.peak) == (1000, 6000)
+
+
+def test_times_are_summed_by_file():
+    xml = (
+        '<testsuites><testsuite tests="3" failures="1" time="5.0" timestamp="2026-01-02T03:04:05.6">'
+        '<testcase classname="tests.unit.test_a" name="test_x" time="1.5"/>'
+        '<testcase classname="tests.test_b.TestMore" name="test_y" time="4.25"/>'
+        '<testcase classname="tests.unit.test_a" name="test_x[1]@group" time="0.5"><failure/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    by_file, head = times_by_file(xml)
+    assert list(by_file.items()) == [("tests/test_b.py", [4.25]), ("tests/unit/test_a.py", [1.5, 0.5])]
+    assert head == "3 tests, 1 failures; 5 s from start to end, 6 s of tests; 2026-01-02T03:04:05"
