@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.config.run import RunConfig
+from shardwise.checkpointing.state.slices import model_tensors
+from shardwise.checkpointing.storage.files import is_remote
+from shardwise.config.run import OptimizerConfig, RunConfig
 from shardwise.config.schema import MeshConfig, ShardConfig
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
+from shardwise.training.parameter_kinds import Kind, parameter_kinds
+from shardwise.training.resuming import CHECKPOINTS
+from shardwise.training.saving import Found
+from shardwise.units import format_bytes
 
 T = TypeVar("T")
 
@@ -189,6 +197,91 @@ def plan_run(model: nn.Module, config: ShardConfig, mesh: DeviceMesh | MeshConfi
             fix="set shard.precision.param_dtype = bfloat16, or storage where the GPU has no bfloat16",
         )
     return made
+
+
+def checkpoint_bytes(model: nn.Module, made: Plan, config: RunConfig) -> int:
+    """Size of one checkpoint of a run: weights, buffers, optimizer state and averages, of all ranks together.
+
+    The few kB around each tensor and the state of the data are left out.
+
+    Args:
+        model: Not sharded yet.
+        made: Its plan.
+        config: The run.
+
+    Ranks:
+        Local.
+    """
+    kinds = parameter_kinds(model)
+    total = sum(each.tensor.nbytes for each in model_tensors(model) if not each.is_parameter)
+    for planned in made.parameters:
+        names = 1 + len(planned.aliases) if config.checkpoint.format == "dcp" else 1  # DCP writes tied weights twice
+        total += names * planned.num_bytes
+        if planned.trainable:
+            kind = kinds[model.get_parameter(planned.fqn)]
+            total += _num_states(kind, config.optimizer) * planned.num_bytes
+            if config.training.ema_decay is not None:
+                total += max(planned.num_bytes, 4 * planned.numel)  # averages of 16 bits are kept in 32
+    return total
+
+
+def _num_states(kind: Kind, config: OptimizerConfig) -> int:
+    """Tensors of a parameter's size that the optimizer keeps for it."""
+    if config.name == "sgd":
+        return 1 if config.momentum else 0
+    return 1 if config.name == "muon" and kind == "blocks" else 2
+
+
+def check_disk(config: RunConfig, num_bytes: int, found: Found | None) -> list[str]:
+    """Raise if the first checkpoint that the run writes does not fit on its disk.
+
+    Args:
+        config: The run, with its folder.
+        num_bytes: Of one checkpoint.
+        found: What the run goes on from.
+
+    Returns:
+        Notes for the resolved run: that later checkpoints will not fit.
+
+    Raises:
+        EnvironmentProblem: It does not fit.
+
+    Ranks:
+        Local: call it on rank 0.
+    """
+    folder, training, checkpoint = Path(config.folder or "") / CHECKPOINTS, config.training, config.checkpoint
+    is_done = found is not None and found.path.parent == folder and found.step >= training.steps
+    if is_remote(config.folder or "") or is_done:  # an object store has no end; a finished run saves nothing
+        return []
+    free = _free_bytes(folder)
+    if num_bytes > free:
+        smaller = ["optimizer.name = muon"] if config.optimizer.name == "adamw" else []
+        smaller += ["training.ema_decay = null"] if training.ema_decay is not None else []
+        raise EnvironmentProblem(
+            f"a checkpoint of this run takes {format_bytes(num_bytes)}, and its disk has {format_bytes(free)} free",
+            where=f"folder ({folder})",
+            why="the new one is written before an old one is removed, and the first save would fail",
+            fix=f"set folder to a disk with more space, or free {format_bytes(num_bytes - free)} there (old "
+            "runs, checkpoints that are kept)"
+            + (f"; {' or '.join(smaller)} makes checkpoints smaller" if smaller else ""),
+        )
+    num_saved = -(-training.steps // checkpoint.every) if checkpoint.every else 1
+    num_kept = min(num_saved, checkpoint.keep_last + 1 if checkpoint.keep_last else num_saved)
+    if found is None and num_kept * num_bytes > free:
+        return [
+            f"{format_bytes(num_bytes)} each: the disk has {format_bytes(free)} free, and there will be {num_kept} at "
+            "a time; lower keep_last, or set folder to another disk"
+        ]
+    return []
+
+
+def _free_bytes(folder: Path) -> int:
+    """Free on the disk that a folder is or will be on; what interrupted saves left there is removed by the next."""
+    leftovers = [path for end in ("partial", "removing") for path in folder.glob(f"step-*.{end}/**/*")]
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free + sum(path.stat().st_size for path in leftovers if path.is_file())
 
 
 def vocab_size(model: nn.Module) -> int | None:

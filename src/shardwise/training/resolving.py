@@ -13,8 +13,16 @@ from shardwise.models.load import load_model
 from shardwise.planning.plan import Plan
 from shardwise.training.filling import weights_of
 from shardwise.training.folders import with_folder
-from shardwise.training.requirements import Problems, check_length, check_settings, plan_run
+from shardwise.training.requirements import (
+    Problems,
+    check_disk,
+    check_length,
+    check_settings,
+    checkpoint_bytes,
+    plan_run,
+)
 from shardwise.training.resuming import CHECKPOINTS, find_resumed
+from shardwise.training.saving import Found
 from shardwise.units import format_count
 
 _MAX_LINES = 40
@@ -46,8 +54,10 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
     notes: dict[str, list[str]] = {}
     with problems.collecting():
         resolved = with_folder(config, reserve=False)
-        notes |= _folder_notes(config, resolved)
+        found = find_resumed(Path(resolved.folder or "") / CHECKPOINTS, config.checkpoint.resume)
+        notes |= _folder_notes(config, found)
     problems.raise_any(is_joined=False)
+    notes["checkpoint"] = check_disk(resolved, checkpoint_bytes(model, made, config), found)
     notes |= _batch_notes(config, num_ranks)
     notes["model"] = [f"{format_count(sum(p.numel for p in made.parameters))} parameters"]
     notes["mesh"] = [f"{num_ranks} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())]
@@ -59,8 +69,7 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
     return to_yaml(resolved, used)
 
 
-def _folder_notes(config: RunConfig, resolved: RunConfig) -> dict[str, list[str]]:
-    found = find_resumed(Path(resolved.folder or "") / CHECKPOINTS, config.checkpoint.resume)
+def _folder_notes(config: RunConfig, found: Found | None) -> dict[str, list[str]]:
     start = f"goes on from step {found.step}: {found.path}" if found is not None else "starts afresh"
     chosen = ["the next free name in `runs`; chosen anew for every run"] if config.folder is None else []
     return {"folder": chosen, "checkpoint.resume": [start]}

@@ -34,9 +34,17 @@ from shardwise.training.metrics import Metrics
 from shardwise.training.microbatching import Microbatches
 from shardwise.training.objective import Objective
 from shardwise.training.optimizers import build_optimizer
-from shardwise.training.requirements import Problems, check_length, check_settings, plan_run, vocab_size
+from shardwise.training.requirements import (
+    Problems,
+    check_disk,
+    check_length,
+    check_settings,
+    checkpoint_bytes,
+    plan_run,
+    vocab_size,
+)
 from shardwise.training.resuming import CHECKPOINTS, Checkpoints, find_resumed, refuse_other_weights
-from shardwise.training.saving import Kept
+from shardwise.training.saving import Found, Kept
 from shardwise.training.schedules import Schedule
 from shardwise.training.tally import Tally
 from shardwise.training.telling import Teller
@@ -140,7 +148,9 @@ def _look(config: RunConfig, stack: ExitStack) -> _Found:
     if is_first:
         with problems.collecting():
             config = with_folder(config)
-            _look_at_folder(config, model)
+            found = _look_at_folder(config, model)
+            if model is not None and made is not None:
+                check_disk(config, checkpoint_bytes(model, made, config), found)
     problems.raise_any(is_joined=mesh is not None)
     assert mesh is not None
     assert model is not None
@@ -153,7 +163,7 @@ def _look(config: RunConfig, stack: ExitStack) -> _Found:
     return _Found(config, mesh, model, made, objective, loader, evaluation)
 
 
-def _look_at_folder(config: RunConfig, model: nn.Module | None) -> None:
+def _look_at_folder(config: RunConfig, model: nn.Module | None) -> Found | None:
     folder = Path(config.folder or "")
     prepare_folder(folder)
     found = find_resumed(folder / CHECKPOINTS, config.checkpoint.resume)
@@ -161,6 +171,7 @@ def _look_at_folder(config: RunConfig, model: nn.Module | None) -> None:
         refuse_other_model(folder, config)
         if model is not None:
             refuse_other_weights(found, model)
+    return found
 
 
 def _build(found: _Found, progress: Progress, stack: ExitStack) -> Run:
