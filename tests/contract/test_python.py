@@ -1,0 +1,43 @@
+"""Public names, their signatures, and the paths by which pages and examples import them."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from tests.contract.drift import check
+from tests.contract.import_paths import describe_import_paths, named_paths, resolve
+from tests.contract.python_names import describe_python
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _everything_imported():
+    """Once, before any test is watched for leaks: other libraries set environment variables when imported."""
+    for path in named_paths():
+        with contextlib.suppress(ImportError):
+            resolve(path)
+
+
+def test_public_names_are_as_recorded():
+    check("python", describe_python())
+
+
+def test_import_paths_are_as_recorded():
+    check("import paths", describe_import_paths())
+
+
+def test_every_path_on_pages_and_in_examples_imports():
+    problems = []
+    for path, place in named_paths().items():
+        try:
+            resolve(path)
+        except ImportError as error:
+            problems.append(f"{place}: {path}: {error}")
+    assert not problems, "\n".join(problems)
+
+
+def test_a_path_that_leads_nowhere_is_an_import_error():
+    for path in ("shardwise.shrad", "shardwise.planning.absent", "shardwise.config.load.laod"):
+        with pytest.raises(ImportError):
+            resolve(path)
