@@ -203,6 +203,10 @@ def describe_files(samples: Path) -> dict[str, Any]:
             maps=("files", "values", "aliases", "structure", "tensors", "details.models", "details.models.*.mesh"),
             opaque=("values.*", "structure.*", plan),
         ),
+        "constants": {
+            "manifest.json": {name: manifests[0][name] for name in ("format", "version", "block_bytes")},
+            "plan": {"format": json.loads((samples / "plan.json").read_text())["format"]},
+        },
         "names in a checkpoint": dict.fromkeys(_tensor_names(samples), ""),
         "plan": shape_of([json.loads((samples / "plan.json").read_text())]),
         "metrics.jsonl": shape_of(lines),
