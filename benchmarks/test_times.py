@@ -6,7 +6,6 @@ make test ARGS="--junitxml=build/fast.xml"; python -m benchmarks.test_times buil
 import argparse
 import os
 import platform
-from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
@@ -20,7 +19,7 @@ def times_by_file(xml: str) -> tuple[dict[str, list[float]], str]:
     by_file: dict[str, list[float]] = {}
     for case in suite.iter("testcase"):
         by_file.setdefault(_file_of(case.get("classname", "")), []).append(float(case.get("time", 0)))
-    counts = Counter({name: int(suite.get(name, 0)) for name in ("tests", "skipped", "failures", "errors")})
+    counts = {name: int(suite.get(name, 0)) for name in ("tests", "skipped", "failures", "errors")}
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     started = suite.get("timestamp", "")[:19]
     spent = sum(map(sum, by_file.values()))
@@ -45,13 +44,12 @@ def table(by_file: dict[str, list[float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("xml", type=Path, help="what --junitxml wrote")
-    parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/test_times_<name of the file>.txt"
-    )
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/test_times_<its name>.txt")
+    parser.add_argument("--note", default="", help="what else a reader should know, as that the machine was busy")
     options = parser.parse_args()
     by_file, head = times_by_file(options.xml.read_text())
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "pytest", "pytest-xdist"))
-    where = f"python {platform.python_version()}, {versions}, {os.cpu_count()} cores"
+    where = f"python {platform.python_version()}, {versions}, {os.cpu_count()} cores; {options.note}".removesuffix("; ")
     text = f"# python -m benchmarks.test_times {options.xml}\n# {head}\n# {where}\n{table(by_file)}\n"
     print(text, end="")
     if options.save:
