@@ -173,5 +173,3 @@ def test_one_process_goes_on_on_two_ranks_and_back(tmp_path: Path):
         if step == 4:
             train(single, optimizer, range(2, 4))
         assert_same(state_of(other, fresh), state_of(single, optimizer), **FP32)
-
-

@@ -109,7 +109,9 @@ def test_odd_host_lists(hosts: str, first: str):
 
 
 def report(rank: int, error: BaseException | None, text: str = "") -> ErrorReport:
-    return ErrorReport(at_s=float(rank), rank=rank, error=error, text=text or f"Traceback\n{type(error).__name__}: {error}")
+    return ErrorReport(
+        at_s=float(rank), rank=rank, error=error, text=text or f"Traceback\n{type(error).__name__}: {error}"
+    )
 
 
 LOST = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]")

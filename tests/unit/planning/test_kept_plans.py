@@ -1,0 +1,89 @@
+"""The plans of many small models, to the letter but for their reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.models.llama import SHAPES, Llama
+from tests.golden import same_as_kept
+from tests.zoo import cases
+
+HARD = cases("hard_cases")
+PROSE = {"reason", "reasons", "warnings"}
+
+
+def told(thing: Any) -> dict[str, Any]:
+    """What differs from the default; reasons are for people."""
+    found = {}
+    for field in dataclasses.fields(thing):
+        value = getattr(thing, field.name)
+        if field.name not in PROSE and value != field.default:
+            found[field.name] = value
+    return found
+
+
+def parameter_line(parameter: Any) -> str:
+    given = told(parameter)
+    shape = "x".join(map(str, given.pop("shape")))
+    rest = [f"{name}={value}" for name, value in given.items() if name not in ("fqn", "dtype")]
+    return " ".join([given["fqn"], shape, given["dtype"], *rest])
+
+
+def plan_lines(plan: sw.Plan) -> dict[str, Any]:
+    assert sw.Plan.from_json(plan.to_json()) == plan
+    whole = told(plan)
+    for name in ("groups", "replicated", "ignored"):
+        whole.pop(name, None)
+    groups = []
+    for group in plan.groups:
+        given = told(group)
+        lines = [parameter_line(parameter) for parameter in given.pop("parameters", ())]
+        assert all(plan.group_of(parameter.fqn) is group for parameter in group.parameters)
+        groups.append([" ".join(f"{name}={value}" for name, value in given.items()), *lines])
+    return {
+        "summary": str(plan).splitlines()[0],
+        "whole": " ".join(f"{name}={value}" for name, value in whole.items()),
+        "bytes": [plan.num_bytes, plan.bytes_per_rank],
+        "groups": groups,
+        "outside": [parameter_line(parameter) for parameter in (*plan.replicated, *plan.ignored)],
+        "num_warnings": len(plan.warnings),
+    }
+
+
+def planned(build: Callable[[], nn.Module], config: sw.ShardConfig, mesh: sw.MeshConfig) -> dict[str, Any]:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return plan_lines(sw.plan(build(), config, mesh=mesh))
+
+
+@pytest.mark.parametrize("name", sorted(HARD))
+def test_plans_of_hard_cases(name: str):
+    case = HARD[name]
+    same_as_kept("plans", name, planned(case.build, case.config, sw.MeshConfig(shard=4, device="cpu")))
+
+
+MIXED = sw.PrecisionConfig(param_dtype="bfloat16", reduce_dtype="float32")
+SETTINGS: dict[str, tuple[sw.ShardConfig, sw.MeshConfig]] = {
+    "default": (sw.ShardConfig(), sw.MeshConfig(device="cpu")),
+    "hsdp": (sw.ShardConfig(), sw.MeshConfig(shard=4, replicate=2, device="cpu")),
+    "cuda": (sw.ShardConfig(), sw.MeshConfig(shard=8, device="cuda")),
+    "cuda-hsdp": (sw.ShardConfig(), sw.MeshConfig(shard=3, replicate=2, device="cuda")),
+    "mixed": (sw.ShardConfig(precision=MIXED), sw.MeshConfig(shard=2, device="cpu")),
+    "cuda-mixed": (sw.ShardConfig(precision=MIXED), sw.MeshConfig(shard=2, device="cuda")),
+    "ignored": (sw.ShardConfig(ignored=("model.norm.weight",)), sw.MeshConfig(shard=2, device="cpu")),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_plans_by_settings(name: str):
+    config, mesh = SETTINGS[name]
+    same_as_kept("plans", f"llama, {name}", planned(lambda: Llama(SHAPES["llama3-debug"]), config, mesh))
