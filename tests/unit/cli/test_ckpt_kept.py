@@ -86,5 +86,3 @@ def test_differences_to_the_letter(tmp_path: Path):
     status, text = run("diff", tmp_path / "base.pt", tmp_path / "other.pt", "--format", "json")
     assert status == 1
     same_as_kept("stored", "differences", named(json.loads(text), tmp_path))
-
-
