@@ -86,7 +86,7 @@ def test_a_newest_checkpoint_that_is_not_whole_costs_no_older_one(tmp_path: Path
 
         os.rename = cut
         try:
-            with pytest.raises(CheckpointError, match="__0_0.distcp changed after it was written"):
+            with pytest.raises(CheckpointError, match=r"__0_0\.distcp changed after it was written"):
                 checkpointer.save(2, model=model)
         finally:
             os.rename = rename
@@ -226,9 +226,14 @@ def test_an_error_of_the_block_is_not_hidden_by_one_of_the_last_save(tmp_path: P
         def finish(self, note: str = "") -> None: ...
 
     model, _ = a_run()
-    with pytest.raises(KeyError, match="mine") as caught, Checkpointer(tmp_path, progress=Failing()) as checkpointer:
-        checkpointer.save(1, model=model)
-        raise KeyError("mine")
+
+    def fail() -> None:
+        with Checkpointer(tmp_path, progress=Failing()) as checkpointer:
+            checkpointer.save(1, model=model)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        fail()
     assert any("also, the last save failed" in note for note in caught.value.__notes__)
 
 

@@ -1,0 +1,96 @@
+"""Micro-batches in one process: how a batch is cut, how parts are halved, what is put back and what is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError, TrainingError
+from shardwise.training.microbatching import Batch, Microbatches
+
+
+def batch(rows: int) -> Batch:
+    return {"ids": torch.arange(rows), "pairs": torch.arange(2 * rows).view(rows, 2)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "expected"),
+    [(7, 3, [3, 3, 1]), (7, None, [7]), (4, 9, [4]), (4, 2, [2, 2]), (1, 1, [1]), (3, 1, [1, 1, 1])],
+)
+def test_parts(rows: int, size: int | None, expected: list[int]):
+    with Microbatches(nn.Linear(1, 1), rows, size) as micro:
+        assert micro.size == expected[0]
+        parts = micro.run(lambda parts: parts, batch(rows))
+    assert [len(part["ids"]) for part in parts] == expected
+    assert torch.equal(torch.cat([part["ids"] for part in parts]), batch(rows)["ids"])
+    assert torch.equal(torch.cat([part["pairs"] for part in parts]), batch(rows)["pairs"])
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_no_rows_at_once_is_refused(size: int):
+    with pytest.raises(ConfigError) as caught:
+        Microbatches(nn.Linear(1, 1), 4, size)
+    assert (caught.value.what, caught.value.where) == (
+        f"training.micro_batch_size is {size}",
+        "training.micro_batch_size",
+    )
+
+
+OUT = (MemoryError("full"), torch.OutOfMemoryError("full"), RuntimeError("[enforce] DefaultCPUAllocator: can't"))
+
+
+@pytest.mark.parametrize("error", OUT, ids=["python", "device", "cpu"])
+def test_parts_are_halved_until_they_fit(error: Exception):
+    model, said, drawn = nn.Linear(1, 1), [], []
+    torch.manual_seed(3)
+
+    def work(parts: list[Batch]) -> list[int]:
+        drawn.append(torch.rand(()).item())
+        model(torch.ones(1)).sum().backward()
+        if len(parts[0]["ids"]) > 2:
+            raise error
+        return [len(part["ids"]) for part in parts]
+
+    with Microbatches(model, 7, report=said.append) as micro:
+        assert micro.run(work, batch(7)) == [2, 2, 2, 1]
+        assert (micro.size, micro.num_halvings) == (2, 2)
+        assert micro.run(lambda parts: len(parts), batch(7)) == 4
+    assert len(set(drawn)) == 1, "every attempt draws the same numbers"
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == 1.0, "what the failed attempts summed is gone"
+    assert said == [
+        "out of memory on rank 0: micro-batches of 4 rows from now on, not 7. "
+        "Set training.micro_batch_size = 4 to start with that.",
+        "out of memory on rank 0: micro-batches of 2 rows from now on, not 4. "
+        "Set training.micro_batch_size = 2 to start with that.",
+    ]
+
+
+def test_a_single_row_that_does_not_fit(capsys: pytest.CaptureFixture[str]):
+    def work(parts: list[Batch]) -> None:
+        raise MemoryError("no room")
+
+    with Microbatches(nn.Linear(1, 1), 2) as micro, pytest.raises(TrainingError) as caught:
+        micro.run(work, batch(2))
+    assert caught.value.what == "rank 0 ran out of memory with a single sequence: no room"
+    assert capsys.readouterr().err.startswith("out of memory on rank 0: micro-batches of 1 rows from now on, not 2.")
+
+
+@pytest.mark.parametrize(
+    ("size", "error"),
+    [(2, MemoryError("full")), (None, RuntimeError("shapes")), (None, ValueError("DefaultCPUAllocator"))],
+    ids=["size-given", "another-error", "not-the-allocator"],
+)
+def test_other_errors_leave_as_they_are(size: int | None, error: Exception):
+    calls = []
+
+    def work(parts: list[Batch]) -> None:
+        calls.append(len(parts))
+        raise error
+
+    with Microbatches(nn.Linear(1, 1), 4, size) as micro, pytest.raises(type(error)) as caught:
+        micro.run(work, batch(4))
+    assert caught.value is error
+    assert len(calls) == 1
+    assert micro.num_halvings == 0
