@@ -1,0 +1,313 @@
+"""What one rank reads from the others' events: who differs, who is missing, dead or late, in which words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from shardwise.diagnosing.board import HISTORY, Board, create_board, open_board
+from shardwise.diagnosing.events import Kind, encode
+from shardwise.diagnosing.machines import group_by_machine
+from shardwise.diagnosing.outlook import Outlook
+
+GROUPS = ("(root)", "embed", "layers.0", "layers.1")
+RANKS = 4
+FORWARD, EVALUATION, BACKWARD, REDUCE = Kind
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    path = create_board(RANKS)
+    made = open_board(path, RANKS)
+    path.unlink()
+    for slot in made.slots:
+        slot.open()
+    yield made
+    made.close()
+
+
+def event(kind: Kind, group: int, size: int = 8) -> int:
+    return encode(kind, group, size)
+
+
+def write(board: Board, *events: list[int]) -> None:
+    """A list of events for each rank."""
+    for slot, own in zip(board.slots, events, strict=True):
+        for each in own:
+            slot.write(each)
+
+
+A, B = event(FORWARD, 1), event(FORWARD, 2)
+CASES = {
+    "skipped-forward": ([A, A, A, B], "rank 3 did not run `embed` at step 1", (3,)),
+    "two-skipped": ([B, A, A, B], "ranks 0, 3 did not run `embed` at step 1", (0, 3)),
+    "one-does-more": ([A, B, B, B], "ranks 1, 2, 3 did not run `embed` at step 1", (1, 2, 3)),
+    "one-runs-later-group": ([B, A, A, A], "rank 0 did not run `embed` at step 1", (0,)),
+    "reduction-left-out": (
+        [event(REDUCE, 2)] * 3 + [event(REDUCE, 1)],
+        "rank 3 did not reduce the gradients of `layers.0` at step 1",
+        (3,),
+    ),
+    "other-shapes": (
+        [event(REDUCE, 2)] * 3 + [event(REDUCE, 2, 9)],
+        "rank 3 brought other gradients or shapes of `layers.0` than the rest at step 1",
+        (3,),
+    ),
+    "evaluation": (
+        [event(EVALUATION, 1)] * 3 + [A],
+        "rank 3 ended an evaluation, or began one, without the others at step 1",
+        (3,),
+    ),
+    "forward-or-backward": (
+        [event(BACKWARD, 3), event(FORWARD, 3), event(BACKWARD, 3), event(BACKWARD, 3)],
+        "ranks 0, 2, 3 did not run `layers.1` at step 1",
+        (0, 2, 3),
+    ),
+    "backward-order": (
+        [event(BACKWARD, 3), event(BACKWARD, 3), event(BACKWARD, 2), event(BACKWARD, 2)],
+        "ranks 2, 3 did not run `layers.1` at step 1",
+        (2, 3),
+    ),
+    "three-ways": (
+        [event(FORWARD, 1), event(FORWARD, 1), event(FORWARD, 2), event(FORWARD, 3)],
+        "ranks 2, 3 did not run `embed` at step 1",
+        (2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_differs(board: Board, case: str):
+    events, sentence, odd = CASES[case]
+    before = [event(FORWARD, 0)] * 3
+    write(board, *([*before, each] for each in events))
+    for rank in range(RANKS):
+        outlook = Outlook(board, rank, GROUPS)
+        assert outlook.first_difference() == 3
+        difference = outlook.difference_at(3)
+        assert difference is not None
+        assert (difference.error.what, difference.odd) == (sentence, odd)
+        assert outlook.difference_at(2) is None
+        cause = outlook.cause_of_failure()
+        assert cause is not None
+        assert cause.what == sentence
+
+
+def test_where_each_rank_is(board: Board):
+    write(board, [A], [B], [A], [event(REDUCE, 3)])
+    difference = Outlook(board, 1, GROUPS).difference_at(0)
+    assert difference is not None
+    assert difference.error.where == (
+        "ranks 0, 2: gather of `embed` for a forward; rank 1: gather of `layers.0` for a forward; "
+        "rank 3: reduction of the gradients of `layers.1`"
+    )
+    board.slots[0].write(event(EVALUATION, 0))
+    board.slots[1].write(event(BACKWARD, 1))
+    again = Outlook(board, 1, GROUPS).difference_at(1)
+    assert again is not None
+    assert again.error.where == (
+        "rank 0: gather of `(root)` for a forward without gradients; rank 1: gather of `embed` for backward"
+    )
+
+
+def test_the_step_is_that_of_the_place(board: Board):
+    outlook = Outlook(board, 0, GROUPS)
+    for step in (2, 3):
+        write(board, *[[A, A]] * RANKS)
+        board.slots[0].set_step(step)
+        outlook.note_step()
+    write(board, [A, A], [A, B], [A, A], [A, A])
+    assert outlook.first_difference() == 5
+    difference = outlook.difference_at(5)
+    assert difference is not None
+    assert difference.error.what == "rank 1 did not run `embed` at step 3"
+    write(board, [A], [A], [A], [A])
+    earlier = Outlook(board, 0, GROUPS).difference_at(5)
+    assert earlier is not None
+    assert earlier.error.what.endswith("at step 1"), "one that has seen no step end knows of one step"
+
+
+def test_ranks_that_are_not_there_yet_do_not_differ(board: Board):
+    write(board, [A, B], [A], [], [A, B])
+    outlook = Outlook(board, 0, GROUPS)
+    assert outlook.first_difference() is None
+    assert outlook.difference_at(1) is None
+    assert outlook.missing() is None
+    assert outlook.dead() is None
+    assert outlook.cause_of_failure() is None
+    assert outlook.verdict_of_others() is None
+    board.slots[1].write(A)
+    assert outlook.first_difference() == 1, "what has newly arrived is compared"
+
+
+def test_who_has_left(board: Board):
+    write(board, [A, B], [A, B], [A], [A, B])
+    board.slots[1].end()
+    outlook = Outlook(board, 0, GROUPS)
+    assert outlook.missing() is None, "it came as far as this one before it left"
+    board.slots[2].end()
+    board.slots[2].set_step(4)
+    board.slots[0].set_step(5)
+    assert outlook.missing() == 2
+    error = outlook.absence_of(2)
+    assert error.what == "rank 2 has left the training loop after 3 steps; rank 0 goes on"
+    assert error.where == "rank 0 is in the gather of `layers.0` for a forward in step 5"
+    cause = outlook.cause_of_failure()
+    assert cause is not None
+    assert cause.what == error.what
+
+
+def test_who_has_died(board: Board):
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    own = os.getpid
+    os.getpid = lambda: child.pid
+    try:
+        board.slots[3].open()
+    finally:
+        os.getpid = own
+    write(board, [A, B], [A, B], [A, B], [A])
+    board.slots[3].set_step(7)
+    outlook = Outlook(board, 0, GROUPS)
+    assert (outlook.missing(), outlook.dead(), board.slots[3].is_alive) == (None, None, True)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not board.slots[3].is_alive, "a zombie is dead"
+    child.communicate()
+    assert (outlook.missing(), outlook.dead()) == (3, 3)
+    error = outlook.absence_of(3)
+    assert error.what == "rank 3 died in step 7"
+    assert error.where == (
+        "rank 0 is in the gather of `layers.0` for a forward and waits for it; "
+        "last on rank 3: gather of `embed` for a forward"
+    )
+    board.slots[3].write(B)
+    assert (outlook.missing(), outlook.dead()) == (None, 3), "dead, though it came as far"
+    cause = outlook.cause_of_failure()
+    assert cause is not None
+    assert cause.what == "rank 3 died in step 7"
+
+
+def test_who_is_late(board: Board):
+    write(board, [A, B], [A, B], [], [A])
+    outlook = Outlook(board, 0, GROUPS)
+    for rank, seconds in enumerate((99.0, 99.0, 20.0, 30.0)):
+        board.slots[rank].touch(seconds_ago=seconds)
+    assert outlook.late(10.0) == 2
+    assert outlook.late(25.0) == 3
+    assert outlook.late(50.0) is None
+    error = outlook.absence_of(2)
+    assert error.what == "rank 2 has not come to what rank 0 waits for since 20 s"
+    assert error.where == "rank 0 is in the gather of `layers.0` for a forward in step 1; nothing yet on rank 2"
+    assert "last on rank 3: gather of `embed` for a forward" in outlook.absence_of(3).where
+
+
+def test_a_machine_that_is_silent(board: Board, monkeypatch: pytest.MonkeyPatch):
+    import time
+
+    write(board, [A, B], [A, B], [A, B], [A])
+    board.slots[3].note_state(has_ended=False, is_gone=False, has_concluded=False)
+    outlook = Outlook(board, 0, GROUPS)
+    assert board.slots[3].is_copy
+    assert not board.slots[0].is_copy
+    assert outlook.dead() is None
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3.4)
+    assert outlook.dead() is None
+    monkeypatch.setattr(time, "monotonic", lambda: now + 5.0)
+    assert outlook.dead() == 3
+    assert board.slots[0].seconds_unheard == 0.0
+    error = outlook.absence_of(3)
+    assert error.what == "rank 3 died in step 1, or its machine cannot be reached"
+    assert error.why == "nothing has been heard from its machine for 5 s"
+    board.slots[3].note_state(has_ended=False, is_gone=True, has_concluded=False)
+    assert not board.slots[3].is_alive
+    assert outlook.absence_of(3).what == "rank 3 died in step 1"
+    board.slots[3].note_state(has_ended=True, is_gone=False, has_concluded=False)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 50.0)
+    assert outlook.dead() is None, "it said that it left"
+
+
+def test_what_others_found_is_handed_on(board: Board):
+    outlook = Outlook(board, 0, GROUPS)
+    board.slots[2].conclude("half a te")
+    assert outlook.verdict_of_others() is None
+    board.slots[2].conclude('["what", "where", "why", "fix", "in the loader"]')
+    found = outlook.verdict_of_others()
+    assert found is not None
+    assert (found.what, found.where, found.why, found.fix) == ("what", "where", "why", "fix")
+    assert found.__notes__ == ["(found by rank 2)"]
+    outlook.note_places(found)
+    outlook.note_places(found)
+    assert found.__notes__ == ["(found by rank 2)", "rank 2 is here:\nin the loader"]
+    assert Outlook(board, 2, GROUPS).verdict_of_others() is None, "its own is known to it"
+    cause = outlook.cause_of_failure()
+    assert cause is not None
+    assert cause.what == "what"
+
+
+def test_a_slot_remembers_its_last_events(board: Board):
+    slot = board.slots[0]
+    assert (slot.count, slot.first, slot.step, slot.event(0), slot.said, slot.verdict) == (0, 0, 1, None, "", None)
+    for number in range(3 * HISTORY):
+        slot.write(number)
+    assert slot.count == 3 * HISTORY
+    assert slot.first == 2 * HISTORY
+    found = [slot.event(index) for index in (2 * HISTORY - 1, 2 * HISTORY, 3 * HISTORY - 1, 3 * HISTORY)]
+    assert found == [None, 2 * HISTORY, 3 * HISTORY - 1, None]
+    window = slot.events(2 * HISTORY, 3 * HISTORY)
+    assert [int.from_bytes(window[at : at + 4], "little") for at in (0, 4, len(window) - 4)] == [
+        2 * HISTORY, 2 * HISTORY + 1, 3 * HISTORY - 1,
+    ]  # fmt: skip
+    edge = slot.events(2 * HISTORY - 2, 2 * HISTORY + 1)
+    assert len(edge) == 12
+
+
+def test_questions_and_answers(board: Board):
+    slot = board.slots[1]
+    assert (slot.times_asked, slot.times_said, slot.wants_all, slot.has_ended) == (0, 0, False, False)
+    slot.ask()
+    slot.ask()
+    slot.say("first é")
+    slot.say("then")
+    assert (slot.times_asked, slot.times_said, slot.said) == (2, 2, "then")
+    slot.say("copied", times=9)
+    assert slot.times_said == 9
+    slot.want_all()
+    slot.end()
+    assert (slot.wants_all, slot.has_ended) == (True, True)
+    slot.say("x" * 20_000)
+    assert set(slot.said) == {"x"}
+    assert 7000 < len(slot.said) < 8192
+    assert board.slots[0].said == "", "nothing runs over into another's"
+    assert board.slots[2].said == ""
+
+
+def test_a_writer_notices_neighbours_that_differ(board: Board):
+    write_first = board.slots[0].writer([board.slots[1], board.slots[2]])
+    write_third = board.slots[2].writer([board.slots[0], board.slots[1]])
+    assert write_first(A) is False
+    assert write_third(A) is False
+    assert write_third(B) is False
+    assert write_first(A) is True
+    assert board.slots[0].count == 2
+    assert board.slots[0].event(1) == A
+
+
+@pytest.mark.parametrize(
+    ("names", "rank", "ranks", "own", "local", "others", "near"),
+    [
+        ("aabb", 2, ((0, 1), (2, 3)), 1, (2, 3), (0,), (0,)),
+        ("abab", 3, ((0, 2), (1, 3)), 1, (1, 3), (0,), (0,)),
+        ("aaaa", 0, ((0, 1, 2, 3),), 0, (0, 1, 2, 3), (), ()),
+        ("abcde", 0, ((0,), (1,), (2,), (3,), (4,)), 0, (0,), (1, 2, 3, 4), (1, 4)),
+        ("abcde", 2, ((0,), (1,), (2,), (3,), (4,)), 2, (2,), (0, 1, 3, 4), (0, 1, 3)),
+        ("abcde", 4, ((0,), (1,), (2,), (3,), (4,)), 4, (4,), (0, 1, 2, 3), (0, 3)),
+    ],
+)
+def test_machines(names: str, rank: int, ranks: object, own: int, local: object, others: object, near: object):
+    found = group_by_machine(list(names), rank)
+    assert (found.ranks, found.own, found.local, found.others, found.near) == (ranks, own, local, others, near)
