@@ -45,7 +45,7 @@ def record(log: str) -> Callable[[], None]:
 
         return moved
 
-    os.fsync, os.rename, os.replace = noted_fsync, noted(rename), noted(replace)
+    os.fsync, os.rename, os.replace = noted_fsync, noted(rename), noted(replace)  # pyrefly: ignore[bad-assignment]
 
     def end() -> None:
         os.fsync, os.rename, os.replace = fsync, rename, replace

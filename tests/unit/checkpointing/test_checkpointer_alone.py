@@ -84,7 +84,7 @@ def test_a_newest_checkpoint_that_is_not_whole_costs_no_older_one(tmp_path: Path
             if file.exists():
                 os.truncate(file, file.stat().st_size - 1)
 
-        os.rename = cut
+        os.rename = cut  # pyrefly: ignore[bad-assignment]
         try:
             with pytest.raises(CheckpointError, match=r"__0_0\.distcp changed after it was written"):
                 checkpointer.save(2, model=model)
