@@ -30,9 +30,9 @@ def record(log: str) -> Callable[[], None]:
         os.write(descriptor, json.dumps(event).encode() + b"\n")
         os.close(descriptor)
 
-    def noted_fsync(file: Any) -> None:
-        fsync(file)
-        descriptor = file if isinstance(file, int) else file.fileno()
+    def noted_fsync(fd: Any) -> None:
+        fsync(fd)
+        descriptor = fd if isinstance(fd, int) else fd.fileno()
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         note({"do": "sync", **_seen(path)})
 

@@ -71,7 +71,7 @@ def test_metrics_of_an_earlier_run_count(tmp_path: Path):
     assert names(tmp_path) == folders(1, 5)
 
 
-def test_a_newest_checkpoint_that_is_not_whole_costs_no_older_one(tmp_path: Path):
+def test_a_newest_checkpoint_that_is_not_whole_costs_no_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Somebody else cuts the file between its writing and the end of the save."""
     model, _ = a_run()
     with Checkpointer(tmp_path, asynchronous=False, keep_last=1, fsync=False) as checkpointer:
@@ -84,12 +84,9 @@ def test_a_newest_checkpoint_that_is_not_whole_costs_no_older_one(tmp_path: Path
             if file.exists():
                 os.truncate(file, file.stat().st_size - 1)
 
-        os.rename = cut  # pyrefly: ignore[bad-assignment]
-        try:
-            with pytest.raises(CheckpointError, match=r"__0_0\.distcp changed after it was written"):
-                checkpointer.save(2, model=model)
-        finally:
-            os.rename = rename
+        monkeypatch.setattr(os, "rename", cut)
+        with pytest.raises(CheckpointError, match=r"__0_0\.distcp changed after it was written"):
+            checkpointer.save(2, model=model)
     assert names(tmp_path) == folders(1, 2)
 
 

@@ -52,6 +52,16 @@ CASES = {
         "rank 3 did not reduce the gradients of `layers.0` at step 1",
         (3,),
     ),
+    "reduction-before-the-forward": (
+        [event(REDUCE, 2)] * 3 + [event(FORWARD, 1)],
+        "ranks 0, 1, 2 did not run `embed` at step 1",
+        (0, 1, 2),
+    ),
+    "gather-before-the-reduction": (
+        [event(BACKWARD, 1)] * 3 + [event(REDUCE, 2)],
+        "ranks 0, 1, 2 did not reduce the gradients of `layers.0` at step 1",
+        (0, 1, 2),
+    ),
     "other-shapes": (
         [event(REDUCE, 2)] * 3 + [event(REDUCE, 2, 9)],
         "rank 3 brought other gradients or shapes of `layers.0` than the rest at step 1",
