@@ -65,7 +65,9 @@ SPELLINGS = {
     "tabs": ("def f(model):\n\tif True:\n\t\tmodel = FSDP(\n\t\t\tmodel,\n\t\t\tdevice_id=0\n\t\t)\n\treturn model\n"),
     "windows_lines": "model = FSDP(\r\n    model,\r\n    device_id=0\r\n)\r\n",
     "semicolons": "a = 1; model = FSDP(model); b = 2\n",
-    "summon": "with FSDP.summon_full_params(model, recurse=False, writeback=False, rank0_only=True):\n    print(model.w)\n",
+    "summon": (
+        "with FSDP.summon_full_params(model, recurse=False, writeback=False, rank0_only=True):\n    print(model.w)\n"
+    ),
 }
 TEXTS = {
     **{f"spelled_{name}": HEAD + text for name, text in SPELLINGS.items()},

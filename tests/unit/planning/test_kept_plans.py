@@ -13,6 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.models.llama import SHAPES, Llama
+from shardwise.planning.plan import PlannedParameter
 from tests.golden import same_as_kept
 from tests.zoo import cases
 
@@ -87,3 +88,27 @@ SETTINGS: dict[str, tuple[sw.ShardConfig, sw.MeshConfig]] = {
 def test_plans_by_settings(name: str):
     config, mesh = SETTINGS[name]
     same_as_kept("plans", f"llama, {name}", planned(lambda: Llama(SHAPES["llama3-debug"]), config, mesh))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int64,
+        torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bytes_of_every_dtype(dtype: torch.dtype):
+    parameter = PlannedParameter(fqn="w", shape=(5, 3), dtype=str(dtype).removeprefix("torch."))
+    assert parameter.numel == 15
+    assert parameter.num_bytes == 15 * torch.empty((), dtype=dtype).element_size()
+    assert parameter.bytes_per_rank(2) == 9 * torch.empty((), dtype=dtype).element_size(), "padded to six rows"
+    assert parameter.bytes_per_rank(8) == 3 * torch.empty((), dtype=dtype).element_size()
+
+
+def test_bytes_of_parameters_that_are_not_split():
+    for placement in ("replicate", "ignore"):
+        assert PlannedParameter(fqn="w", shape=(4,), dtype="float32", placement=placement).bytes_per_rank(4) == 16
+    assert PlannedParameter(fqn="w", shape=(), dtype="float32").bytes_per_rank(4) == 4
+    assert PlannedParameter(fqn="w", shape=(0, 3), dtype="float32").bytes_per_rank(4) == 0
+    assert PlannedParameter(fqn="w", shape=(4, 6), dtype="float32", shard_dim=1).bytes_per_rank(4) == 2 * 4 * 4
