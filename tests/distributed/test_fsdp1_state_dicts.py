@@ -248,9 +248,22 @@ def test_local_state_dicts_come_back_on_the_same_ranks(rank: int):
     expected = full_state(OURS, unit)
     with quiet(), FSDP.state_dict_type(unit, StateDictType.LOCAL_STATE_DICT):
         local = unit.state_dict()
-        assert not any(isinstance(value, DTensor) for value in local.values())
         walk(unit, optimizer, rank, range(2, 4))
         unit.load_state_dict(local)
+    assert_same(full_state(OURS, unit), expected)
+
+
+@ranks(2)
+def test_local_state_dicts_keep_every_shard_in_a_distributed_checkpoint(rank: int, tmp_path: Path):
+    """Of plain tensors `torch.distributed.checkpoint` would keep one rank's."""
+    unit, optimizer = stepped(OURS, rank)
+    expected = full_state(OURS, unit)
+    with quiet(), FSDP.state_dict_type(unit, StateDictType.LOCAL_STATE_DICT):
+        dcp.save(unit.state_dict(), checkpoint_id=tmp_path / "dcp")
+        walk(unit, optimizer, rank, range(2, 4))
+        target = unit.state_dict()
+        dcp.load(target, checkpoint_id=tmp_path / "dcp")
+        unit.load_state_dict(target)
     assert_same(full_state(OURS, unit), expected)
 
 

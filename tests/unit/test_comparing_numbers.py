@@ -19,13 +19,8 @@ INF, NAN = math.inf, math.nan
 
 
 def gap(ours: Any, theirs: Any, allowed: float = 0.1, **options: Any) -> tuple[Any, ...]:
-<<<<<<< HEAD
-    given = [None if side is None else torch.tensor(side) for side in (ours, theirs)]
-    found = measure(given[0], given[1], allowed, **options)
-=======
     sharded, reference = (None if side is None else torch.tensor(side) for side in (ours, theirs))
     found = measure(sharded, reference, allowed, **options)
->>>>>>> 486d11a (Types of the new tests)
     return tuple(
         None if value is None else pytest.approx(value, rel=1e-6)
         for value in (found.relative, found.excess, found.sharded, found.reference, found.furthest)

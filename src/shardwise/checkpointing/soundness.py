@@ -126,7 +126,8 @@ def unsure_order(contents: Contents) -> dict[str, str]:
     Ranks:
         Local.
     """
-    if contents.format != "full" or not contents.details.get("has_our_names"):
+    is_ours = contents.format == "full" and contents.details.get("has_our_names")
+    if not is_ours or contents.world_size is not None:  # converted: from a checkpoint that goes by names
         return {}
     model = [name.removeprefix("model.") for name in contents.tensors if name.startswith("model.")]
     place = {name: index for index, name in enumerate(model)}

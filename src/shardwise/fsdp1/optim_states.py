@@ -1,5 +1,6 @@
 """FSDP1's optimizer state dicts: state under parameter names, whole or sharded."""
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardwise.fsdp1.state_dicts import copy_sharded
 from shardwise.fsdp1.units import first_unit
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.gathering import gather_in_buckets, in_first_rank_order
+from shardwise.sharding.replicas import values_of_ranks
 
 StateDict = dict[str, Any]
 _BUCKET_BYTES = 256 * 1024**2
@@ -32,8 +34,8 @@ def named_state(
 ) -> StateDict:
     """The optimizer's state dict with names for numbers, as FSDP1 returns it.
 
-    Parameters stand in the model's order and groups in the order of their first parameters, also where ranks list
-    them in different orders: `torch.distributed.checkpoint` takes a group's options and names from any rank.
+    Groups and their parameters stand in the optimizer's order, as FSDP1 has them; where ranks have different orders, in
+    the first rank's: `torch.distributed.checkpoint` takes a group's options and names from any rank.
 
     Args:
         model: Holds the optimizer's parameters.
@@ -44,7 +46,7 @@ def named_state(
         to_cpu: Put tensors into CPU memory.
 
     Ranks:
-        Collective when `is_full`, else local.
+        Collective.
     """
     adopt(optimizer)
     reshard(model)
@@ -53,17 +55,27 @@ def named_state(
     place = {clean_name(name): index for index, (name, _) in enumerate(model.named_parameters())}
     state = {names[key] if isinstance(key, int) else key: value for key, value in given["state"].items()}
     state = {name: state[name] for name in sorted(state, key=lambda name: place.get(name, len(place)))}
-    copied = (
-        _whole(state, first_unit(model, "optim_state_dict").mesh, keep, to_cpu) if is_full else _copied(state, to_cpu)
-    )
-    if not keep:
-        return {}
-    groups = []
-    for group in given["param_groups"]:
-        held = [names[key] if isinstance(key, int) else key for key in group["params"]]
-        groups.append(group | {"params": sorted(held, key=lambda name: place.get(name, len(place)))})
-    groups.sort(key=lambda group: place.get(group["params"][0], len(place)) if group["params"] else len(place))
-    return {"state": copied, "param_groups": groups}
+    mesh = first_unit(model, "optim_state_dict").mesh
+    groups = [
+        group | {"params": [names[key] if isinstance(key, int) else key for key in group["params"]]}
+        for group in given["param_groups"]
+    ]
+    groups = _in_first_rank_order(groups, mesh)
+    copied = _whole(state, mesh, keep, to_cpu) if is_full else _copied(state, to_cpu)
+    return {"state": copied, "param_groups": groups} if keep else {}
+
+
+def _in_first_rank_order(groups: list[StateDict], mesh: DeviceMesh) -> list[StateDict]:
+    """The same groups as the first rank lists them; as they are where they are not the same."""
+    listed = [tuple(group["params"]) for group in groups]
+    digest = hashlib.blake2b(repr(listed).encode()).digest()
+    if all(other == digest for other in values_of_ranks(digest, mesh)):  # on every rank, or on none
+        return groups
+    first = values_of_ranks(listed, mesh)[0]
+    by_names = {frozenset(group["params"]): group for group in groups}
+    if by_names.keys() != {frozenset(names) for names in first} or len(first) != len(groups):
+        return groups
+    return [by_names[frozenset(names)] | {"params": list(names)} for names in first]
 
 
 def _numbered_names(model: nn.Module, groups: Iterable[StateDict]) -> list[str]:

@@ -30,7 +30,7 @@ class OptimizerStates(StateDicts):
         """The optimizer's state by parameter names, whole or sharded as `state_dict_type` says.
 
         Ranks:
-            Collective with FULL_STATE_DICT, else local.
+            Collective.
         """
         settings = StateDicts.get_state_dict_type(model)
         config = settings.optim_state_dict_config
@@ -94,7 +94,7 @@ class OptimizerStates(StateDicts):
         """The optimizer state by names, sharded.
 
         Ranks:
-            Local.
+            Collective.
         """
         return named_state(model, optim, None, is_full=False, keep=True, to_cpu=True)
 
