@@ -222,6 +222,7 @@ def on_workspaces(
     with ExitStack() as stack:
         for _ in range(min(jobs, len(items))):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mutation-", ignore_cleanup_errors=True))
+            os.chmod(folder, 0o755)  # a test becomes another user
             free.put(Workspace(Path(folder).resolve(), stopped))
         pool = stack.enter_context(ThreadPoolExecutor(jobs))
         stack.callback(_end_owned, f"{os.getpid()}-")  # what still runs when this is interrupted
