@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.diagnosing.guard import Guard, guard
+from shardwise.sharding import mesh as meshes
 from shardwise.sharding.registry import sharded_state, when_sharded
 from tests.leaks import leaks_since, num_groups, restore, take_snapshot
 
@@ -94,6 +95,7 @@ def _run(job: Job, rank: int) -> Outcome:
     before = take_snapshot()
     random.seed(0)
     torch.manual_seed(0)
+    meshes._remember(None)  # the mesh of another test would be this one's default
     outcome = _outcome_of(job, rank)
     while _GUARDS:
         _GUARDS.pop().close()

@@ -345,8 +345,11 @@ def test_fsdp1_names_a_rank_without_an_entry(rank: int, lacking: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.parametrize("replicate", [1, 2])
 @ranks(4)
-def test_two_ranks_without_an_entry_are_named(rank: int, tmp_path: Path) -> None:
+def test_two_ranks_without_an_entry_are_named(rank: int, tmp_path: Path, replicate: int) -> None:
+    """Also where a replica of theirs has the entry and the checkpoint would be whole."""
+    sw.init_distributed(sw.MeshConfig(replicate=replicate))
     model, optimizer = sharded("both", rank)
     if rank in (1, 2):
         del optimizer.state[model.get_submodule("1").weight]

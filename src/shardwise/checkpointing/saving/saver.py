@@ -295,20 +295,29 @@ class Saver:
 
 
 def _lacking(tables: Sequence[Sequence[HeldBox]]) -> dict[str, set[int]]:
-    """Optimizer state that is not whole: by name, the ranks that hold a part of its parameter but none of it."""
-    held = [{each.name for each in table} for table in tables]
-    boxes: dict[tuple[str, tuple[int, ...]], set[Box]] = {}
-    for table in tables:
+    """By name of an optimizer state, the ranks that hold a part of its parameter and should hold one of it.
+
+    They should where the parts of all ranks do not make up the whole; and where another rank has the same part of
+    the parameter, a replica of theirs, and does hold one.
+    """
+    held: dict[str, dict[int, set[Box]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank, table in enumerate(tables):
         for each in table:
-            if each.name.startswith("optim."):
-                boxes.setdefault((each.name, each.shape), set()).add(each.box)
+            held.setdefault(each.name, {}).setdefault(rank, set()).add(each.box)
+            shapes[each.name] = each.shape
     lacking: dict[str, set[int]] = {}
-    for (name, shape), parts in boxes.items():
-        if sum(box.numel for box in parts) < math.prod(shape):
-            parameter = name.partition(".state.")[2]
-            while parameter and not any(f"model.{parameter}" in names for names in held):
-                parameter = parameter.rpartition(".")[0]
-            lacking[name] = {
-                rank for rank, names in enumerate(held) if f"model.{parameter}" in names and name not in names
-            }
+    for name, holders in held.items():
+        if not name.startswith("optim."):
+            continue
+        parameter = name.partition(".state.")[2]
+        while parameter and f"model.{parameter}" not in held:
+            parameter = parameter.rpartition(".")[0]
+        parts = held.get(f"model.{parameter}", {})
+        others = parts.keys() - holders.keys()
+        if others and sum(box.numel for box in set().union(*holders.values())) == math.prod(shapes[name]):
+            replicated = [parts[rank] for rank in holders if rank in parts]
+            others = {rank for rank in others if parts[rank] in replicated}
+        if others:
+            lacking[name] = set(others)
     return lacking
