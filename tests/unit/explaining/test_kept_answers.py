@@ -33,6 +33,27 @@ def test_answers_to_single_messages(code: str):
     )
 
 
+OF_TWO_RANKS = {
+    "traceback": 'Traceback (most recent call last):\n  File "a.py", line 3, in f\nmine.OddError: the moon is full',
+    "bare line": "mine.FlatError: the tide is low",
+    "cause": MESSAGES["SW502"],
+    "echo": MESSAGES["SW553"],
+    "warning": MESSAGES["SW506"],
+    "launcher": MESSAGES["SW558"],
+}
+
+
+@pytest.mark.parametrize("first", OF_TWO_RANKS)
+@pytest.mark.parametrize("second", OF_TWO_RANKS)
+def test_answers_to_the_failures_of_two_ranks(first: str, second: str):
+    """A cause comes before an echo of it, whichever stands first in the log; so does a traceback nobody knows."""
+    texts = [
+        "\n".join(f"[rank{rank}]: {line}" for line in OF_TWO_RANKS[name].splitlines())
+        for rank, name in ((1, first), (0, second))
+    ]
+    same_as_kept("answers", f"{first} of rank 1, {second} of rank 0", answer("step 1\n" + "\n".join(texts)))
+
+
 def test_the_page_of_a_known_error():
     explanation = explain(
         "[rank2]: RuntimeError: aten.addmm.default: got mixed torch.Tensor and DTensor, need to convert"
