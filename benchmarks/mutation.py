@@ -23,6 +23,7 @@ from benchmarks.mutation_operators import Mutant, draw
 from benchmarks.mutation_running import (
     PACKAGE,
     ROOT,
+    START_S,
     Mapped,
     Workspace,
     hash_of,
@@ -31,6 +32,9 @@ from benchmarks.mutation_running import (
     read_map,
 )
 from benchmarks.mutation_tracing import MODULE
+
+BATCH_S = 60.0
+"""Of test files that run in one process."""
 
 
 def build_map(*, slow: bool, only: str, retry: bool) -> None:
@@ -77,15 +81,28 @@ def try_mutant(workspace: Workspace, mutant: Mutant, *, mapped: list[Mapped], bu
     answer: dict[str, Any] = {"outcome": "survived" if files else "uncovered", "by": "", "why": ""}
     num_run = 0
     with workspace.changed(mutant.file, mutant.applied):
-        for entry in files:
-            if time.monotonic() - began > budget_s:
-                break
-            run = workspace.run(entry.file, slow=entry.slow, limit_s=4 * entry.seconds + 60)
-            num_run += 1
+        while num_run < len(files) and (left_s := budget_s - (time.monotonic() - began)) > 0:
+            batch = _batch(files[num_run:], left_s if num_run else START_S)
+            run = workspace.run([entry.file for entry in batch], slow=batch[0].slow, limit_s=4 * _seconds(batch) + 60)
+            num_run += len(batch)
             if run.status in ("failed", "timeout"):
                 answer |= {"outcome": "killed", "by": run.failed, "why": run.why}
                 break
     return {**answer, "files": len(files), "files_run": num_run, "seconds": round(time.monotonic() - began, 1)}
+
+
+def _batch(files: list[Mapped], limit_s: float) -> list[Mapped]:
+    """The first file, and those after it that fit with it into one run of pytest: importing torch takes long."""
+    batch = files[:1]
+    for entry in files[1:]:
+        if entry.slow != batch[0].slow or _seconds([*batch, entry]) > min(limit_s, BATCH_S):
+            break
+        batch.append(entry)
+    return batch
+
+
+def _seconds(files: list[Mapped]) -> float:
+    return START_S + sum(entry.seconds - START_S for entry in files)
 
 
 def run_mutants(seed: int, count: int, *, out: Path, jobs: int, budget_s: float) -> None:

@@ -36,7 +36,7 @@ _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "
 
 @dataclass(frozen=True)
 class FileRun:
-    """What became of one test file."""
+    """What became of some test files."""
 
     status: str
     """passed, failed, timeout or empty."""
@@ -126,18 +126,20 @@ class Workspace:
             status = "failed" if failed else "passed"
             yield Mapped(file, slow, hash, status, round(seconds + START_S, 1), tests, frozenset(entered[file]), failed)
 
-    def run(self, file: str, *, slow: bool, limit_s: float) -> FileRun:
-        """Run the tests of `file` until one fails."""
+    def run(self, files: list[str], *, slow: bool, limit_s: float) -> FileRun:
+        """Run the tests of `files` until one fails."""
         began = time.monotonic()
-        code, output = self._pytest(["-n", "0", "-x", file], slow, limit_s=limit_s)
+        code, output = self._pytest(["-n", "0", "-x", *files], slow, limit_s=limit_s)
         seconds = round(time.monotonic() - began, 1)
         if code is None:
-            return FileRun("timeout", seconds, file, f"not done after {limit_s:.0f} s")
+            return FileRun("timeout", seconds, " ".join(files), f"not done after {limit_s:.0f} s")
         if code in (0, _NOTHING_SELECTED):
             return FileRun("empty" if code else "passed", seconds)
         line = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.MULTILINE)
         reason = re.search(r"^E +(.*)$", output, re.MULTILINE)
-        return FileRun("failed", seconds, line[1] if line else file, reason[1] if reason else output.strip()[-500:])
+        return FileRun(
+            "failed", seconds, line[1] if line else " ".join(files), reason[1] if reason else output.strip()[-500:]
+        )
 
     def _pytest(
         self, arguments: list[str], slow: bool, *, limit_s: float, calls: Path | None = None
