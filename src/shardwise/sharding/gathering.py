@@ -48,16 +48,16 @@ def gather_in_buckets(
     named: Iterable[tuple[str, torch.Tensor]],
     *,
     bucket_bytes: int,
+    keep: bool,
     dtype: torch.dtype | None = None,
-    keep: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield each name with its full tensor, in order, holding about two buckets of memory at a time.
 
     Args:
         named: DTensors and plain tensors, the same names in the same order on every rank.
         bucket_bytes: Full tensors gathered by one collective; a larger tensor is gathered alone.
-        dtype: Cast floating-point tensors to it, before they travel.
         keep: False takes part in the collectives and yields None instead of tensors.
+        dtype: Cast floating-point tensors to it, before they travel.
 
     Ranks:
         Collective, lazily: every rank must consume the same number of items.

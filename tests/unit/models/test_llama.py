@@ -121,3 +121,33 @@ def test_the_byte_model_knows_bytes_and_the_end_of_a_document():
     assert config.vocab_size == 257
     with torch.device("meta"):
         assert 0.7e6 < sum(p.numel() for p in Llama(config).parameters()) < 3e6
+
+
+def test_the_names_that_transformers_has_for_the_shape():
+    from shardwise.models.described import hugging_face_config
+    from shardwise.models.moe import MoeConfig
+
+    shape = {
+        "hidden_size": 8, "intermediate_size": 24, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
+        "vocab_size": 11, "max_sequence_length": 77, "norm_eps": 1e-3, "rope_theta": 123.0, "tie_embeddings": True,
+    }  # fmt: skip
+    expected = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 24,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "vocab_size": 11,
+        "max_position_embeddings": 77, "rms_norm_eps": 1e-3, "rope_theta": 123.0, "tie_word_embeddings": True,
+        "hidden_act": "silu", "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    assert hugging_face_config(LlamaConfig(**shape)) == expected
+    scaled = hugging_face_config(LlamaConfig(**shape, rope_factor=8.0))
+    assert scaled == expected | {
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    }  # fmt: skip
+    moe = hugging_face_config(MoeConfig(**shape, num_experts=5, experts_per_token=3))
+    assert moe == expected | {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 5,
+        "num_experts_per_tok": 3, "sliding_window": None,
+    }  # fmt: skip
+    assert hugging_face_config(object()) is None
