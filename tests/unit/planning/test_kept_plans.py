@@ -35,7 +35,8 @@ def parameter_line(parameter: Any) -> str:
     given = told(parameter)
     shape = "x".join(map(str, given.pop("shape")))
     rest = [f"{name}={value}" for name, value in given.items() if name not in ("fqn", "dtype")]
-    return " ".join([given["fqn"], shape, given["dtype"], *rest])
+    num_reasons = [f"reasons={len(parameter.reason.split('; '))}"] if parameter.reason else []
+    return " ".join([given["fqn"], shape, given["dtype"], *rest, *num_reasons])
 
 
 def plan_lines(plan: sw.Plan) -> dict[str, Any]:
@@ -48,6 +49,7 @@ def plan_lines(plan: sw.Plan) -> dict[str, Any]:
         given = told(group)
         lines = [parameter_line(parameter) for parameter in given.pop("parameters", ())]
         assert all(plan.group_of(parameter.fqn) is group for parameter in group.parameters)
+        assert group.reason
         groups.append([" ".join(f"{name}={value}" for name, value in given.items()), *lines])
     return {
         "summary": str(plan).splitlines()[0],
@@ -56,6 +58,7 @@ def plan_lines(plan: sw.Plan) -> dict[str, Any]:
         "groups": groups,
         "outside": [parameter_line(parameter) for parameter in (*plan.replicated, *plan.ignored)],
         "num_warnings": len(plan.warnings),
+        "num_reasons": len(plan.reasons),
     }
 
 
