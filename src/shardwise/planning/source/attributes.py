@@ -69,7 +69,7 @@ def _load_open(value: Value, name: str) -> Value:
 
 def _load_atom(atom: Atom, name: str, value: Value, frame: Frame) -> Value:
     if isinstance(atom, Super):
-        return _load_super(atom, name)
+        return _load_super(atom, name, frame)
     if not isinstance(atom, Known):
         return PLAIN.like(source=value.source)
     thing = atom.object
@@ -154,14 +154,16 @@ def _load_class_attribute(attribute: Any, name: str, receiver: Known) -> Value:
     return PLAIN if isinstance(attribute, bool) else wrap(attribute)
 
 
-def _load_super(atom: Super, name: str) -> Value:
+def _load_super(atom: Super, name: str, frame: Frame) -> Value:
     mro = type(atom.receiver.object).__mro__
     after = mro.index(atom.after.object) + 1 if atom.after.object in mro else 1
     for cls in mro[after:]:
         if name in vars(cls):
             attribute = vars(cls)[name]
             if isinstance(attribute, property):
-                return PLAIN
+                receiver = atom.receiver.object
+                result = enter_function(attribute.fget, Arguments([known(receiver)]), frame, receiver=receiver)
+                return result if result is not None else PLAIN
             return _load_class_attribute(attribute, name, atom.receiver)
     return PLAIN
 
