@@ -42,9 +42,9 @@ def load_run(
     contents: Contents,
     channel: Channel,
     *,
-    strict: bool = True,
-    verify: Verify = "while",
-    rng: bool = True,
+    strict: bool,
+    verify: Verify,
+    rng: bool,
     progress: Progress | None = None,
     reader: Reader | None = None,
 ) -> Loaded:
