@@ -1,4 +1,4 @@
-"""Every argument of torch's own FSDP1 class is known when it is given to `fully_shard`, and no argument of its own is."""
+"""Arguments of torch's own FSDP1 class are named where `fully_shard` is given them; its own arguments are not."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ def main(model, ranks, sizes):
     return model
 """
 UNNAMED = "the 2-D mesh has no mesh_dim_names, so fully_shard refuses it"
+NAMED = 'init_device_mesh("cuda", (2, 4), mesh_dim_names=("%s", "%s"))'
 FLAT = "the flattened mesh has one axis: parameters are sharded over all ranks, nothing is replicated"
 
 
@@ -43,8 +44,8 @@ FLAT = "the flattened mesh has one axis: parameters are sharded over all ranks, 
         ('DeviceMesh("cuda", torch.arange(8).view(2, 2, 2))', "the mesh has 3 axes; fully_shard takes one or two"),
         ('DeviceMesh("cuda", torch.arange(8).view(8))', ""),
         ('DeviceMesh("cuda", torch.arange(8))', ""),
-        ('init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))["replicate", "shard"]._flatten()', FLAT),
-        ('init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "cp"))["dp", "cp"]._flatten("all")', ""),
+        (f'{NAMED % ("replicate", "shard")}["replicate", "shard"]._flatten()', FLAT),
+        (f'{NAMED % ("dp", "cp")}["dp", "cp"]._flatten("all")', ""),
     ],
 )  # fmt: skip
 def test_meshes(mesh: str, message: str):

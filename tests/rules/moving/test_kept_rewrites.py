@@ -65,6 +65,39 @@ SPELLINGS = {
     "tabs": ("def f(model):\n\tif True:\n\t\tmodel = FSDP(\n\t\t\tmodel,\n\t\t\tdevice_id=0\n\t\t)\n\treturn model\n"),
     "windows_lines": "model = FSDP(\r\n    model,\r\n    device_id=0\r\n)\r\n",
     "semicolons": "a = 1; model = FSDP(model); b = 2\n",
+    "scalers": (
+        "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\nfrom torch.distributed import fsdp\n"
+        "a = ShardedGradScaler()\nb = ShardedGradScaler(2.0**10, process_group=group)\n"
+        "c = ShardedGradScaler('cuda', init_scale=8, process_group=None)\nd = ShardedGradScaler(process_group=group)\n"
+        "kinds = [ShardedGradScaler, int]\nmake = ShardedGradScaler\ne = make(5.0)\nprint(ShardedGradScaler, 1024)\n"
+        "f = fsdp.sharded_grad_scaler.ShardedGradScaler(512)\n"
+    ),
+    "import_alone_in_a_body": (
+        "def f(model):\n    if new:\n        from torch.distributed.fsdp import BackwardPrefetch\n"
+        "    return FSDP(model, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)\n"
+    ),
+    "import_first_in_a_body": (
+        "def f(model):\n    from torch.distributed.fsdp import BackwardPrefetch\n"
+        "    return FSDP(model, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)\n"
+    ),
+    "import_with_a_semicolon": (
+        "from torch.distributed.fsdp import BackwardPrefetch; number = 1\n"
+        "model = FSDP(model, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)\n"
+    ),
+    "import_with_a_comment": (
+        "from torch.distributed.fsdp import BackwardPrefetch  # mine\n"
+        "model = FSDP(model, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)\n"
+    ),
+    "import_in_a_try": (
+        "try:\n    from torch.distributed.fsdp import BackwardPrefetch\n"
+        "except ImportError:\n    BackwardPrefetch = None\n"
+        "model = FSDP(model, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)\n"
+    ),
+    "import_among_others": (
+        "from torch.distributed.fsdp import (\n    BackwardPrefetch,  # mine\n    FSDPModule,\n"
+        "    StateDictType as T,\n)\n"
+        "model = FSDP(model, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)\nok = isinstance(model, FSDPModule)\n"
+    ),
     "summon": (
         "with FSDP.summon_full_params(model, recurse=False, writeback=False, rank0_only=True):\n    print(model.w)\n"
     ),
