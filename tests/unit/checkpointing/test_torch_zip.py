@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shardwise.checkpointing.contents import ITEM_BYTES
 from shardwise.checkpointing.pickles.pickle_writing import dumps
+from shardwise.checkpointing.pickles.torch_files import is_torch_file
 from shardwise.checkpointing.pickles.torch_zip import ZipStream, tensor_call, tensor_frame, value_stream
 from shardwise.checkpointing.pickles.zip_index import ZipIndex
 from shardwise.checkpointing.storage.memory import bytes_of
@@ -152,3 +153,13 @@ def test_a_damaged_stream_is_one_clear_error(data: st.DataObject):
     with contextlib.suppress(CheckpointError):
         offset, num_bytes = index_of(bytes(broken)).locate("data/0")
         assert 0 <= offset <= offset + num_bytes <= len(broken)
+
+
+@pytest.mark.parametrize(
+    ("data", "is_one"), [(b"", False), (b"PK\x03", False), (b"PK\x03\x04", True), (b"PK\x03\x05x", False)]
+)
+def test_a_file_is_known_by_its_first_bytes(tmp_path: Path, data: bytes, is_one: bool):
+    path = tmp_path / "model.pt"
+    path.write_bytes(data)
+    assert is_torch_file(path) is is_one
+    assert not is_torch_file(tmp_path / "absent.pt")

@@ -1,4 +1,4 @@
-"""Weights that are read and not called through methods that a class inherits and extends: they are found all the same."""
+"""Weights that are read and not called through methods that a class inherits and extends: they are found."""
 
 from __future__ import annotations
 
