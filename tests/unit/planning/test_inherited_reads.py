@@ -105,3 +105,32 @@ def test_groups_that_are_read_without_a_call_stay_gathered(block: type[Block], k
     config, mesh = sw.ShardConfig(block_classes=("Linear",)), sw.MeshConfig(shard=2, device="cpu")
     plan = sw.plan(Net(block, kind), config, mesh=mesh)
     assert [group.name for group in plan.groups if group.held] == [f"block.shelf.layers.{index}" for index in held]
+
+
+class Entered(nn.Linear):
+    """A layer that is used between `__enter__` and `__exit__`."""
+
+    def __enter__(self) -> Entered:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class WithName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.other, self.head = Entered(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = self.other(x)
+        with self.inner as layer:
+            x = F.linear(x, layer.weight)
+        return self.head(x)
+
+
+def test_a_layer_that_a_with_statement_names_is_read():
+    config, mesh = sw.ShardConfig(block_patterns=("inner", "other")), sw.MeshConfig(shard=2, device="cpu")
+    plan = sw.plan(WithName(), config, mesh=mesh)
+    assert [(group.name, group.held) for group in plan.groups] == [("inner", True), ("other", False), ("(root)", False)]
