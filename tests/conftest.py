@@ -1,6 +1,7 @@
 """Checks after every test that it left nothing behind, and ends the ranks with the session."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,9 +14,11 @@ pytest_plugins = ["tests.lanes"]
 
 
 def pytest_configure() -> None:
-    """In one of several lanes, keep to one core."""
+    """Keep to one core in one of several lanes; hear Ctrl-C, which a shell's background jobs ignore."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
