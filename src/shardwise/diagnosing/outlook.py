@@ -34,14 +34,16 @@ class Outlook:
     def first_difference(self) -> int | None:
         """The first place at which another rank, by what has newly arrived, did something else."""
         own = self.slot.count
+        found: list[int] = []
         for rank, slot in enumerate(self.slots):
             end = min(own, slot.count)
             start = max(self._compared[rank], end - HISTORY, slot.first)
             if start < end:
                 if self.slot.events(start, end) != slot.events(start, end):
-                    return next((i for i in range(start, end) if self.slot.event(i) != slot.event(i)), None)
-                self._compared[rank] = end
-        return None
+                    found += [i for i in range(start, end) if self.slot.event(i) != slot.event(i)][:1]
+                else:
+                    self._compared[rank] = end
+        return min(found, default=None)
 
     def difference_at(self, index: int) -> Difference | None:
         """What ranks did at a place, if not all did the same."""

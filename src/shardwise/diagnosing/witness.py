@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.diagnosing.board import Board
+from shardwise.diagnosing.divergence import Difference
 from shardwise.diagnosing.machines import Machines
 from shardwise.diagnosing.mirror import Mirror
 from shardwise.diagnosing.outlook import Outlook
@@ -136,14 +137,19 @@ class Witness:
             self._outlook.note_places(verdict)
         return verdict
 
+    def _earliest_difference(self, index: int) -> Difference | None:
+        """What differs at a place, or before it, where word from another machine has come late."""
+        first = self._outlook.first_difference()
+        return self._outlook.difference_at(index if first is None else min(first, index))
+
     def _raise_difference(self, index: int) -> None:
-        difference = self._outlook.difference_at(index)
+        difference = self._earliest_difference(index)
         if difference is None:
             return  # what seemed to differ was long past
         self.slot.want_all()
         inquiry = ask_about(difference, self._outlook)
         inquiry.wait()
-        difference = self._outlook.difference_at(index) or difference  # by now other machines may have been heard
+        difference = self._earliest_difference(index) or difference  # by now other machines may have been heard
         inquiry.add_notes(difference.error)
         self._alarm.was_raised = True
         self._alarm.ring(difference.error)

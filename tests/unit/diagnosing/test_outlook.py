@@ -13,6 +13,8 @@ from shardwise.diagnosing.board import HISTORY, Board, create_board, open_board
 from shardwise.diagnosing.events import Kind, encode
 from shardwise.diagnosing.machines import group_by_machine
 from shardwise.diagnosing.outlook import Outlook
+from shardwise.diagnosing.witness import Post, Witness
+from shardwise.errors import ShardError
 
 GROUPS = ("(root)", "embed", "layers.0", "layers.1")
 RANKS = 4
@@ -152,6 +154,27 @@ def test_ranks_that_are_not_there_yet_do_not_differ(board: Board):
     assert outlook.verdict_of_others() is None
     board.slots[1].write(A)
     assert outlook.first_difference() == 1, "what has newly arrived is compared"
+
+
+def test_the_earliest_difference_counts_whichever_rank_it_is_of(board: Board):
+    write(board, [A, B, A], [A, B, B], [A, A, A], [A, B, A])
+    assert Outlook(board, 0, GROUPS).first_difference() == 1
+
+
+def test_a_difference_of_which_word_came_late_is_told_and_not_what_followed_from_it(board: Board):
+    """Rank 3 left `embed` out; by the time others hear of it they are a place further."""
+    machines = group_by_machine(["a", "b", "c", "d"], rank=0)
+    post = Post(
+        board=board, machines=machines, rank=0, groups=GROUPS, patience=60.0, report=lambda text: None,
+        abort=lambda: None,
+    )  # fmt: skip
+    witness = Witness(post)
+    witness.write(A)
+    write(board, [], [A, B], [A, B], [B, event(FORWARD, 3)])
+    with pytest.raises(ShardError, match="rank 3 did not run `embed` at step"):
+        for _ in range(2):
+            witness.write(B)
+            board.slots[1].write(event(FORWARD, 3))  # the neighbour that rank 0 compares with
 
 
 def test_who_has_left(board: Board):
