@@ -40,10 +40,12 @@ class Outlook:
             start = max(self._compared[rank], end - HISTORY, slot.first)
             if start < end:
                 if self.slot.events(start, end) != slot.events(start, end):
-                    found += [i for i in range(start, end) if self.slot.event(i) != slot.event(i)][:1]
+                    differing = (i for i in range(start, end) if self.slot.event(i) != slot.event(i))
+                    found.append(next(differing, end))
                 else:
                     self._compared[rank] = end
-        return min(found, default=None)
+        first = min(found, default=own)
+        return first if first < own else None
 
     def difference_at(self, index: int) -> Difference | None:
         """What ranks did at a place, if not all did the same."""

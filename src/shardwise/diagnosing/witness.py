@@ -140,7 +140,8 @@ class Witness:
     def _earliest_difference(self, index: int) -> Difference | None:
         """What differs at a place, or before it, where word from another machine has come late."""
         first = self._outlook.first_difference()
-        return self._outlook.difference_at(index if first is None else min(first, index))
+        earlier = self._outlook.difference_at(first) if first is not None and first < index else None
+        return earlier or self._outlook.difference_at(index)
 
     def _raise_difference(self, index: int) -> None:
         difference = self._earliest_difference(index)

@@ -315,7 +315,7 @@ def _lacking(tables: Sequence[Sequence[HeldBox]]) -> dict[str, set[int]]:
             parameter = parameter.rpartition(".")[0]
         parts = held.get(f"model.{parameter}", {})
         others = parts.keys() - holders.keys()
-        if others and sum(box.numel for box in set().union(*holders.values())) == math.prod(shapes[name]):
+        if others and sum(box.numel for box in set().union(*holders.values())) >= math.prod(shapes[name]):
             replicated = [parts[rank] for rank in holders if rank in parts]
             others = {rank for rank in others if parts[rank] in replicated}
         if others:
