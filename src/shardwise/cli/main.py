@@ -15,6 +15,7 @@ from shardwise.cli.explain import explain
 from shardwise.cli.lint import lint
 from shardwise.cli.migrate import migrate
 from shardwise.cli.parity import parity
+from shardwise.cli.skill import skill
 from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
 
@@ -34,6 +35,7 @@ app.command()(migrate)
 app.command()(lint)
 app.command()(explain)
 app.command()(doctor)
+app.add_typer(skill, name="skill")
 
 
 def _print_version(wanted: bool) -> None:
