@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import pickle
 import re
 import runpy
 import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer.main
 import yaml
 
 from shardwise.cli.main import app
 from shardwise.pages import SKILL, skill_folder
 from tests.contract.command_line import run
-from tests.docs.test_snippets import ROOT
+from tests.docs.test_snippets import ROOT, run_in, run_on_ranks
 from tests.ranks import start_fork_server
 
 FOLDER = ROOT / "skills" / SKILL
@@ -30,6 +34,8 @@ PROJECT = Path(__file__).parent / "skill_project"
 _FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 # On Ray, which starts its own workers; and pages with nothing to run.
 WITH_CODE = [page for page in PAGES if page.stem != "ray-train" and "```python" in page.read_text()]
+QUICK = {"SKILL", "training", "data-and-resume", "tensor-parallel", "examples", "fully-shard"}
+IN_SHARDWISE = "Reference blocks in shardwise"
 
 
 def blocks_of(text: str, language: str) -> list[str]:
@@ -70,7 +76,7 @@ def run_script(path: Path, rank: int, port: int, log: Path) -> None:
 
 
 def on_two_ranks(script: str, folder: Path, timeout_s: float = 60.0) -> str:
-    """What two ranks print that run a script beside `my_project`; fails with their output when one does not end well."""
+    """What two ranks print that run a script beside `my_project`; fails with their output when one fails."""
     shutil.copytree(PROJECT, folder, dirs_exist_ok=True)
     path = folder / "script.py"
     path.write_text(script)
@@ -96,13 +102,17 @@ def on_two_ranks(script: str, folder: Path, timeout_s: float = 60.0) -> str:
             process.join()
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=() if page.stem in QUICK else pytest.mark.slow, id=page.stem) for page in WITH_CODE],
+)
 def test_code_runs_on_two_ranks(page: Path, tmp_path: Path):
     for number, (title, script) in enumerate(scripts_of(page).items()):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        print(title)  # shown when it fails
-        on_two_ranks(script, folder)
+        if title != IN_SHARDWISE:  # those make the project, below
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            print(title)  # shown when it fails
+            on_two_ranks(script, folder)
 
 
 def test_every_block_is_run():
@@ -127,6 +137,104 @@ def test_command_is_understood(command: str):
         found, words = below[words[0]], words[1:]
     if words:  # else the text only names it
         found.make_context(found.name, words)
+
+
+# What a command must say, by its first words; the rest must end with 0. Parity and training start ranks of their own.
+EXPECTED = {
+    "explain run.log": (0, "SW502"),
+    "explain dumps": (0, "never came to it"),
+    "explain SW": (0, "SW"),
+    "ckpt diff": (1, "blocks.0"),
+    "migrate fsdp1_train.py": (0, "fully_shard"),
+    "migrate fsdp1_train.py --target shardwise": (0, "sw.shard"),
+    "plan": (0, "blocks.0"),
+    "doctor": (None, "torch"),  # what it finds depends on the machine
+}
+
+
+def _is_whole(command: str) -> bool:
+    """Whether it has arguments, and starts no ranks."""
+    words = command.split()[1:]
+    return len(words) > (2 if words[0] in ("ckpt", "skill") else 1) and words[0] not in ("parity", "train")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that the commands name: scripts, checkpoints of a real run, a log, dumps, an old file."""
+    folder = tmp_path_factory.mktemp("project")
+    blocks = scripts_of(FOLDER / "SKILL.md")[IN_SHARDWISE]
+    on_two_ranks(blocks, folder)
+    (folder / "train.py").write_text(blocks)
+    shutil.copy(ROOT / "tests/scripts/fsdp1_bf16.py", folder / "fsdp1_train.py")
+    (folder / "run.log").write_text("[rank1]: RuntimeError: aten.addmm.default got mixed torch.Tensor and DTensor\n")
+    torch.save({"model": {"w": torch.ones(4, 4)}}, folder / "old.pt")
+    (folder / "dumps").mkdir()
+    first, second = ({"collective_seq_id": n, "profiling_name": "nccl:all_reduce"} for n in (1, 2))
+    for rank, entries in enumerate([[first, second], [first]]):
+        (folder / "dumps" / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps({"entries": entries}))
+    return folder
+
+
+def test_blocks_train(project: Path):
+    losses = [
+        float(loss) for loss in re.findall(r"^step \d loss (\S+)", (project / "rank0.log").read_text(), re.MULTILINE)
+    ]
+    assert len(losses) == 4
+    assert sorted(path.name for path in (project / "export").iterdir()) == ["model.safetensors"]
+
+
+def test_lint_finds_nothing_in_the_blocks(project: Path):
+    done = run("lint", "train.py", "--format", "json", folder=project)
+    assert (done.status, json.loads(done.output)["findings"]) == (0, [])
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if _is_whole(c)])
+def test_command_runs(command: str, project: Path, tmp_path: Path):
+    shutil.copytree(project, tmp_path, dirs_exist_ok=True)
+    words = shlex.split(command)[1:]
+    done = run(*words, folder=tmp_path)
+    keys = [key for key in EXPECTED if command.startswith(f"shardwise {key}")]
+    status, text = EXPECTED[max(keys, key=len)] if keys else (0, "")
+    assert done.status == status or status is None, done.output + done.errors
+    assert text in done.output
+    if "json" in words:
+        json.loads(done.output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] == "parity"])
+def test_parity_runs(command: str, project: Path):
+    out = run_in(project, [sys.executable, "-m", *shlex.split(command)])
+    assert json.loads(out)["equal"]
+
+
+@pytest.mark.slow
+def test_blocks_run_under_torchrun_and_resume(project: Path, tmp_path: Path):
+    shutil.copy(project / "my_project.py", tmp_path)
+    out = run_on_ranks((project / "train.py").read_text().replace("num_steps=4", "num_steps=2"), tmp_path, 2)
+    out += run_on_ranks((project / "train.py").read_text(), tmp_path, 2)
+    whole = (project / "rank0.log").read_text()
+    assert re.findall(r"^step.*", out, re.MULTILINE) == re.findall(r"^step.*", whole, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_code_runs_on_ray(tmp_path: Path):
+    (script,) = scripts_of(FOLDER / "references/ray-train.md").values()
+    shutil.copytree(PROJECT, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "script.py").write_text(script)
+    environment = {"PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}", "RAY_TRAIN_V2_ENABLED": "1"}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_argument_that_the_api_does_not_have_is_noticed(tmp_path: Path):
+    """The way in which drift shows: a block with a renamed argument fails, with the name in what it prints."""
+    script = scripts_of(FOLDER / "SKILL.md")[IN_SHARDWISE]
+    assert "keep_last=3" in script
+    with pytest.raises(AssertionError, match="keep_newest"):
+        on_two_ranks(script.replace("keep_last=3", "keep_newest=3"), tmp_path)
 
 
 def test_front_matter_is_what_agents_read():
@@ -156,9 +264,16 @@ def test_every_reference_is_listed_on_the_main_page():
 
 
 def test_all_labelled_blocks_exist_in_torch_and_in_shardwise():
-    names = {"init_distributed", "build_model_meta", "build_optimizer", "train_step", "checkpoint_save", "checkpoint_load"}
+    names = {
+        "init_distributed",
+        "build_model_meta",
+        "build_optimizer",
+        "train_step",
+        "checkpoint_save",
+        "checkpoint_load",
+    }
     scripts = scripts_of(FOLDER / "SKILL.md")
-    for title in ("Reference blocks in shardwise", "Reference blocks in plain torch"):
+    for title in (IN_SHARDWISE, "Reference blocks in plain torch"):
         assert names <= set(re.findall(r"^def (\w+)", scripts[title], re.MULTILINE))
 
 

@@ -15,8 +15,8 @@ from shardwise.cli.explain import explain
 from shardwise.cli.lint import lint
 from shardwise.cli.migrate import migrate
 from shardwise.cli.parity import parity
-from shardwise.cli.skill import skill
 from shardwise.cli.plan import plan
+from shardwise.cli.skill import skill
 from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
 

@@ -1,4 +1,4 @@
-"""What the skill's code blocks import: a small model with a buffer that no state dict holds, data with unequal tokens."""
+"""What the skill's code blocks import: a model with a buffer that no state dict holds, data with unequal tokens."""
 
 from __future__ import annotations
 
