@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 _SLOW_S = 600.0
-_RANKS_S = 300.0  # the pool names ranks that do not start (180 s) or hang (60 s) before that
+_RANKS_S = 360.0  # the pool names ranks that do not start (180 s) or hang (120 s) before that
 _stderr = pytest.StashKey[int]()
 
 

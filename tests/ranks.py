@@ -40,7 +40,7 @@ _MANY_RANKS = 4
 _pools: dict[int, Pool] = {}
 
 
-def ranks(num_ranks: int, timeout_s: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def ranks(num_ranks: int, timeout_s: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test on `num_ranks` gloo ranks, each of which receives its `rank`.
 
     Fixtures and parameters reach the ranks by pickle. A failure carries the traceback and the number of the

@@ -64,7 +64,7 @@ class Running:
             else:
                 ours.close()
 
-    def wait_for_save(self, timeout_s: float = 60.0) -> None:
+    def wait_for_save(self, timeout_s: float = 180.0) -> None:
         """Until the first checkpoint of this run is committed."""
         assert self._connection.poll(timeout_s), "the run did not save anything"
         self._heard.append(self._connection.recv())
@@ -130,7 +130,7 @@ def _train(folder: Path, kind: Kind, rank: int, store: Path, connection: Connect
     if kind.num_ranks > 1:
         shared = dist.FileStore(str(store), kind.num_ranks)
         dist.init_process_group(
-            "gloo", store=shared, rank=rank, world_size=kind.num_ranks, timeout=timedelta(seconds=60)
+            "gloo", store=shared, rank=rank, world_size=kind.num_ranks, timeout=timedelta(seconds=180)
         )
         mesh = mesh_1d(kind.num_ranks)
     model = make_model()

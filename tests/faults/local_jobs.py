@@ -45,7 +45,7 @@ def lose_a_peer_in(place: str, lives: int) -> int:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=180))
     dist.barrier()
     launch = read_launch()
     if launch.restarts < lives and launch.rank == 1:

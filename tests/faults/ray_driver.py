@@ -32,8 +32,10 @@ class WriteReports(ray.train.UserCallback):
 def main() -> None:
     """Train on two workers of a Ray of our own, and print what was done."""
     folder, max_failures, *settings = sys.argv[1:]
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "300"  # two cores, and torch to import
     ray.init(
         address="local",
+        _system_config={"worker_register_timeout_seconds": 300},
         num_cpus=2,
         object_store_memory=80 * 1024 * 1024,
         include_dashboard=False,

@@ -22,7 +22,7 @@ def test_killed_at(tmp_path: Path, point: str, asynchronous: bool):
     folder = tmp_path / "run"
     run = Running(folder, Kind(asynchronous=asynchronous, point=point))
     run.wait_for_save()
-    run.end(timeout_s=60)
+    run.end(timeout_s=180)
     assert [process.exitcode for process in run.processes] == [-9], "the point was not reached"
     assert_intact(folder, run.last_committed())
     assert_swept(folder)
@@ -46,7 +46,7 @@ def test_one_of_two_ranks_killed_at(tmp_path: Path, point: str, rank: int):
     folder = tmp_path / "run"
     run = Running(folder, Kind(num_ranks=2, asynchronous=True, point=point, strikes_rank=rank))
     run.wait_for_save()
-    run.processes[rank].join(60)
+    run.processes[rank].join(180)
     assert run.processes[rank].exitcode == -9, "the point was not reached"
     run.end(timeout_s=5)
     assert_intact(folder, run.last_committed())

@@ -40,7 +40,7 @@ def test_save_is_finished_when_the_program(tmp_path: Path, manner: str):
     folder = tmp_path / "run"
     num_ranks = 2 if manner == "destroys the group" else 1
     processes = [start(manner, folder, rank) for rank in range(num_ranks)]
-    outputs = [process.communicate(timeout=90) for process in processes]
+    outputs = [process.communicate(timeout=180) for process in processes]
     assert [process.returncode for process in processes] == [STATUS[manner]] * num_ranks, outputs
     assert all(output.strip() == "saved" for output, _ in outputs)
     assert ("on purpose" in outputs[0][1]) == (manner == "raises")
@@ -56,7 +56,7 @@ def test_writer_goes_when_its_parent_is_killed(tmp_path: Path):
     assert process.stdout.readline() == "saved\n"
     writer, forked = map(int, process.stdout.readline().split())
     try:
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(180) == -signal.SIGKILL
         deadline = time.monotonic() + 30
         while psutil.pid_exists(writer) and time.monotonic() < deadline:
             time.sleep(0.05)

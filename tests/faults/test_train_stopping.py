@@ -35,7 +35,7 @@ def launcher(job: str, folder: Path, *args: int) -> Iterator[subprocess.Popen[st
         process.communicate()
 
 
-def wait_for(condition, what: str, timeout_s: float = 60.0) -> None:
+def wait_for(condition, what: str, timeout_s: float = 180.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"timed out: {what}"
@@ -125,7 +125,7 @@ def test_the_launcher_passes_a_request_on(tmp_path: Path):
     with launcher("step_until_stopped", tmp_path, 1000) as process:
         wait_until_started(tmp_path)
         process.send_signal(signal.Signals[name])
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert output == f"{[name, name]}\n"
     assert saved(tmp_path) == [name, name]
@@ -139,7 +139,7 @@ def test_a_request_during_the_start_is_kept(tmp_path: Path):
         wait_for(lambda: len(children(recursive=True)) >= 2, "the fork server starts")
         time.sleep(1.0)  # torch is being imported, or the ranks are being forked
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=120)
     assert (process.returncode, output) in ((0, "['SIGTERM', 'SIGTERM']\n"), (-signal.SIGTERM, "")), errors
     assert saved(tmp_path) in (["SIGTERM", "SIGTERM"], [])
 
@@ -151,7 +151,7 @@ def test_a_signal_to_every_process_still_saves(tmp_path: Path, name: str):
     with launcher("step_until_stopped", tmp_path, 1000) as process:
         wait_until_started(tmp_path)
         os.killpg(process.pid, signal.Signals[name])
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert output == f"{[name, name]}\n"
     assert saved(tmp_path) == [name, name]
@@ -166,7 +166,7 @@ def test_the_second_interrupt_ends_everything_at_once(tmp_path: Path):
         assert process.poll() is None
         start = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
         assert time.monotonic() - start < 20  # after one interrupt ranks have 30 s to stop by themselves
         assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
     assert process.returncode == -signal.SIGINT, errors  # Python ends so after KeyboardInterrupt
@@ -179,7 +179,7 @@ def test_without_stop_signals_a_signal_ends_the_ranks(tmp_path: Path, name: str,
     with launcher("step_without_stop_signals", tmp_path, 1000) as process:
         ranks = wait_until_started(tmp_path)
         process.send_signal(signal.Signals[name])
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
         assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
     assert process.returncode == status
 

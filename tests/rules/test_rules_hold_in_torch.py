@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -13,7 +14,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 
+from shardwise.training.step import token_mean
 from tests.ranks import ranks
 
 ONES = torch.ones(2, 8)
@@ -154,6 +157,42 @@ def test_mistakes_that_the_rules_call_silent_are_silent(rank: int):
     state = sharded().state_dict()
     assert state["head.weight"].to_local().shape == (4, 8)  # SW221: half of the weight
     assert state["head.weight"].numel() == 64  # SW234: of the whole
+
+
+@ranks(2)
+def test_zero_grad_of_the_model_after_forward_leaves_gradients_and_that_of_the_optimizer_does_not(rank: int):
+    def grad_after(
+        clear: Callable[[Net, torch.optim.Optimizer], object], *, trains: bool = True
+    ) -> torch.Tensor | None:
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(ONES).sum().backward()
+        with torch.set_grad_enabled(trains):
+            model(ONES)
+        clear(model, optimizer)
+        model.reshard()
+        return model.head.weight.grad
+
+    assert grad_after(lambda model, _: model.zero_grad()) is not None  # SW240
+    assert grad_after(lambda model, _: model.zero_grad(), trains=False) is not None  # SW240
+    assert grad_after(lambda model, optimizer: optimizer.zero_grad()) is None
+
+
+@ranks(2)
+def test_means_over_the_tokens_of_a_rank_are_not_the_mean_over_all(rank: int):
+    labels = torch.tensor([1, -100, -100, -100] if rank == 0 else [2, 3, 4, 5])
+    inputs = torch.arange(32.0).view(4, 8).sin() + rank
+
+    def gradient(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        model = sharded()
+        loss_of(model(inputs)).backward()
+        return model.head.weight.grad.full_tensor()  # pyrefly: ignore
+
+    by_sum = gradient(lambda logits: cross_entropy(logits, labels, reduction="sum") * 2 / 5)
+    assert not torch.allclose(by_sum, gradient(lambda logits: cross_entropy(logits, labels)), rtol=0.1)  # SW239
+    torch.testing.assert_close(
+        by_sum, gradient(lambda logits: token_mean(cross_entropy(logits, labels, reduction="sum"), 4 if rank else 1))
+    )
 
 
 @ranks(2)

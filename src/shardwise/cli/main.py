@@ -15,6 +15,7 @@ from shardwise.cli.explain import explain
 from shardwise.cli.lint import lint
 from shardwise.cli.migrate import migrate
 from shardwise.cli.parity import parity
+from shardwise.cli.plan import plan
 from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
 
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # errors are ours to print, in `main`
 )
 app.command()(train)
+app.command()(plan)
 app.command()(parity)
 app.add_typer(ckpt, name="ckpt")
 app.command()(migrate)

@@ -21,7 +21,7 @@ NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_param:FSDPParam": "sharded_param= _unsharded_param unsharded_accumulated_grad= "
     "to_accumulated_grad_if_needed reset_sharded_param reduce_dtype padded_sharded_param_size sharded_size "
     "fsdp_placement _sharded_param_data= pin_memory offload_to_cpu device mesh_info _module_info _orig_size",
-    f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name",
+    f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules",
     f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info post_forward_mesh_info device device_handle "
     "mp_policy= comm_ctx reduce_grads= all_reduce_grads= gradient_divide_factor force_sum_reduction_for_comms "
     "is_sharded unshard wait_for_unshard post_backward _to_sharded _init_mp_dtypes _record_post_forward _is_hsdp "

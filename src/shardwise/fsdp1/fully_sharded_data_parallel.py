@@ -36,6 +36,7 @@ from shardwise.fsdp1.summoning import own_slots, summon
 from shardwise.fsdp1.units import Unit, outer_units, units_in
 from shardwise.fsdp1.wrapping import auto_wrap
 from shardwise.planning.plan import Plan
+from shardwise.sharding.gradients import watch_zero_grad
 from shardwise.sharding.registry import ShardedState, remember
 from shardwise.training.step import clip_grad_norm_
 
@@ -204,6 +205,7 @@ class FullyShardedDataParallel(OptimizerStates):
             self._is_prepared = True
             cast_buffers(units_in(self))
             remember(self, ShardedState(plan=self.plan, mesh=self.mesh))
+            watch_zero_grad()
 
     def check_is_root(self) -> bool:
         """Whether this unit is the outermost of its model.
@@ -290,14 +292,6 @@ class FullyShardedDataParallel(OptimizerStates):
         for dtype in dtypes:
             wide = torch.promote_types(wide, dtype)
         return norm.to(wide)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, also those of `no_sync` that were never reduced.
-
-        Ranks:
-            Local.
-        """
-        compat.drop_gradients(self) if set_to_none else super().zero_grad(set_to_none)
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """Reduce gradients by a hook of FSDP1: torch's own, or one with the signature for sharded strategies.

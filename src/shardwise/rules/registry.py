@@ -23,6 +23,7 @@ _HOMES = (
     "entering",
     "gradients",
     "leftovers",
+    "losses",
     "meta",
     "nesting",
     "order",

@@ -19,7 +19,7 @@ from shardwise.sharding.agreement import agree_on_plan, agree_on_weights, check_
 from shardwise.sharding.assigning import watch_assignments
 from shardwise.sharding.compiling import compile_blocks
 from shardwise.sharding.entering import Entry, RootEntry, guard_outside_call
-from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
+from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_zero_grad
 from shardwise.sharding.inputs import Casts, register_post_backward
 from shardwise.sharding.mesh import data_parallel_mesh, default_mesh
 from shardwise.sharding.parts import PartsEntry
@@ -84,6 +84,7 @@ def shard(
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
     watch_assignments(model)
+    watch_zero_grad()
     announce(model)
     return model
 

@@ -1,5 +1,6 @@
-"""What FSDP2 leaves undone when backward ends: gradients outside its groups, and parameters some ranks did not use."""
+"""What FSDP2 leaves undone: gradients outside its groups, parameters that some ranks did not use, `zero_grad`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
+from shardwise.sharding.registry import sharded_roots
 
 
 class UnusedParameters:
@@ -152,3 +154,25 @@ def _set_gradient(parameter: nn.Parameter, local: torch.Tensor) -> None:
         parameter.grad = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
     else:
         parameter.grad = local
+
+
+@functools.cache
+def watch_zero_grad() -> None:
+    """Make `zero_grad` of any module clear the gradients of its parameters in the models that shardwise sharded.
+
+    torch clears those of the parameters that are registered at the time. Between forward and backward these are the
+    unsharded ones in the root and in every group that stays unsharded, so that the shards' gradients of step after
+    step add up. On the class, since the caller may be any part of the model or a wrapper around it.
+
+    Ranks:
+        Local.
+    """
+    plain = nn.Module.zero_grad
+
+    @functools.wraps(plain)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        plain(self, set_to_none)
+        groups = [group for root in sharded_roots() for group in compat.param_groups(root)]
+        compat.clear_gradients(groups, set(self.modules()), set_to_none=set_to_none)
+
+    nn.Module.zero_grad = zero_grad

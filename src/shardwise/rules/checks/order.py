@@ -1,4 +1,4 @@
-"""Rules about when things happen: optimizers before sharding, forwards before the root's."""
+"""Rules about when things happen: optimizers before sharding, forwards before the root's, gradients cleared late."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from shardwise.findings import Severity
 from shardwise.rules.program import facts
 from shardwise.rules.program.events import Event
-from shardwise.rules.program.usage import Optimizer, Shard, Usage
+from shardwise.rules.program.usage import Module, Optimizer, Shard, Usage, modules
+from shardwise.rules.program.values import Constant, Param
 from shardwise.rules.registry import Hit, Reading, rule
 
 # `group["params"] = ...`: the program gives its optimizers new parameters itself.
@@ -87,7 +88,8 @@ def _is_without_grad(event: Event) -> bool:
 
 
 def _is_resharded(usage: Usage, module: object, after: Event, before: Event) -> bool:
-    if any(shard.subject == module and "reshard_after_forward" in shard.event.keywords for shard in usage.shards):
+    given = [shard.event.keywords.get("reshard_after_forward") for shard in usage.shards if shard.subject == module]
+    if any(one is not None and not one.values & {Constant(False), Constant(None)} for one in given):
         return True
     between = usage.events[after.order : before.order]
     return any(event.method in ("reshard", "backward") for event in between)
@@ -124,3 +126,45 @@ def submodule_before_root(reading: Reading) -> Iterator[Hit]:
 
 def _shares_loop(early: Event, later: Event) -> bool:
     return early.loop is None or early.loop is later.loop
+
+
+@rule("SW240", "zero-grad-after-forward", severity=Severity.ERROR)
+def zero_grad_after_forward(reading: Reading) -> Iterator[Hit]:
+    """`model.zero_grad()` between forward and backward does not clear the gradients of the root's parameters.
+
+    Why: the root group stays unsharded after forward. What is registered then are temporary parameters; the sharded
+    ones, which the optimizer steps, keep their gradients, and these add up from step to step. No error is raised.
+    """
+    for usage in reading.usages:
+        entries = [
+            *usage.entered,
+            *((e, m) for e in usage.events if e.method == "forward" for m in modules(e.receiver)),
+        ]
+        for event in usage.events:
+            for module in _cleared(event):
+                last = max(
+                    (e.order for e, m in entries if m == module and usage.trace.precedes(e, event)), default=None
+                )
+                if last is None or not usage.is_sharded_by_hand(module, event):
+                    continue
+                forward = usage.events[last]
+                if not _is_resharded(usage, module, forward, event) and _is_trained(usage, event):
+                    yield Hit(
+                        node=event.node,
+                        message=f"since the forward on line {forward.node.lineno} the root's unsharded parameters are "
+                        "registered; the gradients of its shards stay and add up",
+                        fix="clear gradients before the forward, or with optimizer.zero_grad()",
+                    )
+
+
+def _cleared(event: Event) -> list[Module]:
+    """The modules whose gradients an event clears: `model.zero_grad()`, or `p.grad = None` for its parameters."""
+    if event.method == "zero_grad" and not event.is_store:
+        return modules(event.receiver)
+    if event.method == "grad" and event.is_store:
+        return [value.owner for value in event.receiver if isinstance(value, Param)]
+    return []
+
+
+def _is_trained(usage: Usage, event: Event) -> bool:
+    return any(later.method == "backward" and later.order > event.order for later in usage.events)
