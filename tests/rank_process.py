@@ -95,7 +95,7 @@ def _run(job: Job, rank: int) -> Outcome:
     before = take_snapshot()
     random.seed(0)
     torch.manual_seed(0)
-    meshes._remember(None)  # the mesh of another test would be this one's default
+    meshes.forget_meshes()  # the mesh of another test would be this one's default
     outcome = _outcome_of(job, rank)
     while _GUARDS:
         _GUARDS.pop().close()

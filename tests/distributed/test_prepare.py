@@ -114,7 +114,8 @@ def test_several_optimizers_are_pointed_at_the_shards(rank: int) -> None:
 @ranks(2)
 def test_explanations_of_settings_stand_in_the_plan(rank: int) -> None:
     config = {"limit_all_gathers": True, "verbose": False, "keep_low_precision_grads": True}
-    plan = plan_of(sw.prepare_fully_shard(tiny(), None, config))
+    with pytest.warns(UserWarning, match="keep_low_precision_grads: "):
+        plan = plan_of(sw.prepare_fully_shard(tiny(), None, config))
     for key in ("limit_all_gathers", "verbose"):
         assert sum(reason.startswith(f"{key}: ") for reason in plan.reasons) == 1
     assert any(warning.startswith("keep_low_precision_grads: ") for warning in plan.warnings)
@@ -163,10 +164,10 @@ def test_a_hybrid_mesh_contradicts_full_shard(rank: int) -> None:
 
 
 @ranks(2)
-def test_hybrid_sharding_without_a_number_of_copies_is_refused(rank: int) -> None:
-    sw.init_distributed()
+def test_hybrid_sharding_on_a_mesh_of_one_axis_is_refused(rank: int) -> None:
+    config = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": sw.init_distributed()}
     with pytest.raises(sw.ConfigError, match="HYBRID_SHARD needs a mesh with a replicate axis") as raised:
-        sw.prepare_fully_shard(tiny(), None, {"sharding_strategy": "HYBRID_SHARD"})
+        sw.prepare_fully_shard(tiny(), None, config)
     assert "data_parallel_replicate_degree" in str(raised.value)
 
 
@@ -201,7 +202,7 @@ def test_sync_needs_values_on_rank_0(rank: int) -> None:
 @ranks(2)
 def test_a_refused_config_changes_nothing(rank: int) -> None:
     model = tiny()
-    config = {"sharding_strategy": "NO_SHARD", "activation_checkpointing": True, "shardin_strategy": 1}
+    config = {"sharding_strategy": "SOME_SHARD", "te_checkpoint_wrapper": True, "shardin_strategy": 1}
     with pytest.raises(sw.ConfigError, match="3 problems in the config of prepare_fully_shard"):
         sw.prepare_fully_shard(model, None, config)
     assert not isinstance(model, FSDPModule)
@@ -210,8 +211,10 @@ def test_a_refused_config_changes_nothing(rank: int) -> None:
 
 @ranks(2)
 def test_a_config_of_another_kind_is_refused(rank: int) -> None:
-    with pytest.raises(sw.ConfigError, match="the config is a str"):
-        sw.prepare_fully_shard(tiny(), None, "FULL_SHARD")  # pyrefly: ignore
+    with pytest.raises(sw.ConfigError, match="the config is a int"):
+        sw.prepare_fully_shard(tiny(), None, 1)
+    with pytest.raises(sw.ConfigError, match="cannot read FULL_SHARD: no such file"):
+        sw.prepare_fully_shard(tiny(), None, "FULL_SHARD")
 
 
 @ranks(2)

@@ -49,6 +49,18 @@ def recompute(policy: str) -> tuple[float, int, int]:
     return difference(recomputed, kept), bytes_kept, bytes_recomputed
 
 
+def offload(recompute: bool) -> tuple[float, int, int]:
+    """As `recompute`, of blocks that keep in CPU memory what they keep, by Composer's settings."""
+    rank, mesh = join()
+    kept, bytes_kept = step(sw.shard(build(0.1), CONFIG, mesh=mesh), rank)
+    settings = {"activation_cpu_offload": True, "activation_checkpointing": recompute, "mixed_precision": "FULL"}
+    model = sw.prepare_fully_shard(build(0.1), None, {**settings, "device_mesh": mesh})
+    step(model, rank)
+    offloaded, bytes_offloaded = step(model, rank)
+    torch.distributed.destroy_process_group()
+    return difference(offloaded, kept), bytes_kept, bytes_offloaded
+
+
 def compile_with_inductor(policy: str) -> float:
     """Largest relative difference of a gradient between compiled and plain blocks."""
     rank, mesh = join()

@@ -18,6 +18,13 @@ def test_recomputing_saves_memory_and_changes_no_gradient(policy: str):
         assert recomputed < REMAINS[policy] * kept
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_offloading_activations_saves_memory_and_changes_no_gradient(recompute: bool):
+    for worst, kept, offloaded in start_local("tests.gpu.block_jobs:offload", 2, (recompute,)):
+        assert worst < 1e-5
+        assert offloaded < 0.25 * kept
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
 def test_inductor_changes_no_gradient(policy: str):

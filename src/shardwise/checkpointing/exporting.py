@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.agreeing.together import is_first, mesh_of_model, on_first, raise_over, together
 from shardwise.checkpointing.contents import ITEM_BYTES
+from shardwise.checkpointing.formats.detect import TORCH_SUFFIXES
 from shardwise.checkpointing.formats.full_writing import FullWriter, tensors_in
 from shardwise.checkpointing.formats.safetensors_writing import DEFAULT_SHARD_BYTES, SafetensorsWriter, distribute
 from shardwise.checkpointing.formats.tensor_info import TensorInfo
@@ -60,7 +61,7 @@ def save_weights(
         progress: Is told the bytes that are written.
 
     Raises:
-        ConfigError: The format or dtype does not exist.
+        ConfigError: The format or dtype does not exist, or the path ends as files of the other format do.
         CheckpointError: The weights cannot be written, or the model has no values, or corrupt ones.
 
     Ranks:
@@ -190,6 +191,17 @@ def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]
             f"format is {format!r}",
             where="save_weights(format=...)",
             fix='pass "safetensors" or "torch"; for sharded checkpoints use shardwise.Checkpointer',
+        )
+    if str(path).endswith(TORCH_SUFFIXES if format == "safetensors" else ".safetensors"):
+        fixes = {
+            "safetensors": 'pass format="torch", or name a folder or a file that ends in .safetensors',
+            "torch": 'pass format="safetensors", or name a file that ends in .pt',
+        }
+        raise ConfigError(
+            f"format is {format!r}, but the path ends in {Path(path).suffix}",
+            where=str(path),
+            why="programs that read weights go by the ending",
+            fix=fixes[format],
         )
     refuse_remote(path)
     refuse_unusable(model)

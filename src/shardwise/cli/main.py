@@ -15,6 +15,8 @@ from shardwise.cli.explain import explain
 from shardwise.cli.lint import lint
 from shardwise.cli.migrate import migrate
 from shardwise.cli.parity import parity
+from shardwise.cli.plan import plan
+from shardwise.cli.skill import skill
 from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
 
@@ -28,12 +30,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # errors are ours to print, in `main`
 )
 app.command()(train)
+app.command()(plan)
 app.command()(parity)
 app.add_typer(ckpt, name="ckpt")
 app.command()(migrate)
 app.command()(lint)
 app.command()(explain)
 app.command()(doctor)
+app.add_typer(skill, name="skill")
 
 
 def _print_version(wanted: bool) -> None:

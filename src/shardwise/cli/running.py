@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwise.errors import ShardwiseError
@@ -25,6 +26,8 @@ def run_on_ranks(
 
     With `everywhere`, a process that is another rank returns its own result: all must end with the same status.
 
+    What the function prints goes to stderr: stdout is for the command's result.
+
     Under torchrun, Slurm or Ray this process is a rank already and simply calls the function; otherwise
     `num_ranks` local ranks are started, by default one a GPU, or two on CPU. A launcher restarts ranks by its own
     rules; `max_restarts` and `stop_signals` are for local ones, see `start_local`.
@@ -32,17 +35,40 @@ def run_on_ranks(
     Ranks:
         Collective when started by a launcher.
     """
-    folder = os.getcwd()  # a `module:callable` of the user is looked up here, as `python -m` does
+    launch = read_launch()
+    with user_code():
+        if launch.source != "single":
+            result = _call(target, args, launch)
+            return result if launch.rank == 0 or everywhere else None
+        results = start_local(
+            target, number_of_ranks(num_ranks), args, max_restarts=max_restarts, stop_signals=stop_signals
+        )
+        return results[0]
+
+
+@contextlib.contextmanager
+def user_code() -> Iterator[None]:
+    """Find a `module:callable` in the working folder, as `python -m` does, and send what it prints to stderr.
+
+    The file descriptor is redirected too, for child processes: local ranks, and what they start.
+
+    Ranks:
+        Local.
+    """
+    folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    launch = read_launch()
-    if launch.source != "single":
-        result = _call(target, args, launch)
-        return result if launch.rank == 0 or everywhere else None
-    results = start_local(
-        target, number_of_ranks(num_ranks), args, max_restarts=max_restarts, stop_signals=stop_signals
-    )
-    return results[0]
+    stdout = sys.stdout
+    stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        stdout.flush()  # what was written to `sys.__stdout__`
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _call(target: str, args: Sequence[object], launch: Launch) -> Any:

@@ -8,6 +8,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,7 +60,7 @@ def load(cls: type[C], source: str | Path | Mapping[str, Any] | None = None, ove
         Local.
     """
     name = str(source) if isinstance(source, (str, Path)) else "the config"
-    values = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else _read(source)
+    values = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_yaml(source)
     problems = _Problems()
     for override in overrides:
         _apply(values, override, problems)
@@ -94,7 +95,15 @@ def _yaml_lines(values: Mapping[str, Any], notes: Mapping[str, Iterable[str]], p
             yield from yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True).splitlines()
 
 
-def _read(path: str | Path | None) -> dict[str, Any]:
+def read_yaml(path: str | PathLike[str] | None) -> dict[str, Any]:
+    """The mapping that a YAML file holds; none for no file.
+
+    Raises:
+        ConfigError: It cannot be read, is not YAML, names a key twice or holds no mapping.
+
+    Ranks:
+        Local.
+    """
     if path is None:
         return {}
     try:

@@ -10,6 +10,7 @@ STRICT: dict[str, Any] = {"extra": "forbid"}  # read by config.load; a typo is a
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
+ROOT_PATTERN = "(root)"  # what a plan calls the root's own group
 PIPELINE_AXES = frozenset({"pipeline", "pp"})
 MODEL_PARALLEL_AXES = frozenset({"tensor", "tp", "context", "cp", "expert", "ep", "sequence", "sp"})
 
@@ -121,7 +122,8 @@ class GroupOverride:
     __pydantic_config__: ClassVar = STRICT
 
     pattern: str
-    """Module FQN with `*`, or a class name: `*.router`, `model.norm`, `LlamaRMSNorm`."""
+    """Module FQN with `*`, or a class name: `*.router`, `model.norm`, `LlamaRMSNorm`. `(root)` is the root's own group,
+    without those inside it."""
     param_dtype: Literal["storage"] | DtypeName | None = None
     """As in `precision.param_dtype`. A module inside a group becomes an island group of its own."""
     reduce_dtype: DtypeName | None = None
@@ -166,7 +168,7 @@ class ShardConfig:
     """Dtypes of every group unless overridden."""
     reshard_after_forward: bool | int | None = None
     """Free gathered parameters after forward. None: yes, except in the root. An int: keep them sharded over
-    that many ranks until backward."""
+    that many ranks until backward; all ranks of the axis are the same as True, except in the root."""
     offload: bool = False
     """Keep shards, gradients and optimizer state in CPU memory."""
     pin_memory: bool | None = None

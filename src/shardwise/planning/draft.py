@@ -95,7 +95,9 @@ class Draft:
 
     def groups(self, assignment: Assignment, calls: Calls, compute: Compute) -> list[Group]:
         """Groups with their settings, children first and the root last."""
-        settings_of = SettingsOf(self.tree, self.config, compute, pin_memory=self._pin_memory())
+        settings_of = SettingsOf(
+            self.tree, self.config, compute, pin_memory=self._pin_memory(), num_shards=self.axes.get("shard", 1)
+        )
         self._unit_names = frozenset(node.fqn for unit in assignment.units for node in unit.nodes)
         groups = [
             self._group(unit, keys, calls, settings_of)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.config.schema import ROOT_PATTERN
+
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "complex64": 8, "complex128": 16, "int64": 8,
     "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -80,7 +82,7 @@ class Group:
     @property
     def name(self) -> str:
         """How the group is called in messages."""
-        return "+".join(module or "(root)" for module in self.modules)
+        return "+".join(module or ROOT_PATTERN for module in self.modules)
 
     @property
     def numel(self) -> int:

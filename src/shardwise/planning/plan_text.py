@@ -1,41 +1,137 @@
-"""Plans as text: a tree that a person reads before launching."""
+"""Plans as text: a tree that a person reads before launching, and everything known about one group of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
-from shardwise.planning.plan import Group, Plan
+from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.units import format_bytes, format_count
+
+_MAX_NAMES = 4
 
 
 def render_plan(plan: Plan) -> str:
-    """A readable tree: one row a group, with sizes, dtypes, policy and reason."""
-    mesh = " x ".join(f"{name} {size}" for name, size in plan.axes) or "one rank"
+    """A readable tree: one row for all groups that differ only in their index, and each reason once."""
     total = sum(parameter.numel for parameter in plan.parameters)
     lines = [
         f"{plan.model}: {format_count(total)} parameters, {format_bytes(plan.num_bytes)}; "
-        f"{len(plan.groups)} groups over {mesh} ({plan.device}); "
-        f"{format_bytes(plan.bytes_per_rank)} of parameters per rank"
+        f"{len(plan.groups)} groups over {_mesh(plan)}; {format_bytes(plan.bytes_per_rank)} of parameters per rank"
     ]
-    lines += [f"  · {reason}" for reason in plan.reasons]
-    for first, last, group in _runs(plan.groups):
-        count = f"{first} … {last}" if first != last else first
-        lines.append(f"├─ {count}  {_sizes(group)}  {_policy(group)}")
-        lines.append(f"│    {group.reason}")
-        lines += [f"│    {p.fqn}: {p.reason}" for p in group.parameters if p.reason]
-        lines += [f"│    entered through {', '.join(group.entry_points)}"] if group.entry_points else []
-    for title, parameters in (("replicated", plan.replicated), ("ignored", plan.ignored)):
-        lines += [f"├─ {title}: {p.fqn}  {list(p.shape)} {p.dtype}  {p.reason}" for p in parameters]
-    lines += [f"└─ warning: {warning}" for warning in plan.warnings]
+    lines += [f"  · {reason}" for reason in dict.fromkeys(plan.reasons)]
+    rows = _group_rows(plan.groups)
+    noted = [p for group in plan.groups for p in group.parameters if p.reason]
+    for title, parameters in (("sharded", noted), ("replicated", plan.replicated), ("ignored", plan.ignored)):
+        rows += _parameter_rows(title, parameters)
+    rows += [[f"warning: {warning}"] for warning in dict.fromkeys(plan.warnings)]
+    for row, (first, *rest) in enumerate(rows, start=1):
+        lines += [f"{'└─' if row == len(rows) else '├─'} {first}"]
+        lines += [f"{' ' if row == len(rows) else '│'}    {line}" for line in rest]
     return "\n".join(lines)
+
+
+def render_group(plan: Plan, group: Group) -> str:
+    """Everything that the plan says about one of its groups."""
+    shards = plan.num_shards
+    compute, reduce = group.param_dtype or "the stored dtype", group.reduce_dtype or "the dtype of the gradients"
+    inputs = f"cast to {compute}" if group.cast_inputs and group.param_dtype else "as they are"
+    facts = [("reason", group.reason), *(("", reason) for reason in plan.reasons)]
+    facts += [("modules", ", ".join(module or "(root)" for module in group.modules)), ("mesh", _mesh(plan))]
+    facts += [("storage", "/".join(group.storage_dtypes) or "-"), ("compute", compute), ("reduce", reduce)]
+    facts += [("inputs", inputs), ("outputs", f"cast to {group.output_dtype}" if group.output_dtype else "as they are")]
+    facts += [("after forward", _after_forward(group.reshard_after_forward))]
+    facts += [("held", "unsharded when the root is entered, until the end of backward")] if group.held else []
+    facts += [("unused", "zeros are reduced for parameters without a gradient")] if group.reduce_unused else []
+    facts += [("offload", ("to pinned CPU memory" if group.pin_memory else "to CPU memory") if group.offload else "no")]
+    for name, ahead in (("forward", group.forward_prefetch), ("backward", group.backward_prefetch)):
+        groups = ", ".join(module or "(root)" for module in ahead)
+        facts.append((f"prefetch in {name}", groups or "none named; FSDP2's own"))
+    facts.append(("entry points", ", ".join(group.entry_points) or "calling its modules"))
+    lines = [f"{group.name}: {group.kind}, {_sizes(group)}; {format_bytes(group.bytes_per_rank(shards))} per rank"]
+    lines += [f"  {name:<20}  {text}" for name, text in facts]
+    lines.append(f"  {'parameters':<20}  {len(group.parameters)}")
+    for p in group.parameters:
+        per_rank = format_bytes(p.bytes_per_rank(shards))
+        notes = [f"shard on dim {p.shard_dim}", *([] if p.trainable else ["frozen"])]
+        notes += [f"also {', '.join(p.aliases)}"] if p.aliases else []
+        notes += [p.reason] if p.reason else []
+        size = f"{p.dtype} {list(p.shape)}, {format_bytes(p.num_bytes)}, {per_rank} per rank"
+        lines.append(f"    {p.fqn}  {size}; {'; '.join(notes)}")
+    return "\n".join(lines)
+
+
+def _mesh(plan: Plan) -> str:
+    return (" x ".join(f"{name} {size}" for name, size in plan.axes) or "one rank") + f" ({plan.device})"
+
+
+def _group_rows(groups: Sequence[Group]) -> list[list[str]]:
+    alike: dict[object, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        alike[_shape_of(group)].append(index)
+    rows, printed = [], set()
+    for indices in alike.values():
+        members = [groups[index] for index in indices]
+        each = f"{len(members)} groups, each " if len(members) > 1 else ""
+        rows.append([f"{_names(groups, indices)}  {each}{_sizes(members[0])}  {_policy(members)}"])
+        reason = _pattern([group.reason for group in members])
+        if reason not in printed:
+            printed.add(reason)
+            rows[-1].append(reason)
+        entry_points = [_pattern(names) for names in zip(*(group.entry_points for group in members), strict=True)]
+        rows[-1] += [f"entered through {', '.join(entry_points)}"] if entry_points else []
+    return rows
+
+
+def _names(groups: Sequence[Group], indices: Sequence[int]) -> str:
+    """`layers.0 … layers.31` for neighbours, `layers.0, layers.2, … layers.30` for others."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and _are_neighbours(groups, runs[-1][-1], index):
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    names = [" … ".join(_short_name(groups[i]) for i in dict.fromkeys((run[0], run[-1]))) for run in runs]
+    return ", ".join(names) if len(names) <= _MAX_NAMES else f"{names[0]}, {names[1]}, … {names[-1]}"
+
+
+def _are_neighbours(groups: Sequence[Group], one: int, other: int) -> bool:
+    numbers = zip(*(map(int, re.findall(r"\d+", groups[i].modules[0])) for i in (one, other)), strict=True)
+    return other == one + 1 or sum(abs(a - b) for a, b in numbers) == 1
+
+
+def _short_name(group: Group) -> str:
+    first, *others = group.modules
+    return group.name if len(others) <= 1 else f"{first}+{len(others)} more"
+
+
+def _parameter_rows(title: str, parameters: Iterable[PlannedParameter]) -> list[list[str]]:
+    """One row for all parameters of one dtype with the same reason."""
+    alike: dict[tuple[str, str], list[PlannedParameter]] = defaultdict(list)
+    for parameter in parameters:
+        alike[parameter.dtype, parameter.reason].append(parameter)
+    rows = []
+    for (dtype, reason), members in alike.items():
+        names: dict[str, list[str]] = defaultdict(list)
+        for parameter in members:
+            names[_unnumbered(parameter.fqn)].append(parameter.fqn)
+        shown = [_pattern(fqns) for fqns in names.values()]
+        shown = [*shown[:_MAX_NAMES], f"… and {len(shown) - _MAX_NAMES} more"] if len(shown) > _MAX_NAMES else shown
+        shapes = {p.shape for p in members}
+        sizes = [f"{dtype} {list(shapes.pop())}" if len(shapes) == 1 else dtype]
+        sizes += [f"{len(members)} parameters"] if len(members) > 1 else []
+        sizes.append(format_bytes(sum(p.num_bytes for p in members)))
+        rows.append([f"{title}: {', '.join(shown)}  {', '.join(sizes)}", *([reason] if reason else [])])
+    return rows
 
 
 def _sizes(group: Group) -> str:
     return f"{format_count(group.numel)} parameters, {format_bytes(group.num_bytes)}"
 
 
-def _policy(group: Group) -> str:
+def _policy(members: Sequence[Group]) -> str:
+    group = members[0]
     compute = group.param_dtype or "storage"
     parts = [f"{'/'.join(group.storage_dtypes) or '-'} → {compute}, reduce {group.reduce_dtype or compute}"]
     if group.output_dtype:
@@ -43,28 +139,32 @@ def _policy(group: Group) -> str:
     parts.append(_after_forward(group.reshard_after_forward))
     if group.offload:
         parts.append("offload to CPU" + (", pinned" if group.pin_memory else ""))
-    if group.forward_prefetch or group.backward_prefetch:
-        parts.append(f"prefetch {len(group.forward_prefetch)}/{len(group.backward_prefetch)}")
+    # The last groups of a pass have fewer groups ahead of them.
+    forward = max(len(group.forward_prefetch) for group in members)
+    backward = max(len(group.backward_prefetch) for group in members)
+    parts += [f"prefetch {forward}/{backward}"] if forward or backward else []
     return "[" + "; ".join(parts) + "]"
 
 
 def _after_forward(reshard: bool | int | None) -> str:
     if reshard is None or isinstance(reshard, bool):
-        return "reshard" if reshard else "keep gathered"
+        return "reshard" if reshard else "keep unsharded"
     return f"reshard to {reshard}"
 
 
-def _runs(groups: tuple[Group, ...]) -> Iterator[tuple[str, str, Group]]:
-    """Fold neighbouring groups that differ only in their index, so that 80 layers print as one row."""
-    start = 0
-    for index in range(1, len(groups) + 1):
-        if index == len(groups) or _shape_of(groups[index]) != _shape_of(groups[start]):
-            yield groups[start].name, groups[index - 1].name, groups[start]
-            start = index
+def _shape_of(group: Group) -> object:
+    """Equal for groups that a row can stand for: all that it prints, but for numbers in names."""
+    parameters = tuple((_unnumbered(p.fqn), p.shape, p.dtype, p.trainable) for p in group.parameters)
+    texts = tuple(_unnumbered(text) for text in chain(group.modules, group.entry_points, [group.reason]))
+    settings = (group.param_dtype, group.reduce_dtype, group.output_dtype, group.reshard_after_forward)
+    return group.kind, texts, parameters, settings, group.offload, group.pin_memory, group.held
 
 
-def _shape_of(group: Group) -> tuple[Any, ...]:
-    digits = str.maketrans("", "", "0123456789")
-    parameters = tuple((p.fqn.translate(digits), p.shape, p.dtype, p.trainable) for p in group.parameters)
-    names = tuple(module.translate(digits) for module in group.modules)
-    return names, group.kind, parameters, group.param_dtype, group.reshard_after_forward, group.offload, group.held
+def _unnumbered(text: str) -> str:
+    return re.sub(r"\d+", "*", text)
+
+
+def _pattern(texts: Sequence[str]) -> str:
+    """Texts that differ only in numbers as one, with `*` for the numbers that differ."""
+    columns = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
+    return "".join(column[0] if len(set(column)) == 1 else "*" for column in columns)

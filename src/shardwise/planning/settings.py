@@ -1,8 +1,9 @@
 """Settings of each group: the config's, changed by the overrides whose pattern covers it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from shardwise.config.schema import GroupOverride, ShardConfig
+from shardwise.config.schema import ROOT_PATTERN, GroupOverride, ShardConfig
 from shardwise.errors import ConfigError, PlanError
 from shardwise.planning.dtypes import Compute, choose_reduce
 from shardwise.planning.tree import Node, Tree
@@ -26,10 +27,10 @@ class Settings:
 class SettingsOf:
     """Looks up the settings for groups of one model."""
 
-    def __init__(self, tree: Tree, config: ShardConfig, compute: Compute, *, pin_memory: bool) -> None:
-        self._config, self._compute, self._pin_memory = config, compute, pin_memory
+    def __init__(self, tree: Tree, config: ShardConfig, compute: Compute, *, pin_memory: bool, num_shards: int) -> None:
+        self._config, self._compute, self._pin_memory, self._num_shards = config, compute, pin_memory, num_shards
         self._covered: list[tuple[GroupOverride, set[int]]] = [
-            (override, {id(node) for match in tree.matching(override.pattern) for node in match.walk()})
+            (override, {id(node) for match in tree.matching(override.pattern) for node in _covered(match, override)})
             for override in config.overrides
         ]
 
@@ -51,6 +52,9 @@ class SettingsOf:
         for override, covered in self._covered:
             if all(id(node) in covered for node in nodes):
                 settings = self._changed(settings, override)
+        reshard = settings.reshard_after_forward
+        if not isinstance(reshard, bool) and reshard == self._num_shards:
+            settings = replace(settings, reshard_after_forward=True)  # over as many ranks as before forward
         return settings
 
     def _changed(self, settings: Settings, override: GroupOverride) -> Settings:
@@ -63,6 +67,10 @@ class SettingsOf:
         return replace(changed, pin_memory=changed.offload and self._pin_memory)
 
 
+def _covered(match: Node, override: GroupOverride) -> Iterable[Node]:
+    return [match] if override.pattern == ROOT_PATTERN else match.walk()
+
+
 def _for_root(reshard: bool | int, is_root: bool) -> bool | int:
     # An int keeps a smaller sharding until backward; the root is needed right at its start.
     return False if is_root and reshard is not True and not isinstance(reshard, bool) else reshard
@@ -72,7 +80,8 @@ def check_config(config: ShardConfig, axes: dict[str, int]) -> None:
     """Refuse settings that cannot hold on this mesh.
 
     Raises:
-        PlanError: An int `reshard_after_forward` that does not divide the shard axis, or a negative prefetch.
+        PlanError: An int `reshard_after_forward` that does not divide the shard axis.
+        ConfigError: A negative prefetch.
     """
     num_shards = axes.get("shard", 1)
     asked = [("reshard_after_forward", config.reshard_after_forward)]
@@ -80,8 +89,8 @@ def check_config(config: ShardConfig, axes: dict[str, int]) -> None:
     for where, value in asked:
         if value is None or isinstance(value, bool):
             continue
-        if value < 2 or value >= num_shards or num_shards % value:
-            factors = [n for n in range(2, num_shards) if num_shards % n == 0]
+        if value < 2 or num_shards % value:
+            factors = [n for n in range(2, num_shards + 1) if num_shards % n == 0]
             raise PlanError(
                 f"reshard_after_forward = {value} does not fit a shard axis of {num_shards} ranks",
                 where=where,

@@ -7,6 +7,8 @@ from functools import cached_property
 
 from torch import nn
 
+from shardwise.config.schema import ROOT_PATTERN
+
 _TORCH_COMPOSITES = (
     nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
     nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
@@ -114,7 +116,9 @@ class Tree:
         return owners
 
     def matching(self, pattern: str) -> list[Node]:
-        """Nodes whose name fits the pattern or whose class has that very name."""
+        """Nodes whose name fits the pattern or whose class has that very name; the root for `(root)`."""
+        if pattern == ROOT_PATTERN:
+            return [self.root]
         fits = name_matcher(pattern)
         return [node for node in self.root.walk() if node.class_name == pattern or (node.fqn and fits(node.fqn))]
 

@@ -1,16 +1,19 @@
 """Activation checkpointing: recompute blocks in backward instead of keeping what they computed in forward."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.config.schema import ShardConfig
 from shardwise.errors import ConfigError, ShardError
+from shardwise.planning.plan import Plan
 from shardwise.sharding.blocks import ReplacedForward, find_blocks, put_back, replacements
 from shardwise.sharding.caches import Caches
 from shardwise.sharding.written_buffers import WrittenBuffers, is_known_to_write
@@ -35,7 +38,7 @@ def checkpoint_activations(
     every: int = 2,
     saved_ops: Collection[Any] = (),
     preserve_rng: bool = True,
-    config: ShardConfig | None = None,
+    config: ShardConfig | Plan | None = None,
 ) -> M:
     """Make the model's blocks recompute in backward what they would have kept, in place; return the model.
 
@@ -55,7 +58,7 @@ def checkpoint_activations(
         saved_ops: For `selective`: the operators (`torch.ops.aten.mm.default`) whose results are kept, in
             place of the default ones.
         preserve_rng: False saves a little time in models that draw no random numbers.
-        config: The one that will be given to `shard()`, where it names the blocks.
+        config: The one that will be given to `shard()`, where it names the blocks; or its plan.
 
     Raises:
         ConfigError: An unknown policy, or `every` below 1.
@@ -66,16 +69,44 @@ def checkpoint_activations(
     """
     _check_arguments(policy, every)
     blocks = find_blocks(model, config, action="checkpoint_activations")
-    _refuse_compiled(blocks)
     # All answers first: a policy that raises leaves the model as it was.
     modes = [_mode(policy, every, index, *block) for index, block in enumerate(blocks.items())]
+    change_activations(blocks, modes, saved_ops=saved_ops, preserve_rng=preserve_rng)
+    return model
+
+
+def change_activations(
+    blocks: Mapping[str, nn.Module],
+    modes: Iterable[Mode],
+    *,
+    saved_ops: Collection[Any] = (),
+    preserve_rng: bool = True,
+    offload: bool = False,
+) -> None:
+    """Make each block recompute as its mode says, in place of what it did before.
+
+    Args:
+        blocks: FQN to module.
+        modes: One for each block.
+        saved_ops: As in `checkpoint_activations`.
+        preserve_rng: As in `checkpoint_activations`.
+        offload: Keep in CPU memory what is kept for backward.
+
+    Raises:
+        ShardError: A block is compiled already.
+
+    Ranks:
+        Local.
+    """
+    _refuse_compiled(blocks)
     for module, mode in zip(blocks.values(), modes, strict=True):
         for replaced in list(replacements(module)):
             put_back(module, replaced)
         if mode != "none":
             ops = (frozenset(saved_ops) or _costly_ops()) if mode == "selective" else frozenset()
             module.forward = CheckpointedForward(module, ops, preserve_rng=preserve_rng)
-    return model
+        if offload:
+            module.forward = OffloadedForward(module)
 
 
 class CheckpointedForward(ReplacedForward):
@@ -114,6 +145,37 @@ class CheckpointedForward(ReplacedForward):
             return run.first(), run.again()
         first, again = self.options["context_fn"]()
         return _both(run.first(), first), _both(run.again(), again)
+
+
+class OffloadedForward(ReplacedForward):
+    """A block's forward that keeps in CPU memory what it keeps for backward; parameters stay where they are.
+
+    Args:
+        module: The block.
+    """
+
+    compiles_inside = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.forward)
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        to_cpu = save_on_cpu(pin_memory=torch.accelerator.is_available())
+
+        def pack(tensor: torch.Tensor) -> Any:
+            storage = tensor.untyped_storage().data_ptr()
+            # Now and not before: a group inside the block is unsharded on its way.
+            unsharded = (p for p in self.module.parameters() if not isinstance(p, DTensor))
+            is_parameter = any(storage == parameter.untyped_storage().data_ptr() for parameter in unsharded)
+            return tensor if is_parameter else to_cpu.pack_hook(tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed if isinstance(packed, torch.Tensor) else to_cpu.unpack_hook(packed)
+
+        with saved_tensors_hooks(pack, unpack):
+            return self.__wrapped__(*args, **kwargs)
 
 
 @contextmanager
@@ -166,7 +228,7 @@ def _check_arguments(policy: Any, every: int) -> None:
         )
 
 
-def _refuse_compiled(blocks: dict[str, nn.Module]) -> None:
+def _refuse_compiled(blocks: Mapping[str, nn.Module]) -> None:
     for name, module in blocks.items():
         if any(replaced.is_compiled for replaced in replacements(module)):
             raise ShardError(

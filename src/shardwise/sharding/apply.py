@@ -71,7 +71,7 @@ def shard(
     agree_on_plan(plan, mesh)
     agree_on_weights(model, mesh)
     remembered = remember_parameters(model, optimizers)
-    _change_blocks(model, config or ShardConfig())
+    _change_blocks(model, config or ShardConfig(), plan)
     replaced = list(model.parameters())
     _prepare_storage(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -89,12 +89,12 @@ def shard(
     return model
 
 
-def _change_blocks(model: nn.Module, config: ShardConfig) -> None:
+def _change_blocks(model: nn.Module, config: ShardConfig, plan: Plan) -> None:
     """Recomputation inside, compilation around it, sharding outside both: the only order that works."""
     if config.activations != "keep":
-        checkpoint_activations(model, config.activations, config=config)
+        checkpoint_activations(model, config.activations, config=plan)
     if config.compile:
-        compile_blocks(model, config=config)
+        compile_blocks(model, config=plan)
 
 
 def _prepare_storage(model: nn.Module, plan: Plan) -> None:

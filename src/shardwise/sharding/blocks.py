@@ -13,16 +13,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.config.schema import ShardConfig
 from shardwise.errors import ShardError
+from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
 from shardwise.planning.tree import Tree
 
 
-def find_blocks(model: nn.Module, config: ShardConfig | None, *, action: str) -> dict[str, nn.Module]:
+def find_blocks(model: nn.Module, config: ShardConfig | Plan | None, *, action: str) -> dict[str, nn.Module]:
     """The outermost modules below the root that are groups of `plan(model, config)` and have parts.
 
     Args:
         model: Not sharded yet.
-        config: The one that will be given to `shard()`; None finds the blocks automatically.
+        config: The one that will be given to `shard()`, or its plan; None finds the blocks automatically.
         action: What will be done to them, for messages: "checkpoint_activations".
 
     Returns:
@@ -35,7 +36,8 @@ def find_blocks(model: nn.Module, config: ShardConfig | None, *, action: str) ->
         Local.
     """
     _refuse_sharded(model, action)
-    grouped = {name for group in plan(model, config).groups for name in group.modules if name}
+    found = config if isinstance(config, Plan) else plan(model, config)
+    grouped = {name for group in found.groups for name in group.modules if name}
     tree = Tree(model, {id(parameter): key for key, parameter in enumerate(model.parameters())})
     nodes = [node for node in tree.root.walk() if node.fqn in grouped and node.is_composite]
     outermost = [node for node in nodes if not any(other is not node and other.contains(node) for other in nodes)]

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from shardwise.config.schema import ShardConfig
+from shardwise.planning.plan import Plan
 from shardwise.sharding.blocks import ReplacedForward, find_blocks, replacements
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def compile_blocks(model: M, *, config: ShardConfig | None = None, **compile_options: Any) -> M:
+def compile_blocks(model: M, *, config: ShardConfig | Plan | None = None, **compile_options: Any) -> M:
     """Compile the forward of each repeated block, in place; return the model.
 
     Call it after `checkpoint_activations` and before `shard`. Compilation happens at a block's first call.
@@ -22,7 +23,7 @@ def compile_blocks(model: M, *, config: ShardConfig | None = None, **compile_opt
 
     Args:
         model: Not sharded yet.
-        config: The one that will be given to `shard()`, where it names the blocks.
+        config: The one that will be given to `shard()`, where it names the blocks; or its plan.
         **compile_options: Of `torch.compile`: `backend`, `mode`, `dynamic`, `fullgraph`, ...
 
     Raises:

@@ -2,14 +2,14 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config.load import load
-from shardwise.config.schema import ShardConfig
+from shardwise.config.schema import PrecisionConfig, ShardConfig
 from shardwise.errors import ConfigError
 from shardwise.sharding.fsdp1_precision import (
     dtype_of,
@@ -37,15 +37,17 @@ def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
 
     Args:
         config: Fields of `ShardConfig`, FSDP1's and Composer's settings, in any mixture that does not
-            contradict itself.
+            contradict itself; or a run file of Composer's that holds them.
         model: To name the modules and parameters that a setting may hold as objects.
 
     Ranks:
         Local.
     """
     translation, native = Translation(), {}
-    for key, value in config.items():
-        if key in _OWN and not (key == "precision" and _is_dtype(value)):
+    settings = _find_settings(translation, config)
+    for key in sorted(settings, key=str):  # ranks may list them in different orders
+        value = settings[key]
+        if key in _OWN and not (key == "precision" and not isinstance(value, Mapping | PrecisionConfig)):
             native[key] = value
         elif key in _READERS:
             _READERS[key](translation, key, value, model)
@@ -54,6 +56,55 @@ def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
     _check_own(translation, native)
     _check_strategy(translation)
     return translation
+
+
+def _find_settings(translation: Translation, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The FSDP settings of a run file, with the trainer's precision; the config itself where it is no run file."""
+    places = list(_places(config, "", None))
+    if not places:
+        return config
+    given = [place for place in places if place[1] is not None]
+    for path, value, _ in given:
+        if path.rpartition(".")[2] in _TENSOR_PARALLEL:
+            _tensor_parallel(translation, path, value)
+    fsdp = [place for place in given if place[0].rpartition(".")[2] not in _TENSOR_PARALLEL]
+    beside = [key for key in sorted(config, key=str) if key in _OWN or key in _READERS]
+    beside = [key for key in beside if key not in ("precision", "verbose")]  # trainers have these too
+    if len(fsdp) + bool(beside) > 1:
+        names = ", ".join([path for path, _, _ in fsdp] + beside)
+        translation.problem("config", f"FSDP settings are given in two places: {names}", "keep one")
+        return {}
+    if beside:
+        return {key: config[key] for key in (*beside, "precision") if key in config}
+    path, value, precision = fsdp[0] if fsdp else ("the defaults", {}, config.get("precision"))
+    settings = fields_of(value)
+    if settings is None:
+        translation.problem(path, f"is a {type(value).__name__}", "give a mapping of settings")
+        return {}
+    roots = {place.partition(".")[0] for place, _, _ in places} | {"precision"}
+    others = ", ".join(sorted(str(key) for key in config if key not in roots))
+    translation.note("config", f"settings of {path}" + (f"; not about sharding: {others}" if others else ""))
+    return settings if precision is None else {"precision": precision, **settings}
+
+
+def _places(values: Mapping[str, Any], prefix: str, precision: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Path, value and trainer's precision of each FSDP or tensor-parallel section."""
+    precision = values.get("precision", precision)
+    for key, value in values.items():
+        path, inner = f"{prefix}{key}", fields_of(value)
+        if key in _FSDP or key in _TENSOR_PARALLEL or (key == "parallelism_config" and value is None):
+            yield path, value, precision
+        elif inner is not None:
+            yield from _places(inner, f"{path}.", precision)
+
+
+def _tensor_parallel(translation: Translation, path: str, value: Any) -> None:
+    degree = (fields_of(value) or {}).get("tensor_parallel_degree", 1)
+    if degree == 1:
+        translation.note(path, "tensor_parallel_degree is 1: nothing to do")
+    else:
+        what = f"is {degree!r}, and shardwise only shards and replicates"
+        translation.problem(f"{path}.tensor_parallel_degree", what, "set it to 1, or leave it out")
 
 
 def _check_own(translation: Translation, native: dict[str, Any]) -> None:
@@ -79,9 +130,12 @@ def _check_strategy(translation: Translation) -> None:
             "reshard_after_forward", f"False contradicts {strategy}", "use SHARD_GRAD_OP, or leave it out"
         )
     if strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and (translation.replicate or 1) > 1:
-        hybrid = "HYBRID_SHARD" if strategy == "FULL_SHARD" else "_HYBRID_SHARD_ZERO2"
-        what = f"{translation.replicate} copies contradict {strategy}, which shards over all ranks"
-        translation.problem("data_parallel_replicate_degree", what, f"use sharding_strategy={hybrid}")
+        translation.strategy = "HYBRID_SHARD" if strategy == "FULL_SHARD" else "_HYBRID_SHARD_ZERO2"
+        what = f"{strategy} with {translation.replicate} replicas is {translation.strategy}, as in Composer"
+        translation.warn("sharding_strategy", what)
+    if strategy == "NO_SHARD" and (translation.shard or 1) > 1:
+        what = f"NO_SHARD contradicts data_parallel_shard_degree = {translation.shard}"
+        translation.problem("sharding_strategy", what, "leave the degree out, or use HYBRID_SHARD")
 
 
 def _unknown(translation: Translation, key: str) -> None:
@@ -94,9 +148,6 @@ def _strategy(translation: Translation, key: str, value: Any, model: nn.Module) 
     name = member_name(value, STRATEGIES)
     if name is None:
         translation.problem(key, f"is {value!r}", f"choose among {', '.join(STRATEGIES)}")
-    elif name == "NO_SHARD":
-        fix = "use torch.nn.parallel.DistributedDataParallel"
-        translation.problem(key, "NO_SHARD: FSDP2 always shards, and a copy per rank is data parallelism", fix)
     else:
         translation.strategy = name
 
@@ -116,11 +167,17 @@ def _degree(field: str) -> Reader:
 
 
 def _mesh(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-    if value is None or isinstance(value, DeviceMesh):
-        translation.mesh = value
-    else:
+    if value is None:
+        return
+    if not isinstance(value, DeviceMesh):
         fix = "pass the DeviceMesh that init_distributed returns"
         translation.problem(key, f"is a {type(value).__name__}, not a DeviceMesh", fix)
+    elif translation.mesh is not None and translation.mesh != value:
+        translation.problem(key, "contradicts another mesh of the config", "give one")
+    else:
+        translation.mesh = value
+    if key == "_device_mesh":
+        translation.warn(key, "private to Composer, which makes it of the degrees; read as device_mesh")
 
 
 def _offload(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
@@ -142,8 +199,8 @@ def _backward_prefetch(translation: Translation, key: str, value: Any, model: nn
     elif name == "NONE":
         translation.note(key, "None: FSDP2 gathers one group ahead in backward all the same; it holds one group more")
     elif name == "BACKWARD_POST":
-        what = "BACKWARD_POST does not exist in FSDP2, which gathers ahead of each group's gradients"
-        translation.problem(key, what, "use BACKWARD_PRE, or reshard_after_forward to save memory")
+        what = "FSDP2 unshards the next group before this group's gradients are computed, not after: it prefetches as "
+        translation.warn(key, what + "BACKWARD_PRE does, and one more group is unsharded at a time")
     else:
         translation.problem(key, f"is {value!r}", "use BACKWARD_PRE, or leave it out")
 
@@ -198,8 +255,18 @@ def _sync(translation: Translation, key: str, value: Any, model: nn.Module) -> N
     translation.sync_from_rank_zero = bool(as_bool(translation, key, value))
 
 
+def _recompute(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    translation.recompute = bool(as_bool(translation, key, value))
+
+
+def _offload_activations(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    translation.offload_activations = bool(as_bool(translation, key, value))
+
+
 def _precision(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
     translation.trainer_precision = dtype_of(value)
+    if translation.trainer_precision is None and value is not None:
+        translation.problem(key, f"is {value!r}", "give fp32, amp_bf16, amp_fp16, or fields of PrecisionConfig")
 
 
 def _mixed_precision(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
@@ -236,10 +303,8 @@ def _items(value: Any) -> list[Any]:
     return [value] if alone else list(value)
 
 
-def _is_dtype(value: Any) -> bool:
-    return dtype_of(value) is not None
-
-
+_FSDP = ("fsdp_config", "fsdp", "fsdp2")
+_TENSOR_PARALLEL = ("tp_config", "tp")
 _OWN = tuple(field.name for field in dataclasses.fields(ShardConfig))
 _NOT_HERE = _explained("is about saving and loading; it has no bearing on how the model is sharded")
 _READERS: dict[str, Reader] = {
@@ -247,6 +312,7 @@ _READERS: dict[str, Reader] = {
     "data_parallel_shard_degree": _degree("shard"),
     "data_parallel_replicate_degree": _degree("replicate"),
     "device_mesh": _mesh,
+    "_device_mesh": _mesh,
     "mesh": _mesh,
     "mixed_precision": _mixed_precision,
     "mp_policy": _mixed_precision,
@@ -263,6 +329,7 @@ _READERS: dict[str, Reader] = {
     "auto_wrap": _auto_wrap,
     "auto_wrap_policy": _auto_wrap_policy,
     "sync_module_states": _sync,
+    "_sync_module_states": _sync,
     "limit_all_gathers": _explained("FSDP2 never gathers further ahead than the prefetch says"),
     "backward_prefetch_limit": _explained("FSDP2 gathers one group ahead; prefetch.backward asks for more"),
     "forward_prefetch_limit": _explained("prefetch.forward says how many groups are gathered ahead"),
@@ -273,16 +340,13 @@ _READERS: dict[str, Reader] = {
     "activation_checkpointing_reentrant": _explained("recomputation is never reentrant"),
     "state_dict_type": _NOT_HERE,
     "load_monolith_rank0_only": _NOT_HERE,
+    "load_fsdp_monolith_rank0_only": _NOT_HERE,
     "sharded_ckpt_prefix_dir": _NOT_HERE,
     "load_planner": _NOT_HERE,
     "save_planner": _NOT_HERE,
-    "activation_checkpointing": _unless_off(
-        "is a step of its own", "call shardwise.checkpoint_activations(model) before prepare_fully_shard"
-    ),
-    "activation_cpu_offload": _unless_off(
-        "is not offered", "call shardwise.checkpoint_activations(model) before prepare_fully_shard"
-    ),
-    "te_checkpoint_wrapper": _unless_off("is not offered", "call shardwise.checkpoint_activations(model)"),
+    "activation_checkpointing": _recompute,
+    "activation_cpu_offload": _offload_activations,
+    "te_checkpoint_wrapper": _unless_off("is not offered", "set activation_checkpointing"),
     "te_shard_fp8_weight": _unless_off("is not offered", "leave it out"),
     "param_init_fn": _unless_off("is a step of its own", "call shardwise.materialize(model, init=...) afterwards"),
     "process_group": _unless_off("a group has no device or axes", "pass device_mesh=DeviceMesh.from_group(...)"),

@@ -21,7 +21,7 @@ _DTYPE_KEYS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 
 def dtype_of(value: Any) -> str | None:
     """`bfloat16` for `torch.bfloat16`, "bf16", "amp_bf16" and the like; None for what is no such dtype."""
-    return _DTYPE_OF.get(str(value).lower().removeprefix("torch."))
+    return _DTYPE_OF.get(str(getattr(value, "value", value)).lower().removeprefix("torch."))
 
 
 def read_mixed_precision(translation: Translation, key: str, value: Any) -> None:
@@ -42,11 +42,12 @@ def read_mixed_precision(translation: Translation, key: str, value: Any) -> None
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """A dictionary, or the fields of a dataclass, by name."""
+    """A dictionary, or the attributes of a dataclass, by name."""
     if isinstance(value, Mapping):
         return dict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return fields | getattr(value, "__dict__", {})  # Composer's constructor sets any attribute
     return None
 
 
@@ -115,14 +116,14 @@ def resolve_named(translation: Translation, compute_dtype: str | None) -> None:
         translation.problem("precision", "is given twice: by name and by dtypes", "keep one")
         return
     name = name or "DEFAULT"
-    if name == "FULL":
-        translation.precision["param_dtype"] = "storage"
-        translation.note("mixed_precision", "FULL: computes as stored; gradients are summed in 32 bits or more")
-        return
-    dtype = trainer or compute_dtype
+    dtype = None if name == "FULL" else trainer or compute_dtype
     translation.precision["param_dtype"] = dtype or "storage"
     if name == "PURE" and dtype is not None:
         translation.precision["reduce_dtype"] = dtype
-    whose = "the trainer's precision" if trainer else "this device's own choice"
-    sums = dtype if name == "PURE" and dtype else "float32"
-    translation.note("mixed_precision", f"{name}: computes in {dtype or 'storage'}, {whose}; sums gradients in {sums}")
+    if name == "FULL":
+        text = "computes as stored; gradients are summed in 32 bits or more"
+    else:
+        whose = "the trainer's precision" if trainer else "this device's own choice"
+        sums = dtype if name == "PURE" and dtype else "float32"
+        text = f"computes in {dtype or 'the stored dtype'}, {whose}; sums gradients in {sums}"
+    translation.precision_reason = f"mixed_precision: {name}: {text}"

@@ -4,6 +4,7 @@ import socket
 import weakref
 from collections import defaultdict
 from datetime import timedelta
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,10 @@ from shardwise.planning.axes import data_parallel_sizes
 
 DATA_PARALLEL_AXES = ("replicate", "shard")
 
+_MADE: dict[tuple[object, ...], DeviceMesh] = {}
 _LATEST: DeviceMesh | None = None
-_GROUP_OF_LATEST: weakref.ref[dist.ProcessGroup] | None = None
+_GROUP: weakref.ref[dist.ProcessGroup] | None = None
+"""The process group of `_MADE` and `_LATEST`."""
 
 
 def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> DeviceMesh:
@@ -41,6 +44,17 @@ def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600
 
     Ranks:
         Collective. Call on every rank, before anything is built.
+    """
+    global _LATEST
+    _LATEST = make_mesh(config, timeout_s=timeout_s)
+    return _LATEST
+
+
+def make_mesh(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> DeviceMesh:
+    """`init_distributed`, without making the mesh the default of later calls.
+
+    Ranks:
+        Collective.
     """
     config = config or MeshConfig()
     if dist.is_initialized():
@@ -95,13 +109,28 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if kept == names else mesh[kept]
 
 
+def ranks_per_machine() -> int | None:
+    """Number of ranks on each machine; None where it differs, or ranks of a machine are not consecutive.
+
+    Ranks:
+        Collective, over all ranks.
+    """
+    launch = read_launch()
+    is_launched = launch.world_size == dist.get_world_size()
+    machines = [""] * dist.get_world_size()
+    # The first rank of this machine, as its launcher counts; without a launcher, its host.
+    dist.all_gather_object(machines, str(launch.rank - launch.local_rank) if is_launched else socket.gethostname())
+    sizes = [len(list(ranks)) for _, ranks in groupby(machines)]
+    return sizes[0] if len(set(sizes)) == 1 and len(sizes) == len(set(machines)) else None
+
+
 def shutdown() -> None:
     """Leave the process group and forget the mesh; nothing happens where there is none.
 
     Ranks:
         Collective. The last thing a script does.
     """
-    _remember(None)
+    forget_meshes()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -211,17 +240,14 @@ def refuse_shared_cards(cards: list[str]) -> None:
 
 
 def _make_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    latest = latest_mesh()
-    shape, names = tuple(sizes.values()), tuple(sizes)
-    if latest is not None and (latest.device_type, latest.shape, latest.mesh_dim_names) == (
-        device_type,
-        shape,
-        names,
-    ):
-        return latest  # each new mesh would make process groups of its own
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    _remember(mesh)
-    return mesh
+    global _GROUP
+    if not _is_of_this_group() and dist.group.WORLD is not None:
+        forget_meshes()
+        _GROUP = weakref.ref(dist.group.WORLD)
+    key = (device_type, *sizes.items())
+    if key not in _MADE:  # each new mesh makes process groups of its own
+        _MADE[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _MADE[key]
 
 
 def latest_mesh() -> DeviceMesh | None:
@@ -230,12 +256,19 @@ def latest_mesh() -> DeviceMesh | None:
     Ranks:
         Local.
     """
-    if _LATEST is None or _GROUP_OF_LATEST is None or not dist.is_initialized():
-        return None
-    return _LATEST if _GROUP_OF_LATEST() is dist.group.WORLD else None
+    return _LATEST if _is_of_this_group() else None
 
 
-def _remember(mesh: DeviceMesh | None) -> None:
-    global _LATEST, _GROUP_OF_LATEST
-    _LATEST = mesh
-    _GROUP_OF_LATEST = weakref.ref(dist.group.WORLD) if mesh is not None and dist.group.WORLD is not None else None
+def forget_meshes() -> None:
+    """Make the next mesh anew; there is no default until then.
+
+    Ranks:
+        Local.
+    """
+    global _LATEST, _GROUP
+    _MADE.clear()
+    _LATEST = _GROUP = None
+
+
+def _is_of_this_group() -> bool:
+    return dist.is_initialized() and _GROUP is not None and _GROUP() is dist.group.WORLD

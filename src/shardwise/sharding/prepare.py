@@ -1,7 +1,9 @@
 """prepare_fully_shard(): Composer's one call, on any config its users have. Decides nothing itself."""
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable
 from dataclasses import fields, replace
+from os import PathLike
 from typing import Any, TypeVar
 
 import torch
@@ -11,19 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwise import compat
-from shardwise.config.load import load
-from shardwise.config.schema import MeshConfig, PrecisionConfig, ShardConfig
+from shardwise.config.load import load, read_yaml
+from shardwise.config.schema import ROOT_PATTERN, MeshConfig, PrecisionConfig, ShardConfig
 from shardwise.errors import ConfigError, ShardError
 from shardwise.planning.dtypes import choose_compute, dtype_name
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import device_capability
 from shardwise.planning.planner import plan as make_plan
+from shardwise.sharding.activation import Mode, change_activations
 from shardwise.sharding.agreement import plan_together
 from shardwise.sharding.apply import shard
 from shardwise.sharding.fsdp1_keys import HYBRID, translate
-from shardwise.sharding.fsdp1_precision import resolve_named
+from shardwise.sharding.fsdp1_precision import fields_of, resolve_named
 from shardwise.sharding.materialize import materialize
-from shardwise.sharding.mesh import data_parallel_mesh, default_mesh, init_distributed
+from shardwise.sharding.mesh import data_parallel_mesh, default_mesh, make_mesh, ranks_per_machine
 from shardwise.sharding.translation import Translation
 from shardwise.sharding.wrap_functions import (
     chosen_modules,
@@ -31,6 +34,7 @@ from shardwise.sharding.wrap_functions import (
     drop_ignored,
     join_ties,
     overrides_of,
+    recomputed_modules,
 )
 
 M = TypeVar("M", bound=nn.Module)
@@ -39,7 +43,7 @@ M = TypeVar("M", bound=nn.Module)
 def prepare_fully_shard(
     model: M,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
-    config: ShardConfig | Mapping[str, Any] | None = None,
+    config: Any = None,
 ) -> M:
     """Shard `model` in place, point its optimizers at the shards, and return it.
 
@@ -49,8 +53,9 @@ def prepare_fully_shard(
     Args:
         model: On meta, or initialised alike on every rank (with `sync_module_states` on rank 0 only).
         optimizer: One, several or none; built on the model before this call.
-        config: A `ShardConfig`, or a dictionary of its fields, of FSDP1's arguments (`sharding_strategy`,
-            `mixed_precision`, `cpu_offload`, ...) and of Composer's.
+        config: A `ShardConfig`; a dictionary of its fields, of FSDP1's arguments (`sharding_strategy`,
+            `mixed_precision`, `cpu_offload`, ...) and of Composer's; Composer's `FSDPConfig`, `FSDP2Config` or
+            `ParallelismConfig`; or a run file of Composer's, as a dictionary or the path of its YAML.
 
     Raises:
         ConfigError: With every setting that cannot be carried out, each with what to do instead.
@@ -61,59 +66,117 @@ def prepare_fully_shard(
         Collective. Call on every rank.
     """
     translation = _read(config, model)
-    mesh = _find_mesh(translation)
+    mesh = default_mesh() if translation.problems else _find_mesh(translation)
     shard_config = _complete(translation, model, mesh)
     translation.raise_problems()
-
-    def explained_plan() -> Plan:
-        plan = make_plan(model, shard_config, mesh=mesh)
-        reasons, warnings = tuple(translation.notes), tuple(translation.warnings)
-        return replace(plan, reasons=plan.reasons + reasons, warnings=plan.warnings + warnings)
-
-    plan = plan_together(explained_plan, mesh)
+    plan = plan_together(lambda: make_plan(model, shard_config, mesh=mesh), mesh)
+    recomputed = _recomputed(translation, model, plan)
+    plan = _explained(plan, translation)
+    for text in translation.warnings:
+        warnings.warn(text, UserWarning, stacklevel=2)
     if translation.sync_from_rank_zero:
         _sync_from_rank_zero(model)
     if translation.buffer_dtype is not None:
         _cast_buffers(model, getattr(torch, translation.buffer_dtype))
     optimizers = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    return shard(model, mesh=mesh, optimizers=optimizers, plan=plan)
+    mode: Mode = "full" if translation.recompute else "none"
+    change_activations(recomputed, [mode] * len(recomputed), offload=translation.offload_activations)
+    return shard(model, shard_config, mesh=mesh, optimizers=optimizers, plan=plan)
 
 
-def _read(config: ShardConfig | Mapping[str, Any] | None, model: nn.Module) -> Translation:
+def _read(config: Any, model: nn.Module) -> Translation:
     if config is None:
         return Translation()
     if isinstance(config, ShardConfig):
         return Translation(settings={field.name: getattr(config, field.name) for field in fields(ShardConfig)})
-    if isinstance(config, Mapping):
-        return translate(config, model)
+    settings = read_yaml(config) if isinstance(config, str | PathLike) else fields_of(config)
+    if settings is not None:
+        return translate(settings, model)
     raise ConfigError(
         f"the config is a {type(config).__name__}",
         where="prepare_fully_shard: config",
-        why="it is a ShardConfig or a dictionary of settings",
+        why="it is a ShardConfig, a dictionary of settings, one of Composer's configs or the path of a YAML file",
         fix="pass a ShardConfig, or the settings that differ from the defaults as a dictionary",
     )
 
 
+def _explained(plan: Plan, translation: Translation) -> Plan:
+    """The plan with what became of each setting, in one order on all ranks."""
+    reasons = (translation.precision_reason or plan.reasons[0], *plan.reasons[1:], *sorted(translation.notes))
+    return replace(plan, reasons=reasons, warnings=(*plan.warnings, *sorted(translation.warnings)))
+
+
+def _recomputed(translation: Translation, model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
+    """The modules whose activations are recomputed or offloaded."""
+    if not (translation.recompute or translation.offload_activations):
+        return {}
+    modules = recomputed_modules(model, plan)
+    for key, asked in (
+        ("activation_checkpointing", translation.recompute),
+        ("activation_cpu_offload", translation.offload_activations),
+    ):
+        if asked:
+            first = f", first {next(iter(modules))}" if modules else ": activation_checkpointing_fn chooses none"
+            translation.note(key, f"of {len(modules)} modules{first}")
+    return modules
+
+
 def _find_mesh(translation: Translation) -> DeviceMesh:
-    """The mesh that was given, or one of the given degrees, or the run's."""
+    """The mesh that was given, or one of the given degrees and strategy, or the run's."""
     if translation.mesh is not None:
-        mesh = _named(translation.mesh)
-    elif translation.replicate is not None or translation.shard is not None:
-        mesh = init_distributed(MeshConfig(replicate=translation.replicate or 1, shard=translation.shard))
+        mesh = _named(translation.mesh, translation.strategy)
     else:
-        mesh = default_mesh()
+        mesh = _mesh_of_degrees(translation, default_mesh())
     mesh = data_parallel_mesh(mesh)
-    if translation.strategy in HYBRID and mesh.ndim == 1 and translation.replicate != 1:
+    replicate, shard = (1, *mesh.shape)[-2:]
+    strategy = translation.strategy
+    for name, asked, size in (
+        ("replicate", translation.replicate, replicate),
+        ("shard", translation.shard, shard),
+    ):
+        if asked is not None and asked != size:
+            what = f"is {asked}, but the mesh has {size}"
+            translation.problem(f"data_parallel_{name}_degree", what, "leave it out, or pass another mesh")
+    if strategy in HYBRID and translation.mesh is not None and mesh.ndim == 1 and translation.replicate != 1:
         fix = f"set data_parallel_replicate_degree, the number of copies, to a divisor of {mesh.size()}"
-        translation.problem("sharding_strategy", f"{translation.strategy} needs a mesh with a replicate axis", fix)
-    if translation.strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and mesh.ndim == 2 and translation.replicate is None:
-        what = f"{translation.strategy} shards over all ranks, but the mesh has {mesh.shape[0]} copies"
+        translation.problem("sharding_strategy", f"{strategy} needs a mesh with a replicate axis", fix)
+    if strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and replicate > 1:
+        what = f"{strategy} shards over all ranks, but the mesh has {replicate} copies"
         translation.problem("sharding_strategy", what, "use HYBRID_SHARD, or a mesh of one axis")
+    if strategy == "NO_SHARD" and shard > 1:
+        translation.problem(
+            "sharding_strategy", f"NO_SHARD, but the mesh shards over {shard} ranks", "use HYBRID_SHARD"
+        )
     return mesh
 
 
-def _named(mesh: DeviceMesh) -> DeviceMesh:
-    """FSDP1's meshes have no axis names: (shard), or (replicate, shard)."""
+def _mesh_of_degrees(translation: Translation, run_mesh: DeviceMesh) -> DeviceMesh:
+    """The run's mesh, unless the degrees or the strategy ask for another."""
+    replicate, shard, strategy = translation.replicate, translation.shard, translation.strategy
+    num_ranks = dist.get_world_size()
+    if strategy == "NO_SHARD":
+        shard = 1
+        translation.note("sharding_strategy", f"NO_SHARD: {num_ranks} replicas, each with all parameters")
+    elif strategy in HYBRID and replicate is None and shard is None and run_mesh.ndim == 1:
+        shard = ranks_per_machine()
+        if shard is None:
+            what = f"{strategy} without degrees needs the same number of consecutive ranks on every machine"
+            translation.problem("sharding_strategy", what, "set data_parallel_replicate_degree, the number of copies")
+            return run_mesh
+        over = f"{num_ranks // shard} machines of {shard}" if shard < num_ranks else f"one machine of {shard}"
+        translation.note("sharding_strategy", f"{strategy}: replicated over {over} ranks, which share one copy")
+    if strategy in (*HYBRID, "NO_SHARD") and replicate is None and shard is not None:
+        replicate = max(num_ranks // shard, 1)
+    if replicate is None and shard is None:
+        return run_mesh
+    device: Any = run_mesh.device_type
+    return make_mesh(MeshConfig(replicate=replicate or 1, shard=shard, device=device))
+
+
+def _named(mesh: DeviceMesh, strategy: str | None) -> DeviceMesh:
+    """FSDP1's meshes have no axis names: (shard), or (replicate, shard); under NO_SHARD one axis replicates."""
+    if strategy == "NO_SHARD" and mesh.ndim == 1:
+        return DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(1), mesh_dim_names=("replicate", "shard"))
     if mesh.mesh_dim_names is not None or mesh.ndim != 2:
         return mesh
     return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("replicate", "shard"))
@@ -150,7 +213,8 @@ def _chosen(translation: Translation, model: nn.Module, config: ShardConfig) -> 
         translation.note("fsdp_wrap_fn", "not asked: the config names the groups")
         return None
     if chosen is not None:
-        translation.note("fsdp_wrap_fn", f"{len(chosen)} modules are groups because the model asks for it")
+        num_groups = len(chosen.keys() - {ROOT_PATTERN})
+        translation.note("fsdp_wrap_fn", f"{num_groups} modules are groups because the model asks for it")
     return chosen
 
 

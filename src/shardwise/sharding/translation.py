@@ -17,6 +17,8 @@ class Translation:
     """Fields of `ShardConfig`."""
     precision: dict[str, Any] = field(default_factory=dict)
     """Fields of `PrecisionConfig`."""
+    precision_reason: str | None = None
+    """Why groups compute in their dtype, where a name decided it; in place of the plan's own reason."""
     notes: list[str] = field(default_factory=list)
     """Reasons for the plan: what became of a key whose effect does not show elsewhere."""
     warnings: list[str] = field(default_factory=list)
@@ -32,6 +34,9 @@ class Translation:
     trainer_precision: str | None = None
     buffer_dtype: str | None = None
     sync_from_rank_zero: bool = False
+    recompute: bool = False
+    """`activation_checkpointing`: of the modules that the model chooses, or else of the blocks."""
+    offload_activations: bool = False
     only_children: bool = False
     """Groups are the root's direct children; `fsdp_wrap_fn` and `_fsdp_wrap` of the model are not asked."""
     _said_by: dict[str, tuple[str, Any]] = field(default_factory=dict)

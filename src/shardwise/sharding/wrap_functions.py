@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.config.schema import GroupOverride
+from shardwise.config.schema import ROOT_PATTERN, GroupOverride
 from shardwise.planning.places import has_forward
+from shardwise.planning.plan import Plan
 from shardwise.planning.ties import find_tensors
 from shardwise.planning.tree import name_matcher
+from shardwise.sharding.blocks import find_blocks
 from shardwise.sharding.fsdp1_precision import NAMED, fields_of, read_fields
 from shardwise.sharding.translation import Translation
 
@@ -23,26 +25,57 @@ def chosen_modules(model: nn.Module, translation: Translation) -> dict[str, dict
     `_fsdp_wrap` of a module comes first, then `fsdp_wrap_fn` of the nearest module above it that has one.
 
     Returns:
-        Name to fields of `GroupOverride`; None when the model says nothing.
+        Name to fields of `GroupOverride`, of the root as `(root)`; None when the model says nothing.
     """
-    asked: dict[str, Callable[[nn.Module], Any]] = {}
     chosen: dict[str, dict[str, Any]] = {}
+    answers, has_opinion = _answers(model, "_fsdp_wrap", "fsdp_wrap_fn")
+    for name, answer in answers.items():
+        settings = _read(translation, name or ROOT_PATTERN, answer) if isinstance(answer, dict) else None
+        if not name:
+            if settings:
+                chosen[ROOT_PATTERN] = settings
+        elif (answer or settings is not None) and next(model.get_submodule(name).parameters(), None) is not None:
+            chosen[name] = settings or {}
+    if getattr(model, "_fsdp_wrap", None) is False:
+        translation.note("_fsdp_wrap", "False on the root: it is a group all the same, of what no other group holds")
+    return chosen if has_opinion else None
+
+
+def recomputed_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
+    """The modules to recompute in backward, by name.
+
+    The outermost that the model chooses by `_activation_checkpointing` and `activation_checkpointing_fn`; the blocks
+    of the plan where it has neither.
+
+    Raises:
+        ShardError: The model chooses none and the plan has no blocks.
+
+    Ranks:
+        Local.
+    """
+    answers, has_opinion = _answers(model, "_activation_checkpointing", "activation_checkpointing_fn")
+    if not has_opinion:
+        blocks = find_blocks(model, plan, action="checkpoint_activations")
+        return {name: block for name, block in blocks.items() if getattr(block, "_activation_checkpointing", True)}
+    chosen = {name: {} for name, answer in answers.items() if name and answer}
+    return {name: model.get_submodule(name) for name in chosen if not _nearest(name, chosen)}
+
+
+def _answers(model: nn.Module, mark_name: str, function_name: str) -> tuple[dict[str, Any], bool]:
+    """What the model says about each module, by name, and whether it chooses any."""
+    asked: dict[str, Callable[[nn.Module], Any]] = {}
+    answers: dict[str, Any] = {}
     has_opinion = False
     for name, module in model.named_modules():
         function = asked.get(_nearest(name, asked)) if asked else None
-        if callable(own := getattr(module, "fsdp_wrap_fn", None)):
+        if callable(own := getattr(module, function_name, None)):
             asked[name] = own
             has_opinion = True
             function = function or (own if not name else None)
-        mark = getattr(module, "_fsdp_wrap", None)
+        mark = getattr(module, mark_name, None)
         has_opinion = has_opinion or bool(mark)
-        answer = mark if mark is not None else function(module) if function is not None else False
-        if isinstance(answer, dict) and not name:
-            fix = "put them into the config"
-            translation.problem("fsdp_wrap_fn", f"gives the root settings of its own, {sorted(answer)}", fix)
-        elif name and (answer or isinstance(answer, dict)) and next(module.parameters(), None) is not None:
-            chosen[name] = _read(translation, name, answer) if isinstance(answer, dict) else {}
-    return chosen if has_opinion else None
+        answers[name] = mark if mark is not None else function(module) if function is not None else False
+    return answers, has_opinion
 
 
 def direct_children(module: nn.Module, prefix: str = "") -> list[str]:

@@ -108,3 +108,9 @@ def test_a_report_prints_what_matters():
     assert not report.is_exact
     assert str(report) == "2 loaded, 1 tied, 1 missing\nmissing     c"
     assert KeyReport(loaded=("a",), ignored=("x",), rebuilt=("t",)).is_exact
+
+
+def test_a_report_counts_a_missing_tensor_once_although_it_was_initialised():
+    wrong = Mismatch("d", "float32 [1]", "float32 [2]")
+    report = KeyReport(loaded=("a",), missing=("c",), mismatched=(wrong,), rebuilt=("c", "d", "table"))
+    assert str(report).splitlines()[0] == "1 loaded, 1 rebuilt, 1 missing, 1 of another shape"

@@ -321,3 +321,29 @@ def test_what_modules_keep_for_themselves_is_not_unexpected(tmp_path: Path):
     extra = {"inner._extra_state": torch.zeros(7, dtype=torch.uint8)}
     save_file(state_of(expected, "head.weight") | extra, tmp_path / "w.safetensors")
     assert load_weights(build(1), tmp_path / "w.safetensors").ignored == ("inner._extra_state",)
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "fix"),
+    [
+        ("model.pt", "safetensors", 'format="torch", or name a folder'),
+        ("model.pth", "safetensors", 'format="torch"'),
+        ("pytorch_model.bin", "safetensors", 'format="torch"'),
+        ("model.safetensors", "torch", 'format="safetensors", or name a file that ends in .pt'),
+    ],
+)
+def test_a_name_of_the_other_format_is_refused(tmp_path: Path, name: str, format: str, fix: str):
+    with pytest.raises(ConfigError, match=f"format is '{format}', but the path ends in ") as caught:
+        save_weights(build(), tmp_path / name, format)
+    assert fix in caught.value.fix
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_counts_of_weights_that_do_not_fit_are_those_of_the_model(tmp_path: Path):
+    """Each tensor once, the mis-shaped too: 2 missing and 3 mis-shaped are not "of 3 tensors"."""
+    state = {f"{index}.weight": torch.ones(2, 2) for index in range(4)}
+    save_file(state, tmp_path / "w.safetensors")
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), *(nn.Linear(3, 3, bias=False) for _ in range(5)))
+    with pytest.raises(CheckpointError, match="the model of 6 tensors: 2 missing, 3 mis-shaped\n") as caught:
+        load_weights(model, tmp_path / "w.safetensors")
+    assert len(caught.value.where.splitlines()) == 1 + 2 + 3

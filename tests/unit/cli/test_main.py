@@ -134,19 +134,25 @@ def test_parity_of_a_reference_model():
     assert json.loads(result.stdout)["equal"] is True
 
 
-def test_parity_of_a_wrong_model_exits_with_one(tmp_path: Path):
+def test_parity_of_a_wrong_model_exits_with_one_and_prints_only_the_verdict(tmp_path: Path):
     (tmp_path / "wrong.py").write_text(
         "import os, torch\n"
+        "print('imported')\n"
         "class Wrong(torch.nn.Linear):\n"
         "    calls = 0\n"
         "    def forward(self, tokens):\n"
         "        Wrong.calls += 1  # what one process shares between batches must not matter\n"
         "        return super().forward(tokens) * Wrong.calls\n"
         "def build():\n"
+        "    os.write(1, b'written\\n')\n"
+        "    print('built')\n"
         "    return Wrong(4, 4)\n"
         "def batch(rank, step):\n"
         "    return torch.ones(2, 4) * (rank + step + 1)\n"
     )
-    result = shardwise("parity", "wrong:build", "--batch", "wrong:batch", "--nproc", "2", cwd=tmp_path)
+    model = ["wrong:build", "--batch", "wrong:batch"]
+    result = shardwise("parity", *model, "--nproc", "2", "--format", "json", cwd=tmp_path)
     assert result.returncode == 1, result.stderr
-    assert "DIFFERENT" in result.stdout
+    assert json.loads(result.stdout)["equal"] is False, "standard output is the verdict's alone"
+    for printed in ("imported", "written", "built"):
+        assert printed in result.stderr  # two ranks print at once: lines may run together

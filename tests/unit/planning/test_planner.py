@@ -86,10 +86,11 @@ def test_fused_experts_are_split_where_it_saves_memory():
 
 def test_an_int_reshard_must_divide_the_shard_axis():
     assert plan(make(), ShardConfig(reshard_after_forward=2), mesh=FOUR_RANKS).groups[1].reshard_after_forward == 2
-    for bad in (3, 4, 1):
+    assert plan(make(), ShardConfig(reshard_after_forward=4), mesh=FOUR_RANKS).groups[1].reshard_after_forward is True
+    for bad in (3, 8, 1):
         with pytest.raises(PlanError, match=f"reshard_after_forward = {bad} does not fit") as error:
             plan(make(), ShardConfig(reshard_after_forward=bad), mesh=FOUR_RANKS)
-        assert "[2]" in error.value.fix
+        assert "[2, 4]" in error.value.fix
 
 
 def test_the_root_stays_gathered_unless_the_user_says_otherwise():

@@ -61,10 +61,10 @@ def test_every_member_of_the_enum_has_a_meaning(value: ShardingStrategy):
     assert (translation.strategy == value.name) != bool(translation.problems)
 
 
-def test_no_sharding_is_refused_with_data_parallelism_as_the_way_out():
-    (problem,) = problems(sharding_strategy="NO_SHARD")
-    assert "FSDP2 always shards" in problem
-    assert "DistributedDataParallel" in problem
+def test_no_sharding_contradicts_a_shard_degree():
+    assert read(sharding_strategy="NO_SHARD", data_parallel_shard_degree=1).strategy == "NO_SHARD"
+    (problem,) = problems(sharding_strategy="NO_SHARD", data_parallel_shard_degree=2)
+    assert "NO_SHARD contradicts data_parallel_shard_degree = 2" in problem
 
 
 def test_a_strategy_and_a_contrary_reshard_are_a_contradiction():
@@ -74,9 +74,14 @@ def test_a_strategy_and_a_contrary_reshard_are_a_contradiction():
     assert not problems(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=False)
 
 
-def test_copies_contradict_full_shard():
-    (problem,) = problems(sharding_strategy=1, data_parallel_replicate_degree=2)
-    assert problem.endswith("use sharding_strategy=HYBRID_SHARD")
+@pytest.mark.parametrize(
+    ("given", "becomes"), [("FULL_SHARD", "HYBRID_SHARD"), ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")]
+)
+def test_copies_make_a_strategy_hybrid_with_a_warning(given: str, becomes: str):
+    translation = read(sharding_strategy=given, data_parallel_replicate_degree=2)
+    assert translation.strategy == becomes
+    assert translation.warnings == [f"sharding_strategy: {given} with 2 replicas is {becomes}, as in Composer"]
+    assert translation.settings == ({"reshard_after_forward": False} if given == "SHARD_GRAD_OP" else {})
 
 
 @pytest.mark.parametrize("degree", [0, -2, 1.5, True, "2"])
@@ -122,7 +127,8 @@ def test_composers_names_mean_what_they_mean_there(name: str | None, precision: 
     translation = read(**{key: value for key, value in given.items() if value is not None})
     resolve_named(translation, "float16")  # what the device would choose
     assert translation.precision == expected
-    assert any("mixed_precision" in note for note in translation.notes)
+    assert "mixed_precision" in (translation.precision_reason or "")
+    assert translation.notes == []
 
 
 @pytest.mark.parametrize(
@@ -182,9 +188,10 @@ def test_prefetch_before_backward_is_what_fsdp2_does(value: Any):
     assert len(translation.notes) == 1
 
 
-@pytest.mark.parametrize("value", ["BACKWARD_POST", BackwardPrefetch.BACKWARD_POST, "sometimes"])
-def test_prefetch_after_backward_is_refused(value: Any):
-    assert "use BACKWARD_PRE" in problems(backward_prefetch=value)[0]
+@pytest.mark.parametrize("value", ["BACKWARD_POST", BackwardPrefetch.BACKWARD_POST])
+def test_prefetch_after_backward_is_a_warning(value: Any):
+    assert "as BACKWARD_PRE does" in read(backward_prefetch=value).warnings[0]
+    assert "use BACKWARD_PRE" in problems(backward_prefetch="sometimes")[0]
 
 
 @pytest.mark.parametrize(("value", "depth"), [(True, 1), (3, 3)])
@@ -241,9 +248,7 @@ def test_low_precision_gradients_are_a_warning_because_fsdp2_differs():
 @pytest.mark.parametrize(
     ("key", "fix"),
     [
-        ("activation_checkpointing", "checkpoint_activations(model)"),
-        ("activation_cpu_offload", "checkpoint_activations(model)"),
-        ("te_checkpoint_wrapper", "checkpoint_activations(model)"),
+        ("te_checkpoint_wrapper", "set activation_checkpointing"),
         ("te_shard_fp8_weight", "leave it out"),
         ("param_init_fn", "materialize(model"),
     ],
@@ -255,7 +260,7 @@ def test_what_another_call_does_is_refused_with_that_call_unless_it_is_off(key: 
 
 def test_all_problems_come_at_once_with_the_nearest_name():
     config = {
-        "sharding_strategy": "NO_SHARD",
+        "sharding_strategy": "SOME_SHARD",
         "mixed_precison": "PURE",
         "cpu_offload": "yes",
         "reshard_after_forwards": True,

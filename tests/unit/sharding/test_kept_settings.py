@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,7 +51,9 @@ def left_afterwards() -> Iterator[None]:
 
 def outcome(model: nn.Module, config: Any) -> dict[str, Any]:
     try:
-        plan = sharded_state(sw.prepare_fully_shard(model, config=config)).plan  # pyrefly: ignore[missing-attribute]
+        with warnings.catch_warnings(action="ignore"):  # they stand in the plan too
+            sw.prepare_fully_shard(model, config=config)
+        plan = sharded_state(model).plan  # pyrefly: ignore[missing-attribute]
     except ShardwiseError as error:
         return {"refused": type(error).__name__, "what": error.what, "where": error.where.splitlines()}
     groups = [

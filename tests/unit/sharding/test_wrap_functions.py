@@ -76,7 +76,13 @@ def test_unknown_settings_are_problems_with_the_nearest_name():
     assert "fsdp_wrap_fn(embedding).reshard_after: " in text
     assert "did you mean 'reshard_after_forward'?" in text
     assert "'PURE' does not name a dtype" in text
-    assert "gives the root settings of its own" in text
+    assert "fsdp_wrap_fn((root)).reshard_after: " in text
+
+
+def test_settings_of_the_root_stay_at_the_root():
+    chosen, _ = ask(Model(lambda module: {"offload": True} if isinstance(module, Model) else isinstance(module, Block)))
+    assert chosen == {"(root)": {"offload": True}, "blocks.0": {}, "blocks.1": {}}
+    assert overrides_of(chosen, {"offload": False}) == (GroupOverride(pattern="(root)", offload=True),)
 
 
 def test_tied_modules_leave_their_weights_to_the_group_around_them():

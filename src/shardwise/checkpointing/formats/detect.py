@@ -22,7 +22,7 @@ from shardwise.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import nn
 
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _PARTS_OF_FOLDERS = (".metadata", "manifest.json")
 
 
@@ -84,7 +84,7 @@ def _open_file(place: files.Place) -> Contents:
         return read_bin_shards(place)
     if name in _PARTS_OF_FOLDERS or name.endswith(".distcp"):
         return _open_folder(folder)
-    if is_torch_file(place) or name.endswith(_TORCH_SUFFIXES):
+    if is_torch_file(place) or name.endswith(TORCH_SUFFIXES):
         return read_full(place)
     raise _unknown(place, "the file is no safetensors file, no index of one, and not what torch.save writes")
 
@@ -104,7 +104,7 @@ def _open_folder(place: files.Place) -> Contents:
         return read_safetensors(place)
     if is_bin_shards(place):
         return read_bin_shards(place)
-    torch_names = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
+    torch_names = [name for name in names if name.endswith(TORCH_SUFFIXES)]
     if len(torch_names) == 1:
         return read_full(files.join(place, torch_names[0]))
     if find_series(place):

@@ -51,8 +51,9 @@ class Matched:
             return None
         counts = [(len(missing), "missing"), (len(unexpected), "unexpected"), (len(report.mismatched), "mis-shaped")]
         what = ", ".join(f"{count} {kind}" for count, kind in counts if count)
+        total = len(report.loaded) + len(report.missing) + len(report.mismatched)
         return CheckpointError(
-            f"the weights do not fit the model: {what} of {len(report.loaded) + len(report.missing)} tensors",
+            f"the weights do not fit the model of {total} tensors: {what}",
             where="\n".join([str(contents.path), *describe_problems(missing, unexpected, report.mismatched)]),
             why="every tensor of the model is loaded exactly once" if strict else "shapes are never adapted",
             fix=_fix(bool(missing or unexpected), strict),

@@ -74,7 +74,8 @@ class KeyReport:
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        counts = [(len(self.loaded), "loaded"), (len(self.tied), "tied"), (len(self.rebuilt), "rebuilt")]
+        rebuilt = set(self.rebuilt) - {*self.missing, *(each.name for each in self.mismatched)}  # counted there
+        counts = [(len(self.loaded), "loaded"), (len(self.tied), "tied"), (len(rebuilt), "rebuilt")]
         counts += [(len(self.missing), "missing"), (len(self.unexpected), "unexpected")]
         counts += [(len(self.mismatched), "of another shape"), (len(self.ignored), "ignored")]
         first = ", ".join(f"{count} {what}" for count, what in counts if count) or "nothing loaded"

@@ -1,0 +1,157 @@
+"""`shardwise plan`: how a model will be sharded, and why. No torch until it runs."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.options import Format, FormatOption, SetOption
+from shardwise.errors import ConfigError, ShardwiseError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardwise.config.run import RunConfig
+    from shardwise.config.schema import MeshConfig
+    from shardwise.planning.plan import Group, Plan
+
+_RUN_FILES = (".yaml", ".yml")
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A reference name, a local Hugging Face folder or config, module:callable, or a run file (RUN.yaml).",
+        ),
+    ],
+    settings: SetOption = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Plan for so many ranks on this machine's device; default: as many as `train` would start."
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Plan for so many ranks, each with a GPU; none is needed here.")
+    ] = None,
+    explain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GROUP", help="Print everything about one group, named as in the plan, or by a module or parameter."
+        ),
+    ] = None,
+    format: FormatOption = Format.TEXT,
+) -> None:
+    """Show how a model will be sharded, and why, before anything is started.
+
+    The model is built on the meta device: no weights are read and the ranks need not exist.
+
+    \b
+    shardwise plan llama3-70b --gpus 64
+    shardwise plan llama3-70b --gpus 64 --set mesh.replicate=8
+    shardwise plan llama3-70b --gpus 64 --explain model.layers.0
+    shardwise plan run.yaml --set shard.offload=true
+    shardwise plan my_module:build_model --nproc 2 --format json
+    """
+    from shardwise.cli.running import user_code
+    from shardwise.config.load import load
+    from shardwise.config.run import RunConfig
+
+    is_run = model.endswith(_RUN_FILES)
+    config = load(RunConfig, Path(model) if is_run else {"model": model}, settings or ())
+    with user_code():
+        made = _plan(config, _mesh(config.mesh, nproc, gpus), is_run=is_run)
+    group = None if explain is None else _find(made, explain)
+    if format is Format.JSON:
+        typer.echo(made.to_json() if group is None else json.dumps(asdict(group), sort_keys=True))
+    else:
+        from shardwise.planning.plan_text import render_group
+
+        typer.echo(str(made) if group is None else render_group(made, group))
+
+
+def _mesh(mesh: MeshConfig, nproc: int | None, gpus: int | None) -> MeshConfig:
+    """The mesh of the run, with all its sizes."""
+    from shardwise.cli.running import number_of_ranks
+
+    if nproc is not None and gpus is not None:
+        raise ConfigError(
+            f"--nproc is {nproc} and --gpus is {gpus}",
+            where="--nproc, --gpus",
+            why="both say how many ranks the run has; --gpus also says that each has a GPU",
+            fix=f"pass --gpus {gpus} or --nproc {nproc}",
+        )
+    if gpus is not None and mesh.device == "cpu":
+        raise ConfigError(
+            f"--gpus is {gpus}, but mesh.device is cpu",
+            where="--gpus, mesh.device",
+            why="the ranks of such a run use no GPU",
+            fix=f"pass --nproc {gpus}, or --set mesh.device=auto",
+        )
+    if gpus is not None and mesh.device == "auto":
+        mesh = replace(mesh, device="cuda")
+    sized = mesh.replicate * mesh.shard if mesh.shard is not None else None  # the mesh itself says how many
+    return replace(mesh, shard=mesh.sizes(nproc or gpus or sized or number_of_ranks())["shard"])
+
+
+def _plan(config: RunConfig, mesh: MeshConfig, *, is_run: bool) -> Plan:
+    """The plan that `train` makes for a run file, and `shard` for any other model."""
+    model = _build(config)
+    if is_run:
+        from shardwise.training.requirements import plan_run
+
+        return plan_run(model, config.shard, mesh)
+    from shardwise.planning.planner import plan as make
+
+    return make(model, config.shard, mesh=mesh)
+
+
+def _build(config: RunConfig) -> nn.Module:
+    from shardwise.models.load import load_model
+
+    try:
+        return load_model(config.model, options=config.model_options)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = [frame for frame in frames if "/torch/" not in frame.filename][-1]  # the innermost that is not torch's
+        raise ConfigError(
+            f"{config.model} cannot be built: {type(error).__name__}: {error}",
+            where=f"{frame.filename}:{frame.lineno} in {frame.name}",
+            why="the model is built on the meta device, where tensors have shapes and no values",
+            fix='make it work under `with torch.device("meta"):`',
+        ) from error
+
+
+def _find(made: Plan, name: str) -> Group:
+    """The group of this name, or the only one with this module, parameter, or modules and parameters below it."""
+    wanted = name.partition("+")[0]  # of a group of several modules, the first
+    known = [(group, {group.name, *group.modules, *_parameters(group)}) for group in made.groups]
+    found: list[Group] = []
+    for is_meant in (lambda each: each == wanted, lambda each: each.startswith(f"{wanted}.")):
+        found = [group for group, names in known if any(map(is_meant, names))]
+        if len(found) == 1:
+            return found[0]
+    names = [group.name for group in made.groups]
+    near = [group.name for group in found] or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    raise ConfigError(
+        f"there is no group {name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""),
+        where="--explain",
+        why="a group is named as the plan prints it, or by a module or parameter that no other group has",
+        fix=f"--explain '{near[0] if near else names[-1]}'; without --explain, the plan lists every group",
+    )
+
+
+def _parameters(group: Group) -> Iterator[str]:
+    for parameter in group.parameters:
+        yield from (parameter.fqn, *parameter.aliases)
