@@ -143,8 +143,11 @@ def zero_grad_after_forward(reading: Reading) -> Iterator[Hit]:
                 )
                 if last is None or not usage.is_sharded_by_hand(module, event):
                     continue
-                forward = usage.events[last]
-                if not _is_resharded(usage, module, forward, event) and _is_trained(usage, event):
+                forward, is_trained = (
+                    usage.events[last],
+                    any(e.method == "backward" for e in usage.events[event.order :]),
+                )
+                if is_trained and not _is_resharded(usage, module, forward, event):
                     yield Hit(
                         node=event.node,
                         message=f"since the forward on line {forward.node.lineno} the root's unsharded parameters are "
@@ -161,7 +164,3 @@ def _cleared(reading: Reading, event: Event) -> list[Module]:
     if event.method == "grad" and event.is_store and getattr(value, "value", value) is None:
         return [value.owner for value in event.receiver if isinstance(value, Param)]
     return []
-
-
-def _is_trained(usage: Usage, event: Event) -> bool:
-    return any(later.method == "backward" and later.order > event.order for later in usage.events)
