@@ -23,7 +23,7 @@ import typer.main
 import yaml
 
 from shardwise.cli.main import app
-from shardwise.pages import SKILL, skill_folder
+from shardwise.skill_copies import SKILL, skill_files
 from tests.contract.command_line import run
 from tests.docs.test_snippets import ROOT, run_in, run_on_ranks
 from tests.ranks import start_fork_server
@@ -290,4 +290,4 @@ _OTHER_CODES = ("diagnosing.md", "checkpoints.md")
 
 
 def test_skill_is_found_in_a_clone():
-    assert skill_folder() == FOLDER
+    assert skill_files() == skill_files(FOLDER)
