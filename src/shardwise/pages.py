@@ -2,22 +2,10 @@
 
 from pathlib import Path
 
-SKILL = "shardwise-fsdp2"
-"""Name of the agent skill, and of its folder."""
-
 _HERE = Path(__file__).parent
 
 
-def page_folder(kind: str) -> Path:
-    """The folder of the pages of one kind, `rules` or `errors`."""
-    return _shipped(f"docs/{kind}")
-
-
-def skill_folder() -> Path:
-    """The folder of the agent skill: SKILL.md and references/."""
-    return _shipped(f"skills/{SKILL}")
-
-
-def _shipped(path: str) -> Path:
+def page_folder(path: str) -> Path:
+    """The folder at a path of the repository: `docs/rules`, `docs/errors`, or that of the agent skill."""
     shipped = _HERE / path
     return shipped if shipped.is_dir() else _HERE.parents[1] / path

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.pages import SKILL, skill_folder
+from shardwise.pages import page_folder
 
+SKILL = "shardwise-fsdp2"
 AGENTS = {
     ".agents/skills": "Codex, Cursor, Gemini CLI, GitHub Copilot and others that follow agentskills.io",
     ".claude/skills": "Claude Code",
@@ -32,8 +33,8 @@ class SkillCopy:
 
 
 def skill_files(folder: Path | None = None) -> dict[str, bytes]:
-    """Contents by relative path of the pages in a folder, by default of the skill that ships with shardwise."""
-    folder = folder or skill_folder()
+    """Contents by relative path of a skill's pages, by default of the one that ships with shardwise."""
+    folder = folder or page_folder(f"skills/{SKILL}")
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.md"))}
 
 
@@ -57,7 +58,7 @@ def inspect_copy(folder: Path) -> SkillCopy:
 
 
 def install_skill(folders: Iterable[Path], *, force: bool = False) -> list[SkillCopy]:
-    """Put the skill into folders of skills; return what was there before. Other files there are left alone.
+    """Put the skill into folders of skills, beside files of the user's own; return what was there before.
 
     Raises:
         ConfigError: Files were changed since they were installed, and `force` is not set; nothing was written.

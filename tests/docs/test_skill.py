@@ -23,7 +23,7 @@ import typer.main
 import yaml
 
 from shardwise.cli.main import app
-from shardwise.pages import SKILL, skill_folder
+from shardwise.skill_copies import SKILL, skill_files
 from tests.contract.command_line import run
 from tests.docs.test_snippets import ROOT, run_in, run_on_ranks
 from tests.ranks import start_fork_server
@@ -34,8 +34,8 @@ PROJECT = Path(__file__).parent / "skill_project"
 _FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 # On Ray, which starts its own workers; and pages with nothing to run.
 WITH_CODE = [page for page in PAGES if page.stem != "ray-train" and "```python" in page.read_text()]
-QUICK = {"SKILL", "training", "data-and-resume", "tensor-parallel", "examples", "fully-shard"}
-IN_SHARDWISE = "Reference blocks in shardwise"
+QUICK = {"SKILL", "data-and-resume", "tensor-parallel"}
+IN_SHARDWISE, IN_TORCH = "Reference blocks in shardwise", "Reference blocks in plain torch"
 
 
 def blocks_of(text: str, language: str) -> list[str]:
@@ -183,8 +183,10 @@ def test_blocks_train(project: Path):
     assert sorted(path.name for path in (project / "export").iterdir()) == ["model.safetensors"]
 
 
-def test_lint_finds_nothing_in_the_blocks(project: Path):
-    done = run("lint", "train.py", "--format", "json", folder=project)
+@pytest.mark.parametrize("title", [IN_SHARDWISE, IN_TORCH])
+def test_lint_finds_nothing_in_the_blocks(title: str, tmp_path: Path):
+    (tmp_path / "train.py").write_text(scripts_of(FOLDER / "SKILL.md")[title])
+    done = run("lint", "train.py", "--format", "json", folder=tmp_path)
     assert (done.status, json.loads(done.output)["findings"]) == (0, [])
 
 
@@ -273,7 +275,7 @@ def test_all_labelled_blocks_exist_in_torch_and_in_shardwise():
         "checkpoint_load",
     }
     scripts = scripts_of(FOLDER / "SKILL.md")
-    for title in (IN_SHARDWISE, "Reference blocks in plain torch"):
+    for title in (IN_SHARDWISE, IN_TORCH):
         assert names <= set(re.findall(r"^def (\w+)", scripts[title], re.MULTILINE))
 
 
@@ -288,4 +290,4 @@ _OTHER_CODES = ("diagnosing.md", "checkpoints.md")
 
 
 def test_skill_is_found_in_a_clone():
-    assert skill_folder() == FOLDER
+    assert skill_files() == skill_files(FOLDER)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.pages import SKILL, skill_folder
-from shardwise.skill_copies import AGENTS, inspect_copy, skill_files
+from shardwise.skill_copies import AGENTS, SKILL, inspect_copy, skill_files
 from tests.contract.command_line import ROOT, run
 
 FILES = skill_files()
@@ -83,7 +82,7 @@ def test_changed_copy_is_never_overwritten_without_force(tmp_path: Path):
 
 def test_copy_without_record_counts_as_changed_where_it_differs(tmp_path: Path):
     """Somebody copied the folder by hand."""
-    shutil.copytree(skill_folder(), tmp_path / SKILL)
+    shutil.copytree(ROOT / "skills" / SKILL, tmp_path / SKILL)
     assert inspect_copy(tmp_path).state == "current"
     (tmp_path / SKILL / "SKILL.md").write_text("older")
     assert inspect_copy(tmp_path).changed == ("SKILL.md",)
@@ -96,7 +95,7 @@ def test_unchanged_copy_of_another_version_is_replaced(tmp_path: Path, monkeypat
     (older / "references").mkdir(parents=True)
     (older / "SKILL.md").write_text("an older page")
     (older / "references/gone.md").write_text("no longer there")
-    monkeypatch.setattr("shardwise.skill_copies.skill_folder", lambda: older)
+    monkeypatch.setattr("shardwise.skill_copies.page_folder", lambda path: older)
     assert run("skill", "install", tmp_path / "skills").status == 0
     monkeypatch.undo()
     own = tmp_path / "skills" / SKILL / "references/own.md"
