@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from benchmarks.checkpoint_state import SIZES, build_model, remove
 from benchmarks.processes import join
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.saving.staging import wait_for_copies
+from shardwise.checkpointing.staging import wait_for_copies
 from shardwise.models.load import load_model
 from shardwise.sharding.apply import shard
 

@@ -35,10 +35,9 @@ from benchmarks.checkpoint_state import (
     write_raw_direct,
 )
 from benchmarks.processes import join
+from shardwise.checkpointing.formats.sharded import file_name
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.sharded.writing import file_name
-from shardwise.checkpointing.storage.checksums import block_checksums
-from shardwise.checkpointing.storage.memory import bytes_of
+from shardwise.checkpointing.storage.memory import block_checksums, bytes_of
 from shardwise.checkpointing.weights import load_weights
 
 MIN_DIRECT_THREADS = 4  # a disk is busy only with several requests at a time

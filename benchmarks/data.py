@@ -17,8 +17,8 @@ from benchmarks.measuring import median, median_interval, time_pairs
 from benchmarks.reporting import Result, parse, report
 from shardwise.config.run import DataConfig
 from shardwise.training.data import Loader, open_data
-from shardwise.training.data.order import samples_at
-from shardwise.training.data.sources import standard_library_files
+from shardwise.training.data.loader import samples_at
+from shardwise.training.data.records import standard_library_files
 
 
 def opened(config: DataConfig, batch_size: int) -> Loader:

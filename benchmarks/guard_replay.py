@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from benchmarks.measuring import median
-from shardwise.diagnosing.board import Slot, create_board, open_board
-from shardwise.diagnosing.events import Kind, group_of, kind_of
+from shardwise.diagnosing.collective_trace import Kind, Slot, create_board, group_of, kind_of, open_board
 from shardwise.diagnosing.guard import watch_group
-from shardwise.diagnosing.machines import group_by_machine
-from shardwise.diagnosing.witness import Post, Witness
+from shardwise.diagnosing.peer_traces import group_by_machine
+from shardwise.diagnosing.tracer import Post, Witness
 
 Event = tuple[Kind, int]
 _ROUNDS = 200

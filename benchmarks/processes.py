@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.launching import resolve_target, start_local
+from shardwise.distributed.local_ranks import resolve_target, start_local
 
 
 def on_ranks(target: str, num_ranks: int, *args: Any, fake: bool = False) -> list[Any]:

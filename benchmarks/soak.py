@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.processes import on_ranks
 from benchmarks.reporting import Result
 from shardwise.config.run import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
-from shardwise.sharding.mesh import shutdown
+from shardwise.distributed.mesh import shutdown
 from shardwise.training.loop import fit
 
 TIME_GOAL, MEMORY_GOAL = 1.05, 1.02

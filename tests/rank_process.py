@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.diagnosing.guard import Guard, guard
-from shardwise.sharding import mesh as meshes
+from shardwise.distributed import mesh as meshes
 from shardwise.sharding.registry import sharded_state, when_sharded
 from tests.leaks import leaks_since, num_groups, restore, take_snapshot
 

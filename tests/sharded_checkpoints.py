@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.pickles.torch_zip import value_stream
-from shardwise.checkpointing.sharded.committing import begin_checkpoint, commit_checkpoint, partial_of
-from shardwise.checkpointing.sharded.manifest import Header
-from shardwise.checkpointing.sharded.values import encode_value
-from shardwise.checkpointing.sharded.writing import FileRecord, Item, file_name, write_rank_file
+from shardwise.checkpointing.formats.sharded import FileRecord, Header, Item, file_name, write_rank_file
+from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, commit_checkpoint, partial_of
+from shardwise.checkpointing.formats.values import encode_value
+from shardwise.checkpointing.pickles.zip_files import value_stream
 from shardwise.checkpointing.storage.files import join
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from shardwise.checkpointing.formats.full_writing import FullWriter
-from shardwise.checkpointing.formats.tensor_info import TensorInfo
+from shardwise.checkpointing.contents import TensorInfo
+from shardwise.checkpointing.formats.full import FullWriter
 from shardwise.checkpointing.storage.memory import bytes_of
 from tests.sharded_checkpoints import dtype_name, write_checkpoint
 

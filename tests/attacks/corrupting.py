@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shardwise.checkpointing.contents import Box
 from shardwise.checkpointing.convert import convert_checkpoint
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.reading.requests import read_box
+from shardwise.checkpointing.reading import read_box
 from tests.unit.checkpointing.every_format import FORMATS, model_state, run_state, save_full
 
 Files = dict[str, bytes]

@@ -23,7 +23,7 @@ from shardwise.progress import Progress
 from shardwise.training.loop import fit
 from shardwise.training.metrics import read_records
 from shardwise.training.objective import next_token_loss
-from shardwise.training.outcome import Training
+from shardwise.training.run_folder import Training
 from tests.ranks import ranks
 
 MODEL_OPTIONS = {"width": 16, "num_layers": 2, "num_heads": 2, "max_sequence_length": 16}

@@ -13,13 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from shardwise.checkpointing.formats.dcp import read_dcp
-from shardwise.checkpointing.reading.requests import Request, check_requests, read_requests
-from shardwise.checkpointing.sharded.committing import begin_checkpoint, commit_checkpoint, partial_of
-from shardwise.checkpointing.sharded.manifest import Header
-from shardwise.checkpointing.sharded.writing import Item, file_name, write_rank_file
+from shardwise.checkpointing.formats.sharded import Header, Item, file_name, write_rank_file
+from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, commit_checkpoint, partial_of
+from shardwise.checkpointing.reading import Request, check_requests, read_requests
 from shardwise.checkpointing.state.slices import dtype_name, parts_of
 from shardwise.checkpointing.storage.files import join
-from shardwise.ranks import on_rank_zero
+from shardwise.distributed.agreement import on_rank_zero
 from tests.ranks import ranks
 
 # Rows that divide by no world size, fewer rows than ranks, other dtypes, a scalar.

@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpointing import staging
 from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.formats.sharded import read_manifest
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.reading.requests import read_box
-from shardwise.checkpointing.saving import staging
-from shardwise.checkpointing.sharded.manifest import read_manifest
+from shardwise.checkpointing.reading import read_box
 from shardwise.errors import CheckpointError
 from tests.by_hand import mesh_1d, mesh_2d
 from tests.distributed.checkpointed_run import Training, assert_equal, everything
@@ -235,7 +235,7 @@ def test_nothing_stays_behind(rank: int, tmp_path: Path):
     checkpointer.save(1, **run.parts)
     checkpointer.wait()
     writer = psutil.Process(pid_of_writer(checkpointer))
-    assert "shardwise.checkpointing.saving.background_writer" in " ".join(writer.cmdline())
+    assert "shardwise.checkpointing.background_writer" in " ".join(writer.cmdline())
     assert not any("libtorch" in mapped.path for mapped in writer.memory_maps())
     checkpointer.close()
     checkpointer.close()

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpointing.formats.sharded import read_manifest
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.sharded.manifest import read_manifest
 from shardwise.errors import CheckpointError
 from tests.by_hand import mesh_1d
 from tests.distributed.checkpointed_run import Training, assert_equal, everything

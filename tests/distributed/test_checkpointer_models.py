@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
+from shardwise.checkpointing.formats.sharded import read_manifest
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.sharded.manifest import read_manifest
 from tests.by_hand import Block, full, mesh_1d, mesh_2d, shard_module
 from tests.ranks import ranks
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from shardwise.checkpointing.formats.sharded import read_manifest
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.sharded.manifest import read_manifest
 from shardwise.errors import CheckpointError, ConfigError
 from tests.by_hand import Tiny, full, loss_of, mesh_1d, mesh_2d, shard_by_hand, tiny, tokens
 from tests.ranks import ranks

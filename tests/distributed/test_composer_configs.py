@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import shardwise as sw
-from shardwise.sharding.activation import CheckpointedForward
-from shardwise.sharding.blocks import replacements
+from shardwise.sharding.blocks import CheckpointedForward, replacements
 from tests.by_hand import Block, assert_same, full, loss_of, tiny, tokens
 from tests.composer_objects import FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig
 from tests.distributed.test_prepare import Composed, composed, plan_of

@@ -11,7 +11,7 @@ from shardwise.checkpointing.convert import convert_checkpoint
 from shardwise.checkpointing.manager import Checkpointer
 from shardwise.checkpointing.verifying import verify_checkpoint
 from shardwise.checkpointing.weights import load_weights
-from shardwise.ranks import on_rank_zero
+from shardwise.distributed.agreement import on_rank_zero
 from tests.by_hand import full, mesh_1d
 from tests.distributed.checkpointed_run import Training, assert_equal, everything
 from tests.ranks import ranks

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config.run import DataConfig
+from shardwise.distributed.agreement import raise_together
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.ranks import raise_together
 from shardwise.training.data import Loader, open_evaluation
-from shardwise.training.lockstep import lockstep
+from shardwise.training.step import lockstep
 from tests.ranks import ranks
 from tests.unit.training.data_files import numbered, open_some, samples_in, write_lines
 

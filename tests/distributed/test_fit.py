@@ -13,7 +13,7 @@ import torch
 from shardwise.config.load import load
 from shardwise.config.run import RunConfig
 from shardwise.config.schema import MeshConfig
-from shardwise.ranks import agree_on
+from shardwise.distributed.agreement import agree_on
 from shardwise.training.loop import fit
 from shardwise.training.metrics import read_records
 from tests.distributed.fit_runs import MODEL_OPTIONS, Recorder, changed, fit_on, losses, tiny

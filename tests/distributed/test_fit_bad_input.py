@@ -10,8 +10,8 @@ import torch
 
 from shardwise.config.run import RunConfig
 from shardwise.config.schema import MeshConfig, PrecisionConfig
+from shardwise.distributed.agreement import agree_on
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
-from shardwise.ranks import agree_on
 from shardwise.training.loop import fit
 from tests.distributed.fit_runs import MODEL_OPTIONS, changed, tiny
 from tests.ranks import ranks

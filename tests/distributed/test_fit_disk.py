@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 
 from shardwise.config.run import RunConfig
+from shardwise.distributed.agreement import agree_on
 from shardwise.errors import EnvironmentProblem
-from shardwise.ranks import agree_on
 from shardwise.training.loop import fit
-from shardwise.training.resolving import resolved_yaml
+from shardwise.training.requirements import resolved_yaml
 from shardwise.units import parse_bytes
 from tests.distributed.fit_runs import changed, tiny
 from tests.ranks import ranks

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardwise.checkpointing.differing import diff_checkpoints
-from shardwise.checkpointing.inspecting import inspect_checkpoint
+from shardwise.checkpointing.inspecting import diff_checkpoints, inspect_checkpoint
 from shardwise.config.run import RunConfig
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.training.loop import fit

@@ -14,7 +14,7 @@ from shardwise.config.load import load
 from shardwise.config.run import RunConfig
 from shardwise.training.data import open_evaluation
 from shardwise.training.loop import fit
-from shardwise.training.outcome import Training
+from shardwise.training.run_folder import Training
 from tests.ranks import ranks
 
 transformers = pytest.importorskip("transformers")

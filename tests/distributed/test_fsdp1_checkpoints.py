@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 from shardwise.checkpointing.convert import convert_checkpoint
-from shardwise.checkpointing.differing import diff_checkpoints
+from shardwise.checkpointing.inspecting import diff_checkpoints
 from shardwise.checkpointing.manager import Checkpointer
 from shardwise.checkpointing.verifying import verify_checkpoint
+from shardwise.distributed.agreement import on_rank_zero
 from shardwise.errors import CheckpointError
 from shardwise.fsdp1 import record_flat_params
-from shardwise.ranks import on_rank_zero
 from tests.distributed.fsdp1_runs import SAVERS, Tied, adamw, build, train, wrap
 from tests.ranks import ranks
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardwise.migration import MigratedFile, migrate
+from shardwise.fsdp1.codemod.migrate import MigratedFile, migrate
 from tests.ranks import ranks
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"

@@ -13,7 +13,7 @@ from shardwise.config.schema import ShardConfig
 from shardwise.diagnosing.guard import guard
 from shardwise.errors import ShardError
 from shardwise.sharding.apply import shard
-from shardwise.sharding.recovery import recover
+from shardwise.sharding.registry import recover
 from tests.by_hand import FP32, full
 from tests.faults.diverging import Model
 from tests.ranks import ranks

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.sharding.holdings import holdings
-from shardwise.sharding.notes import annotate
+from shardwise.sharding.notes import annotate, holdings
 from tests.ranks import ranks
 
 FLOAT = 4

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.errors import ShardError
-from shardwise.training.lockstep import lockstep
+from shardwise.training.step import lockstep
 from tests.ranks import ranks
 
 

@@ -13,10 +13,9 @@ from shardwise.config.schema import ShardConfig
 from shardwise.errors import ShardError
 from shardwise.sharding.apply import shard
 from shardwise.sharding.full_params import full_params, iter_full_tensors
-from shardwise.sharding.recovery import recover
+from shardwise.sharding.registry import recover
 from shardwise.training.ema import EMA
-from shardwise.training.lockstep import lockstep
-from shardwise.training.step import AccumulationMode, accumulate, clip_grad_norm_, token_mean
+from shardwise.training.step import AccumulationMode, accumulate, clip_grad_norm_, lockstep, token_mean
 from tests.by_hand import Tiny, assert_same, full, full_gradients, loss_of, mesh_1d, mesh_2d, tiny, tokens
 from tests.ranks import ranks
 

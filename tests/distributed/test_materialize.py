@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import ShardConfig, shard
 from shardwise.config.schema import MeshConfig
+from shardwise.distributed.mesh import init_distributed
 from shardwise.errors import ShardError
 from shardwise.sharding.materialize import materialize
-from shardwise.sharding.mesh import init_distributed
 from tests.ranks import ranks
 
 

@@ -8,11 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import plan, prepare_fully_shard, shard
 from shardwise.config.schema import MeshConfig
-from shardwise.errors import ConfigError, EnvironmentProblem, PlanError, ShardError
-from shardwise.fsdp1 import FullyShardedDataParallel, ShardingStrategy
-from shardwise.launching import Launch, start_local
-from shardwise.ranks import agree_on
-from shardwise.sharding.mesh import (
+from shardwise.distributed.agreement import agree_on
+from shardwise.distributed.launchers import Launch
+from shardwise.distributed.local_ranks import start_local
+from shardwise.distributed.mesh import (
     _device_index,
     data_parallel_mesh,
     default_mesh,
@@ -20,6 +19,8 @@ from shardwise.sharding.mesh import (
     refuse_shared_cards,
     shutdown,
 )
+from shardwise.errors import ConfigError, EnvironmentProblem, PlanError, ShardError
+from shardwise.fsdp1 import FullyShardedDataParallel, ShardingStrategy
 from tests.ranks import ranks
 
 

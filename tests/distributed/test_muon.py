@@ -16,12 +16,11 @@ from torch.nn import functional as F
 
 from shardwise.checkpointing.manager import Checkpointer
 from shardwise.config.run import OptimizerConfig
-from shardwise.sharding.layout import local_part
+from shardwise.sharding.inventory import local_part
+from shardwise.training import muon
 from shardwise.training import muon as muon_module
-from shardwise.training import whole_matrices
 from shardwise.training.muon import Muon
-from shardwise.training.optimizers import build_optimizer
-from shardwise.training.parameter_kinds import parameter_kinds
+from shardwise.training.optimizers import build_optimizer, parameter_kinds
 from tests.by_hand import full, mesh_1d, mesh_2d
 from tests.ranks import ranks
 
@@ -163,7 +162,7 @@ def set_gradients(model: nn.Module, step: int) -> None:
 @ranks(4)
 @pytest.mark.parametrize("mesh_shape", ["shards", "replicas"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("bucket_bytes", [64, whole_matrices.BUCKET_BYTES])
+@pytest.mark.parametrize("bucket_bytes", [64, muon.BUCKET_BYTES])
 def test_same_bits_and_every_matrix_once(rank: int, mesh_shape: str, dtype: torch.dtype, bucket_bytes: int):
     """From the same gradients come the same bits, in one exchange or many; ranks and replicas share the work."""
     mesh = mesh_2d() if mesh_shape == "replicas" else mesh_1d(4)

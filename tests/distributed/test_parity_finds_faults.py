@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise.comparing import Parity, parity
 from shardwise.config.schema import ShardConfig
+from shardwise.diagnosing.parity import parity
+from shardwise.diagnosing.parity_criteria import Parity
 from shardwise.errors import ConfigError, ShardError
 from tests.ranks import ranks
 from tests.zoo.checking import mesh_of

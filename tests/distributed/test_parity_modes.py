@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.comparing.calling import Task, bind_batch, bind_loss, seed_everything
 from shardwise.config.schema import PrecisionConfig, PrefetchConfig
+from shardwise.diagnosing.parity_runs import Task, bind_batch, bind_loss, seed_everything
 from tests.ranks import ranks
 from tests.zoo import Case, cases
 from tests.zoo.checking import check_parity, mesh_of, sharded

@@ -1,10 +1,10 @@
-"""shardwise.ranks on real ranks: all raise, all agree, nobody waits."""
+"""shardwise.distributed.agreement on real ranks: all raise, all agree, nobody waits."""
 
 import pytest
 import torch.distributed as dist
 
+from shardwise.distributed.agreement import agree_on, on_rank_zero, raise_together
 from shardwise.errors import ConfigError, ShardError
-from shardwise.ranks import agree_on, on_rank_zero, raise_together
 from tests.ranks import ranks
 
 

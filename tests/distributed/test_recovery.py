@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from shardwise.errors import ShardError
-from shardwise.sharding.recovery import recover
+from shardwise.sharding.registry import recover
 from shardwise.training.step import AccumulationMode, accumulate
 from tests.by_hand import (
     Tiny,

@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.config.schema import GroupOverride, MeshConfig, PrecisionConfig, PrefetchConfig, ShardConfig
+from shardwise.distributed.mesh import init_distributed
 from shardwise.errors import ConfigError, PlanError, ShardError
 from shardwise.models.llama import SHAPES, Llama
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
 from shardwise.sharding.apply import shard
 from shardwise.sharding.blocks import replacements
-from shardwise.sharding.mesh import init_distributed
 from shardwise.sharding.registry import sharded_state
 from tests.collectives import count_collectives
 from tests.ranks import ranks

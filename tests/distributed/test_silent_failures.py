@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.checkpointing.exporting import save_weights
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.weights import load_weights
+from shardwise.checkpointing.weights import load_weights, save_weights
 from tests.ranks import ranks
 
 # Raw FSDP2 warns about outputs that are views; ours has no need to.

@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import shard
-from shardwise.checkpointing.exporting import save_weights
 from shardwise.checkpointing.formats.safetensors import read_safetensors
-from shardwise.checkpointing.weights import load_weights
+from shardwise.checkpointing.weights import load_weights, save_weights
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from tests.distributed.test_weights_load import Mlp, Net, assert_equal, on_meta, reference, with_tensor_parallelism
 from tests.ranks import ranks

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise import shard
-from shardwise.checkpointing.exporting import save_weights
-from shardwise.checkpointing.weights import load_weights
+from shardwise.checkpointing.weights import load_weights, save_weights
 from tests.ranks import ranks
 
 transformers = pytest.importorskip("transformers")

@@ -23,7 +23,7 @@ import typer.main
 import yaml
 
 from shardwise.cli.main import app
-from shardwise.skill_copies import SKILL, skill_files
+from shardwise.cli.skill import SKILL, skill_files
 from tests.contract.command_line import run
 from tests.docs.test_snippets import ROOT, run_in, run_on_ranks
 from tests.ranks import start_fork_server

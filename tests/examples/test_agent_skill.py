@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardwise.launching import start_local
-from shardwise.linting import lint
+from shardwise.distributed.local_ranks import start_local
+from shardwise.linting.lint import lint
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

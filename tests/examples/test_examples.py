@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launching import start_local
+from shardwise.distributed.local_ranks import start_local
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

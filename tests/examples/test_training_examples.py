@@ -24,7 +24,7 @@ from examples.training import prepare
 from shardwise.config.load import load
 from shardwise.config.run import RunConfig
 from shardwise.training.loop import fit
-from shardwise.training.outcome import Training
+from shardwise.training.run_folder import Training
 from tests.ranks import ranks
 
 ROOT = Path(__file__).parents[2]

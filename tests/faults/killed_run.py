@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.checkpointing.background_writer import StrikeAt
+from shardwise.checkpointing.formats import sharded
+from shardwise.checkpointing.formats.sharded_commit import committed_steps, sweep
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.saving.background_writer import StrikeAt
-from shardwise.checkpointing.saving.staging import wait_for_copies
-from shardwise.checkpointing.sharded import faults
-from shardwise.checkpointing.sharded.committing import committed_steps, sweep
+from shardwise.checkpointing.staging import wait_for_copies
 from tests.by_hand import mesh_1d, shard_module
 from tests.ranks import start_fork_server
 
@@ -164,7 +164,7 @@ def _tell(connection: Connection, rank: int, step: int, *, if_: bool) -> None:
 
 def _arm(checkpointer: Checkpointer, kind: Kind) -> None:
     if not kind.asynchronous or kind.point in ("folder-made", "retired", "removed"):
-        faults.kill_at(kind.point)
+        sharded.kill_at(kind.point)
         return
     checkpointer.wait()
     writer = checkpointer._saver._writer

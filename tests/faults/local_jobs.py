@@ -9,8 +9,10 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from shardwise.distributed.launchers import read_launch
+from shardwise.distributed.local_ranks import start_local
+from shardwise.distributed.stop_requests import STOP_SIGNALS, stop_requests
 from shardwise.errors import ConfigError
-from shardwise.launching import STOP_SIGNALS, read_launch, start_local, stop_requests
 
 _STUCK_S = 120.0
 

@@ -8,14 +8,13 @@ from contextlib import closing
 
 import pytest
 
+from shardwise.distributed.launchers import Launch, cannot_meet
 from shardwise.errors import EnvironmentProblem
-from shardwise.launching import Launch
-from shardwise.launching.meeting import cannot_meet
 
 JOIN = """
 import sys
 from shardwise.errors import ShardwiseError
-from shardwise.sharding.mesh import init_distributed
+from shardwise.distributed.mesh import init_distributed
 try:
     init_distributed(timeout_s=2)
 except ShardwiseError as error:

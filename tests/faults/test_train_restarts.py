@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.distributed.local_ranks import ErrorReport, find_cause, is_lost_peer, start_local
+from shardwise.distributed.stop_requests import STOP_SIGNALS
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardError
-from shardwise.launching import STOP_SIGNALS, start_local
-from shardwise.launching.failures import find_cause, is_lost_peer
-from shardwise.launching.rank_side import ErrorReport
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shardwise.distributed.stop_requests import STOP_SIGNALS, StopRequest, stop_requests
 from shardwise.errors import ConfigError
-from shardwise.launching import STOP_SIGNALS, StopRequest, stop_requests
 
 JOBS = "tests.faults.local_jobs"
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from torch import Tensor, nn
 
-from shardwise.launching import read_launch
+from shardwise.distributed.launchers import read_launch
 from shardwise.training.objective import next_token_loss
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""What ranks do in the GPU tests of checkpoints; started by `shardwise.launching.start_local`."""
+"""What ranks do in the GPU tests of checkpoints; started by `shardwise.distributed.local_ranks.start_local`."""
 
 from __future__ import annotations
 

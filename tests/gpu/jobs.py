@@ -1,4 +1,4 @@
-"""What ranks do in the GPU tests; started by `shardwise.launching.start_local`."""
+"""What ranks do in the GPU tests; started by `shardwise.distributed.local_ranks.start_local`."""
 
 import copy
 import os
@@ -12,7 +12,7 @@ from shardwise.config.schema import PrecisionConfig, ShardConfig
 from shardwise.models.transformer import Transformer, TransformerConfig
 from shardwise.planning.plan import Plan
 from shardwise.sharding.apply import shard
-from shardwise.sharding.layout import local_part
+from shardwise.sharding.inventory import local_part
 from shardwise.sharding.registry import sharded_state
 from shardwise.training.step import clip_grad_norm_
 

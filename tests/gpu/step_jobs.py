@@ -1,4 +1,4 @@
-"""What ranks do in the GPU tests of the step; started by `shardwise.launching.start_local`."""
+"""What ranks do in the GPU tests of the step; started by `shardwise.distributed.local_ranks.start_local`."""
 
 import copy
 from collections.abc import Callable
@@ -12,10 +12,9 @@ from shardwise.config.run import OptimizerConfig
 from shardwise.config.schema import PrecisionConfig, ShardConfig
 from shardwise.models.transformer import Transformer, TransformerConfig
 from shardwise.sharding.apply import shard
-from shardwise.sharding.layout import local_part
+from shardwise.sharding.inventory import local_part
 from shardwise.training.microbatching import Batch, Microbatches
-from shardwise.training.optimizers import build_optimizer
-from shardwise.training.parameter_kinds import parameter_kinds
+from shardwise.training.optimizers import build_optimizer, parameter_kinds
 from shardwise.training.step import accumulate
 from tests.gpu.jobs import loss_of, start_ranks
 

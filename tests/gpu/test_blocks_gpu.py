@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.launching import start_local
+from shardwise.distributed.local_ranks import start_local
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.checkpointing import staging
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.saving import device_copies
-from shardwise.launching import start_local
+from shardwise.distributed.local_ranks import start_local
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -35,7 +35,7 @@ def test_large_tensor_that_changes_right_after_the_save(
 ):
     """The step waits on the GPU, not in Python, or not at all; the copy holds what was there before it."""
     if not has_room:
-        monkeypatch.setattr(device_copies, "_MARGIN_BYTES", 1 << 60)
+        monkeypatch.setattr(staging, "_MARGIN_BYTES", 1 << 60)
     model = nn.Linear(8192, 8192, bias=False, device="cuda")  # 256 MiB: several pieces
     expected = model.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -56,7 +56,7 @@ def test_copies_on_the_gpu_lie_as_in_the_arena_and_their_memory_goes_back():
     offsets = [0, 256 << 20, 1 << 30, (1 << 30) + (256 << 20)]  # two runs
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    copies = device_copies.copies_if_room(tensors, offsets)
+    copies = staging.copies_if_room(tensors, offsets)
     assert copies is not None
     assert free - torch.cuda.mem_get_info()[0] >= 1 << 30
     for tensor in tensors:
@@ -73,5 +73,5 @@ def test_copies_on_the_gpu_lie_as_in_the_arena_and_their_memory_goes_back():
 
 def test_no_copies_on_the_gpu_without_room(monkeypatch: pytest.MonkeyPatch):
     tensor = torch.ones(1024, device="cuda")
-    monkeypatch.setattr(device_copies, "_MARGIN_BYTES", 1 << 60)
-    assert device_copies.copies_if_room([tensor], [0]) is None
+    monkeypatch.setattr(staging, "_MARGIN_BYTES", 1 << 60)
+    assert staging.copies_if_room([tensor], [0]) is None

@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from shardwise.sharding.full_params import full_params, iter_full_tensors
-from shardwise.sharding.recovery import recover
+from shardwise.sharding.registry import recover
 from shardwise.training.ema import EMA
-from shardwise.training.lockstep import lockstep
-from shardwise.training.step import AccumulationMode, accumulate, clip_grad_norm_, token_mean
+from shardwise.training.step import AccumulationMode, accumulate, clip_grad_norm_, lockstep, token_mean
 from tests.by_hand import (
     Tiny,
     assert_same,

@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import ShardConfig, shard
+from shardwise.distributed.local_ranks import start_local
+from shardwise.distributed.mesh import init_distributed, shutdown
 from shardwise.errors import EnvironmentProblem
-from shardwise.launching import start_local
 from shardwise.sharding.materialize import materialize
-from shardwise.sharding.mesh import init_distributed, shutdown
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

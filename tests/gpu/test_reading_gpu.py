@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.reading.requests import Request, read_requests
-from shardwise.checkpointing.sharded.manifest import read_manifest
+from shardwise.checkpointing.formats.sharded import read_manifest
+from shardwise.checkpointing.reading import Request, read_requests
 from tests.sharded_checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

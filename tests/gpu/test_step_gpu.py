@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from shardwise.config.run import MetricsConfig, OptimizerConfig, TrainingConfig
-from shardwise.launching import start_local
-from shardwise.training.bad_losses import BadLosses, BadStep
-from shardwise.training.flops import peak_flops
+from shardwise.distributed.local_ranks import start_local
 from shardwise.training.metrics import Metrics, read_records
+from shardwise.training.objective import BadLosses, BadStep
 from shardwise.training.optimizers import build_optimizer
+from shardwise.training.step_metrics import peak_flops
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

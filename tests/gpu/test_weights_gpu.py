@@ -9,10 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import ShardConfig, shard
-from shardwise.checkpointing.exporting import save_weights
 from shardwise.checkpointing.full_file import load_full, save_full
-from shardwise.checkpointing.weights import load_weights
-from shardwise.sharding.mesh import init_distributed, shutdown
+from shardwise.checkpointing.weights import load_weights, save_weights
+from shardwise.distributed.mesh import init_distributed, shutdown
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

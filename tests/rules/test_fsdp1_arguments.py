@@ -7,8 +7,8 @@ import inspect
 import pytest
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from shardwise.linting import lint_text
-from shardwise.rules.settings import LintSettings
+from shardwise.linting.files import LintSettings
+from shardwise.linting.lint import lint_text
 
 OWN = set(inspect.signature(fully_shard).parameters) - {"module"}
 FSDP1 = set(inspect.signature(FullyShardedDataParallel.__init__).parameters) - OWN - {"self", "module"}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.findings import Safety
-from shardwise.linting import lint_text
-from shardwise.rules.settings import LintSettings
+from shardwise.linting.files import LintSettings
+from shardwise.linting.lint import lint_text
 from tests.golden import same_as_kept
 from tests.rules.test_wrong_scripts import SCRIPTS
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.linting import lint_text
-from shardwise.rules.settings import LintSettings
+from shardwise.linting.files import LintSettings
+from shardwise.linting.lint import lint_text
 
 PROGRAM = """
 import torch

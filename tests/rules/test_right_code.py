@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.linting import lint, lint_text
-from shardwise.rules.settings import LintSettings
+from shardwise.linting.files import LintSettings
+from shardwise.linting.lint import lint, lint_text
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((Path(__file__).parent / "right").glob("*.py"))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.findings import Safety
-from shardwise.linting import lint_text
-from shardwise.rules.registry import all_rules
-from shardwise.rules.settings import LintSettings
+from shardwise.linting.files import LintSettings
+from shardwise.linting.lint import lint_text
+from shardwise.linting.registry import all_rules
 
 PAGES = Path(__file__).parents[2] / "docs" / "rules"
 RULES = all_rules()

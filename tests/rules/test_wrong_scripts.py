@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.linting import lint_text
-from shardwise.rules.registry import all_rules
-from shardwise.rules.settings import LintSettings
+from shardwise.linting.files import LintSettings
+from shardwise.linting.lint import lint_text
+from shardwise.linting.registry import all_rules
 
 SCRIPTS = sorted((Path(__file__).parent / "wrong").rglob("*.py"))
 """Whole scripts, and in `variants` a few lines each: the same mistakes as others spell them."""

@@ -11,22 +11,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.comparing import Deviation, Difference, Parity, parity
-from shardwise.comparing.calling import (
+from shardwise.diagnosing.parity import parity
+from shardwise.diagnosing.parity_criteria import (
+    Deviation,
+    Difference,
+    Evidence,
+    Parity,
+    likely_cause,
+    measure,
+    step_slack,
+    tolerance_for,
+)
+from shardwise.diagnosing.parity_runs import (
+    Reference,
     Task,
+    average,
     bind_batch,
     bind_loss,
     call_model,
     loss_of_output,
     random_state_kept,
 )
-from shardwise.comparing.causes import Evidence, likely_cause
-from shardwise.comparing.measuring import measure, step_slack
-from shardwise.comparing.reference import Reference, average
-from shardwise.comparing.tolerances import tolerance_for
+from shardwise.distributed.mesh import shutdown
 from shardwise.errors import ConfigError
 from shardwise.planning.plan import Group, Plan, PlannedParameter
-from shardwise.sharding.mesh import shutdown
 
 
 def deviation(quantity: Any, sharded: float | None, reference: float | None, name: str = "a.weight", step: int = 1):

@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.comparing import Deviation, Difference, Parity
-from shardwise.comparing.causes import Evidence, likely_cause
-from shardwise.comparing.measuring import measure, step_slack
-from shardwise.comparing.reference import average
-from shardwise.comparing.tolerances import tolerance_for
+from shardwise.diagnosing.parity_criteria import (
+    Deviation,
+    Difference,
+    Evidence,
+    Parity,
+    likely_cause,
+    measure,
+    step_slack,
+    tolerance_for,
+)
+from shardwise.diagnosing.parity_runs import average
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 
 INF, NAN = math.inf, math.nan

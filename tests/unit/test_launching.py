@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from shardwise.distributed.launchers import Launch, first_host, read_launch
+from shardwise.distributed.local_ranks import start_local
 from shardwise.errors import ConfigError, EnvironmentProblem
-from shardwise.launching import Launch, first_host, read_launch, start_local
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

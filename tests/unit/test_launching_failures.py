@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardwise.distributed.launchers import Launch, cannot_meet, first_host, read_launch
+from shardwise.distributed.local_ranks import ErrorReport, find_cause, is_lost_peer
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardError
-from shardwise.launching import Launch, first_host, read_launch
-from shardwise.launching.failures import find_cause, is_lost_peer
-from shardwise.launching.meeting import cannot_meet
-from shardwise.launching.rank_side import ErrorReport
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8"}
 SLURM = {"SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "9"}

@@ -10,8 +10,8 @@ import pytest
 
 from shardwise.errors import ConfigError, SourceError
 from shardwise.findings import Safety
-from shardwise.linting import lint, lint_file, lint_text
-from shardwise.rules.settings import LintSettings
+from shardwise.linting.files import LintSettings
+from shardwise.linting.lint import lint, lint_file, lint_text
 
 WRONG = """\
 import torch
@@ -166,7 +166,7 @@ def test_many_files_are_linted_by_several_processes_in_the_order_of_their_paths(
     for number in range(40):
         (tmp_path / f"f{number:02}.py").write_text(WRONG + "\n" + "x = 1  # filler\n" * 800)
     script = (
-        "import sys\nfrom shardwise.linting import lint, _can_fork\n"
+        "import sys\nfrom shardwise.linting.lint import lint, _can_fork\n"
         "assert _can_fork()\n"
         f"found = lint({str(tmp_path)!r})\n"
         "assert 'torch' not in sys.modules\n"

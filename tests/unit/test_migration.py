@@ -15,7 +15,7 @@ import pytest
 
 from shardwise.errors import SourceError
 from shardwise.findings import Status
-from shardwise.migration import migrate
+from shardwise.fsdp1.codemod.migrate import migrate
 from tests.rules.moving.programs import BODIES, source
 
 SCRIPTS = sorted((Path(__file__).parents[1] / "scripts").glob("fsdp1_*.py"))
@@ -154,7 +154,7 @@ def test_json_has_the_promised_shape(tmp_path: Path):
 def test_torch_is_not_imported(tmp_path: Path):
     path = write(tmp_path, SIMPLE)
     code = (
-        "import sys; from shardwise.migration import migrate; "
+        "import sys; from shardwise.fsdp1.codemod.migrate import migrate; "
         f"assert migrate([{str(path)!r}]).files; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

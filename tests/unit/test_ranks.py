@@ -1,8 +1,8 @@
-"""shardwise.ranks in one process, without a group."""
+"""shardwise.distributed.agreement in one process, without a group."""
 
 import pytest
 
-from shardwise.ranks import agree_on, on_rank_zero, raise_together
+from shardwise.distributed.agreement import agree_on, on_rank_zero, raise_together
 
 
 def test_work_runs_here():

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.distributed.launchers import read_launch
+from shardwise.distributed.local_ranks import start_local
+from shardwise.distributed.stop_requests import STOP_SIGNALS, StopRequest, stop_requests
 from shardwise.errors import ConfigError, EnvironmentProblem
-from shardwise.launching import STOP_SIGNALS, StopRequest, read_launch, start_local, stop_requests
 
 
 def kill(name: str) -> None:

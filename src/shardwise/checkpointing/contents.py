@@ -1,13 +1,9 @@
-"""What a checkpoint holds, whatever its format: tensors as boxes of bytes in files, and small values.
-
-Every format reads itself into `Contents`; loading, converting, inspecting, verifying and comparing know nothing
-else. No torch and no I/O here, so that the process that writes in the background stays small.
-"""
+"""What a checkpoint holds, in any format: tensors as stored chunks, and values. No torch, no I/O."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,3 +134,36 @@ class Contents:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor that will be written."""
+
+    name: str
+    dtype: str
+    """As in `float32`."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def coverage_problem(wanted: Box, pieces: Iterable[Box]) -> str:
+    """Why the pieces do not hold every element of `wanted` exactly once; empty when they do."""
+    parts = sorted(
+        (part for piece in pieces if (part := piece.overlap(wanted)) is not None), key=lambda part: part.starts
+    )
+    num_held = sum(part.numel for part in parts)
+    active: list[Box] = []
+    for part in parts:
+        # Sorted by start along dim 0: only boxes that reach this far can still meet it.
+        active = [other for other in active if not part.starts or other.starts[0] + other.sizes[0] > part.starts[0]]
+        if any(part.overlap(other) is not None for other in active):
+            return "some elements are stored twice"
+        active.append(part)
+    if num_held != wanted.numel:
+        return f"{wanted.numel - num_held:,} of {wanted.numel:,} elements are not stored"
+    return ""

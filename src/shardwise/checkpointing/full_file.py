@@ -14,22 +14,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardwise.checkpointing.agreeing.channel import Channel
-from shardwise.checkpointing.agreeing.together import mesh_of_model, on_first, together
-from shardwise.checkpointing.contents import Contents
-from shardwise.checkpointing.exporting import Put, refuse_remote, stream_gathered
+from shardwise.checkpointing.agreement import Channel, mesh_of_model, on_first, together
+from shardwise.checkpointing.broadcasting import FirstRankReader, OwnReader, describe
+from shardwise.checkpointing.contents import Contents, TensorInfo
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.full_notes import NOTES, make_notes, plain_values
-from shardwise.checkpointing.formats.full_writing import FullWriter, tensors_in
-from shardwise.checkpointing.formats.tensor_info import TensorInfo
-from shardwise.checkpointing.loading.loader import load_run
-from shardwise.checkpointing.reading.broadcasting import describe
-from shardwise.checkpointing.reading.readers import FirstRankReader, OwnReader
-from shardwise.checkpointing.reading.requests import Verify
+from shardwise.checkpointing.formats.full import NOTES, FullWriter, make_notes, plain_values, tensors_in
+from shardwise.checkpointing.loading import load_run
+from shardwise.checkpointing.reading import Verify
+from shardwise.checkpointing.state.names import with_our_names
 from shardwise.checkpointing.state.nested import put_together
 from shardwise.checkpointing.state.run import Collected, Run, Stateful
-from shardwise.checkpointing.state.sections import with_our_names
 from shardwise.checkpointing.state.slices import dtype_name
+from shardwise.checkpointing.weights import Put, refuse_remote, stream_gathered
 from shardwise.progress import Progress
 
 Optimizers = Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer]

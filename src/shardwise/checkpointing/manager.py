@@ -1,39 +1,199 @@
-"""`Checkpointer`: save a run while it trains, load it back on any number of ranks, keep what is worth keeping."""
+"""Checkpointer: numbered checkpoints of a run in one folder, saved in the background, the newest few kept."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
+import signal
 import threading
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from types import FrameType, TracebackType
+from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpointing.agreeing.channel import Channel
+from shardwise.checkpointing.agreement import Channel
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.loading.loader import load_run
-from shardwise.checkpointing.reading.requests import Verify
-from shardwise.checkpointing.saving.describing import describe_run
-from shardwise.checkpointing.saving.leaving import Leaving
-from shardwise.checkpointing.saving.retention import Retention
-from shardwise.checkpointing.saving.retiring import Retiring
-from shardwise.checkpointing.saving.saver import Saver, Started
-from shardwise.checkpointing.sharded.committing import committed_steps, is_committed, step_folder, sweep
-from shardwise.checkpointing.sharded.manifest import read_manifest
+from shardwise.checkpointing.formats.sharded import FileRecord, read_manifest
+from shardwise.checkpointing.formats.sharded_commit import (
+    committed_steps,
+    is_committed,
+    remove_checkpoint,
+    step_folder,
+    sweep,
+)
+from shardwise.checkpointing.loading import load_run
+from shardwise.checkpointing.reading import Verify
+from shardwise.checkpointing.saving import Saver, Started, describe_run
+from shardwise.checkpointing.state.names import with_our_names
 from shardwise.checkpointing.state.run import Collected, Run, Stateful
-from shardwise.checkpointing.state.sections import with_our_names
-from shardwise.checkpointing.storage.files import Place, place
+from shardwise.checkpointing.storage.files import Place, join, place, size_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.progress import Progress
 
 _log = logging.getLogger("shardwise.checkpointing")
+
+
+class Work(Protocol):
+    """What must be finished."""
+
+    def wait(self) -> None:
+        """Finish it."""
+
+    def close(self) -> None:
+        """Finish it, and give everything back."""
+
+
+class Leaving:
+    """Finishes the save in the background when the program ends, by itself or by SIGTERM.
+
+    A program that handles SIGTERM itself is left alone: however it ends, the save is finished at its exit.
+
+    Args:
+        work: Not kept alive by this.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work = weakref.ref(work)
+        atexit.register(self._at_exit)
+        if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def forget(self) -> None:
+        """Leave the program's end alone again."""
+        atexit.unregister(self._at_exit)
+        # Compared by equality: a bound method is a new object each time. Somebody may have set another since.
+        if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _at_exit(self) -> None:
+        if (work := self._work()) is not None:
+            _finish(work.close)
+
+    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        if (work := self._work()) is not None:
+            _finish(work.wait)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _finish(finish: Callable[[], None]) -> None:
+    try:
+        finish()
+    except Exception as error:  # the program ends anyway; nobody is left to catch it
+        _log.error("the last save failed: %s", error)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """What is kept: a checkpoint stays if any of these wants it."""
+
+    keep_last: int | None = 3
+    """The newest so many; None keeps all."""
+    keep_every: int | None = None
+    """Those whose step is a multiple of this."""
+    keep_best: int | None = None
+    """So many with the best metric."""
+    best: Literal["min", "max"] = "min"
+    """Which metric is better."""
+
+    def __post_init__(self) -> None:
+        limits = {"keep_last": self.keep_last, "keep_every": self.keep_every, "keep_best": self.keep_best}
+        wrong = {name: value for name, value in limits.items() if value is not None and value < 1}
+        if wrong or self.best not in ("min", "max"):
+            raise ConfigError(
+                ", ".join(f"{name} is {value}" for name, value in wrong.items()) or f"best is {self.best!r}",
+                where="Checkpointer(...)",
+                why="the newest checkpoint is always kept, and numbers count checkpoints or steps",
+                fix="pass positive numbers, None to leave a rule out, and best='min' or 'max'",
+            )
+
+
+def removable(
+    steps: Collection[int], newest: int, retention: Retention, metrics: Mapping[int, float] | None = None
+) -> list[int]:
+    """The steps whose checkpoints may be removed, oldest first.
+
+    Args:
+        steps: Of all committed checkpoints.
+        newest: The one that was committed last, which always stays; steps of an earlier run may be higher.
+        retention: What to keep.
+        metrics: Of those that have one. Those that are not numbers (NaN) are never the best.
+    """
+    if retention.keep_last is None or newest not in steps:
+        return []
+    kept = {newest}
+    kept.update(sorted(step for step in steps if step != newest)[::-1][: retention.keep_last - 1])
+    if retention.keep_every is not None:
+        kept.update(step for step in steps if step % retention.keep_every == 0)
+    if retention.keep_best is not None:
+        sign = 1 if retention.best == "min" else -1
+        ranked = [(sign * value, -step) for step, value in (metrics or {}).items() if step in steps and value == value]
+        kept.update(-step for _, step in sorted(ranked)[: retention.keep_best])
+    return sorted(set(steps) - kept)
+
+
+class Retiring:
+    """Carries a retention out in a folder.
+
+    Args:
+        folder: Of the run.
+        retention: What is kept.
+
+    Ranks:
+        Local: rank 0 does it.
+    """
+
+    def __init__(self, folder: Place, retention: Retention) -> None:
+        self._folder, self._retention = folder, retention
+        self.metrics: dict[int, float | None] = {}
+        """By step; those of earlier runs are read from their checkpoints."""
+
+    def after(self, newest: int, records: Sequence[FileRecord]) -> None:
+        """Remove what need not be kept.
+
+        Args:
+            newest: The step that was just committed.
+            records: The files it was written to.
+
+        Raises:
+            CheckpointError: The newest is not whole, and nothing was removed; or something could not be removed.
+        """
+        _check_whole(step_folder(self._folder, newest), records)
+        steps = committed_steps(self._folder)
+        metrics = self._known_metrics(steps) if self._retention.keep_best is not None else {}
+        for step in removable(steps, newest, self._retention, metrics):
+            remove_checkpoint(step_folder(self._folder, step))
+
+    def _known_metrics(self, steps: Sequence[int]) -> dict[int, float]:
+        for step in steps:
+            if step not in self.metrics:
+                self.metrics[step] = read_manifest(step_folder(self._folder, step)).details.get("metric")
+        return {step: value for step, value in self.metrics.items() if value is not None}
+
+
+def _check_whole(folder: Place, records: Sequence[FileRecord]) -> None:
+    """Raise unless the files are as large as they were written: an older checkpoint may be all there is."""
+    short = [record.file for record in records if size_of(join(folder, record.file)) != record.num_bytes]
+    if short:
+        raise CheckpointError(
+            f"{', '.join(short)} changed after it was written",
+            where=str(folder),
+            why="a file of the newest checkpoint does not have the size it had",
+            fix="see who else writes there; older checkpoints were kept",
+        )
 
 
 class Checkpointer:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpointing.sharded.values import decode_value
+from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.state.nested import LAYOUT, Path, flatten, put_together, unflatten
 from shardwise.checkpointing.state.optimizer_state import LIVE_OPTIONS, NamedGroup
 from shardwise.checkpointing.state.run import Run, Stateful, extra_states, model_path, optimizer_path

@@ -133,7 +133,7 @@ def diff(
     format: FormatOption = Format.TEXT,
 ) -> None:
     """Compare two checkpoints: names, shapes, largest difference. Exit status 1 when they differ."""
-    from shardwise.checkpointing.differing import diff_checkpoints
+    from shardwise.checkpointing.inspecting import diff_checkpoints
 
     with _progress(format) as progress:
         found = diff_checkpoints(a, b, model=_load(model), progress=progress)

@@ -11,8 +11,7 @@ import typer
 from shardwise.cli.options import Format, FormatOption
 
 if TYPE_CHECKING:
-    from shardwise.diagnosing.bandwidth import Measured
-    from shardwise.diagnosing.environment import Environment
+    from shardwise.diagnosing.environment import Environment, Measured
 
 
 def doctor(
@@ -26,13 +25,13 @@ def doctor(
     Exit status 0: nothing wrong; 1: findings; 3: the collectives failed.
     """
     from shardwise.diagnosing.environment import look_around
-    from shardwise.launching import start_local
+    from shardwise.distributed.local_ranks import start_local
 
     environment = look_around()
     num_ranks = ranks if ranks is not None else max(len(environment.facts["gpus"].get("devices", [])), 2)
     rows: list[Measured] = []
     if num_ranks:
-        rows = start_local("shardwise.diagnosing.bandwidth:measure_collectives", num_ranks)[0]
+        rows = start_local("shardwise.diagnosing.environment:measure_collectives", num_ranks)[0]
     if format is Format.JSON:
         typer.echo(json.dumps(_as_dict(environment, rows)))
     else:

@@ -10,7 +10,7 @@ import typer
 from shardwise.findings import Safety
 
 if TYPE_CHECKING:
-    from shardwise.linting import Linted
+    from shardwise.linting.lint import Linted
 
 
 class SourceFormat(enum.StrEnum):
@@ -36,7 +36,7 @@ def lint(
     format: Annotated[SourceFormat, typer.Option("--format", help="How to print the findings.")] = SourceFormat.TEXT,
 ) -> None:
     """Find FSDP2 mistakes in source code, without running it."""
-    from shardwise.linting import lint_files, settings_for
+    from shardwise.linting.lint import lint_files, settings_for
 
     settings = settings_for(select=select, ignore=ignore, preview=preview)
     safeties = {Safety.UNSAFE: unsafe_fixes, Safety.SAFE: fix or unsafe_fixes}
@@ -51,8 +51,8 @@ def lint(
 
 def _render(linted: list[Linted], format: SourceFormat) -> None:
     from shardwise import __version__
+    from shardwise.linting.registry import all_rules
     from shardwise.report import source
-    from shardwise.rules.registry import all_rules
 
     findings = [finding for file in linted for finding in file.findings]
     match format:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from shardwise.migration import Migration
+    from shardwise.fsdp1.codemod.migrate import Migration
 
 
 class MigrateFormat(enum.StrEnum):
@@ -40,7 +40,7 @@ def migrate(
     """Rewrite FSDP1 code to FSDP2, and say what a person must decide."""
     from rich.console import Console
 
-    from shardwise.migration import migrate as run
+    from shardwise.fsdp1.codemod.migrate import migrate as run
     from shardwise.report.terminal import progress_on
 
     with progress_on(Console(stderr=True)) as progress:
@@ -54,9 +54,9 @@ def _show(migration: Migration, format: MigrateFormat, *, written: bool) -> None
 
     from rich.console import Console
 
+    from shardwise.fsdp1.codemod.draft import KINDS
     from shardwise.report.migration import print_migration
     from shardwise.report.source import findings_github, findings_sarif
-    from shardwise.rules.moving.catalogue import KINDS
 
     match format:
         case MigrateFormat.JSON:

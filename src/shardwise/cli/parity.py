@@ -10,8 +10,8 @@ import typer
 from shardwise.cli.options import Format, FormatOption, ModelArgument, NprocOption, SetOption
 
 if TYPE_CHECKING:
-    from shardwise.comparing import Parity
     from shardwise.config.run import RunConfig
+    from shardwise.diagnosing.parity_criteria import Parity
 
 
 _ROWS, _LENGTH = 2, 16  # sequences of each rank, and tokens of each: enough to tell, quick everywhere
@@ -53,10 +53,10 @@ def compare_on_rank(config: RunConfig, steps: int, batch: str | None) -> Parity:
     """
     import torch
 
-    from shardwise.comparing import parity as compare
+    from shardwise.diagnosing.parity import parity as compare
+    from shardwise.distributed.mesh import data_parallel_mesh, init_distributed, shutdown
     from shardwise.models.batches import make_batch
     from shardwise.models.load import find_callable, load_model
-    from shardwise.sharding.mesh import data_parallel_mesh, init_distributed, shutdown
     from shardwise.training.requirements import check_batch
 
     mesh = init_distributed(config.mesh)

@@ -74,7 +74,7 @@ def plan(
     if format is Format.JSON:
         typer.echo(made.to_json() if group is None else json.dumps(asdict(group), sort_keys=True))
     else:
-        from shardwise.planning.plan_text import render_group
+        from shardwise.planning.plan import render_group
 
         typer.echo(str(made) if group is None else render_group(made, group))
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shardwise.distributed.launchers import Launch, read_launch
+from shardwise.distributed.local_ranks import is_lost_peer, lost_peer, resolve_target, start_local
 from shardwise.errors import ShardwiseError
-from shardwise.launching import Launch, read_launch, resolve_target, start_local
-from shardwise.launching.failures import is_lost_peer, lost_peer
 
 
 def run_on_ranks(

@@ -11,7 +11,7 @@ from shardwise.cli.options import Format, FormatOption, NprocOption, RunArgument
 
 if TYPE_CHECKING:
     from shardwise.config.run import RunConfig
-    from shardwise.training.outcome import Training
+    from shardwise.training.run_folder import Training
 
 EXIT_STOPPED = 4
 
@@ -32,7 +32,7 @@ def train(
     config = load(RunConfig, run, settings or ())
     if print_config:
         from shardwise.cli.running import number_of_ranks
-        from shardwise.training.resolving import resolved_yaml
+        from shardwise.training.requirements import resolved_yaml
 
         typer.echo(resolved_yaml(config, number_of_ranks(nproc)), nl=False)
         return
@@ -47,8 +47,8 @@ def train(
 
 def _train(config: RunConfig, nproc: int | None) -> Training | None:
     from shardwise.cli.running import run_on_ranks
-    from shardwise.launching import read_launch
-    from shardwise.training.folders import give_back, with_folder
+    from shardwise.distributed.launchers import read_launch
+    from shardwise.training.run_folder import give_back, with_folder
 
     if read_launch().source == "single":
         config = with_folder(config)  # before the ranks start: after a restart they look there for their checkpoints
@@ -66,7 +66,7 @@ def _train(config: RunConfig, nproc: int | None) -> Training | None:
 
 
 def _is_first() -> bool:
-    from shardwise.launching import read_launch
+    from shardwise.distributed.launchers import read_launch
 
     return read_launch().rank == 0
 
@@ -79,10 +79,10 @@ def train_on_rank(config: RunConfig) -> Training:
     """
     from rich.console import Console
 
-    from shardwise.launching import read_launch
+    from shardwise.distributed.launchers import read_launch
+    from shardwise.distributed.mesh import shutdown
     from shardwise.progress import NoProgress
     from shardwise.report.terminal import progress_on
-    from shardwise.sharding.mesh import shutdown
     from shardwise.training.loop import fit
 
     if read_launch().rank == 0:

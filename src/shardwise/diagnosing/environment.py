@@ -1,4 +1,4 @@
-"""What this machine offers a training run: versions, GPUs, launcher, limits, disk. Reads environment variables."""
+"""What this environment is: torch, devices, launcher, known bad settings, bandwidth between ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,198 @@ import resource
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from shardwise.diagnosing.known_bad import find_known_bad
-from shardwise.errors import ShardwiseError
+import torch
+import torch.distributed as dist
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from shardwise import compat
+from shardwise.config.schema import MeshConfig
+from shardwise.distributed.launchers import read_launch
+from shardwise.distributed.mesh import init_distributed, shutdown
+from shardwise.errors import EnvironmentProblem, ShardwiseError
 from shardwise.findings import Finding, Severity
-from shardwise.launching import read_launch
 from shardwise.units import format_bytes
+
+CHECKED_ON = "2026-11-15"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownBad:
+    """A package in some versions, and what they do."""
+
+    code: str
+    package: str
+    versions: str
+    """As in a requirement: `<2.6`, `==2.12.*`."""
+    what: str
+    fix: str
+    source: str
+    backend: str = ""
+    """Only where this communication backend is in use."""
+    severity: Severity = Severity.WARNING
+
+
+TABLE = (
+    KnownBad(
+        "SW611", "torch", "<2.6", "a registered method that forward itself calls makes backward fail",
+        "torch 2.6 or later; shardwise.shard enters once on every version",
+        "https://github.com/pytorch/pytorch/pull/137922",
+    ),
+    KnownBad(
+        "SW612", "torch", "==2.6.*", "set_model_state_dict(broadcast_from_rank0=True) needs twice the memory",
+        "torch 2.7 or later, or shardwise.load_weights", "https://github.com/verl-project/verl/issues/2464",
+    ),
+    KnownBad(
+        "SW613", "torch", "<2.8", "the root ignores reshard_after_forward=True and stays gathered",
+        "torch 2.8 or later", "https://github.com/pytorch/pytorch/issues/154655",
+    ),
+    KnownBad(
+        "SW614", "torch", "<2.11", "FSDP2 may sum gradients over gloo instead of averaging them, silently",
+        "torch 2.11 or later", "https://github.com/pytorch/pytorch/issues/162338", backend="gloo",
+        severity=Severity.ERROR,
+    ),
+    KnownBad(
+        "SW615", "torch", "==2.12.*", "optimizers with foreach=True leak memory on DTensors",
+        "torch 2.13, or fused=True", "https://github.com/NVIDIA-NeMo/Automodel/issues/2888",
+    ),
+    KnownBad(
+        "SW616", "torch", "<2.13", "tied weights in two groups silently come apart",
+        "torch 2.13, which refuses, or shardwise.shard, which joins the groups",
+        "https://github.com/pytorch/pytorch/issues/176076",
+    ),
+    KnownBad(
+        "SW617", "torch", "<2.13", "activation checkpointing with mixed precision recomputes in another dtype",
+        "torch 2.13, or wrap blocks before fully_shard; shardwise.checkpoint_activations does",
+        "https://github.com/pytorch/pytorch/pull/182580",
+    ),
+    KnownBad(
+        "SW618", "accelerate", ">=1.13,<1.16", "the promised upcast of 16-bit weights to float32 does nothing",
+        "cast the model yourself before prepare(): model.float()",
+        "https://github.com/huggingface/accelerate/issues/3979",
+    ),
+    KnownBad(
+        "SW619", "accelerate", "<1.16", "without a GPU the FSDP plugin is dropped silently and DDP runs instead",
+        "use shardwise on the CPU", "measured with accelerate 1.15.0",
+    ),
+    KnownBad(
+        "SW620", "nccl", "<2.30", "several ranks on one GPU are refused (\"Duplicate GPU detected\")",
+        "one rank a GPU, or the gloo backend for tests", "https://github.com/NVIDIA/nccl", severity=Severity.NOTE,
+    ),
+)  # fmt: skip
+
+
+def find_known_bad(versions: Mapping[str, str], backend: str) -> list[Finding]:
+    """The rows of the table that apply.
+
+    Args:
+        versions: Package to version, of those that are installed.
+        backend: What the ranks talk with.
+    """
+    found = []
+    for row in TABLE:
+        installed = _version(versions.get(row.package, ""))
+        if installed is None or (row.backend and row.backend not in backend):
+            continue
+        if installed in SpecifierSet(row.versions, prereleases=True):
+            found.append(
+                Finding(
+                    code=row.code,
+                    message=f"{row.package} {installed}: {row.what} (known on {CHECKED_ON}, {row.source})",
+                    where=row.package,
+                    severity=row.severity,
+                    fix=row.fix,
+                )
+            )
+    return found
+
+
+def _version(text: str) -> Version | None:
+    try:
+        return Version(Version(text).public)  # without +cpu
+    except InvalidVersion:
+        return None
+
+
+_REPEATS = 5
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One collective of one size."""
+
+    collective: str
+    num_bytes: int
+    """Of the whole result."""
+    seconds: float
+    """Median of a few."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of the whole result; what a model of that size would see."""
+        return self.num_bytes / self.seconds
+
+
+def measure_collectives(sizes: tuple[int, ...] = SIZES) -> list[Measured]:
+    """Run each collective that FSDP2 uses at several sizes, and check what it returns.
+
+    Raises:
+        EnvironmentProblem: A collective returned a wrong result.
+
+    Ranks:
+        Collective: the function for `start_local`.
+    """
+    mesh = init_distributed(MeshConfig())
+    device, num_ranks, rank = mesh.device_type, mesh.size(), mesh.get_rank()
+    rows = [row for size in sizes for row in _measure(max(size // 4 // num_ranks, 1), rank, num_ranks, device)]
+    shutdown()
+    return rows
+
+
+def _measure(count: int, rank: int, num_ranks: int, device: str) -> list[Measured]:
+    """Each collective with parts of `count` elements."""
+    world = dist.group.WORLD
+    assert world is not None
+    part = torch.full((count,), float(rank + 1), device=device)
+    whole = torch.empty(count * num_ranks, device=device)
+    rows = [_time("all-gather", whole, lambda: compat.all_gather_flat(whole, part, world))]
+    _expect("all-gather", whole.view(num_ranks, count)[:, 0], torch.arange(1.0, num_ranks + 1, device=device))
+    sent = torch.full((count * num_ranks,), float(rank + 1), device=device)
+    rows.append(_time("reduce-scatter", sent, lambda: compat.reduce_scatter_flat(part, sent, world)))
+    _expect("reduce-scatter", part[:1], torch.tensor([num_ranks * (num_ranks + 1) / 2], device=device))
+    rows.append(_time("all-reduce", whole, lambda: dist.all_reduce(whole.fill_(1.0))))
+    _expect("all-reduce", whole[:1], torch.tensor([float(num_ranks)], device=device))
+    return rows
+
+
+def _time(name: str, whole: torch.Tensor, run: Callable[[], object]) -> Measured:
+    seconds = []
+    for _ in range(_REPEATS + 1):
+        start = time.perf_counter()
+        run()
+        if whole.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    usual = sorted(seconds[1:])[_REPEATS // 2]
+    return Measured(collective=name, num_bytes=whole.numel() * whole.element_size(), seconds=usual)
+
+
+def _expect(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
+    if not torch.equal(got, wanted):
+        raise EnvironmentProblem(
+            f"{name} returned {got.tolist()[:8]} where {wanted.tolist()[:8]} is right",
+            where=f"{dist.get_backend()} on {got.device.type}",
+            why="the communication library, the driver or the network mixes up data",
+            fix="update them; with NCCL try NCCL_P2P_DISABLE=1 to find the culprit",
+        )
+
 
 _PACKAGES = (
     "torch", "shardwise", "transformers", "accelerate", "safetensors", "torchao", "torchtitan", "lightning", "peft",

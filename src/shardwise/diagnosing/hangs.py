@@ -1,4 +1,4 @@
-"""Hangs: torch's record of collectives, collected from all ranks, with modules' names instead of numbers."""
+"""Flight recorder dumps: which rank hangs in which collective."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing.pickles.safe_pickle import load_pickle
+from shardwise.checkpointing.pickles.machine import load_pickle
 from shardwise.errors import ConfigError
 
 _DUMP = re.compile(r"(?:^|.*_)(?P<rank>\d+)$")

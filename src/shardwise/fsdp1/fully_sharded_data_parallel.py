@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel: FSDP1's class, with FSDP2 doing the work."""
+"""FullyShardedDataParallel on FSDP2."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from shardwise import compat
-from shardwise.errors import ShardError
-from shardwise.fsdp1 import comm_hooks
-from shardwise.fsdp1.adopting import find_places, remember_replaced
+from shardwise.errors import ConfigError, ShardError
+from shardwise.fsdp1 import initialising
 from shardwise.fsdp1.api import *  # noqa: F403  # scripts import FSDP1's settings from this module too
 from shardwise.fsdp1.api import (
     BackwardPrefetch,
@@ -23,22 +23,143 @@ from shardwise.fsdp1.api import (
     ShardingStrategy,
     StateDictType,
 )
-from shardwise.fsdp1.buffers import cast_buffers
-from shardwise.fsdp1.entering import UnitEntry
-from shardwise.fsdp1.flat_parameters import INTERNALS, refuse_internal
-from shardwise.fsdp1.initialising import initialise_unit, sync_from_first_rank
-from shardwise.fsdp1.meshes import find_mesh
-from shardwise.fsdp1.names import PREFIX, WRAPPED
-from shardwise.fsdp1.optimizer_methods import OptimizerStates
-from shardwise.fsdp1.plans import plan_of
-from shardwise.fsdp1.settings import Settings, find_device, find_ignored, read_settings
-from shardwise.fsdp1.summoning import own_slots, summon
-from shardwise.fsdp1.units import Unit, outer_units, units_in
-from shardwise.fsdp1.wrapping import auto_wrap
+from shardwise.fsdp1.initialising import UnitEntry, find_mesh, initialise_unit, plan_of, sync_from_first_rank
+from shardwise.fsdp1.optimizer_state_dicts import OptimizerStates
+from shardwise.fsdp1.settings import Settings, auto_wrap, find_device, find_ignored, read_settings
+from shardwise.fsdp1.units import (
+    INTERNALS,
+    PREFIX,
+    WRAPPED,
+    Unit,
+    cast_buffers,
+    find_places,
+    outer_units,
+    refuse_internal,
+    remember_replaced,
+    units_in,
+)
 from shardwise.planning.plan import Plan
+from shardwise.sharding.full_params import full_params
 from shardwise.sharding.gradients import watch_zero_grad
+from shardwise.sharding.inventory import local_part, local_tensor
 from shardwise.sharding.registry import ShardedState, remember
 from shardwise.training.step import clip_grad_norm_
+
+Places = list[tuple[nn.Module, str, nn.Parameter]]
+
+
+@contextmanager
+def summon(
+    module: nn.Module,
+    units: Iterable[Any],
+    *,
+    recurse: bool = False,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """What `FullyShardedDataParallel.summon_full_params` does.
+
+    A unit that is called inside runs on the whole parameters; one that is not summoned (`recurse=False`) gathers its
+    own as ever, so that a wrapped model's `generate` can be called.
+
+    Args:
+        module: A unit, or a module that holds some.
+        units: Those to be summoned; the first of each tree is its root.
+        recurse: Also the units inside a unit.
+        writeback: Keep what the block changes.
+        rank0_only: Only the first rank gets values; elsewhere parameters are on the meta device.
+        offload_to_cpu: Whole parameters are put into CPU memory.
+        with_grads: Gradients are whole too, and written back with `writeback`.
+
+    Raises:
+        ConfigError: A combination that FSDP1 refuses too.
+
+    Ranks:
+        Collective, on entering and, with `writeback`, on leaving.
+    """
+    _refuse(writeback, rank0_only, offload_to_cpu, with_grads)
+    units = list(units)
+    grads = _whole_gradients(module, recurse) if with_grads else []
+    with full_params(module, writeback=writeback, rank0_only=rank0_only, recurse=recurse):
+        if offload_to_cpu:
+            _offload(module, recurse)
+        for owner, name, _, grad in grads:
+            owner._parameters[name].grad = grad  # pyrefly: ignore[missing-attribute]
+        before = [unit.is_summoned for unit in units]
+        for unit in units:
+            unit.is_summoned = True
+        try:
+            yield
+            if writeback:
+                for owner, name, sharded, _ in grads:
+                    _write_gradient(sharded, owner._parameters[name].grad)  # pyrefly: ignore[missing-attribute]
+        finally:
+            for unit, was_summoned in zip(units, before, strict=True):
+                unit.is_summoned = was_summoned
+
+
+def _refuse(writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+    where = "summon_full_params"
+    if writeback and rank0_only:
+        raise ConfigError(
+            "writeback=True and rank0_only=True are given",
+            where=where,
+            why="the other ranks hold nothing that could be written back",
+            fix="writeback=False, or rank0_only=False",
+        )
+    if with_grads and (offload_to_cpu or rank0_only):
+        raise ConfigError(
+            "with_grads=True is given with offload_to_cpu or rank0_only",
+            where=where,
+            why="a gradient is where its parameter is, on every rank",
+            fix="leave the other one out",
+        )
+
+
+def own_slots(module: nn.Module, recurse: bool) -> Places:
+    """Where parameters are registered, without the units inside unless `recurse`."""
+    found: Places = []
+    waiting, seen = [module], set()
+    while waiting:
+        owner = waiting.pop()
+        if owner in seen:
+            continue
+        seen.add(owner)
+        found += [(owner, name, parameter) for name, parameter in owner._parameters.items() if parameter is not None]
+        children = [child for child in owner._modules.values() if child is not None]
+        waiting += [child for child in reversed(children) if recurse or not isinstance(child, FSDPModule)]
+    return found
+
+
+def _whole_gradients(
+    module: nn.Module, recurse: bool
+) -> list[tuple[nn.Module, str, nn.Parameter, torch.Tensor | None]]:
+    for group in compat.param_groups(module):
+        compat.settle(group)
+    whole: dict[int, torch.Tensor | None] = {}
+    found = []
+    for owner, name, parameter in own_slots(module, recurse):
+        if id(parameter) not in whole:
+            grad = parameter.grad
+            whole[id(parameter)] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        found.append((owner, name, parameter, whole[id(parameter)]))
+    return found
+
+
+def _write_gradient(sharded: nn.Parameter, whole: torch.Tensor | None) -> None:
+    if sharded.grad is None or whole is None:
+        sharded.grad = None if whole is None else sharded.grad
+    elif whole is not sharded.grad:
+        local_tensor(sharded.grad).copy_(local_part(whole, sharded.grad))
+
+
+def _offload(module: nn.Module, recurse: bool) -> None:
+    for owner, name, _ in own_slots(module, recurse):
+        parameter = owner._parameters[name]
+        if parameter is not None and not parameter.is_meta:
+            parameter.data = parameter.data.cpu()
 
 
 class FullyShardedDataParallel(OptimizerStates):
@@ -300,7 +421,7 @@ class FullyShardedDataParallel(OptimizerStates):
             Local. Register the same on every rank.
         """
         self._refuse_inner("register_comm_hook")
-        comm_hooks.register(units_in(self), state, hook)
+        initialising.register(units_in(self), state, hook)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As in FSDP1: names are those of the wrapped model only while whole parameters are summoned."""

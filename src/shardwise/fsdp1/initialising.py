@@ -1,14 +1,224 @@
-"""Give a unit its values before it is sharded: from meta, by `param_init_fn`, by `reset_parameters`, from rank 0."""
+"""What FSDP1's constructor does: meshes, initial values, plans, hooks."""
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ShardError
-from shardwise.sharding.replicas import broadcast_from_first
+from shardwise import compat
+from shardwise.distributed.launchers import read_launch
+from shardwise.distributed.mesh import data_parallel_sizes
+from shardwise.errors import ConfigError, ShardError
+from shardwise.fsdp1.units import Unit, clean_name
+from shardwise.planning.plan import Group, Plan, PlannedParameter
+from shardwise.planning.settings import dtype_name
+from shardwise.sharding.forward_hooks import Casts, Entry, cast_floating, register_post_backward
+from shardwise.sharding.full_params import reshard
+from shardwise.sharding.inventory import broadcast_from_first
+from shardwise.sharding.registry import recover
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_AXES = ("replicate", "shard")
+# One mesh for all units of a model: each new one would make process groups of its own.
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def find_mesh(
+    strategy: ShardingStrategy, process_group: Any, device_mesh: DeviceMesh | None, device_type: str
+) -> DeviceMesh:
+    """The mesh of a unit: `(shard)`, or `(replicate, shard)` for the hybrid strategies and NO_SHARD.
+
+    Args:
+        strategy: What FSDP1 was asked for.
+        process_group: None, a group, or FSDP1's pair of the group that shards and the one that replicates.
+        device_mesh: What FSDP1 takes instead of groups.
+        device_type: Where the shards live.
+
+    Raises:
+        ConfigError: The strategy and the groups contradict each other.
+        PlanError: An axis of tensor parallelism or its like has more than one rank.
+
+    Ranks:
+        Collective the first time a set of groups is seen.
+    """
+    _refuse_contradictions(strategy, process_group, device_mesh)
+    if device_mesh is not None and device_mesh.mesh_dim_names is not None:
+        data_parallel_sizes(device_mesh)
+    world = dist.group.WORLD
+    if world is None:
+        raise ConfigError(
+            "there is no process group yet",
+            where="FullyShardedDataParallel(...)",
+            why="parameters are sharded over the ranks of a process group",
+            fix="torch.distributed.init_process_group(...) first, as FSDP1 needs it too",
+        )
+    made = _MADE.setdefault(world, {})
+    key = (strategy, process_group, device_mesh, device_type)
+    if key not in made:
+        made[key] = _make(strategy, process_group, device_mesh, device_type)
+    return made[key]
+
+
+def _refuse_contradictions(strategy: ShardingStrategy, process_group: Any, device_mesh: DeviceMesh | None) -> None:
+    where = "FullyShardedDataParallel(process_group=, device_mesh=)"
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError("both are given", where=where, why="each names the ranks", fix="leave one of them out")
+    if strategy not in HYBRID:
+        return
+    pair = isinstance(process_group, tuple) and len(process_group) == 2
+    if process_group is not None and not pair:
+        raise ConfigError(
+            f"{strategy.name} is given one process group",
+            where=where,
+            why="it shards over one group and replicates over another",
+            fix="process_group=(shard_group, replicate_group), or a device_mesh of two axes",
+        )
+    if device_mesh is not None and device_mesh.ndim != 2:
+        raise ConfigError(
+            f"{strategy.name} is given a mesh of {device_mesh.ndim} axis",
+            where=where,
+            why="it replicates over the first axis and shards over the second",
+            fix=f'init_device_mesh("{device_mesh.device_type}", (num_copies, num_shards))',
+        )
+
+
+def _make(
+    strategy: ShardingStrategy, process_group: Any, device_mesh: DeviceMesh | None, device_type: str
+) -> DeviceMesh:
+    if strategy is ShardingStrategy.NO_SHARD:
+        return _replicated(process_group, device_mesh, device_type)
+    if device_mesh is not None:
+        return device_mesh if strategy not in HYBRID else _named(device_mesh)
+    if strategy in HYBRID:
+        return _pair(process_group, device_type) if process_group is not None else _by_machine(device_type)
+    if process_group is None or process_group is dist.group.WORLD:
+        return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    return DeviceMesh.from_group(process_group, device_type, mesh_dim_names=("shard",))
+
+
+def _named(mesh: DeviceMesh) -> DeviceMesh:
+    """FSDP1 took a mesh without names, FSDP2 tells the axes by theirs."""
+    if mesh.mesh_dim_names is not None:
+        return mesh
+    groups = [mesh.get_group(axis) for axis in range(2)]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=_AXES)
+
+
+def _replicated(process_group: Any, device_mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
+    """As many copies as there are ranks: a replicate axis of all, a shard axis of one."""
+    group = device_mesh.get_group(0) if device_mesh is not None else process_group
+    if group is None or group is dist.group.WORLD:
+        return init_device_mesh(device_type, (dist.get_world_size(), 1), mesh_dim_names=_AXES)
+    alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="mesh_shard")
+    ranks = torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int).view(-1, 1)
+    return DeviceMesh.from_group([group, alone], device_type, mesh=ranks, mesh_dim_names=_AXES)
+
+
+def _pair(groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device_type: str) -> DeviceMesh:
+    """FSDP1's (shard, replicate) pair, as rows of ranks that shard and columns that replicate."""
+    shard, replicate = groups
+    rows: list[list[int]] = [[] for _ in range(dist.get_world_size(replicate))]
+    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+    mesh = torch.tensor(rows, dtype=torch.int)
+    return DeviceMesh.from_group([replicate, shard], device_type, mesh=mesh, mesh_dim_names=_AXES)
+
+
+def _by_machine(device_type: str) -> DeviceMesh:
+    """Shard within a machine, replicate between machines: what FSDP1 does when nothing is said."""
+    num_ranks = dist.get_world_size()
+    num_local = read_launch().local_world_size if device_type == "cpu" else torch.accelerator.device_count()
+    num_local = min(num_local, num_ranks)
+    if num_ranks % num_local:
+        raise ConfigError(
+            f"{num_ranks} ranks are not a multiple of {num_local}, the ranks of this machine",
+            where="FullyShardedDataParallel(sharding_strategy=HYBRID_SHARD)",
+            why="every machine holds one copy, spread over its ranks",
+            fix="start the same number of ranks on every machine, or pass device_mesh=",
+        )
+    return init_device_mesh(device_type, (num_ranks // num_local, num_local), mesh_dim_names=_AXES)
+
+
+_TORCHS = compat.default_comm_hooks()
+_COMPRESS = {_TORCHS.fp16_compress_hook: torch.float16, _TORCHS.bf16_compress_hook: torch.bfloat16}
+_AS_EVER = (_TORCHS.allreduce_hook, _TORCHS.reduce_scatter_hook)
+
+
+class HookedReduceScatter:
+    """Lets a hook of FSDP1 do a unit's reduction: `hook(state, whole gradient, this rank's part)`."""
+
+    def __init__(self, state: object, hook: Callable[..., None]) -> None:
+        self.state, self.hook = state, hook
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a gradient."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce; the hook divides, as FSDP1's hooks do."""
+        self.hook(self.state, input_tensor, output_tensor)
+
+
+def register(units: Sequence[Any], state: object, hook: Callable[..., None]) -> None:
+    """Register a hook of FSDP1 for every unit.
+
+    Args:
+        units: Of one model, the root included.
+        state: Handed to the hook.
+        hook: torch's own, or one with the signature for sharded strategies.
+
+    Raises:
+        ConfigError: FSDP1 refuses it too, or FSDP2 has no place for it.
+
+    Ranks:
+        Local.
+    """
+    if not callable(hook):
+        raise _refused(f"the hook is {hook!r}", "it is called with every gradient", "pass a function")
+    for unit in units:
+        if unit.sharding_strategy in HYBRID:
+            fix = "use MixedPrecision(reduce_dtype=...) to send fewer bytes"
+            raise _refused(f"the strategy is {unit.sharding_strategy.name}", "FSDP1 has no hooks for it either", fix)
+        if unit.has_comm_hook:
+            raise _refused("a hook is registered already", "a gradient is reduced once", "register one")
+    for unit in units:
+        _register(unit, state, hook)
+        unit.has_comm_hook = True
+
+
+def _register(unit: Any, state: object, hook: Callable[..., None]) -> None:
+    groups = compat.state_param_groups(compat.fsdp_state(unit))
+    if hook in _COMPRESS:
+        for group in groups:
+            compat.set_reduce_dtype(group, _COMPRESS[hook])
+    elif hook in _AS_EVER:
+        return
+    elif unit.sharding_strategy is ShardingStrategy.NO_SHARD:
+        fix = "use DistributedDataParallel, whose hooks do that"
+        raise _refused("the strategy is NO_SHARD", "FSDP2 reduces between copies by itself", fix)
+    elif groups:
+        unit.set_custom_reduce_scatter(HookedReduceScatter(state, hook))
+        # FSDP2 must neither divide before nor after: the hook does.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def _refused(what: str, why: str, fix: str) -> ConfigError:
+    return ConfigError(what, where="register_comm_hook", why=why, fix=fix)
+
 
 _SYNCED = "_shardwise_synced"
 
@@ -122,3 +332,136 @@ def sync_from_first_rank(
             tensor.data = tensor.data.to(device)
         # Between the copies first: a copy's own first rank must hold the values before it hands them on.
         broadcast_from_first(tensor.data, mesh, range(mesh.ndim))
+
+
+def plan_of(root: Any) -> Plan:
+    """The plan that the units of `root` carry out, under the names of the model that was wrapped.
+
+    Ranks:
+        Local.
+    """
+    reshard(root)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in nn.Module.named_parameters(root, remove_duplicate=False):
+        names.setdefault(parameter, []).append(clean_name(name))
+    paths = {module: clean_name(f"{path}.").rstrip(".") for path, module in root.named_modules()}
+    groups = [_group(unit, paths[unit], names, is_root=unit is root) for unit in _inner_first(root)]
+    ignored = [parameter for parameter in names if not isinstance(parameter, DTensor)]
+    return Plan(
+        model=type(root.module).__name__,
+        device=root.compute_device.type,
+        axes=tuple(zip(root.mesh.mesh_dim_names or ("shard",), root.mesh.shape, strict=True)),
+        groups=tuple(group for group in groups if group is not None),
+        ignored=tuple(_parameter(parameter, names[parameter], "ignore", "ignored by FSDP1") for parameter in ignored),
+        reasons=(f"FSDP1's {root.sharding_strategy.name}, carried out by FSDP2",),
+    )
+
+
+def _inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[Unit]:
+    """The units at and below a module, each after those inside it."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    for child in module.children():
+        yield from _inner_first(child, seen)
+    if isinstance(module, Unit):
+        yield module
+
+
+def _group(unit: Any, path: str, names: dict[nn.Parameter, list[str]], *, is_root: bool = False) -> Group | None:
+    sharded = compat.state_param_groups(compat.fsdp_state(unit))
+    parameters = tuple(
+        _parameter(parameter, names[parameter]) for group in sharded for parameter in compat.sharded_parameters(group)
+    )
+    if not parameters and not is_root:
+        return None
+    precision = unit.mixed_precision
+    keeps = is_root or unit.sharding_strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+    reduce_dtype = precision.reduce_dtype or precision.param_dtype
+    return Group(
+        modules=(path,),
+        kind="root" if is_root else "block",
+        parameters=parameters,
+        param_dtype=None if precision.param_dtype is None else dtype_name(precision.param_dtype),
+        reduce_dtype=None if reduce_dtype is None else dtype_name(reduce_dtype),
+        cast_inputs=precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs,
+        reshard_after_forward=not keeps,
+        offload=unit.cpu_offload.offload_params,
+        reason="what no other unit holds" if is_root else f"{type(unit.module).__name__}, wrapped as a unit",
+    )
+
+
+def _parameter(
+    parameter: nn.Parameter, names: list[str], placement: str = "shard", reason: str = ""
+) -> PlannedParameter:
+    return PlannedParameter(
+        fqn=names[0],
+        aliases=tuple(names[1:]),
+        shape=tuple(parameter.shape),
+        dtype=dtype_name(parameter.dtype),
+        trainable=parameter.requires_grad,
+        placement=placement,  # pyrefly: ignore[bad-argument-type]
+        reason=reason,
+    )
+
+
+class UnitEntry(Entry):
+    """The entry of one `FullyShardedDataParallel`. Which unit is the root is known at the first forward only."""
+
+    def __init__(self, unit: Any) -> None:
+        self.unit = unit
+        # A model that is compiled as a whole breaks its graph here, as it does at FSDP2's own hooks.
+        self._enter_call = torch.compiler.disable(self._enter_unit)
+        self._leave_call = torch.compiler.disable(self._leave_unit)
+        super().__init__(unit, unit, Casts(None, None))
+        for group in compat.state_param_groups(compat.fsdp_state(unit)):
+            compat.replace_post_backward_hook(group, register_post_backward)
+            compat.before_post_backward(group, lambda group=group: _fill_unused(group))
+
+    @property
+    def is_root(self) -> bool:
+        """Whether no unit further up works with this one."""
+        return not compat.is_nested_state(compat.fsdp_state(self.module))
+
+    def before(self) -> None:
+        """A step that raised in backward is forgotten before the next begins."""
+        if self.is_root and compat.was_left_midway(compat.fsdp_state(self.module)):
+            recover(self.module)
+
+    def enter(self, args: Any, kwargs: Any) -> Any:
+        """Cast as FSDP1 does: at the root unless told otherwise, elsewhere only if told so."""
+        compat.initialise(self.module)
+        if self.is_root:
+            self.unit.prepare_as_root()
+        precision: MixedPrecision = self.unit.mixed_precision
+        asked = self.is_root and precision.cast_root_forward_inputs
+        asked = asked or (precision.cast_forward_inputs and self.unit._has_params)
+        if asked and precision.param_dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
+        return super().enter(args, kwargs)
+
+    def after(self, output: Any) -> None:
+        """Without a backward to follow, show shards again: an optimizer or a state dict may come next."""
+        if self.is_root and not torch.is_grad_enabled() and not compat.in_backward():
+            for group in compat.param_groups(self.module):
+                if compat.is_gathered(group):
+                    compat.reshard_group(group)
+
+    def failed(self) -> None:
+        """Forget the step, so that the next one works."""
+        if self.is_root and not compat.in_backward():
+            recover(self.module)
+
+    def _enter_unit(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if self.unit.is_summoned else Entry._enter_call(self, module, args, kwargs)
+
+    def _leave_unit(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if self.unit.is_summoned else Entry._leave_call(self, module, args, output)
+
+
+def _fill_unused(group: Any) -> None:
+    """A flat parameter has one gradient, with zeros where a part of it was not used; so have the parts here."""
+    if compat.is_in_backward(group):
+        for param in group.fsdp_params:
+            compat.fill_unused_gradient(group, param)

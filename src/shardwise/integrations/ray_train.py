@@ -18,12 +18,10 @@ except ImportError as error:
     raise ImportError("shardwise.integrations.ray_train needs Ray: pip install 'shardwise[ray]'") from error
 
 from shardwise.config.run import RunConfig
+from shardwise.distributed.local_ranks import is_lost_peer
+from shardwise.distributed.stop_requests import StopRequest, listen_for_good, stop_requests
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
-from shardwise.launching import StopRequest, stop_requests
-from shardwise.launching.failures import is_lost_peer
-from shardwise.launching.stopping import listen_for_good
-from shardwise.training.folders import with_folder
-from shardwise.training.outcome import Training
+from shardwise.training.run_folder import Training, with_folder
 
 _LOOK_S = 1.0
 

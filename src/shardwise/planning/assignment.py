@@ -1,11 +1,91 @@
-"""Give every parameter to exactly one group, tied ones included."""
+"""Which group each parameter belongs to: ties kept together, groups split by override."""
 
+import itertools
+from collections import defaultdict
 from dataclasses import dataclass, field
 
+import torch
+from torch import nn
+
+from shardwise.compat import storage_id
+from shardwise.config.schema import GroupOverride
 from shardwise.errors import PlanError
 from shardwise.planning.calls import Calls
-from shardwise.planning.groups import Unit
-from shardwise.planning.tree import Node, Tree
+from shardwise.planning.groups import Kind, Node, Tree, Unit, is_read_outside
+from shardwise.planning.settings import majority
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One distinct parameter: its names, and the objects that stand for it (several only when tied by storage)."""
+
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The object that stays when the others are replaced by it."""
+        return self.parameters[0]
+
+    @property
+    def tied_by_storage(self) -> bool:
+        """Whether several objects share its memory."""
+        return len(self.parameters) > 1
+
+
+def find_tensors(model: nn.Module) -> list[Tensor]:
+    """Every distinct parameter of `model` in registration order, with all its names.
+
+    Two `nn.Parameter` objects over the same memory are one tensor: an optimizer step on either changes both.
+
+    Raises:
+        PlanError: Two parameters overlap in memory without being the same view (a transposed tie).
+    """
+    names: dict[int, list[str]] = defaultdict(list)
+    objects: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+        objects[id(parameter)] = parameter
+    merged: dict[object, list[int]] = defaultdict(list)
+    for identity, parameter in objects.items():
+        merged[_view_key(parameter)].append(identity)
+    tensors = [
+        Tensor(tuple(name for i in same for name in names[i]), tuple(objects[i] for i in same))
+        for same in merged.values()
+    ]
+    _refuse_partial_overlap(tensors)
+    return tensors
+
+
+def _view_key(parameter: nn.Parameter) -> object:
+    if parameter.numel() == 0 or not _has_storage(parameter):
+        return id(parameter)
+    return (storage_id(parameter), parameter.storage_offset(), tuple(parameter.shape), parameter.stride())
+
+
+def _has_storage(parameter: torch.Tensor) -> bool:
+    # Subclasses (quantised tensors, DTensors) keep their data in inner tensors.
+    return type(parameter) in (nn.Parameter, torch.Tensor)
+
+
+def _refuse_partial_overlap(tensors: list[Tensor]) -> None:
+    spans: dict[object, list[tuple[int, int, Tensor]]] = defaultdict(list)
+    for tensor in tensors:
+        parameter = tensor.parameter
+        if parameter.numel() and _has_storage(parameter):
+            start = int(parameter.storage_offset())
+            extent = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            spans[storage_id(parameter)].append((start, start + int(extent) + 1, tensor))
+    for same in spans.values():
+        same.sort(key=lambda span: span[:2])
+        for (_, end, first), (start, _, second) in itertools.pairwise(same):
+            if start < end:
+                raise PlanError(
+                    f"{first.names[0]!r} and {second.names[0]!r} share memory but are different views of it",
+                    where=f"{first.names[0]}, {second.names[0]}",
+                    why="sharding gives each parameter its own storage, which would silently untie them",
+                    fix=f"register one parameter and compute the other in forward (e.g. {first.names[0]}.t())",
+                )
 
 
 @dataclass(slots=True)
@@ -130,3 +210,104 @@ def _children_first(units: list[Unit], tree: Tree) -> list[Unit]:
     for unit in ordered:
         place(unit)
     return result
+
+
+_PER_GROUP = ("param_dtype", "reduce_dtype", "output_dtype", "cast_inputs", "reshard_after_forward", "offload")
+
+
+def override_islands(tree: Tree, units: list[Unit], overrides: tuple[GroupOverride, ...], calls: Calls) -> list[Unit]:
+    """Modules inside a group that an override singles out, as groups of their own, one per enclosing group.
+
+    Raises:
+        PlanError: A pattern matches no module.
+    """
+    islands: list[Unit] = []
+    for override in overrides:
+        matched = [node for node in tree.matching(override.pattern) if node.keys]
+        if not matched:
+            raise PlanError(
+                f"overrides names {override.pattern!r}, which matches nothing",
+                where=f"overrides: {override.pattern}",
+                why="the pattern fits no module's name or class",
+                fix="print(shardwise.plan(model)) lists the names; `*` stays within one name, `**` spans dots",
+            )
+        if not any(getattr(override, name) is not None for name in _PER_GROUP):
+            continue
+        by_home: dict[int, list[Node]] = defaultdict(list)
+        taken = units + islands
+        for node in _maximal(matched):
+            is_unit = any(mine is node for unit in taken for mine in unit.nodes)
+            holds_units = any(node.contains(mine) for unit in taken for mine in unit.nodes)
+            if not is_unit and not holds_units and node.has_forward and node.fqn:
+                home = next((unit for unit in taken if unit.contains(node)), None)
+                by_home[id(home)].append(node)
+        for nodes in by_home.values():
+            islands.append(_unit(nodes, "island", f"set apart by the override for {override.pattern!r}", calls))
+    return islands
+
+
+def storage_splits(
+    assignment: Assignment,
+    tree: Tree,
+    dtype_of: dict[int, str],
+    numel: dict[int, int],
+    trainable: set[int],
+    calls: Calls,
+) -> tuple[list[Unit], dict[int, str]]:
+    """Units for the minority dtypes of groups that mix trainable dtypes, and parameters to replicate instead.
+
+    FSDP2 reduces a group's gradients in one buffer of one dtype, so trainable parameters of two dtypes cannot share
+    a group. Frozen ones may.
+    """
+    owners = tree.owners()
+    units: list[Unit] = []
+    replicated: dict[int, str] = {}
+    homes: list[tuple[tuple[Node, ...], list[int]]] = [
+        *((unit.nodes, keys) for unit, keys in zip(assignment.units, assignment.keys, strict=True)),
+        ((tree.root,), assignment.root),
+    ]
+    for modules, keys in homes:
+        mixed = [key for key in keys if key in trainable]
+        if len({dtype_of[key] for key in mixed}) < 2:
+            continue
+        major = majority([(dtype_of[key], numel[key]) for key in mixed])
+        minor = [key for key in mixed if dtype_of[key] != major]
+        apart: dict[str, dict[Node, None]] = defaultdict(dict)
+        for key in minor:
+            nodes = [_atom_around(owner) for owner in owners[key]]
+            pure = all(_is_pure(node, dtype_of[key], modules, mixed, dtype_of) for node in nodes)
+            if pure:
+                apart[dtype_of[key]].update(dict.fromkeys(nodes))
+            else:
+                replicated[key] = f"{dtype_of[key]} among {major} in one module; FSDP2 groups hold one trainable dtype"
+        for dtype, nodes in apart.items():
+            why = f"{dtype} parameters inside a {major} group: one more all-gather and reduce-scatter per pass"
+            units.append(_unit(_maximal(list(nodes)), "storage", why, calls))
+    return units, replicated
+
+
+def _is_pure(node: Node, dtype: str, modules: tuple[Node, ...], mixed: list[int], dtype_of: dict[int, str]) -> bool:
+    """Whether a node can leave its group for a group of `dtype` only."""
+    inside = [key for key in mixed if key in node.keys]
+    alone = not any(node is module for module in modules)
+    return alone and node.has_forward and node.is_atom and all(dtype_of[key] == dtype for key in inside)
+
+
+def _atom_around(node: Node) -> Node:
+    """The outermost atom a node belongs to: children of an atom are not called by themselves."""
+    return next((up for up in reversed([node, *node.ancestors]) if up.is_atom), node)
+
+
+def _maximal(nodes: list[Node]) -> list[Node]:
+    return [node for node in nodes if not any(other is not node and other.contains(node) for other in nodes)]
+
+
+def _unit(nodes: list[Node], kind: Kind, reason: str, calls: Calls) -> Unit:
+    """A unit that is held when its own hooks cannot be relied on to run on every rank and before every use."""
+    held = any(
+        node.fqn in calls.conditional
+        or is_read_outside(node, node, calls)
+        or (calls.is_known(node.fqn) and node.fqn not in calls.called)
+        for node in nodes
+    )
+    return Unit(tuple(nodes), kind, reason, held=held)

@@ -1,24 +1,85 @@
-"""A plan in the making: facts about the model gathered once, and the steps from them to groups."""
+"""Draft a plan: groups with their parameters, settings, prefetch lists and reasons."""
 
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from shardwise.config.schema import ShardConfig
+from shardwise.config.schema import GroupOverride, PrefetchConfig, ShardConfig
 from shardwise.errors import PlanError
-from shardwise.planning.assignment import Assignment, assign
+from shardwise.planning.assignment import Assignment, Tensor, assign, find_tensors, override_islands, storage_splits
 from shardwise.planning.calls import Calls
-from shardwise.planning.dtypes import FLOATING, SIXTEEN_BIT, Compute, dtype_name, widest
-from shardwise.planning.explicit import ignored_keys, is_explicit, named_units
-from shardwise.planning.groups import Sizes, Unit, around_calls, find_units
-from shardwise.planning.islands import override_islands, storage_splits
-from shardwise.planning.placement import choose_shard_dim
+from shardwise.planning.groups import (
+    Node,
+    Sizes,
+    Tree,
+    Unit,
+    around_calls,
+    find_units,
+    ignored_keys,
+    is_explicit,
+    named_units,
+)
 from shardwise.planning.plan import Group, Plan, PlannedParameter
-from shardwise.planning.prefetching import add_prefetch
-from shardwise.planning.settings import SettingsOf
-from shardwise.planning.ties import Tensor, find_tensors
-from shardwise.planning.tree import Node, Tree
+from shardwise.planning.settings import FLOATING, SIXTEEN_BIT, Compute, SettingsOf, dtype_name, widest
+
+WORTHWHILE_PADDING = 1 / 8
+"""Below this share of padding, dim 0 stays: its shards are contiguous in checkpoints."""
+
+
+def choose_shard_dim(shape: tuple[int, ...], num_shards: int) -> tuple[int, str]:
+    """The dimension to split, and why when it is not the first.
+
+    FSDP2 pads dim 0 to a multiple of the ranks but splits other dimensions only evenly. A stack of 8 experts on 64
+    ranks would be padded eightfold on dim 0.
+    """
+    if not shape or num_shards <= 1 or shape[0] == 0:
+        return 0, ""
+    rows = shape[0]
+    padded = -(-rows // num_shards) * num_shards
+    if (padded - rows) / rows <= WORTHWHILE_PADDING:
+        return 0, ""
+    even = [dim for dim in range(1, len(shape)) if shape[dim] and shape[dim] % num_shards == 0]
+    if not even:
+        return 0, ""
+    dim = even[0]
+    return dim, (
+        f"split on dim {dim} ({shape[dim]} / {num_shards}): dim 0 has {rows} rows, "
+        f"padding would cost {padded / rows:.1f}x the memory"
+    )
+
+
+def add_prefetch(groups: list[Group], prefetch: PrefetchConfig, overrides: tuple[GroupOverride, ...]) -> list[Group]:
+    """Groups with the names of the next and previous groups of their own run, to the depth each asks for.
+
+    Only within a run of blocks (`layers.0`, `layers.1`, …): they are certain to be called one after another, and a
+    group gathered ahead of a call that never comes would stay gathered.
+    """
+    depths = [prefetch.forward, prefetch.backward]
+    depths += [depth for o in overrides for depth in (o.forward_prefetch, o.backward_prefetch) if depth]
+    if not any(depths):
+        return groups
+    runs: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        if group.kind in ("block", "part"):
+            runs.setdefault(_run_of(group.modules[0]), []).append(index)
+    result = [replace(group, forward_prefetch=(), backward_prefetch=()) for group in groups]
+    for run in runs.values():
+        for position, index in enumerate(run):
+            ahead = run[position + 1 : position + 1 + len(groups[index].forward_prefetch)]
+            start = max(position - len(groups[index].backward_prefetch), 0)
+            behind = reversed(run[start:position])
+            result[index] = replace(
+                groups[index],
+                forward_prefetch=tuple(groups[i].modules[0] for i in ahead),
+                backward_prefetch=tuple(groups[i].modules[0] for i in behind),
+            )
+    return result
+
+
+def _run_of(fqn: str) -> str:
+    """`model.layers.3` → `model.layers`, `model.layers.3.mlp` → `model.layers..mlp`: the same place in each block."""
+    return ".".join("" if name.isdigit() else name for name in fqn.split("."))
 
 
 class Draft:

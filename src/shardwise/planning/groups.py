@@ -1,16 +1,143 @@
-"""Decide which modules share a `fully_shard` call, for any model, without knowing its classes.
+"""Which modules become groups: repeated blocks found in the module tree, or what the config names."""
 
-Sizes are compared with each other and never with a constant, so a tiny test model is grouped like its large sibling.
-"""
-
+import difflib
+import inspect
+import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from torch import nn
 
+from shardwise.config.schema import ROOT_PATTERN, ShardConfig
+from shardwise.errors import PlanError
 from shardwise.planning.calls import Calls
-from shardwise.planning.tree import Node, Tree
+
+_TORCH_COMPOSITES = (
+    nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
+    nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
+)  # fmt: skip
+
+
+@dataclass(eq=False)
+class Node:
+    """One module, its place in the tree and its distinct parameters."""
+
+    fqn: str
+    module: nn.Module
+    parent: "Node | None" = None
+    children: list["Node"] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    """Keys of the parameters registered on this very module."""
+    other_parents: list["Node"] = field(default_factory=list)
+    """Further modules that hold this same module object."""
+
+    def walk(self) -> Iterator["Node"]:
+        """This node and everything below it, parents first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    @property
+    def ancestors(self) -> Iterator["Node"]:
+        """The nodes above, nearest first."""
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def contains(self, other: "Node") -> bool:
+        """Whether `other` is this node or below it."""
+        return other is self or any(node is self for node in other.ancestors)
+
+    @cached_property
+    def keys(self) -> frozenset[int]:
+        """Keys of every parameter at or below this node."""
+        return frozenset(self.own).union(*(child.keys for child in self.children))
+
+    @cached_property
+    def has_forward(self) -> bool:
+        """Whether the module can be called at all."""
+        return "forward" in vars(self.module) or type(self.module).forward is not nn.Module.forward
+
+    @cached_property
+    def is_atom(self) -> bool:
+        """Nothing below it may be sharded apart: a leaf, or a module whose inside is torch's business.
+
+        torch's own modules read their children's weights (`nn.MultiheadAttention` never calls `out_proj`), and a
+        parametrised module computes its weight from children on access.
+        """
+        if not any(child.keys for child in self.children):
+            return True
+        if "parametrizations" in self.module._modules:
+            return True
+        # Sharded classes keep the name of the class they came from at the end of their bases.
+        origin = type(self.module).__module__
+        return origin.startswith("torch.nn.") and self.has_forward and not isinstance(self.module, _TORCH_COMPOSITES)
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether it can be called and has parts that may be sharded apart."""
+        return self.has_forward and not self.is_atom
+
+    @property
+    def class_name(self) -> str:
+        """The name of the module's class."""
+        return type(self.module).__name__
+
+
+class Tree:
+    """The module tree of a model, with tied parameters counted once."""
+
+    def __init__(self, model: nn.Module, key_of: dict[int, int]) -> None:
+        """`key_of` maps `id(parameter)` to the key of the tensor it stands for; unmapped ones do not count."""
+        self.nodes: dict[str, Node] = {}
+        self._by_module: dict[int, Node] = {}
+        self.root = self._build("", model, None, key_of)
+
+    def _build(self, fqn: str, module: nn.Module, parent: Node | None, key_of: dict[int, int]) -> Node:
+        node = Node(fqn, module, parent)
+        self.nodes[fqn] = node
+        self._by_module[id(module)] = node
+        for parameter in module._parameters.values():
+            if parameter is not None and (key := key_of.get(id(parameter))) is not None and key not in node.own:
+                node.own.append(key)
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            if (seen := self._by_module.get(id(child))) is not None:  # a shared module lives at its first name
+                seen.other_parents.append(node)
+            else:
+                node.children.append(self._build(f"{fqn}.{name}" if fqn else name, child, node, key_of))
+        return node
+
+    def owners(self) -> dict[int, list[Node]]:
+        """Parameter key to the modules that register it, in tree order."""
+        owners: dict[int, list[Node]] = {}
+        for node in self.root.walk():
+            for key in node.own:
+                owners.setdefault(key, []).append(node)
+        return owners
+
+    def matching(self, pattern: str) -> list[Node]:
+        """Nodes whose name fits the pattern or whose class has that very name; the root for `(root)`."""
+        if pattern == ROOT_PATTERN:
+            return [self.root]
+        fits = name_matcher(pattern)
+        return [node for node in self.root.walk() if node.class_name == pattern or (node.fqn and fits(node.fqn))]
+
+
+def name_matcher(pattern: str):
+    """A predicate for FQNs: `*` is part of one name, `**` and a leading `*.` span dots."""
+    if pattern.startswith("*."):
+        pattern = "*" + pattern
+    pieces = []
+    for piece in re.split(r"(\*\*\.|\*\*|\*|\?)", pattern):
+        pieces.append({"**.": r"(?:.*\.)?", "**": ".*", "*": r"[^.]*", "?": r"[^.]"}.get(piece, re.escape(piece)))
+    return re.compile("".join(pieces)).fullmatch
+
 
 BIG_LEAF_SHARE = 0.25
 """A leaf at least this large, compared with the largest block, is gathered on its own."""
@@ -244,3 +371,119 @@ def is_read_outside(node: Node, unit: Node, calls: Calls) -> bool:
 def _some(names: frozenset[str], node: Node) -> str:
     short = sorted(name.removeprefix(node.fqn + ".") for name in names)
     return ", ".join(short[:3]) + (", …" if len(short) > 3 else "")
+
+
+def is_explicit(config: ShardConfig) -> bool:
+    """Whether the user said anything about groups."""
+    named = config.block_classes or config.block_patterns or config.min_group_params or config.wrap_if
+    return bool(named) or config.group_by != "auto"
+
+
+def named_units(tree: Tree, sizes: Sizes, config: ShardConfig) -> list[Unit]:
+    """The units a config asks for, each once, in tree order.
+
+    Raises:
+        PlanError: A name matches nothing, or a container that has no `forward`.
+    """
+    found: dict[Node, str] = {}
+    for name in config.block_classes:
+        found |= dict.fromkeys(_instances(tree, name), f"class {name}, named in block_classes")
+    for pattern in config.block_patterns:
+        found |= dict.fromkeys(_named(tree, pattern), f"matches {pattern!r} in block_patterns")
+    if config.min_group_params:
+        reason = f"smallest module with at least {config.min_group_params} parameters"
+        found |= dict.fromkeys(_by_size(tree.root, sizes, config.min_group_params), reason)
+    if config.wrap_if:
+        found |= dict.fromkeys(_by_predicate(tree, config.wrap_if), "chosen by wrap_if")
+    if config.group_by == "children":
+        found |= dict.fromkeys(_children(tree.root), "direct child of the root")
+    if config.group_by == "attribute":
+        marked = (node for node in tree.root.walk() if getattr(node.module, "_fsdp_wrap", None) and node.fqn)
+        found |= dict.fromkeys(_callable(marked, "`_fsdp_wrap`"), "marked by its `_fsdp_wrap` attribute")
+    return [
+        Unit((node,), "leaf" if node.is_atom else "block", found[node], explicit=True)
+        for node in tree.root.walk()
+        if node in found and node is not tree.root and node.keys
+    ]
+
+
+def _instances(tree: Tree, name: str) -> list[Node]:
+    nodes = [node for node in tree.root.walk() if node.class_name == name]
+    if not nodes:
+        known = sorted({node.class_name for node in tree.root.walk() if node.keys})
+        raise _unknown(name, known, "block_classes", "no module of the model has this class")
+    return _callable(nodes, f"block_classes: {name}")
+
+
+def _named(tree: Tree, pattern: str) -> list[Node]:
+    nodes = [node for node in tree.matching(pattern) if node.keys]
+    if not nodes:
+        known = [node.fqn for node in tree.root.walk() if node.fqn]
+        raise _unknown(pattern, known, "block_patterns", "the pattern fits no module's name")
+    return _callable(nodes, f"block_patterns: {pattern}")
+
+
+def _by_size(root: Node, sizes: Sizes, least: int) -> list[Node]:
+    """Bottom-up: a module is taken once its parameters, less those of taken ones, reach the size."""
+    taken: list[Node] = []
+
+    def visit(node: Node) -> int:
+        left = sizes.of_keys(frozenset(node.own)) + sum(visit(child) for child in node.children)
+        if left >= least and node.has_forward:
+            taken.append(node)
+            return 0
+        return left
+
+    for child in root.children:
+        visit(child)
+    return taken
+
+
+def _by_predicate(tree: Tree, predicate: Callable[..., object]) -> list[Node]:
+    takes_name = len(inspect.signature(predicate).parameters) > 1
+    chosen = [
+        node
+        for node in tree.root.walk()
+        if node is not tree.root and (predicate(node.fqn, node.module) if takes_name else predicate(node.module))
+    ]
+    return _callable(chosen, "wrap_if")
+
+
+def _children(root: Node) -> list[Node]:
+    """Direct children; of a list or dictionary, its elements."""
+    nodes: list[Node] = []
+    for child in root.children:
+        nodes += [child] if child.has_forward else _children(child)
+    return nodes
+
+
+def _callable(nodes: Iterable[Node], where: str) -> list[Node]:
+    nodes = list(nodes)
+    for node in nodes:
+        if not node.has_forward:
+            raise PlanError(
+                f"{node.fqn or 'the root'} is a {node.class_name}, which has no forward",
+                where=where,
+                why="FSDP2 gathers parameters when a module is called, and a container is never called",
+                fix=f'name its elements: block_patterns=("{node.fqn}.*",)',
+            )
+    return nodes
+
+
+def _unknown(name: str, known: list[str], where: str, why: str) -> PlanError:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    fix = f"did you mean {', '.join(map(repr, near))}?" if near else f"choose among {', '.join(known[:6])}"
+    return PlanError(f"{where} names {name!r}, which matches nothing", where=f"{where}: {name}", why=why, fix=fix)
+
+
+def ignored_keys(tree: Tree, names: dict[str, int], patterns: tuple[str, ...]) -> set[int]:
+    """Keys of the parameters that `ignored` patterns name, as parameters or through their modules."""
+    keys: set[int] = set()
+    for pattern in patterns:
+        fits = name_matcher(pattern)
+        found = {key for name, key in names.items() if fits(name)}
+        found |= {key for node in tree.matching(pattern) for key in node.keys}
+        if not found:
+            raise _unknown(pattern, [*names, *tree.nodes], "ignored", "the pattern fits no parameter or module")
+        keys |= found
+    return keys

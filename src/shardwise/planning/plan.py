@@ -1,12 +1,20 @@
-"""The Plan: one immutable, printable value that says everything sharding will do, and why. No torch calls."""
+"""Plan: everything that sharding will do to a model, with reasons; as text and JSON."""
+
+from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import chain
+from typing import Any, Literal
 
 from shardwise.config.schema import ROOT_PATTERN
+from shardwise.errors import PlanError
+from shardwise.units import format_bytes, format_count
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "complex64": 8, "complex128": 16, "int64": 8,
@@ -170,14 +178,12 @@ class Plan:
 
     def to_json(self, indent: int | None = None) -> str:
         """The plan as JSON; `Plan.from_json` reads it back to an equal plan."""
-        from shardwise.planning.plan_json import encode_plan  # it needs this module's classes
 
         return encode_plan(self, indent)
 
     @classmethod
-    def from_json(cls, text: str) -> "Plan":
+    def from_json(cls, text: str) -> Plan:
         """Read what `to_json` wrote; a plan of another format is refused."""
-        from shardwise.planning.plan_json import decode_plan
 
         return decode_plan(text)
 
@@ -186,6 +192,210 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        from shardwise.planning.plan_text import render_plan
 
         return render_plan(self)
+
+
+PLAN_FORMAT = 1
+
+
+def encode_plan(plan: Plan, indent: int | None = None) -> str:
+    """The plan as JSON with sorted keys: equal plans give equal text."""
+    return json.dumps({"format": PLAN_FORMAT, **asdict(plan)}, indent=indent, sort_keys=True)
+
+
+def decode_plan(text: str) -> Plan:
+    """Read what `encode_plan` wrote.
+
+    Raises:
+        PlanError: The text was written by a version with another layout.
+    """
+    data = json.loads(text)
+    if (found := data.pop("format", None)) != PLAN_FORMAT:
+        raise PlanError(
+            f"plan has format {found!r}, this version reads {PLAN_FORMAT}",
+            why="the layout of a plan may change between releases",
+            fix="make the plan again with shardwise.plan(...)",
+        )
+    plan: dict[str, Any] = _with_tuples(Plan, data)
+    plan["axes"] = tuple((name, size) for name, size in data["axes"])
+    plan["replicated"] = _parameters(data["replicated"])
+    plan["ignored"] = _parameters(data["ignored"])
+    plan["groups"] = tuple(_group(group) for group in data["groups"])
+    return Plan(**plan)
+
+
+def _group(data: dict[str, Any]) -> Group:
+    group: dict[str, Any] = _with_tuples(Group, data)
+    group["parameters"] = _parameters(data["parameters"])
+    return Group(**group)
+
+
+def _parameters(rows: list[dict[str, Any]]) -> tuple[PlannedParameter, ...]:
+    return tuple(PlannedParameter(**_with_tuples(PlannedParameter, row)) for row in rows)
+
+
+def _with_tuples(kind: type, data: dict[str, Any]) -> dict[str, Any]:
+    """JSON lists back to the tuples the dataclass holds; keys it does not know are left out."""
+    known = {field.name for field in fields(kind)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name in known}
+
+
+_MAX_NAMES = 4
+
+
+def render_plan(plan: Plan) -> str:
+    """A readable tree: one row for all groups that differ only in their index, and each reason once."""
+    total = sum(parameter.numel for parameter in plan.parameters)
+    lines = [
+        f"{plan.model}: {format_count(total)} parameters, {format_bytes(plan.num_bytes)}; "
+        f"{len(plan.groups)} groups over {_mesh(plan)}; {format_bytes(plan.bytes_per_rank)} of parameters per rank"
+    ]
+    lines += [f"  · {reason}" for reason in dict.fromkeys(plan.reasons)]
+    rows = _group_rows(plan.groups)
+    noted = [p for group in plan.groups for p in group.parameters if p.reason]
+    for title, parameters in (("sharded", noted), ("replicated", plan.replicated), ("ignored", plan.ignored)):
+        rows += _parameter_rows(title, parameters)
+    rows += [[f"warning: {warning}"] for warning in dict.fromkeys(plan.warnings)]
+    for row, (first, *rest) in enumerate(rows, start=1):
+        lines += [f"{'└─' if row == len(rows) else '├─'} {first}"]
+        lines += [f"{' ' if row == len(rows) else '│'}    {line}" for line in rest]
+    return "\n".join(lines)
+
+
+def render_group(plan: Plan, group: Group) -> str:
+    """Everything that the plan says about one of its groups."""
+    shards = plan.num_shards
+    compute, reduce = group.param_dtype or "the stored dtype", group.reduce_dtype or "the dtype of the gradients"
+    inputs = f"cast to {compute}" if group.cast_inputs and group.param_dtype else "as they are"
+    facts = [("reason", group.reason), *(("", reason) for reason in plan.reasons)]
+    facts += [("modules", ", ".join(module or "(root)" for module in group.modules)), ("mesh", _mesh(plan))]
+    facts += [("storage", "/".join(group.storage_dtypes) or "-"), ("compute", compute), ("reduce", reduce)]
+    facts += [("inputs", inputs), ("outputs", f"cast to {group.output_dtype}" if group.output_dtype else "as they are")]
+    facts += [("after forward", _after_forward(group.reshard_after_forward))]
+    facts += [("held", "unsharded when the root is entered, until the end of backward")] if group.held else []
+    facts += [("unused", "zeros are reduced for parameters without a gradient")] if group.reduce_unused else []
+    facts += [("offload", ("to pinned CPU memory" if group.pin_memory else "to CPU memory") if group.offload else "no")]
+    for name, ahead in (("forward", group.forward_prefetch), ("backward", group.backward_prefetch)):
+        groups = ", ".join(module or "(root)" for module in ahead)
+        facts.append((f"prefetch in {name}", groups or "none named; FSDP2's own"))
+    facts.append(("entry points", ", ".join(group.entry_points) or "calling its modules"))
+    lines = [f"{group.name}: {group.kind}, {_sizes(group)}; {format_bytes(group.bytes_per_rank(shards))} per rank"]
+    lines += [f"  {name:<20}  {text}" for name, text in facts]
+    lines.append(f"  {'parameters':<20}  {len(group.parameters)}")
+    for p in group.parameters:
+        per_rank = format_bytes(p.bytes_per_rank(shards))
+        notes = [f"shard on dim {p.shard_dim}", *([] if p.trainable else ["frozen"])]
+        notes += [f"also {', '.join(p.aliases)}"] if p.aliases else []
+        notes += [p.reason] if p.reason else []
+        size = f"{p.dtype} {list(p.shape)}, {format_bytes(p.num_bytes)}, {per_rank} per rank"
+        lines.append(f"    {p.fqn}  {size}; {'; '.join(notes)}")
+    return "\n".join(lines)
+
+
+def _mesh(plan: Plan) -> str:
+    return (" x ".join(f"{name} {size}" for name, size in plan.axes) or "one rank") + f" ({plan.device})"
+
+
+def _group_rows(groups: Sequence[Group]) -> list[list[str]]:
+    alike: dict[object, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        alike[_shape_of(group)].append(index)
+    rows, printed = [], set()
+    for indices in alike.values():
+        members = [groups[index] for index in indices]
+        each = f"{len(members)} groups, each " if len(members) > 1 else ""
+        rows.append([f"{_names(groups, indices)}  {each}{_sizes(members[0])}  {_policy(members)}"])
+        reason = _pattern([group.reason for group in members])
+        if reason not in printed:
+            printed.add(reason)
+            rows[-1].append(reason)
+        entry_points = [_pattern(names) for names in zip(*(group.entry_points for group in members), strict=True)]
+        rows[-1] += [f"entered through {', '.join(entry_points)}"] if entry_points else []
+    return rows
+
+
+def _names(groups: Sequence[Group], indices: Sequence[int]) -> str:
+    """`layers.0 … layers.31` for neighbours, `layers.0, layers.2, … layers.30` for others."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and _are_neighbours(groups, runs[-1][-1], index):
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    names = [" … ".join(_short_name(groups[i]) for i in dict.fromkeys((run[0], run[-1]))) for run in runs]
+    return ", ".join(names) if len(names) <= _MAX_NAMES else f"{names[0]}, {names[1]}, … {names[-1]}"
+
+
+def _are_neighbours(groups: Sequence[Group], one: int, other: int) -> bool:
+    numbers = zip(*(map(int, re.findall(r"\d+", groups[i].modules[0])) for i in (one, other)), strict=True)
+    return other == one + 1 or sum(abs(a - b) for a, b in numbers) == 1
+
+
+def _short_name(group: Group) -> str:
+    first, *others = group.modules
+    return group.name if len(others) <= 1 else f"{first}+{len(others)} more"
+
+
+def _parameter_rows(title: str, parameters: Iterable[PlannedParameter]) -> list[list[str]]:
+    """One row for all parameters of one dtype with the same reason."""
+    alike: dict[tuple[str, str], list[PlannedParameter]] = defaultdict(list)
+    for parameter in parameters:
+        alike[parameter.dtype, parameter.reason].append(parameter)
+    rows = []
+    for (dtype, reason), members in alike.items():
+        names: dict[str, list[str]] = defaultdict(list)
+        for parameter in members:
+            names[_unnumbered(parameter.fqn)].append(parameter.fqn)
+        shown = [_pattern(fqns) for fqns in names.values()]
+        shown = [*shown[:_MAX_NAMES], f"… and {len(shown) - _MAX_NAMES} more"] if len(shown) > _MAX_NAMES else shown
+        shapes = {p.shape for p in members}
+        sizes = [f"{dtype} {list(shapes.pop())}" if len(shapes) == 1 else dtype]
+        sizes += [f"{len(members)} parameters"] if len(members) > 1 else []
+        sizes.append(format_bytes(sum(p.num_bytes for p in members)))
+        rows.append([f"{title}: {', '.join(shown)}  {', '.join(sizes)}", *([reason] if reason else [])])
+    return rows
+
+
+def _sizes(group: Group) -> str:
+    return f"{format_count(group.numel)} parameters, {format_bytes(group.num_bytes)}"
+
+
+def _policy(members: Sequence[Group]) -> str:
+    group = members[0]
+    compute = group.param_dtype or "storage"
+    parts = [f"{'/'.join(group.storage_dtypes) or '-'} → {compute}, reduce {group.reduce_dtype or compute}"]
+    if group.output_dtype:
+        parts.append(f"output {group.output_dtype}")
+    parts.append(_after_forward(group.reshard_after_forward))
+    if group.offload:
+        parts.append("offload to CPU" + (", pinned" if group.pin_memory else ""))
+    # The last groups of a pass have fewer groups ahead of them.
+    forward = max(len(group.forward_prefetch) for group in members)
+    backward = max(len(group.backward_prefetch) for group in members)
+    parts += [f"prefetch {forward}/{backward}"] if forward or backward else []
+    return "[" + "; ".join(parts) + "]"
+
+
+def _after_forward(reshard: bool | int | None) -> str:
+    if reshard is None or isinstance(reshard, bool):
+        return "reshard" if reshard else "keep unsharded"
+    return f"reshard to {reshard}"
+
+
+def _shape_of(group: Group) -> object:
+    """Equal for groups that a row can stand for: all that it prints, but for numbers in names."""
+    parameters = tuple((_unnumbered(p.fqn), p.shape, p.dtype, p.trainable) for p in group.parameters)
+    texts = tuple(_unnumbered(text) for text in chain(group.modules, group.entry_points, [group.reason]))
+    settings = (group.param_dtype, group.reduce_dtype, group.output_dtype, group.reshard_after_forward)
+    return group.kind, texts, parameters, settings, group.offload, group.pin_memory, group.held
+
+
+def _unnumbered(text: str) -> str:
+    return re.sub(r"\d+", "*", text)
+
+
+def _pattern(texts: Sequence[str]) -> str:
+    """Texts that differ only in numbers as one, with `*` for the numbers that differ."""
+    columns = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
+    return "".join(column[0] if len(set(column)) == 1 else "*" for column in columns)

@@ -1,19 +1,142 @@
-"""plan(): read a model and a config, decide everything, and write it down with reasons. Changes nothing."""
+"""plan(): read the model, refuse what cannot be sharded, draft the groups."""
 
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardwise.config.schema import MeshConfig, ShardConfig
-from shardwise.planning.axes import mesh_axes
+from shardwise.distributed.mesh import mesh_axes
+from shardwise.errors import PlanError
+from shardwise.planning.calls import Calls, Places, has_forward, has_parameters, is_holder
 from shardwise.planning.draft import Draft
-from shardwise.planning.dtypes import choose_compute
-from shardwise.planning.entrypoints import find_calls
 from shardwise.planning.plan import Plan
-from shardwise.planning.refusals import refuse_sharded, refuse_uncallable, refuse_unsupported
-from shardwise.planning.settings import check_config
+from shardwise.planning.settings import check_config, choose_compute
+from shardwise.planning.source import statements
+from shardwise.planning.source.facts import Entry, FactBook, public_entries, summarise
+from shardwise.planning.tracing import trace_calls
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise when the model, a part of it, or a model around it has been sharded before.
+
+    Raises:
+        PlanError: With which module, and whether the order was top-down.
+    """
+    sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if "" in sharded:
+        raise PlanError(
+            f"the model ({type(model).__name__}) is already sharded",
+            why="sharding replaces every parameter; a second time there is nothing left to replace",
+            fix="call shard() once, on the unsharded model",
+        )
+    if sharded:
+        raise PlanError(
+            f"{sharded[0]!r} is already sharded" + (f", and {len(sharded) - 1} more modules" if sharded[1:] else ""),
+            where=sharded[0],
+            why="shard() decides all groups of a model at once, children first",
+            fix="pass the unsharded model and name the groups with block_patterns or block_classes",
+        )
+    spread = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if spread is not None:
+        raise PlanError(
+            f"{spread!r} is a DTensor already, though its module is not a group",
+            where=spread,
+            why="a model around this one was sharded first: groups are made children first, never top-down",
+            fix="shard the outermost model only; it makes groups of its parts",
+        )
+
+
+def refuse_uncallable(module: nn.Module) -> None:
+    """Refuse a root that cannot be called at all."""
+    if type(module).forward is nn.Module.forward and isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise PlanError(
+            f"the model is a {type(module).__name__}, which has no forward",
+            why="FSDP2 gathers parameters when a module is called, and a container is never called",
+            fix="shard its elements, or put it into a module with a forward",
+        )
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise for parameters that FSDP2 cannot shard and nothing here can make shardable.
+
+    Raises:
+        PlanError: A lazy module without shapes yet, or a layer that makes sparse gradients.
+    """
+    for name, module in model.named_modules():
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if any(is_lazy(parameter) for parameter in own):
+            raise PlanError(
+                f"{name or 'the model'} ({type(module).__name__}) has parameters without a shape yet",
+                where=name,
+                why="a lazy module learns its shapes in its first forward, and a plan needs them",
+                fix="run one batch through the model before sharding, or give the sizes to the constructor",
+            )
+        trained = any(parameter.requires_grad for parameter in own)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and trained:
+            raise PlanError(
+                f"{name or 'the model'} ({type(module).__name__}) makes sparse gradients",
+                where=name,
+                why="FSDP2 reduces gradients in one dense buffer",
+                fix=f"build it with sparse=False, or freeze it: {name}.requires_grad_(False)",
+            )
+
+
+STATEMENTS_IN = (statements,)
+"""Importing it fills the reader's table of statements."""
+
+
+def find_calls(model: nn.Module, example_inputs: Any = None) -> Calls:
+    """Find who calls what in `model`, without hints and without running its code on real data.
+
+    Args:
+        model: Any module, on any device; the meta device is enough.
+        example_inputs: A tuple of positional arguments, a dict of keyword arguments, or the only argument.
+            With it the forward is traced on fake tensors; what the trace saw of the forward then stands.
+
+    Ranks:
+        Local. The result is the same on every rank that holds the same model and code.
+    """
+    if example_inputs is None:
+        return read_calls(model)
+    traced = trace_calls(model, example_inputs)
+    if not traced.complete:
+        return read_calls(model).merge(Calls(notes=traced.notes))
+    forward, rest = _read(model)
+    return traced.merge(forward.without(traced)).merge(rest)
+
+
+def read_calls(model: nn.Module) -> Calls:
+    """Find who calls what by reading the source of the model's classes. Nothing of the model is run."""
+    forward, rest = _read(model)
+    return forward.merge(rest)
+
+
+def _read(model: nn.Module) -> tuple[Calls, Calls]:
+    """What happens below the root's forward, and what only its other public methods or the script do."""
+    places = Places(model)
+    book = FactBook(places)
+    if has_forward(model):
+        book.follow(Entry(model, "forward"))
+    num_below_forward = len(book.facts)
+    public, notes = public_entries(model, book)
+    book.notes += notes
+    _assume_the_rest(book, places)
+    facts = [fact for fact, _ in book.facts.values()]
+    return summarise(book, facts[:num_below_forward]), summarise(book, facts[num_below_forward:], public)
+
+
+def _assume_the_rest(book: FactBook, places: Places) -> None:
+    """Modules that nothing was found to enter: the user's script may call them, so read them as if it did."""
+    for name, module in places.modules.items():
+        if not name or is_holder(module) or id(module) in places.internal or not has_parameters(module):
+            continue
+        if not book.is_touched(module):
+            book.assume(module)
 
 
 def plan(

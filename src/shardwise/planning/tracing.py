@@ -1,19 +1,116 @@
-"""Watch one forward of a model on fake tensors: who calls what, and who reads whose parameters."""
+"""Follow a forward pass on fake tensors to see which modules it calls."""
 
 import dataclasses
-from collections import defaultdict
+import random
+import sys
+import types
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from shardwise.compat import fake_tensor_mode, watch_operators
-from shardwise.planning.calls import Calls
-from shardwise.planning.places import Places, has_forward
-from shardwise.planning.tracing_frames import failing_module, running_methods
-from shardwise.planning.tracing_state import preserved
+from shardwise.planning.calls import Calls, Places, has_forward
+from shardwise.planning.source.functions import underlying
+
+
+class Method(NamedTuple):
+    """A method of a module that runs without the module having been called."""
+
+    module: nn.Module
+    name: str
+
+
+def running_methods(places: Places, entered: nn.Module | None) -> list[Method]:
+    """Methods running inside the call of `entered`, outermost first, each module once in a row."""
+    found: list[Method] = []
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, nn.Module):
+                if first is entered and code.co_name == "_call_impl":
+                    break
+                if first in places and _is_method(first, code):
+                    if found and found[-1].module is first:
+                        found.pop()
+                    found.append(Method(first, code.co_name))
+        frame = frame.f_back
+    inside = [method for method in reversed(found) if method.module is not entered]
+    return [method for method in inside if method.name != "__call__"]
+
+
+def failing_module(error: BaseException, places: Places) -> str:
+    """The name of the innermost module whose call an error came out of."""
+    name, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        module = trace.tb_frame.f_locals.get("self") if code.co_name == "_call_impl" else None
+        if isinstance(module, nn.Module) and module in places:
+            name = places.name(module)
+        trace = trace.tb_next
+    return name
+
+
+def _is_method(module: nn.Module, code: types.CodeType) -> bool:
+    for cls in type(module).__mro__:
+        if cls is nn.Module:
+            return False
+        function = underlying(vars(cls).get(code.co_name))[0]
+        if function is not None and function.__code__ is code:
+            return True
+    return False
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Restore every attribute of every module, and the random state, however the block ends."""
+    before = [(module, dict(vars(module)), _contents(module)) for module in model.modules()]
+    states = _random_states()
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for holder, content in contents:
+                _refill(holder, content)
+        _restore_random(states)
+
+
+def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
+    """The module's own lists, dictionaries and sets (hooks and parameter tables, too) with their content."""
+    holders = [value for value in vars(module).values() if type(value) in (list, dict, set, OrderedDict)]
+    return [(holder, holder.copy()) for holder in holders]
+
+
+def _refill(holder: Any, content: Any) -> None:
+    if isinstance(holder, list):
+        holder[:] = content
+    elif len(holder) or len(content):
+        holder.clear()
+        holder.update(content)
+
+
+def _random_states() -> dict[str, Any]:
+    numpy = sys.modules.get("numpy")
+    return {
+        "torch": torch.random.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state() if numpy is not None else None,
+    }
+
+
+def _restore_random(states: dict[str, Any]) -> None:
+    torch.random.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if states["numpy"] is not None:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+
 
 _SHAPE_ONLY = (
     "new_",

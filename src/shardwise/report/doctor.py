@@ -11,8 +11,7 @@ from rich.text import Text
 from shardwise.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from shardwise.diagnosing.bandwidth import Measured
-    from shardwise.diagnosing.environment import Environment
+    from shardwise.diagnosing.environment import Environment, Measured
 
 
 def print_examination(console: Console, environment: Environment, rows: list[Measured], num_ranks: int) -> None:

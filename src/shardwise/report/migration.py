@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.findings import Status
-from shardwise.migration import MigratedFile, Migration
+from shardwise.fsdp1.codemod.migrate import MigratedFile, Migration
 
 _HEADINGS = {
     Status.REWRITTEN: ("rewritten", "green"),

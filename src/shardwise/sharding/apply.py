@@ -1,33 +1,192 @@
-"""shard(): carry a plan out on a model, in place. Decides nothing."""
+"""shard(): carry a plan out. Decides nothing."""
 
+import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwise import compat
 from shardwise.config.schema import ShardConfig
+from shardwise.distributed.agreement import agree_on, raise_together
+from shardwise.distributed.mesh import data_parallel_mesh, default_mesh
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.planner import plan as make_plan
-from shardwise.sharding.activation import checkpoint_activations
-from shardwise.sharding.agreement import agree_on_plan, agree_on_weights, check_fits, plan_together
-from shardwise.sharding.assigning import watch_assignments
-from shardwise.sharding.compiling import compile_blocks
-from shardwise.sharding.entering import Entry, RootEntry, guard_outside_call
+from shardwise.planning.planner import refuse_sharded
+from shardwise.planning.settings import dtype_name
+from shardwise.sharding.blocks import checkpoint_activations, compile_blocks
+from shardwise.sharding.forward_hooks import (
+    Casts,
+    Entry,
+    PartsEntry,
+    Replicated,
+    RootEntry,
+    guard_outside_call,
+    register_post_backward,
+)
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_zero_grad
-from shardwise.sharding.inputs import Casts, register_post_backward
-from shardwise.sharding.mesh import data_parallel_mesh, default_mesh
-from shardwise.sharding.parts import PartsEntry
-from shardwise.sharding.prefetching import set_prefetch
 from shardwise.sharding.registry import ShardedState, announce, remember
-from shardwise.sharding.replicated import Replicated
-from shardwise.sharding.repointing import remember_parameters, repoint
-from shardwise.sharding.watching import watch_optimizers
+from shardwise.sharding.repointing import remember_parameters, repoint, watch_assignments, watch_optimizers
+
+_SAMPLES = 64
+"""Elements compared of each parameter: enough to tell two random draws apart, cheap for any size."""
+
+
+def plan_together(make: Callable[[], Plan], mesh: DeviceMesh) -> Plan:
+    """Make the plan, or raise on every rank if it fails on one.
+
+    Ranks:
+        Collective.
+    """
+    plan, failure = None, None
+    try:
+        plan = make()
+    except ShardwiseError as error:
+        failure = error
+    for group in _groups(mesh):
+        raise_together(failure, group=group)
+    if failure is not None or plan is None:
+        raise failure or RuntimeError("no plan was made")
+    return plan
+
+
+def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise unless `plan` was made for this model and mesh.
+
+    Raises:
+        PlanError: Already sharded, other parameters, or other mesh sizes.
+    """
+    refuse_sharded(model)
+    sizes = tuple(mesh.shape)
+    if tuple(size for _, size in plan.axes) != sizes and not (len(sizes) == 1 and plan.num_shards == sizes[0]):
+        raise PlanError(
+            f"the plan is for a mesh of {dict(plan.axes)}, this one has {sizes}",
+            why="shard dimensions and policies were chosen for those sizes",
+            fix="plan(model, config, mesh=mesh) with the mesh of this run",
+        )
+    planned = {name: parameter for parameter in plan.parameters for name in (parameter.fqn, *parameter.aliases)}
+    present = dict(model.named_parameters(remove_duplicate=False))
+    if odd := sorted(planned.keys() ^ present.keys()):
+        raise PlanError(
+            f"the plan and the model differ in {len(odd)} parameters, first {odd[0]!r}",
+            where=odd[0],
+            why="a plan is carried out as it is, parameter by parameter",
+            fix="plan(model, ...) again for this model",
+        )
+    for name, parameter in present.items():
+        stored = planned[name].upcast_from or planned[name].dtype
+        if tuple(parameter.shape) != planned[name].shape or dtype_name(parameter.dtype) != stored:
+            raise PlanError(
+                f"{name!r} is {list(parameter.shape)} {dtype_name(parameter.dtype)}, planned as "
+                f"{list(planned[name].shape)} {stored}",
+                where=name,
+                why="a plan is carried out as it is, parameter by parameter",
+                fix="plan(model, ...) again for this model",
+            )
+
+
+def agree_on_plan(plan: Plan, mesh: DeviceMesh) -> None:
+    """Raise on every rank, showing the difference, unless all ranks hold the same plan.
+
+    Ranks:
+        Collective.
+    """
+    for group in _groups(mesh):
+        agree_on(plan.to_json(indent=1), "the sharding plan", group=group)
+
+
+def agree_on_weights(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise on every rank unless all ranks hold the same weights, judged by a sample of each parameter.
+
+    Each rank keeps its slice of its own copy, so ranks that were initialised differently would silently train a
+    patchwork.
+
+    Ranks:
+        Collective.
+    """
+    lines = "\n".join(f"{name} {_fingerprint(parameter)}" for name, parameter in model.named_parameters())
+    for group in _groups(mesh):
+        agree_on(
+            lines,
+            "the model's weights",
+            fix="seed every rank alike before building the model, build it on meta and call materialize(), or call "
+            "materialize(model, sync_from_rank_zero=True) before sharding",
+            group=group,
+        )
+
+
+def _fingerprint(parameter: nn.Parameter) -> str:
+    if parameter.is_meta:
+        return "meta"
+    if type(parameter) is not nn.Parameter or parameter.numel() == 0:
+        return "-"
+    flat = parameter.detach().reshape(-1) if parameter.is_contiguous() else parameter.detach().contiguous().view(-1)
+    sample = flat[:: max(flat.numel() // _SAMPLES, 1)][:_SAMPLES].cpu().contiguous()
+    return f"{zlib.crc32(sample.view(torch.uint8).numpy().tobytes()):08x}"
+
+
+def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Process groups that together reach every rank of the mesh; none when there is nobody to ask."""
+    if mesh.size() == 1 or dist.get_backend() == "fake":
+        return []
+    return [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+
+
+_EARLY_ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_installed = False
+
+
+def set_prefetch(plan: Plan, modules: dict[str, nn.Module]) -> None:
+    """Tell each group which others to gather ahead of their turn."""
+    for group in plan.groups:
+        module = modules[group.modules[0]]
+        assert isinstance(module, FSDPModule)
+        if group.forward_prefetch:
+            module.set_modules_to_forward_prefetch([_fsdp(modules[name]) for name in group.forward_prefetch])
+        if group.backward_prefetch:
+            module.set_modules_to_backward_prefetch([_fsdp(modules[name]) for name in group.backward_prefetch])
+    if plan.early_root:
+        _gather_early(modules[""])
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _gather_early(root: nn.Module) -> None:
+    """Start gathering the root's parameters when its optimizer has stepped, not when forward begins."""
+    global _installed
+    _EARLY_ROOTS.add(root)
+    root.register_load_state_dict_pre_hook(_drop_early_gather)
+    if not _installed:
+        register_optimizer_step_post_hook(_after_step)
+        _installed = True
+
+
+def _drop_early_gather(root: nn.Module, *_: Any) -> None:
+    """Weights are about to be loaded: what was gathered early would hide them from the next forward."""
+    for group in compat.state_param_groups(compat.fsdp_state(root)):
+        compat.settle(group)
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for root in _EARLY_ROOTS:
+        for group in compat.state_param_groups(compat.fsdp_state(root)):
+            owned = any(id(parameter) in stepped for parameter in compat.sharded_parameters(group))
+            if owned and compat.is_settled(group):
+                compat.start_gather(group)
+
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,21 +1,156 @@
-"""A model's repeated blocks, the unit of recomputing and of compiling, and how their `forward` is replaced.
+"""What is applied block by block: activation checkpointing and torch.compile."""
 
-The blocks are those that the plan groups by, so that FSDP2's hooks sit right around what is recomputed or
-compiled.
-"""
-
+import copy
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.config.schema import ShardConfig
-from shardwise.errors import ShardError
+from shardwise.errors import ConfigError, ShardError
+from shardwise.planning.groups import Tree
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
-from shardwise.planning.tree import Tree
+
+# What takes their place. A layer that is recomputed would append its keys and values a second time.
+_INSTEAD = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
+
+
+class Caches:
+    """The arguments of one block by which it is given a cache.
+
+    Args:
+        module: The block.
+        forward: Its forward, to know arguments by name.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._names = list(inspect.signature(forward).parameters)
+        self._is_declared = any(name in _INSTEAD for name in self._names)
+        indices = (getattr(inner, "layer_idx", None) for inner in module.modules())
+        self._layer = next((index for index in indices if isinstance(index, int)), 0)
+
+    def leave_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments without a cache; training needs none, and transformers leaves it out the same way.
+
+        Raises:
+            ShardError: The cache already holds keys for this block (prefix tuning): they would be lost.
+        """
+        if not self._is_declared and not any(name in _INSTEAD for name in kwargs):
+            return args, kwargs
+        named = zip(self._names, args, strict=False)
+        args = (*(self._instead(name, value) for name, value in named), *args[len(self._names) :])
+        return args, {name: self._instead(name, value) for name, value in kwargs.items()}
+
+    def _instead(self, name: str, value: Any) -> Any:
+        if name not in _INSTEAD or value is None:
+            return value
+        length = getattr(value, "get_seq_length", None)
+        if length is not None and length(self._layer) > 0:
+            raise ShardError(
+                f"{name} already holds {length(self._layer)} positions",
+                where=f"layer {self._layer}",
+                why="a layer that is recomputed in backward would append to the cache twice",
+                fix='checkpoint_activations(model, "none") where a filled cache is trained with',
+            )
+        return _INSTEAD[name]
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+Place = tuple[nn.Module, str]
+
+
+def is_known_to_write(module: nn.Module) -> bool:
+    """Whether the module holds a batch norm or a parametrisation with buffers, such as a spectral norm."""
+    return any(
+        isinstance(inner, _BATCH_NORMS)
+        or (isinstance(inner, ParametrizationList) and next(inner.buffers(), None) is not None)
+        for inner in module.modules()
+    )
+
+
+class WrittenBuffers:
+    """The buffers of one block, watched in its first run of each mode to learn which ones it writes.
+
+    Args:
+        module: The block.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._places: list[Place] = [
+            (inner, name) for inner in module.modules() for name, buffer in inner._buffers.items() if buffer is not None
+        ]
+        self._written: dict[bool, list[Place]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._written.get(self.module.training, self._places))
+
+    def run(self) -> "Run":
+        """What the buffers hold now, before a run that may be repeated."""
+        training = self.module.training
+        return Run(self, self._written.get(training, self._places), training)
+
+    def knows(self, training: bool) -> bool:
+        """Whether a run in this mode has been watched."""
+        return training in self._written
+
+    def learn(self, training: bool, written: list[Place]) -> None:
+        """Remember what a run wrote; from now on only that is copied."""
+        self._written[training] = written
+
+
+class Run:
+    """One run of a block: the values its buffers had before.
+
+    Args:
+        buffers: To tell which ones were written.
+        places: Buffers to copy.
+        training: The mode of the run.
+    """
+
+    def __init__(self, buffers: WrittenBuffers, places: list[Place], training: bool) -> None:
+        self._buffers, self._training = buffers, training
+        self._before: dict[Place, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        for module, name in places:
+            if (buffer := module._buffers.get(name)) is not None:
+                self._before[module, name] = (buffer, buffer._version, buffer.detach().clone())
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Around the run itself."""
+        yield
+        if not self._buffers.knows(self._training):
+            self._before = {place: held for place, held in self._before.items() if _is_written(place, *held)}
+            self._buffers.learn(self._training, list(self._before))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around its repetition, which sees and writes copies of what was there before."""
+        now = {place: place[0]._buffers[place[1]] for place in self._before}
+        for (module, name), (_, _, value) in self._before.items():
+            module._buffers[name] = value.clone()
+        try:
+            yield
+        finally:
+            for (module, name), buffer in now.items():
+                module._buffers[name] = buffer
+
+
+def _is_written(place: Place, buffer: torch.Tensor, version: int, value: torch.Tensor) -> bool:
+    """Whether the buffer has changed. Batch norm writes without counting it as a new version."""
+    now = place[0]._buffers.get(place[1])
+    return now is not buffer or now._version != version or not torch.equal(now, value)
 
 
 def find_blocks(model: nn.Module, config: ShardConfig | Plan | None, *, action: str) -> dict[str, nn.Module]:
@@ -101,3 +236,286 @@ def _refuse_sharded(model: nn.Module, action: str) -> None:
             why="the order is checkpoint_activations, compile_blocks, shard: gathering stays outside of both",
             fix=f"call {action}(model) before shard(model)",
         )
+
+
+M = TypeVar("M", bound=nn.Module)
+Mode = Literal["full", "selective", "none"]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_POLICIES = ("full", "selective", "every_n", "none")
+# Matrix products, attention and convolutions: nearly all of a block's arithmetic, and few of its saved bytes.
+_COSTLY = (
+    "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+)  # fmt: skip
+
+
+def checkpoint_activations(
+    model: M,
+    policy: Literal["full", "selective", "every_n", "none"] | Callable[[str, nn.Module], Any] = "full",
+    *,
+    every: int = 2,
+    saved_ops: Collection[Any] = (),
+    preserve_rng: bool = True,
+    config: ShardConfig | Plan | None = None,
+) -> M:
+    """Make the model's blocks recompute in backward what they would have kept, in place; return the model.
+
+    Call it before `compile_blocks` and `shard`. Only `forward` of each block is replaced: names of
+    parameters, classes and hooks stay, and FSDP2 gathers a block once for its recomputation and its backward.
+    Random numbers are drawn again alike, and buffers that a block writes (batch statistics) are written once.
+    Caches of keys and values are left out while gradients are recorded, as transformers does. A second call
+    replaces what the first one chose.
+
+    Args:
+        model: Not sharded yet.
+        policy: `full` recomputes every block and keeps its inputs only; `selective` keeps the results of
+            matrix products, attention and convolutions, and recomputes the rest; `every_n` recomputes one
+            block in `every`; `none` undoes it. Or a function of name and module that returns one of `full`,
+            `selective` and `none`, or a bool.
+        every: For `every_n`.
+        saved_ops: For `selective`: the operators (`torch.ops.aten.mm.default`) whose results are kept, in
+            place of the default ones.
+        preserve_rng: False saves a little time in models that draw no random numbers.
+        config: The one that will be given to `shard()`, where it names the blocks; or its plan.
+
+    Raises:
+        ConfigError: An unknown policy, or `every` below 1.
+        ShardError: The model is sharded or compiled already, or has no blocks.
+
+    Ranks:
+        Local. Choose alike on every rank.
+    """
+    _check_arguments(policy, every)
+    blocks = find_blocks(model, config, action="checkpoint_activations")
+    # All answers first: a policy that raises leaves the model as it was.
+    modes = [_mode(policy, every, index, *block) for index, block in enumerate(blocks.items())]
+    change_activations(blocks, modes, saved_ops=saved_ops, preserve_rng=preserve_rng)
+    return model
+
+
+def change_activations(
+    blocks: Mapping[str, nn.Module],
+    modes: Iterable[Mode],
+    *,
+    saved_ops: Collection[Any] = (),
+    preserve_rng: bool = True,
+    offload: bool = False,
+) -> None:
+    """Make each block recompute as its mode says, in place of what it did before.
+
+    Args:
+        blocks: FQN to module.
+        modes: One for each block.
+        saved_ops: As in `checkpoint_activations`.
+        preserve_rng: As in `checkpoint_activations`.
+        offload: Keep in CPU memory what is kept for backward.
+
+    Raises:
+        ShardError: A block is compiled already.
+
+    Ranks:
+        Local.
+    """
+    _refuse_compiled(blocks)
+    for module, mode in zip(blocks.values(), modes, strict=True):
+        for replaced in list(replacements(module)):
+            put_back(module, replaced)
+        if mode != "none":
+            ops = (frozenset(saved_ops) or _costly_ops()) if mode == "selective" else frozenset()
+            module.forward = CheckpointedForward(module, ops, preserve_rng=preserve_rng)
+        if offload:
+            module.forward = OffloadedForward(module)
+
+
+class CheckpointedForward(ReplacedForward):
+    """A block's forward that is run again in backward.
+
+    Args:
+        module: The block.
+        saved_ops: Operators whose results are kept; none: everything is recomputed.
+        preserve_rng: Draw the same random numbers again.
+    """
+
+    def __init__(self, module: nn.Module, saved_ops: frozenset[Any], *, preserve_rng: bool) -> None:
+        super().__init__(module.forward)
+        self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
+        if saved_ops:
+            # torch.compile follows exactly this form.
+            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, saved_ops))
+        self.caches = Caches(module, self.__wrapped__)
+        self.buffers = WrittenBuffers(module)
+        self.compiles_inside = is_known_to_write(module)  # a compiler does not follow the care taken of them
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block; what it computes inside is not kept."""
+        if not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
+        args, kwargs = self.caches.leave_out(args, kwargs)
+        options: dict[str, Any] = self.options
+        if not torch.compiler.is_compiling() and self.buffers:
+            options = options | {"context_fn": self._contexts}
+        return checkpoint(self.__wrapped__, *args, **options, **kwargs)
+
+    def _contexts(self) -> Contexts:
+        """What surrounds the first run, and what the recomputation."""
+        run = self.buffers.run()
+        if "context_fn" not in self.options:
+            return run.first(), run.again()
+        first, again = self.options["context_fn"]()
+        return _both(run.first(), first), _both(run.again(), again)
+
+
+class OffloadedForward(ReplacedForward):
+    """A block's forward that keeps in CPU memory what it keeps for backward; parameters stay where they are.
+
+    Args:
+        module: The block.
+    """
+
+    compiles_inside = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.forward)
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        to_cpu = save_on_cpu(pin_memory=torch.accelerator.is_available())
+
+        def pack(tensor: torch.Tensor) -> Any:
+            storage = tensor.untyped_storage().data_ptr()
+            # Now and not before: a group inside the block is unsharded on its way.
+            unsharded = (p for p in self.module.parameters() if not isinstance(p, DTensor))
+            is_parameter = any(storage == parameter.untyped_storage().data_ptr() for parameter in unsharded)
+            return tensor if is_parameter else to_cpu.pack_hook(tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed if isinstance(packed, torch.Tensor) else to_cpu.unpack_hook(packed)
+
+        with saved_tensors_hooks(pack, unpack):
+            return self.__wrapped__(*args, **kwargs)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def _keep(saved_ops: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _costly_ops() -> frozenset[Any]:
+    packets = [getattr(torch.ops.aten, name, None) for name in _COSTLY]  # not every torch has every one
+    return frozenset(packet.default for packet in packets if packet is not None)
+
+
+def _mode(policy: Any, every: int, index: int, name: str, module: nn.Module) -> Mode:
+    if policy == "every_n":
+        return "full" if index % every == 0 else "none"
+    if not callable(policy):
+        return policy
+    answer = policy(name, module)
+    if answer is None or isinstance(answer, bool):
+        return "full" if answer else "none"
+    if answer in ("full", "selective", "none"):
+        return answer
+    raise ConfigError(
+        f"the policy answers {answer!r} for {name!r}",
+        where=f"policy({name!r}, {type(module).__name__})",
+        why="a block is recomputed in full, selectively or not at all",
+        fix='return True, False, "full", "selective" or "none"',
+    )
+
+
+def _check_arguments(policy: Any, every: int) -> None:
+    if not callable(policy) and policy not in _POLICIES:
+        raise ConfigError(
+            f"the policy is {policy!r}",
+            where="checkpoint_activations: policy",
+            why=f"the known ones are {', '.join(_POLICIES)}",
+            fix="choose one of them, or pass a function of name and module",
+        )
+    if every < 1:
+        raise ConfigError(
+            f"every is {every}",
+            where="checkpoint_activations: every",
+            why="one block in so many is recomputed",
+            fix="set every = 1 or more",
+        )
+
+
+def _refuse_compiled(blocks: Mapping[str, nn.Module]) -> None:
+    for name, module in blocks.items():
+        if any(replaced.is_compiled for replaced in replacements(module)):
+            raise ShardError(
+                f"checkpoint_activations comes too late: {name!r} is already compiled",
+                where=name,
+                why="the compiler must see what is recomputed: checkpoint_activations, compile_blocks, shard",
+                fix="call checkpoint_activations(model) before compile_blocks(model)",
+            )
+
+
+def compile_blocks(model: M, *, config: ShardConfig | Plan | None = None, **compile_options: Any) -> M:
+    """Compile the forward of each repeated block, in place; return the model.
+
+    Call it after `checkpoint_activations` and before `shard`. Compilation happens at a block's first call.
+    Names of parameters and keys of the state dict stay, and FSDP2's hooks run outside the compiled code. A
+    second call replaces the options of the first.
+
+    Args:
+        model: Not sharded yet.
+        config: The one that will be given to `shard()`, where it names the blocks; or its plan.
+        **compile_options: Of `torch.compile`: `backend`, `mode`, `dynamic`, `fullgraph`, ...
+
+    Raises:
+        ShardError: The model is sharded already, or has no blocks.
+
+    Ranks:
+        Local. Choose alike on every rank.
+    """
+    # This backend, for debugging, runs a recomputation that it has compiled with other random numbers.
+    inside = compile_options.get("backend") == "eager"
+    for module in find_blocks(model, config, action="compile_blocks").values():
+        chain = list(replacements(module))
+        compiled = next((replaced for replaced in chain if isinstance(replaced, CompiledForward)), None)
+        if compiled is not None:
+            compiled.set_options(compile_options)
+        elif chain and (inside or chain[0].compiles_inside):
+            chain[0].__wrapped__ = CompiledForward(chain[0].__wrapped__, compile_options)
+        else:
+            module.forward = CompiledForward(module.forward, compile_options)
+    return model
+
+
+class CompiledForward(ReplacedForward):
+    """A block's forward, compiled at its first call.
+
+    Args:
+        forward: What to compile.
+        options: Of `torch.compile`.
+    """
+
+    is_compiled = True
+
+    def __init__(self, forward: Callable[..., Any], options: dict[str, Any]) -> None:
+        super().__init__(forward)
+        self.set_options(options)
+
+    def set_options(self, options: dict[str, Any]) -> None:
+        """Compile with these from the next call on."""
+        self.options = options
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled block."""
+        if self._compiled is None:
+            self._compiled = torch.compile(self.__wrapped__, **self.options)
+        return self._compiled(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledForward":
+        # The compiled function is bound to the original's weights: the copy compiles its own.
+        return CompiledForward(copy.deepcopy(self.__wrapped__, memo), self.options)

@@ -1,8 +1,9 @@
-"""FSDP1's and Composer's settings, key by key: carried out, explained as not needed, or refused."""
+"""FSDP1's and Composer's settings, translated into ShardConfig."""
 
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -11,13 +12,212 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.config.load import load
 from shardwise.config.schema import PrecisionConfig, ShardConfig
 from shardwise.errors import ConfigError
-from shardwise.sharding.fsdp1_precision import (
-    dtype_of,
-    explain_low_precision_grads,
-    fields_of,
-    read_mixed_precision,
-)
-from shardwise.sharding.translation import Translation, as_bool, member_name
+
+
+@dataclass(slots=True)
+class Translation:
+    """Filled key by key; nothing is done to the model before all of them have been read."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Fields of `ShardConfig`."""
+    precision: dict[str, Any] = field(default_factory=dict)
+    """Fields of `PrecisionConfig`."""
+    precision_reason: str | None = None
+    """Why groups compute in their dtype, where a name decided it; in place of the plan's own reason."""
+    notes: list[str] = field(default_factory=list)
+    """Reasons for the plan: what became of a key whose effect does not show elsewhere."""
+    warnings: list[str] = field(default_factory=list)
+    """Warnings for the plan: what FSDP1 did and FSDP2 does otherwise."""
+    problems: list[str] = field(default_factory=list)
+    """`key: what is wrong; what to do`, all of them raised together."""
+    mesh: DeviceMesh | None = None
+    strategy: str | None = None
+    replicate: int | None = None
+    shard: int | None = None
+    named_precision: str | None = None
+    """PURE, DEFAULT or FULL: what it means depends on the trainer's precision, or else on the device."""
+    trainer_precision: str | None = None
+    buffer_dtype: str | None = None
+    sync_from_rank_zero: bool = False
+    recompute: bool = False
+    """`activation_checkpointing`: of the modules that the model chooses, or else of the blocks."""
+    offload_activations: bool = False
+    only_children: bool = False
+    """Groups are the root's direct children; `fsdp_wrap_fn` and `_fsdp_wrap` of the model are not asked."""
+    _said_by: dict[str, tuple[str, Any]] = field(default_factory=dict)
+
+    def put(self, key: str, name: str, value: Any) -> None:
+        """Set a field of `ShardConfig` on behalf of `key`; two keys that differ are a problem."""
+        earlier, before = self._said_by.get(name, (key, value))
+        if before != value:
+            self.problem(earlier, f"contradicts {key}: one asks for {before!r}, the other for {value!r}", "give one")
+        self._said_by[name] = (key, value)
+        self.settings[name] = value
+
+    def note(self, key: str, text: str) -> None:
+        """Say in the plan what became of `key`."""
+        self.notes.append(f"{key}: {text}")
+
+    def warn(self, key: str, text: str) -> None:
+        """Warn in the plan that `key` is not what it was."""
+        self.warnings.append(f"{key}: {text}")
+
+    def problem(self, key: str, what: str, fix: str) -> None:
+        """Refuse `key`, once all others have been read."""
+        self.problems.append(f"{key}: {what}; {fix}")
+
+    def raise_problems(self) -> None:
+        """Raise once, with every problem on a line of its own."""
+        if self.problems:
+            num = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+            raise ConfigError(
+                f"{num} in the config of prepare_fully_shard",
+                where="\n".join(self.problems),
+                why="a setting is carried out, explained or refused, never dropped",
+                fix="as each line says",
+            )
+
+
+def as_bool(translation: Translation, key: str, value: Any) -> bool | None:
+    """The value if it is a bool; else a problem and None."""
+    if isinstance(value, bool):
+        return value
+    translation.problem(key, f"is {value!r}", "give True or False")
+    return None
+
+
+def member_name(value: Any, members: Iterable[str], numbers_from: int = 1) -> str | None:
+    """The name of an enum member given as the member, its name in any case, or its number."""
+    names = list(members)
+    text = str(getattr(value, "name", value)).strip().upper().rpartition(".")[2]
+    if text.isdigit() and not isinstance(value, bool):
+        index = int(text) - numbers_from
+        return names[index] if 0 <= index < len(names) else None
+    return next((name for name in names if name.lstrip("_") == text.lstrip("_")), None)
+
+
+NAMED = ("PURE", "DEFAULT", "FULL")
+
+_DTYPES = {
+    "float64": ("float64", "fp64", "double"),
+    "float32": ("float32", "fp32", "float", "full"),
+    "bfloat16": ("bfloat16", "bf16", "bfp16", "amp_bf16"),
+    "float16": ("float16", "fp16", "half", "amp", "amp_fp16"),
+}
+_DTYPE_OF = {spelling: dtype for dtype, spellings in _DTYPES.items() for spelling in spellings}
+_CASTS = ("cast_forward_inputs", "cast_root_forward_inputs")
+_DTYPE_KEYS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
+
+
+def dtype_of(value: Any) -> str | None:
+    """`bfloat16` for `torch.bfloat16`, "bf16", "amp_bf16" and the like; None for what is no such dtype."""
+    return _DTYPE_OF.get(str(getattr(value, "value", value)).lower().removeprefix("torch."))
+
+
+def read_mixed_precision(translation: Translation, key: str, value: Any) -> None:
+    """`mixed_precision=`: one of Composer's names, a dictionary, or an object of FSDP1 or FSDP2."""
+    if value is None:
+        return
+    if isinstance(value, str) and value.upper() in NAMED:
+        translation.named_precision = value.upper()
+        return
+    given = fields_of(value)
+    if given is None:
+        fix = 'give "PURE", "DEFAULT", "FULL" or {"param_dtype": "bf16", "reduce_dtype": "fp32"}'
+        translation.problem(key, f"is {value!r}", fix)
+        return
+    translation.precision |= read_fields(translation, key, given)
+    if (buffers := given.get("buffer_dtype")) is not None:
+        translation.buffer_dtype = dtype_of(buffers)
+
+
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """A dictionary, or the attributes of a dataclass, by name."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return fields | getattr(value, "__dict__", {})  # Composer's constructor sets any attribute
+    return None
+
+
+def read_fields(translation: Translation, key: str, given: dict[str, Any]) -> dict[str, Any]:
+    """A precision dictionary as fields of `PrecisionConfig`; None and absent mean what they mean to FSDP."""
+    known = (*_DTYPE_KEYS, *_CASTS, "keep_low_precision_grads", "_module_classes_to_ignore")
+    dtypes: dict[str, str | None] = {}
+    for name, value in given.items():
+        if name not in known:
+            translation.problem(
+                f"{key}.{name}", "is no setting of mixed precision", f"choose among {', '.join(known[:6])}"
+            )
+        elif name in _DTYPE_KEYS and value is not None:
+            dtypes[name] = dtype_of(value)
+            if dtypes[name] is None:
+                translation.problem(
+                    f"{key}.{name}", f"is {value!r}", "give a torch dtype, or a name such as bf16 or fp32"
+                )
+    if given.get("keep_low_precision_grads"):
+        explain_low_precision_grads(translation, f"{key}.keep_low_precision_grads", True)
+    if given.get("_module_classes_to_ignore"):
+        names = ", ".join(sorted(kind.__name__ for kind in given["_module_classes_to_ignore"]))
+        translation.note(key, f"{names}: FSDP1 kept such modules out of low precision; name them in overrides for that")
+    return _fields(translation, key, dtypes, given)
+
+
+def _fields(translation: Translation, key: str, dtypes: dict[str, str | None], given: dict[str, Any]) -> dict[str, Any]:
+    param = dtypes.get("param_dtype")
+    fields: dict[str, Any] = {"param_dtype": param or "storage"}
+    if (reduce := dtypes.get("reduce_dtype") or param) is not None:
+        fields["reduce_dtype"] = reduce
+        if dtypes.get("reduce_dtype") is None and reduce in ("bfloat16", "float16"):
+            translation.note(key, f"gradients are summed in {reduce}, the param_dtype, as no reduce_dtype is given")
+    if (output := dtypes.get("output_dtype")) is not None:
+        fields["output_dtype"] = output
+    casts = [given.get(name) for name in _CASTS]
+    if any(cast is not None for cast in casts):
+        fields["cast_inputs"] = any(casts)
+    if casts[0] is False and casts[1]:
+        translation.note(
+            key, "inputs are cast at every group, not only at the root; where dtypes agree it costs nothing"
+        )
+    return fields
+
+
+def explain_low_precision_grads(translation: Translation, key: str, value: Any) -> None:
+    """`keep_low_precision_grads`: FSDP2 has no such switch."""
+    if value:
+        why = "gradients have the dtype parameters are stored in; store those in 16 bits to keep them there"
+        translation.warn(key, why)
+    else:
+        translation.note(key, "as always: gradients have the dtype parameters are stored in")
+
+
+def resolve_named(translation: Translation, compute_dtype: str | None) -> None:
+    """Turn PURE, DEFAULT or FULL into dtypes.
+
+    Args:
+        translation: With the name, and the trainer's precision if it was given.
+        compute_dtype: What this device computes in when nobody says; None is the dtype of storage.
+    """
+    name, trainer = translation.named_precision, translation.trainer_precision
+    if name is None and trainer is None:
+        return
+    if translation.precision:
+        translation.problem("precision", "is given twice: by name and by dtypes", "keep one")
+        return
+    name = name or "DEFAULT"
+    dtype = None if name == "FULL" else trainer or compute_dtype
+    translation.precision["param_dtype"] = dtype or "storage"
+    if name == "PURE" and dtype is not None:
+        translation.precision["reduce_dtype"] = dtype
+    if name == "FULL":
+        text = "computes as stored; gradients are summed in 32 bits or more"
+    else:
+        whose = "the trainer's precision" if trainer else "this device's own choice"
+        sums = dtype if name == "PURE" and dtype else "float32"
+        text = f"computes in {dtype or 'the stored dtype'}, {whose}; sums gradients in {sums}"
+    translation.precision_reason = f"mixed_precision: {name}: {text}"
+
 
 Reader = Callable[[Translation, str, Any, nn.Module], None]
 

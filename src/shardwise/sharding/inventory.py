@@ -1,18 +1,163 @@
-"""Every tensor of a model once, with all the places it stands in, and whether it has values yet."""
+"""Parameters and buffers of a model: layouts, names, values that were never written, replicas."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise import compat
-from shardwise.sharding.layout import local_part
-from shardwise.sharding.poison import poison
+from shardwise.errors import ShardError
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """A tensor cut along one dimension over one mesh axis, and whole along every other axis.
+
+    All parts but the last ones hold `part_size` rows; the last may be shorter or empty (torch.chunk's rule).
+    """
+
+    mesh: DeviceMesh
+    axis: int
+    dim: int
+    size: int
+    """Rows of the full tensor along `dim`."""
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks that hold one copy between them."""
+        return self.mesh.size(self.axis)
+
+    @property
+    def part_size(self) -> int:
+        """Rows of the first, and fullest, part."""
+        return -(-self.size // self.num_parts)
+
+    def bounds(self, part: int) -> tuple[int, int]:
+        """First row of a part, and how many rows it has."""
+        start = min(part * self.part_size, self.size)
+        return start, min(self.part_size, self.size - start)
+
+
+def layout_of(tensor: DTensor) -> ShardLayout | None:
+    """The layout of `tensor`, or None unless it is cut along exactly one mesh axis in the plain way."""
+    axes = sharded_axes(tensor)
+    if len(axes) != 1:
+        return None
+    placement = tensor.placements[axes[0]]
+    if type(placement) is not Shard:  # tensor parallelism interleaves parts (_StridedShard)
+        return None
+    dim = placement.dim % tensor.ndim
+    return ShardLayout(tensor.device_mesh, axes[0], dim, tensor.shape[dim])
+
+
+def sharded_axes(tensor: DTensor) -> tuple[int, ...]:
+    """Mesh axes over which the ranks hold different values of `tensor`."""
+    return tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, sharing its memory, without gradient; a plain tensor is its own part."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if not torch.is_grad_enabled():  # the switch costs more than the rest, and there may be thousands
+        return tensor.to_local()
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def local_part(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `full` when it is laid out like `like`.
+
+    Ranks:
+        Local. Every rank must bring the same `full`, or at least its own part of it.
+    """
+    if not isinstance(like, DTensor) or not sharded_axes(like):
+        return full
+    layout = layout_of(like)
+    if layout is not None:
+        start, length = layout.bounds(layout.mesh.get_local_rank(layout.axis))
+        return full.narrow(layout.dim, start, length)
+    replicated = [Replicate()] * like.device_mesh.ndim
+    whole = DTensor.from_local(full, like.device_mesh, replicated, run_check=False)
+    return cast(DTensor, whole.redistribute(placements=like.placements)).to_local()
+
+
+# Never the value of a truth value; as a 2, 4 or 8 byte integer, one that no table or mask holds.
+_POISON_BYTE = 0xA5
+# Bounds the temporary memory of the checks.
+_CHUNK_BYTES = 32 * 2**20
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill with what no initialiser writes: NaN, or a byte pattern where there is no NaN.
+
+    Args:
+        tensor: Contiguous, unless its dtype has NaN.
+
+    Ranks:
+        Local.
+    """
+    with torch.no_grad():
+        if _has_nan(tensor.dtype):
+            tensor.fill_(float("nan"))
+        else:
+            _bytes(tensor).fill_(_POISON_BYTE)
+
+
+def is_poisoned(tensor: torch.Tensor) -> bool:
+    """Whether poison is left, in any element; for 8-bit integers, in all of them.
+
+    A single 8-bit integer equal to the poison may well be meant, so only an untouched tensor counts.
+
+    Ranks:
+        Local.
+    """
+    if tensor.numel() == 0:
+        return False
+    with torch.no_grad():
+        if _has_nan(tensor.dtype):
+            return any(bool(chunk.isnan().any()) for chunk in _chunks(tensor))
+        left = (chunk == _POISON_BYTE for chunk in _chunks(_bytes(tensor.contiguous())))
+        if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
+            return all(bool(chunk.all()) for chunk in left)
+        return any(bool(chunk.view(-1, tensor.dtype.itemsize).all(dim=1).any()) for chunk in left)
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """A 0-d int64 tensor that changes with the tensor's bits; equal tensors on all ranks give equal ones.
+
+    Ranks:
+        Local.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    with torch.no_grad():
+        for position, chunk in enumerate(_chunks(_bytes(tensor.detach().contiguous()))):
+            if chunk.storage_offset() % 8:
+                chunk = chunk.clone()  # eight bytes are read as one number, which must be aligned
+            words = chunk[: chunk.numel() // 8 * 8].view(torch.int64)
+            total += (position + 1) * (words.sum() + chunk[words.numel() * 8 :].sum(dtype=torch.int64))
+    return total
+
+
+def _has_nan(dtype: torch.dtype) -> bool:
+    return (dtype.is_floating_point and dtype.itemsize > 1) or dtype.is_complex
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage of a contiguous tensor as a flat view of bytes."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    flat = tensor.detach().reshape(-1)
+    yield from flat.split(max(_CHUNK_BYTES // flat.element_size(), 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +326,84 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(tensor, DTensor) or not tensor.dtype.is_floating_point:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return torch.empty_like(tensor, device=device, requires_grad=False)
+
+
+T = TypeVar("T")
+
+
+def values_of_ranks(value: T, mesh: DeviceMesh | None) -> list[T]:
+    """What each rank of the mesh holds, the first rank's first; only this one's where there is no mesh.
+
+    Ranks:
+        Collective over the mesh. Small picklable values only.
+    """
+    values = [value]
+    if mesh is None or dist.get_backend() == "fake":
+        return values
+    for axis in reversed(range(mesh.ndim)):
+        gathered: list[list[T]] = [[]] * mesh.size(axis)
+        dist.all_gather_object(gathered, values, group=mesh.get_group(axis))
+        values = [value for part in gathered for value in part]
+    return values
+
+
+def broadcast_from_first(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[int]) -> None:
+    """Overwrite `tensor` with the values it has on the first rank of each of the axes.
+
+    Ranks:
+        Collective over those axes. Needs one copy of the tensor at most.
+    """
+    with torch.no_grad():
+        sent = tensor.detach().to(mesh.device_type).contiguous().view(-1).view(torch.uint8)
+        for axis in axes:
+            dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
+        tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
+
+
+def check_equal(entries: Sequence[Entry], mesh: DeviceMesh) -> None:
+    """Raise on every rank if a tensor differs between ranks that should hold the same.
+
+    Plain tensors and freshly initialised ones must be equal everywhere, shards along the axes that replicate.
+
+    Raises:
+        ShardError: Naming the first tensor that differs.
+
+    Ranks:
+        Collective. Two small all-reduces per mesh axis.
+    """
+    differing: dict[str, str] = {}
+    for axis, axis_name in enumerate(_axis_names(mesh)):
+        compared = [entry for entry in entries if axis in replicated_axes(entry, mesh)]
+        if mesh.size(axis) > 1 and compared:
+            differing |= dict.fromkeys(_differing(compared, mesh, axis), axis_name)
+    # Ranks that share no copy of the tensor saw no difference: they must not go on alone.
+    found = {name: axis for part in values_of_ranks(differing, mesh) for name, axis in part.items()}
+    if found:
+        first = next(entry.fqn for entry in entries if entry.fqn in found)
+        raise ShardError(
+            f"{first} differs between ranks" + (f", and {len(found) - 1} more" if len(found) > 1 else ""),
+            where=f"mesh axis {found[first]}",
+            why="ranks that hold copies of a tensor must start from the same values, or they drift apart",
+            fix="materialize(model, init, sync_from_rank_zero=True); before sharding, if it has values",
+        )
+
+
+def replicated_axes(entry: Entry, mesh: DeviceMesh) -> list[int]:
+    """The axes of `mesh` along which every rank must hold, or must have drawn, the same tensor."""
+    if entry.fingerprint is not None or not isinstance(entry.tensor, DTensor):
+        return list(range(mesh.ndim))
+    placements = dict(zip(_axis_names(entry.tensor.device_mesh), entry.tensor.placements, strict=True))
+    return [axis for axis, name in enumerate(_axis_names(mesh)) if isinstance(placements.get(name), Replicate)]
+
+
+def _differing(entries: Sequence[Entry], mesh: DeviceMesh, axis: int) -> list[str]:
+    prints = [entry.fingerprint if entry.fingerprint is not None else fingerprint(entry.local) for entry in entries]
+    lowest = torch.stack([value.to(mesh.device_type) for value in prints])
+    highest = lowest.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return [entries[index].fqn for index in (lowest != highest).nonzero().flatten().tolist()]
+
+
+def _axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or tuple(f"axis {index}" for index in range(mesh.ndim))

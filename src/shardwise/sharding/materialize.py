@@ -1,27 +1,335 @@
-"""Give a model on meta its values, holding no more than this rank's part and one module in full."""
+"""materialize(): from meta to the device, every module initialised once, the same on any number of ranks."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from typing import TypeVar
+import inspect
+import random
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
 
 from shardwise import compat
+from shardwise.distributed.mesh import default_mesh, latest_mesh
 from shardwise.errors import ShardError
-from shardwise.sharding.initialisers import Initialiser, initialisers_of, weights_owner
-from shardwise.sharding.inventory import Entry, Place, class_name, is_meta, take_inventory
-from shardwise.sharding.mesh import default_mesh, latest_mesh
-from shardwise.sharding.on_demand import FullOnDemand
-from shardwise.sharding.poison import fingerprint, is_poisoned
+from shardwise.sharding.inventory import (
+    Entry,
+    Place,
+    broadcast_from_first,
+    check_equal,
+    class_name,
+    fingerprint,
+    is_meta,
+    is_poisoned,
+    meta_left_in,
+    replicated_axes,
+    take_inventory,
+    values_of_ranks,
+)
 from shardwise.sharding.registry import sharded_state
-from shardwise.sharding.replicas import broadcast_from_first, check_equal, replicated_axes, values_of_ranks
-from shardwise.sharding.seeding import same_random_stream
-from shardwise.sharding.unwritten import refuse_unwritten
-from shardwise.sharding.watching import watch_optimizers
+from shardwise.sharding.repointing import watch_optimizers
+
+Initialiser = Callable[[], object]
+
+_RESETS = ("_reset_parameters", "reset_parameters")
+# What modules call the method that computes their tables (rotary embeddings, masks) again.
+_BUFFER_METHODS = ("reset_buffers", "init_buffers", "_init_buffers", "rope_init")
+
+
+def initialisers_of(
+    module: nn.Module, owner: nn.Module | None, init: Callable[[nn.Module], object] | None
+) -> list[Initialiser]:
+    """What to run on a module, weakest first, as building the model for real would have run it.
+
+    Building runs a module's own `reset_parameters`; a framework then applies the model's `_init_weights`;
+    a user's `model.apply(init)` comes last.
+
+    Args:
+        module: Holds its own parameters in full.
+        owner: From `weights_owner`.
+        init: The user's function of a module, if any.
+
+    Ranks:
+        Local.
+    """
+    found: list[Initialiser] = []
+    if hasattr(module, "config"):
+        found.append(lambda: _write_configured(module))
+    for name in _BUFFER_METHODS:
+        found += [getattr(module, name)] if _takes(getattr(module, name, None), 0) else []
+    if is_parametrized(module):
+        found.append(lambda: _reset_parametrized(module))
+    else:
+        found += _resets_of(module)
+    if _takes(getattr(module, "_init_weights", None), 0):
+        found.append(module._init_weights)  # pyrefly: ignore[bad-argument-type]
+    if owner is not None:
+        found.append(lambda: owner._init_weights(module))  # pyrefly: ignore[not-callable]
+    if init is not None:
+        found.append(lambda: init(module))
+    return found
+
+
+def weights_owner(module: nn.Module, owner_above: nn.Module | None) -> nn.Module | None:
+    """The nearest module, itself or above, whose `_init_weights(module)` serves it, as in transformers."""
+    return module if _takes(getattr(module, "_init_weights", None), 1) else owner_above
+
+
+def _resets_of(module: nn.Module) -> list[Initialiser]:
+    return [getattr(module, name) for name in _RESETS if _takes(getattr(module, name, None), 0)]
+
+
+def _write_configured(module: Any) -> None:
+    """Write what transformers computes in `__init__` from the config but not in `_init_weights`."""
+    for name, parameter in module.named_parameters(recurse=False):
+        value = getattr(module.config, f"{name}_init_value", None)  # CLIP's logit_scale
+        if isinstance(value, int | float):
+            nn.init.constant_(parameter, value)
+    if callable(getattr(module, "rope_init_fn", None)):  # rotary tables of transformers 4
+        table, module.attention_scaling = module.rope_init_fn(module.config, torch.device("cpu"))
+        for name in ("inv_freq", "original_inv_freq"):
+            if isinstance(getattr(module, name, None), torch.Tensor):
+                getattr(module, name).copy_(table)
+
+
+def _reset_parametrized(module: Any) -> None:
+    """Reset tensors as they were before parametrisation (weight_norm), then write what they are made of."""
+    first = next(iter(module.parametrizations))
+    lineage = type(module).__mro__
+    made = next(index for index, kind in enumerate(lineage) if isinstance(vars(kind).get(first), property))
+    plain: Any = object.__new__(lineage[made + 1])
+    plain.__dict__.update(module.__dict__)
+    shown = {name: getattr(module, name) for name in module.parametrizations}
+    plain.__dict__["_parameters"] = {
+        **module._parameters,
+        **{name: nn.Parameter(torch.empty_like(tensor), requires_grad=False) for name, tensor in shown.items()},
+    }
+    for reset in _resets_of(plain):
+        reset()
+    for name, steps in module.parametrizations.items():
+        value = plain._parameters[name]
+        for step in reversed(steps):
+            value = step.right_inverse(value) if hasattr(step, "right_inverse") else value
+        if steps.is_tensor:
+            steps.original.copy_(value)
+        else:
+            for number, part in enumerate(value):
+                getattr(steps, f"original{number}").copy_(part)
+
+
+def _takes(function: object, num_args: int) -> bool:
+    """Whether it can be called with exactly that many positional arguments and needs no more."""
+    if not callable(function):
+        return False
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*[None] * num_args)
+    except (TypeError, ValueError):  # it needs others, or is a builtin without a signature
+        return False
+    parameters = signature.parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return len(required) == num_args
+
+
+# Attributes whose value is a tensor made of the parameter's values; all others are metadata.
+_VALUE_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+_METADATA_METHODS = {
+    "dim", "ndimension", "size", "stride", "numel", "nelement", "element_size", "is_floating_point",
+    "is_complex", "is_contiguous",
+    "storage_offset", "get_device", "requires_grad_", "is_pinned", "__hash__", "__len__",
+    "__repr__", "__format__", "register_hook",
+}  # fmt: skip
+# Overwrites all of its first argument: there is no need to gather it first.
+_OVERWRITING = {
+    "normal_", "uniform_", "constant_", "zeros_", "ones_", "eye_", "dirac_", "orthogonal_", "sparse_",
+    "zero_", "fill_", "copy_",
+    "exponential_", "bernoulli_", "trunc_normal_", "xavier_uniform_", "xavier_normal_",
+    "kaiming_uniform_", "kaiming_normal_",
+}  # fmt: skip
+# Looks at nothing but shape, dtype and device of its first argument.
+_SHAPE_ONLY = {
+    "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "full_like", "new_zeros", "new_ones",
+    "new_empty", "new_full", "new_tensor",
+}  # fmt: skip
+
+
+class FullOnDemand(TorchFunctionMode):
+    """Hands torch functions a whole plain tensor wherever they are given one of `entries`.
+
+    So a parent's initialiser (MultiheadAttention's, a model's `_init_weights` on itself) sees its
+    descendants as in a single process, draws the same numbers on any number of ranks, and costs one whole
+    tensor at a time.
+
+    Args:
+        entries: All tensors of the model.
+        keep: What to do with a whole tensor that may have been written; not called for protected ones.
+        is_protected: Writes to such an entry are dropped.
+        device: Where whole tensors are made.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[Entry],
+        keep: Callable[[Entry, torch.Tensor], None],
+        is_protected: Callable[[Entry], bool],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._entry_of = {id(entry.tensor): entry for entry in entries}
+        self._keep, self._is_protected, self._device = keep, is_protected, device
+        self._open: dict[Entry, torch.Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func` with whole tensors in place of sharded ones."""
+        kwargs = kwargs or {}
+        if _is_about_metadata(func):
+            return func(*args, **kwargs)
+        used = list(self._entries_in((args, kwargs)))
+        if used:
+            self._close_unused(used)
+            target = args[0] if args else kwargs.get("tensor", kwargs.get("self"))
+            args, kwargs = self._in_full((args, kwargs), func.__name__, target)
+        return func(*args, **kwargs)
+
+    def close(self) -> None:
+        """Keep what was written and let the whole tensors go.
+
+        Ranks:
+            Local, unless `keep` communicates.
+        """
+        for entry in list(self._open):
+            self._close(entry)
+
+    def _entry(self, value: Any) -> Entry | None:
+        entry = self._entry_of.get(id(value))
+        if entry is None or entry.tensor is not value:
+            return None
+        return entry if isinstance(value, DTensor) or self._is_protected(entry) else None
+
+    def _entries_in(self, value: Any) -> Iterator[Entry]:
+        if isinstance(value, torch.Tensor):
+            if (entry := self._entry(value)) is not None:
+                yield entry
+        elif type(value) in (tuple, list):
+            for item in value:
+                yield from self._entries_in(item)
+        elif type(value) is dict:
+            for item in value.values():
+                yield from self._entries_in(item)
+
+    def _in_full(self, value: Any, function: str, target: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            entry = self._entry(value)
+            return value if entry is None else self._stand_in(entry, function if value is target else "")
+        if type(value) in (tuple, list):
+            return type(value)(self._in_full(item, function, target) for item in value)
+        if type(value) is dict:
+            return {key: self._in_full(item, function, target) for key, item in value.items()}
+        return value
+
+    def _stand_in(self, entry: Entry, function: str) -> torch.Tensor:
+        if entry in self._open:
+            return self._open[entry]
+        if function not in _OVERWRITING | _SHAPE_ONLY:
+            self._open[entry] = entry.gather(self._device)
+            return self._open[entry]
+        full = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device=self._device)
+        if function in _OVERWRITING:
+            self._open[entry] = full
+        return full
+
+    def _close_unused(self, used: list[Entry]) -> None:
+        """Let go of whole tensors that nobody can write to any more, so that only a few exist at a time."""
+        for entry in [entry for entry in self._open if entry not in used]:
+            # Two references are ours: the dict's and the one of the call.
+            if not compat.is_aliased(self._open[entry]) and sys.getrefcount(self._open[entry]) <= 2:
+                self._close(entry)
+
+    def _close(self, entry: Entry) -> None:
+        full = self._open.pop(entry)
+        if not self._is_protected(entry):
+            self._keep(entry, full)
+
+
+def _is_about_metadata(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(func.__self__, "__name__", "") not in _VALUE_ATTRIBUTES
+    return name in _METADATA_METHODS
+
+
+@contextmanager
+def same_random_stream(device: torch.device, mesh: DeviceMesh | None) -> Iterator[None]:
+    """Draw the same numbers on every rank inside, from a seed that the first draws from its own.
+
+    Every rank draws a seed, so that streams that were in step stay in step, and calling this again gives
+    other numbers. Afterwards torch's, Python's and numpy's generators go on from where they were.
+
+    Args:
+        device: Whose generator is meant, beside the CPU's.
+        mesh: The ranks that take part; None for this one alone.
+
+    Ranks:
+        Collective on entry.
+    """
+    drawn = int(torch.randint(2**62, (), device="cpu"))
+    seed = values_of_ranks(drawn, mesh)[0]
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if numpy:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
+
+
+def refuse_unwritten(model: nn.Module, entries: Sequence[Entry], mesh: DeviceMesh | None) -> None:
+    """Raise if any rank finds poison in its part of a tensor, or a tensor still on meta.
+
+    Raises:
+        ShardError: The same on every rank, naming all such tensors.
+
+    Ranks:
+        Collective.
+    """
+    unwritten = [entry.fqn for entry in entries if entry.pending and is_poisoned(entry.local)]
+    unwritten += meta_left_in(model)
+    unwritten = list(dict.fromkeys(name for names in values_of_ranks(unwritten, mesh) for name in names))
+    if unwritten:
+        names, plural = set(unwritten), "s" if len(unwritten) > 1 else ""
+        classes = sorted({class_name(entry.places[0].module) for entry in entries if entry.fqn in names})
+        raise ShardError(
+            f"{len(unwritten)} tensor{plural} of {class_name(model)} got no values",
+            where="\n".join(_folded(unwritten)),
+            why="a model built on meta has no values; no reset_parameters, _init_weights or init wrote these",
+            fix=f"write them in reset_parameters() of {', '.join(classes) or 'a module'}, or in init(module)",
+        )
+
+
+def _folded(names: list[str]) -> list[str]:
+    """One line for tensors whose names differ in numbers only: 80 layers read as one."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    return [same[0] if len(same) == 1 else f"{same[0]} … {same[-1]} ({len(same)})" for same in alike.values()]
+
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,7 +1,8 @@
-"""prepare_fully_shard(): Composer's one call, on any config its users have. Decides nothing itself."""
+"""prepare_fully_shard(): Composer's one call, on any config its users have."""
 
+import difflib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from os import PathLike
 from typing import Any, TypeVar
@@ -14,28 +15,169 @@ from torch.optim import Optimizer
 
 from shardwise import compat
 from shardwise.config.load import load, read_yaml
-from shardwise.config.schema import ROOT_PATTERN, MeshConfig, PrecisionConfig, ShardConfig
+from shardwise.config.schema import ROOT_PATTERN, GroupOverride, MeshConfig, PrecisionConfig, ShardConfig
+from shardwise.distributed.mesh import data_parallel_mesh, default_mesh, make_mesh, ranks_per_machine
 from shardwise.errors import ConfigError, ShardError
-from shardwise.planning.dtypes import choose_compute, dtype_name
+from shardwise.planning.assignment import find_tensors
+from shardwise.planning.calls import has_forward
+from shardwise.planning.groups import name_matcher
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import device_capability
 from shardwise.planning.planner import plan as make_plan
-from shardwise.sharding.activation import Mode, change_activations
-from shardwise.sharding.agreement import plan_together
-from shardwise.sharding.apply import shard
-from shardwise.sharding.fsdp1_keys import HYBRID, translate
-from shardwise.sharding.fsdp1_precision import fields_of, resolve_named
+from shardwise.planning.settings import choose_compute, dtype_name
+from shardwise.sharding.apply import plan_together, shard
+from shardwise.sharding.blocks import Mode, change_activations, find_blocks
+from shardwise.sharding.fsdp1_keys import HYBRID, NAMED, Translation, fields_of, read_fields, resolve_named, translate
 from shardwise.sharding.materialize import materialize
-from shardwise.sharding.mesh import data_parallel_mesh, default_mesh, make_mesh, ranks_per_machine
-from shardwise.sharding.translation import Translation
-from shardwise.sharding.wrap_functions import (
-    chosen_modules,
-    direct_children,
-    drop_ignored,
-    join_ties,
-    overrides_of,
-    recomputed_modules,
-)
+
+_PLAIN = ("reshard_after_forward", "offload", "forward_prefetch", "backward_prefetch")
+_KEYS = (*_PLAIN, "cpu_offload", "mixed_precision", "mp_policy")
+
+
+def chosen_modules(model: nn.Module, translation: Translation) -> dict[str, dict[str, Any]] | None:
+    """The modules that the model wants to be groups, with their own settings, in the model's order.
+
+    `_fsdp_wrap` of a module comes first, then `fsdp_wrap_fn` of the nearest module above it that has one.
+
+    Returns:
+        Name to fields of `GroupOverride`, of the root as `(root)`; None when the model says nothing.
+    """
+    chosen: dict[str, dict[str, Any]] = {}
+    answers, has_opinion = _answers(model, "_fsdp_wrap", "fsdp_wrap_fn")
+    for name, answer in answers.items():
+        settings = _read_wrap_value(translation, name or ROOT_PATTERN, answer) if isinstance(answer, dict) else None
+        if not name:
+            if settings:
+                chosen[ROOT_PATTERN] = settings
+        elif (answer or settings is not None) and next(model.get_submodule(name).parameters(), None) is not None:
+            chosen[name] = settings or {}
+    if getattr(model, "_fsdp_wrap", None) is False:
+        translation.note("_fsdp_wrap", "False on the root: it is a group all the same, of what no other group holds")
+    return chosen if has_opinion else None
+
+
+def recomputed_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
+    """The modules to recompute in backward, by name.
+
+    The outermost that the model chooses by `_activation_checkpointing` and `activation_checkpointing_fn`; the blocks
+    of the plan where it has neither.
+
+    Raises:
+        ShardError: The model chooses none and the plan has no blocks.
+
+    Ranks:
+        Local.
+    """
+    answers, has_opinion = _answers(model, "_activation_checkpointing", "activation_checkpointing_fn")
+    if not has_opinion:
+        blocks = find_blocks(model, plan, action="checkpoint_activations")
+        return {name: block for name, block in blocks.items() if getattr(block, "_activation_checkpointing", True)}
+    chosen = {name: {} for name, answer in answers.items() if name and answer}
+    return {name: model.get_submodule(name) for name in chosen if not _nearest(name, chosen)}
+
+
+def _answers(model: nn.Module, mark_name: str, function_name: str) -> tuple[dict[str, Any], bool]:
+    """What the model says about each module, by name, and whether it chooses any."""
+    asked: dict[str, Callable[[nn.Module], Any]] = {}
+    answers: dict[str, Any] = {}
+    has_opinion = False
+    for name, module in model.named_modules():
+        function = asked.get(_nearest(name, asked)) if asked else None
+        if callable(own := getattr(module, function_name, None)):
+            asked[name] = own
+            has_opinion = True
+            function = function or (own if not name else None)
+        mark = getattr(module, mark_name, None)
+        has_opinion = has_opinion or bool(mark)
+        answers[name] = mark if mark is not None else function(module) if function is not None else False
+    return answers, has_opinion
+
+
+def direct_children(module: nn.Module, prefix: str = "") -> list[str]:
+    """Names of the children that can be called; of a list or dictionary, those of its elements."""
+    names: list[str] = []
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is not None:
+            names += [prefix + name] if has_forward(child) else direct_children(child, f"{prefix}{name}.")
+    return names
+
+
+def drop_ignored(chosen: dict[str, dict[str, Any]], patterns: tuple[str, ...]) -> None:
+    """Take out the modules that are ignored or lie inside an ignored one: they hold nothing to group."""
+    ignored = [name_matcher(pattern) for pattern in patterns]
+    for name in list(chosen):
+        parts = name.split(".")
+        around = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+        if any(fits(outer) for outer in around for fits in ignored):
+            del chosen[name]
+
+
+def _nearest(name: str, asked: dict[str, Any]) -> str:
+    """The longest proper prefix of `name` among the names of those that can be asked."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in asked:
+            return name
+    return ""
+
+
+def _read_wrap_value(translation: Translation, name: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """The settings a module asks for, as fields of `GroupOverride`."""
+    fields: dict[str, Any] = {}
+    for key, value in answer.items():
+        where = f"fsdp_wrap_fn({name}).{key}"
+        if key in _PLAIN:
+            fields[key] = value
+        elif key == "cpu_offload":
+            fields["offload"] = bool((fields_of(value) or {"offload_params": value}).get("offload_params"))
+        elif key in ("mixed_precision", "mp_policy"):
+            fields |= _precision(translation, where, value)
+        else:
+            near = difflib.get_close_matches(key, _KEYS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(_KEYS)}"
+            translation.problem(where, "is no setting of a single group", hint)
+    return fields
+
+
+def _precision(translation: Translation, where: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str) and value.upper() == "FULL":
+        return {"param_dtype": "storage"}
+    if (given := fields_of(value)) is not None:
+        return read_fields(translation, where, given)
+    named = isinstance(value, str) and value.upper() in NAMED
+    what = f"{value!r} does not name a dtype" if named else f"is {value!r}"
+    translation.problem(where, what, 'give {"param_dtype": "bf16", "reduce_dtype": "fp32"} or "FULL"')
+    return {}
+
+
+def join_ties(model: nn.Module, chosen: dict[str, dict[str, Any]], translation: Translation) -> None:
+    """Leave a tied tensor to the group around: of `chosen`, take out those that hold it with others."""
+    tied = [tensor.names for tensor in find_tensors(model) if len(tensor.names) > 1]
+    for names in tied:
+        while len(homes := {_nearest(name, chosen) for name in names} - {""}) > 1:
+            for home in homes:
+                del chosen[home]
+            around = " and ".join(sorted(homes))
+            translation.note("ties", f"{around} share {' = '.join(names)}; the group around them holds both")
+
+
+def overrides_of(chosen: dict[str, dict[str, Any]], base: dict[str, Any]) -> tuple[GroupOverride, ...]:
+    """Overrides that give each module its own settings, and those inside it the config's again.
+
+    Args:
+        chosen: From `chosen_modules`, outer modules first.
+        base: What the config asks for, by field of `GroupOverride`.
+    """
+    overrides: list[GroupOverride] = []
+    touched: dict[str, set[str]] = {}
+    for name, own in chosen.items():
+        above = touched.get(_nearest(name, touched), set())
+        complete = {field: base[field] for field in sorted(above) if base.get(field) is not None} | own
+        if complete:
+            touched[name] = above | complete.keys()
+            overrides.append(GroupOverride(pattern=name, **complete))
+    return tuple(overrides)
+
 
 M = TypeVar("M", bound=nn.Module)
 

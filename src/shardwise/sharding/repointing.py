@@ -1,5 +1,8 @@
-"""Optimizers built before sharding: remember whose parameters they hold, then point them at the shards."""
+"""Optimizers follow their parameters: repointed after sharding, watched, state kept in the model's order."""
 
+from __future__ import annotations
+
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +11,228 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise import compat
 from shardwise.errors import ShardError
-from shardwise.sharding.layout import local_part
-from shardwise.sharding.state_order import follow_names
-from shardwise.sharding.watching import watch_optimizers
+from shardwise.sharding.inventory import class_name, local_part, local_tensor, unwrapped_name
+from shardwise.sharding.registry import sharded_roots
+
+_FOLLOWING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def follow_names(optimizer: Optimizer) -> None:
+    """Let the state dicts of an optimizer of sharded parameters go by names; once is enough.
+
+    Ranks:
+        Local.
+    """
+    if optimizer not in _FOLLOWING:
+        _FOLLOWING.add(optimizer)
+        optimizer.register_state_dict_post_hook(_order_state)
+        optimizer.register_load_state_dict_pre_hook(_order_names)
+
+
+def _order_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state in the models' order, each parameter under the number that it has."""
+    place = {id(parameter): index for index, (_, parameter) in enumerate(_named_parameters())}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def key(entry: Any) -> int:
+        known = isinstance(entry, int) and entry < len(held)
+        return place.get(id(held[entry]), len(place)) if known else len(place)
+
+    state = state_dict["state"]
+    return {**state_dict, "state": {entry: state[entry] for entry in sorted(state, key=key)}}
+
+
+def _order_names(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """Where groups list names instead of numbers: the same groups and names in this optimizer's order."""
+    given = state_dict.get("param_groups", [])
+    if not all(isinstance(name, str) for group in given for name in group["params"]):
+        return None
+    name_of = {id(parameter): name for name, parameter in _named_parameters()}
+    live = [[name_of.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    groups = {frozenset(group["params"]): group for group in given}
+    if len(groups) != len(given) or {frozenset(names) for names in live} != groups.keys():
+        return None  # torch compares them, and says what does not fit
+    return {**state_dict, "param_groups": [{**groups[frozenset(names)], "params": names} for names in live]}
+
+
+def _named_parameters() -> list[tuple[str, torch.Tensor]]:
+    """Every parameter of every sharded model, in the order in which the models were sharded."""
+    return [
+        (unwrapped_name(name), parameter)
+        for root in sharded_roots()
+        for name, parameter in nn.Module.named_parameters(root)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What is known of an optimizer since its parameters were last looked at."""
+
+    signature: tuple[Any, ...]
+    """Changes with the optimizer's parameter lists and with every newly sharded model."""
+    groups: tuple[weakref.ref[Any], ...]
+    """FSDP2 groups that hold parameters of this optimizer."""
+
+
+_REPLACED: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, _Checked] = weakref.WeakKeyDictionary()
+_num_watched = 0
+
+
+def watch_optimizers(model: nn.Module, replaced: Iterable[torch.Tensor]) -> None:
+    """Make every optimizer that still holds one of the `replaced` parameters fail at its next step.
+
+    Without this such an optimizer updates tensors that the model no longer uses: the loss stays flat and
+    nothing is raised. Only weak references are kept, and an optimizer is looked at once, not at every step.
+
+    Args:
+        model: The root, with its present parameters.
+        replaced: The tensors it had for parameters before.
+
+    Ranks:
+        Local.
+    """
+    global _num_watched
+    if _num_watched == 0:
+        register_optimizer_step_pre_hook(_before_step)
+    _num_watched += 1
+    current = {id(parameter) for parameter in model.parameters()}
+    for parameter in replaced:
+        key = id(parameter)
+        if key not in current:  # ignored parameters stay what they were
+            reference = weakref.ref(parameter, lambda _, key=key: _REPLACED.pop(key, None))
+            _REPLACED[key] = (reference, class_name(model))
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    lists = tuple((id(group["params"]), len(group["params"])) for group in optimizer.param_groups)
+    signature = (_num_watched, lists)
+    checked = _CHECKED.get(optimizer)
+    if checked is None or checked.signature != signature:
+        checked = _Checked(signature, _examine(optimizer))
+        _CHECKED[optimizer] = checked
+    for reference in checked.groups:
+        # A copy gathered before the step (model.unshard(), set_reshard_after_backward(False)) would hide the
+        # updated shards from the next forward.
+        if (group := reference()) is not None and not compat.is_settled(group):
+            compat.settle(group)
+
+
+def _examine(optimizer: Optimizer) -> tuple[weakref.ref[Any], ...]:
+    """Raise if the optimizer holds parameters that no model uses; return the FSDP2 groups it steps."""
+    places = {
+        id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+    }
+    _refuse_replaced(optimizer, places)
+    owned = []
+    for root in sharded_roots():
+        for group in compat.param_groups(root):
+            gathered = [p for p in compat.unsharded_parameters(group) if id(p) in places]
+            if gathered:
+                raise _left_behind(
+                    optimizer,
+                    places,
+                    gathered,
+                    class_name(root),
+                    why="the optimizer was built while the model stood gathered (after unshard(), or in a "
+                    "forward): it holds the temporary copies, and the shards would never change",
+                    fix="call model.reshard() before building the optimizer",
+                )
+            if any(id(parameter) in places for parameter in compat.sharded_parameters(group)):
+                owned.append(weakref.ref(group))
+    if owned:
+        follow_names(optimizer)
+    return tuple(owned)
+
+
+def _refuse_replaced(optimizer: Optimizer, places: dict[int, int]) -> None:
+    stale: list[torch.Tensor] = []
+    model = ""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            reference, name = _REPLACED.get(id(parameter), (None, ""))
+            if reference is not None and reference() is parameter:
+                stale.append(parameter)
+                model = model or name
+    if stale:
+        raise _left_behind(
+            optimizer,
+            places,
+            stale,
+            model,
+            why="sharding replaced them; stepping the old ones would leave the model as it is",
+            fix="build the optimizer after sharding, or pass it: shard(model, optimizers=[optimizer])",
+        )
+
+
+def _left_behind(
+    optimizer: Optimizer,
+    places: dict[int, int],
+    stale: Sequence[torch.Tensor],
+    model: str,
+    *,
+    why: str,
+    fix: str,
+) -> ShardError:
+    shapes = ", ".join(str(tuple(parameter.shape)) for parameter in stale[:3]) + (", …" if len(stale) > 3 else "")
+    groups = sorted({places[id(parameter)] for parameter in stale})
+    return ShardError(
+        f"{type(optimizer).__name__} holds {len(stale)} of {len(places)} parameters that {model} no longer uses",
+        where=f"param_groups {groups}: shapes {shapes}",
+        why=why,
+        fix=fix,
+    )
+
+
+_MARK = "_shardwise_sharded"
+_is_watching = False
+
+
+def watch_assignments(model: nn.Module) -> None:
+    """Make assignments to `.data` of the model's sharded parameters mean what they say.
+
+    Ranks:
+        Local.
+    """
+    global _is_watching
+    if not _is_watching:
+        compat.watch_data_assignment(_assign)
+        _is_watching = True
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            parameter.__dict__[_MARK] = True
+
+
+def _assign(parameter: DTensor, value: torch.Tensor) -> bool:
+    """Copy the values in place; False leaves a tensor that is not ours to torch."""
+    if _MARK not in parameter.__dict__:
+        return False
+    local = local_tensor(parameter)
+    if value.shape != parameter.shape or value.dtype != parameter.dtype:
+        raise ShardError(
+            f"`.data` of a sharded parameter, {list(parameter.shape)} {parameter.dtype}, was assigned "
+            f"{list(value.shape)} {value.dtype}",
+            where="parameter.data = ...",
+            why="its group gathers the shard it was made with; torch would ignore the assignment",
+            fix="change shape or dtype before sharding; ShardConfig.precision sets the dtype of computation",
+        )
+    own = local_tensor(value) if isinstance(value, DTensor) else local_part(value, parameter)
+    if isinstance(value, DTensor) and value.placements != parameter.placements:
+        raise ShardError(
+            f"`.data` of a parameter laid out as {parameter.placements} was assigned one of {value.placements}",
+            where="parameter.data = ...",
+            why="ranks would keep each other's parts",
+            fix="assign a tensor of the same layout, or the whole tensor",
+        )
+    if not local.is_meta and own.data_ptr() != local.data_ptr():
+        with torch.no_grad():
+            local.copy_(own)
+    return True
+
 
 __all__ = ["Remembered", "remember_parameters", "repoint", "watch_optimizers"]
 

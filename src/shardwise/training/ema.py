@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpointing.saving.staging import wait_for_copies
+from shardwise.checkpointing.staging import wait_for_copies
 from shardwise.errors import CheckpointError, ConfigError, ShardError
 from shardwise.sharding.full_params import reshard
-from shardwise.sharding.layout import local_part, local_tensor
+from shardwise.sharding.inventory import local_part, local_tensor
 
 
 class EMA:

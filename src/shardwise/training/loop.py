@@ -12,16 +12,14 @@ from torch import Tensor
 from shardwise.config.run import RunConfig
 from shardwise.diagnosing.explained import explained
 from shardwise.diagnosing.guard import guard
-from shardwise.launching.stopping import StopRequest, stop_requests
+from shardwise.distributed.agreement import raise_together
+from shardwise.distributed.stop_requests import StopRequest, stop_requests
 from shardwise.progress import NoProgress, Progress
-from shardwise.ranks import raise_together
-from shardwise.training.garbage import frozen_garbage
 from shardwise.training.milestones import evaluate_now, finish, go_back, is_due, save
 from shardwise.training.objective import Batch
-from shardwise.training.outcome import Training
-from shardwise.training.profiling import Profile
-from shardwise.training.reproducing import same_bits, seed_step
 from shardwise.training.run import Run, open_run
+from shardwise.training.run_folder import Training
+from shardwise.training.runtime import Profile, frozen_garbage, same_bits, seed_step
 from shardwise.training.step import accumulate, clip_grad_norm_, scale_grads_
 
 

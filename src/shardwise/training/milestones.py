@@ -1,19 +1,118 @@
-"""What happens between steps: evaluating, saving, going back to a checkpoint, and the end of a run."""
+"""What happens between steps: evaluation, samples, saves, export."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import shutil
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, nullcontext
+from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.errors import ConfigError, TrainingError
-from shardwise.launching.stopping import StopRequest
-from shardwise.training.evaluating import evaluate
-from shardwise.training.exporting import export
+from shardwise.checkpointing.weights import save_weights
+from shardwise.distributed.agreement import on_rank_zero
+from shardwise.distributed.stop_requests import StopRequest
+from shardwise.errors import CheckpointError, ConfigError, TrainingError
+from shardwise.models.modes import evaluation_mode
+from shardwise.sharding.full_params import reshard
+from shardwise.training.ema import EMA
 from shardwise.training.generating import generate
-from shardwise.training.outcome import Training
+from shardwise.training.objective import Batch, Objective
 from shardwise.training.run import Run
+from shardwise.training.run_folder import Training
+from shardwise.training.step import lockstep
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    objective: Objective,
+    *,
+    mesh: DeviceMesh,
+    max_batches: int | None = None,
+    ema: EMA | None = None,
+) -> float:
+    """The mean loss over the tokens of all batches of all ranks.
+
+    Args:
+        model: Evaluated in eval mode; each module gets its own mode back.
+        batches: Finite, and of the same length on every rank; rows that only fill up have labels of -100.
+        objective: Makes losses.
+        mesh: Of all ranks.
+        max_batches: At most so many.
+        ema: Evaluate this average instead of the weights.
+
+    Returns:
+        The loss, the same on every rank; NaN where there is no token.
+
+    Ranks:
+        Collective.
+    """
+    device = torch.device(mesh.device_type)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    with torch.no_grad(), evaluation_mode(model), ExitStack() as leaving:
+        leaving.callback(reshard, model)  # a forward without backward leaves the root gathered
+        leaving.enter_context(ema.swap() if ema is not None else nullcontext())
+        each = iter(batches)
+        if isinstance(each, Generator):
+            leaving.callback(each.close)  # its threads end now, also when only some batches are wanted
+        for batch in lockstep(islice(each, max_batches)):  # if one rank cannot read its batch, all raise
+            loss_sum, num_tokens = objective(model, batch)
+            sums += torch.stack([loss_sum.detach().to(sums), num_tokens.to(sums)])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(sums)  # ranks with the same batch count it alike above and below
+    loss, tokens = sums.tolist()
+    return loss / tokens if tokens else float("nan")
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
+    """Write a model's weights as safetensors, with its config and its tokenizer beside them.
+
+    Args:
+        model: Sharded or not.
+        folder: Weights that lie there are replaced.
+        tokenizer: `data.tokenizer` of the run; `bytes` has no file.
+
+    Raises:
+        CheckpointError: The folder cannot be written; the same on every rank.
+
+    Ranks:
+        Collective.
+    """
+    save_weights(model, folder, overwrite=True)
+    if tokenizer != "bytes":
+        on_rank_zero(lambda: _copy_tokenizer(Path(tokenizer), folder))
+
+
+def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    source = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    try:
+        for name in _TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        if tokenizer.is_file():  # whatever its name was
+            shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot copy the tokenizer: {error.strerror or error}",
+            where=str(folder),
+            why="the exported folder holds what transformers needs: weights, config and tokenizer",
+            fix=f"copy {tokenizer} there by hand",
+        ) from None
+
 
 EXPORT = "export"
 """The folder in a run's folder into which weights are exported."""

@@ -1,20 +1,212 @@
-"""Muon for sharded matrices: each is made whole once, on one rank, orthogonalised there, and its parts sent back."""
+"""Muon on sharded parameters: each matrix is unsharded on one rank, updated there, and its shards sent back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from shardwise import compat
-from shardwise.sharding.layout import local_tensor
-from shardwise.training.whole_matrices import BUCKET_BYTES, map_whole
+from shardwise.sharding.inventory import ShardLayout, layout_of, local_part, local_tensor, sharded_axes
+
+BUCKET_BYTES = 256 * 1024**2
+"""What a rank sends and receives in one exchange, at most, unless one matrix has more."""
+
+Work = Callable[[Tensor], Tensor]
+
+
+def map_whole(
+    parameters: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    work: Work,
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[tuple[int, Tensor]]:
+    """Apply `work` to whole matrices, of which each rank brings and gets its own part.
+
+    Args:
+        parameters: Say how each matrix is laid out; matrices, or stacks of them along the first dim.
+        parts: This rank's part of each matrix.
+        work: From a matrix or stack to one of the same shape. Called once for each matrix in all the ranks that share
+            it, replicas included; only where two mesh axes cut one matrix does every rank repeat it.
+        dtype: In which matrices travel, there and back.
+        bucket_bytes: What a rank may hold of matrices on their way.
+
+    Yields:
+        Index and this rank's part of the result, in no particular order; all indices come.
+
+    Ranks:
+        Collective, lazily: every rank must consume all of it, and bring the same parameters.
+    """
+    shared: dict[tuple[DeviceMesh, int], list[_Matrix]] = {}
+    for index, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
+        layout = layout_of(parameter) if isinstance(parameter, DTensor) else None
+        if _is_whole(parameter, layout):
+            yield index, work(part.to(dtype)) if part.numel() else part
+        elif layout is not None:
+            matrix = _Matrix(index, parameter.shape, layout)
+            shared.setdefault((layout.mesh, layout.axis), []).append(matrix)
+        else:
+            assert isinstance(parameter, DTensor)
+            whole = compat.dtensor_like(part.to(dtype), parameter).full_tensor()
+            yield index, local_part(work(whole), parameter)
+    for (mesh, axis), matrices in shared.items():
+        ranks = _Ranks(mesh, axis)
+        for bucket in _buckets(matrices, bucket_bytes // dtype.itemsize * ranks.count):
+            _choose_owners(bucket, ranks)
+            yield from _exchange(bucket, parts, work, ranks, dtype)
+
+
+def _is_whole(parameter: Tensor, layout: ShardLayout | None) -> bool:
+    """Whether this rank holds nothing but whole matrices of it."""
+    if not isinstance(parameter, DTensor) or not sharded_axes(parameter) or parameter.device_mesh.size() == 1:
+        return True
+    return layout is not None and parameter.ndim == 3 and layout.dim == 0
+
+
+@dataclass(slots=True)
+class _Matrix:
+    """A matrix cut over one mesh axis: where it stands in the caller's lists, how it is cut, who works on it."""
+
+    index: int
+    shape: torch.Size
+    layout: ShardLayout
+    owner: int = 0
+    """The part whose rank works on it."""
+    replica: int = 0
+    """In which copy of the mesh's shards."""
+
+    @property
+    def work(self) -> int:
+        """Multiplications, up to a constant factor."""
+        return self.shape.numel() * min(self.shape[-2:])
+
+    def part_shape(self, part: int) -> list[int]:
+        shape = list(self.shape)
+        shape[self.layout.dim] = self.layout.bounds(part)[1]
+        return shape
+
+    def part_numel(self, part: int) -> int:
+        return torch.Size(self.part_shape(part)).numel()
+
+
+@dataclass(slots=True)
+class _Ranks:
+    """The ranks that share matrices: `num_parts` hold one copy, and there may be several copies."""
+
+    mesh: DeviceMesh
+    axis: int
+    group: dist.ProcessGroup = field(init=False)
+    num_parts: int = field(init=False)
+    part: int = field(init=False)
+    """What this rank holds."""
+    replicas: dist.ProcessGroup | None = field(init=False)
+    """The ranks with the same part in every copy; None where there is one copy only."""
+    num_replicas: int = field(init=False)
+    replica: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.group, self.num_parts = self.mesh.get_group(self.axis), self.mesh.size(self.axis)
+        self.part = self.mesh.get_local_rank(self.axis)
+        others = [axis for axis in range(self.mesh.ndim) if axis != self.axis and self.mesh.size(axis) > 1]
+        self.replicas = self.mesh.get_group(others[0]) if others else None
+        self.num_replicas = self.mesh.size(others[0]) if others else 1
+        self.replica = self.mesh.get_local_rank(others[0]) if others else 0
+
+    @property
+    def count(self) -> int:
+        return self.num_parts * self.num_replicas
+
+
+def _buckets(matrices: Iterable[_Matrix], max_numel: int) -> Iterator[list[_Matrix]]:
+    bucket: list[_Matrix] = []
+    for matrix in matrices:
+        if bucket and sum(other.shape.numel() for other in bucket) + matrix.shape.numel() > max_numel:
+            yield bucket
+            bucket = []
+        bucket.append(matrix)
+    if bucket:
+        yield bucket
+
+
+def _choose_owners(bucket: list[_Matrix], ranks: _Ranks) -> None:
+    """Give the most laborious matrix left to the least busy rank: the same choice on every rank."""
+    busy = [0] * ranks.count
+    for matrix in sorted(bucket, key=lambda each: (-each.work, each.index)):
+        worker = min(range(ranks.count), key=lambda each: (busy[each], each))
+        matrix.replica, matrix.owner = divmod(worker, ranks.num_parts)
+        busy[worker] += matrix.work
+
+
+def _exchange(
+    bucket: list[_Matrix], parts: Sequence[Tensor], work: Work, ranks: _Ranks, dtype: torch.dtype
+) -> Iterator[tuple[int, Tensor]]:
+    """Parts to their owners, work, and results back; then from each replica to the others."""
+    in_replica = sorted((each for each in bucket if each.replica == ranks.replica), key=lambda each: each.owner)
+    mine = [each for each in in_replica if each.owner == ranks.part]
+    own_parts = [each.part_numel(ranks.part) for each in in_replica]
+    own_by_owner = [
+        sum(n for each, n in zip(in_replica, own_parts, strict=True) if each.owner == p) for p in range(ranks.num_parts)
+    ]
+    owned_by_part = [sum(each.part_numel(p) for each in mine) for p in range(ranks.num_parts)]
+    device = ranks.mesh.device_type  # offloaded parts travel there: not every group can send from CPU memory
+
+    sent = torch.empty(sum(own_parts), dtype=dtype, device=device)
+    for each, place in zip(in_replica, sent.split(own_parts), strict=True):
+        place.copy_(parts[each.index].flatten())
+    received = _all_to_all(sent, own_by_owner, owned_by_part, ranks)
+    results = _work_on(mine, received, owned_by_part, work)
+    back = _all_to_all(results, owned_by_part, own_by_owner, ranks)
+    for replica, flat in enumerate(_share_with_replicas(back, bucket, ranks)):
+        there = sorted((each for each in bucket if each.replica == replica), key=lambda each: each.owner)
+        for each, values in zip(there, flat.split([each.part_numel(ranks.part) for each in there]), strict=True):
+            yield each.index, values.view(each.part_shape(ranks.part))
+
+
+def _work_on(mine: list[_Matrix], received: Tensor, owned_by_part: list[int], work: Work) -> Tensor:
+    """Put each matrix together, work on it, and take the result apart again, part by part as it came."""
+    by_part = [
+        flat.split([each.part_numel(part) for each in mine]) for part, flat in enumerate(received.split(owned_by_part))
+    ]
+    pieces: list[list[Tensor]] = [[] for _ in by_part]
+    for number, each in enumerate(mine):
+        cut = [flats[number].view(each.part_shape(part)) for part, flats in enumerate(by_part)]
+        result = work(torch.cat(cut, dim=each.layout.dim))
+        for part, piece in enumerate(pieces):
+            piece.append(result.narrow(each.layout.dim, *each.layout.bounds(part)).flatten())
+    flat = [values for piece in pieces for values in piece]
+    return torch.cat(flat) if flat else received.new_empty(0)
+
+
+def _all_to_all(sent: Tensor, sent_sizes: list[int], received_sizes: list[int], ranks: _Ranks) -> Tensor:
+    received = sent.new_empty(sum(received_sizes))
+    dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=ranks.group)
+    return received
+
+
+def _share_with_replicas(back: Tensor, bucket: list[_Matrix], ranks: _Ranks) -> Sequence[Tensor]:
+    """This rank's parts of all results, by the replica in which they were made."""
+    if ranks.replicas is None:
+        return [back]
+    sizes = [
+        sum(each.part_numel(ranks.part) for each in bucket if each.replica == r) for r in range(ranks.num_replicas)
+    ]
+    padded = back.new_zeros(max(sizes))
+    padded[: back.numel()] = back
+    gathered = back.new_empty(ranks.num_replicas, max(sizes))
+    compat.all_gather_flat(gathered.view(-1), padded, ranks.replicas)
+    return [row[:size] for row, size in zip(gathered, sizes, strict=True)]
+
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5

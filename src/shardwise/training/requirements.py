@@ -1,4 +1,4 @@
-"""What a run needs, looked at before anything is built: all problems in one error, the same on every rank."""
+"""Resolve a run's settings and check what it needs (files, memory, disk) before it starts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,79 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.state.slices import model_tensors
 from shardwise.checkpointing.storage.files import is_remote
+from shardwise.checkpointing.weights import load_weights
+from shardwise.config.load import to_yaml
 from shardwise.config.run import OptimizerConfig, RunConfig
 from shardwise.config.schema import MeshConfig, ShardConfig
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
+from shardwise.models.load import load_model
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
-from shardwise.training.parameter_kinds import Kind, parameter_kinds
-from shardwise.training.resuming import CHECKPOINTS
-from shardwise.training.saving import Found
-from shardwise.units import format_bytes
+from shardwise.sharding.materialize import materialize
+from shardwise.training.optimizers import Kind, parameter_kinds
+from shardwise.training.run_folder import with_folder
+from shardwise.training.saving import CHECKPOINTS, Found, find_resumed
+from shardwise.units import format_bytes, format_count
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
+
+
+def fill(model: nn.Module, config: RunConfig, *, is_resumed: bool = False) -> None:
+    """Give a sharded model on meta its values.
+
+    Args:
+        model: On meta.
+        config: `weights` says where they are.
+        is_resumed: A checkpoint follows, which holds the weights: others need not be read.
+
+    Raises:
+        CheckpointError: The weights do not fit.
+
+    Ranks:
+        Collective.
+    """
+    path = None if is_resumed else weights_of(config)
+    if path is None:
+        materialize(model)
+    else:
+        load_weights(model, path)
+
+
+def check_weights(config: RunConfig) -> None:
+    """Raise if weights are named that do not exist.
+
+    Raises:
+        ConfigError: They do not.
+
+    Ranks:
+        Local.
+    """
+    if config.weights not in ("auto", "none") and not Path(config.weights).exists():
+        raise ConfigError(
+            f"there are no weights at {config.weights}",
+            where="weights",
+            why="it is auto, none, or a file or folder of weights",
+            fix="set weights = none to draw new ones, or name an existing path",
+        )
+
+
+def weights_of(config: RunConfig) -> Path | None:
+    """The file or folder that holds the first weights; None: they are drawn."""
+    if config.weights == "none":
+        return None
+    if config.weights != "auto":
+        return Path(config.weights)
+    folder = Path(config.model)
+    holds_weights = folder.is_dir() and any(next(folder.glob(pattern), None) for pattern in _WEIGHTS)
+    return folder if holds_weights else None
+
 
 T = TypeVar("T")
 
@@ -298,3 +356,80 @@ def size_of(model: nn.Module, names: tuple[str, ...]) -> int | None:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
+
+
+_MAX_LINES = 40
+
+
+def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
+    """The run as YAML that `shardwise train` reads, with reasons as comments.
+
+    Args:
+        config: The run.
+        num_ranks: That it would have.
+
+    Raises:
+        ConfigError: With everything that is wrong and can be seen without reading the data.
+
+    Ranks:
+        Local. Nothing is written, no rank is started.
+    """
+    problems = Problems()
+    with problems.collecting():
+        sizes = config.mesh.sizes(num_ranks)
+    problems.raise_any(is_joined=False)
+    check_settings(config, num_ranks, problems)
+    with problems.collecting():
+        model = load_model(config.model, options=config.model_options)
+        check_length(model, config)
+        shape = replace(config.mesh, shard=sizes["shard"])
+        made = plan_run(model, config.shard, shape)
+    notes: dict[str, list[str]] = {}
+    with problems.collecting():
+        resolved = with_folder(config, reserve=False)
+        found = find_resumed(Path(resolved.folder or "") / CHECKPOINTS, config.checkpoint.resume)
+        notes |= _folder_notes(config, found)
+    problems.raise_any(is_joined=False)
+    notes["checkpoint"] = check_disk(resolved, checkpoint_bytes(model, made, config), found)
+    notes |= _batch_notes(config, num_ranks)
+    notes["model"] = [f"{format_count(sum(p.numel for p in made.parameters))} parameters"]
+    notes["mesh"] = [f"{num_ranks} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())]
+    notes["mesh.device"] = [f"auto is {_device()} here"] if config.mesh.device == "auto" else []
+    notes["shard"] = _plan_notes(made)
+    weights = weights_of(config)
+    notes["weights"] = [f"read from {weights}" if weights is not None else "drawn anew, from the seed"]
+    used = {path: lines for path, lines in notes.items() if lines}
+    return to_yaml(resolved, used)
+
+
+def _folder_notes(config: RunConfig, found: Found | None) -> dict[str, list[str]]:
+    start = f"goes on from step {found.step}: {found.path}" if found is not None else "starts afresh"
+    chosen = ["the next free name in `runs`; chosen anew for every run"] if config.folder is None else []
+    return {"folder": chosen, "checkpoint.resume": [start]}
+
+
+def _batch_notes(config: RunConfig, num_ranks: int) -> dict[str, list[str]]:
+    training = config.training
+    rows = training.batch_size // num_ranks
+    tokens = training.batch_size * config.data.sequence_length
+    at_once = min(training.micro_batch_size or rows, rows)
+    parts = -(-rows // at_once)
+    micro = f"{at_once} of a rank's {rows} sequences at once: {parts} micro-step{'s' if parts > 1 else ''} a step"
+    if training.micro_batch_size is None:
+        micro += "; halved on all ranks when one runs out of memory"
+    return {
+        "training.steps": [f"{format_count(training.steps * tokens)} tokens in all"],
+        "training.batch_size": [f"{rows} sequences on each of {num_ranks} ranks, {format_count(tokens)} tokens a step"],
+        "training.micro_batch_size": [micro],
+    }
+
+
+def _plan_notes(made: Plan) -> list[str]:
+    lines = str(made).splitlines()
+    hidden = len(lines) - _MAX_LINES
+    return lines[:_MAX_LINES] + ([f"... and {hidden} more lines"] if hidden > 0 else [])
+
+
+def _device() -> str:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cpu"

@@ -16,38 +16,35 @@ from torch.optim import Optimizer
 
 from shardwise.config.run import RunConfig
 from shardwise.diagnosing.check import check, refuse_errors
+from shardwise.distributed.agreement import agree_on, on_rank_zero, raise_together
+from shardwise.distributed.launchers import read_launch
+from shardwise.distributed.mesh import data_parallel_mesh, init_distributed
 from shardwise.errors import ShardwiseError
-from shardwise.launching import read_launch
 from shardwise.models.load import load_model
 from shardwise.planning.plan import Plan
 from shardwise.progress import Progress
-from shardwise.ranks import agree_on, on_rank_zero, raise_together
 from shardwise.sharding.apply import shard
-from shardwise.sharding.mesh import data_parallel_mesh, init_distributed
-from shardwise.training.bad_losses import BadLosses
 from shardwise.training.data import Evaluation, Loader, open_data, open_evaluation
 from shardwise.training.ema import EMA
-from shardwise.training.feed import Feed
-from shardwise.training.filling import check_weights, fill
-from shardwise.training.folders import prepare_folder, refuse_other_model, with_folder, write_config
 from shardwise.training.metrics import Metrics
 from shardwise.training.microbatching import Microbatches
-from shardwise.training.objective import Objective
+from shardwise.training.objective import BadLosses, Feed, Objective
 from shardwise.training.optimizers import build_optimizer
 from shardwise.training.requirements import (
     Problems,
     check_disk,
     check_length,
     check_settings,
+    check_weights,
     checkpoint_bytes,
+    fill,
     plan_run,
     vocab_size,
 )
-from shardwise.training.resuming import CHECKPOINTS, Checkpoints, find_resumed, refuse_other_weights
-from shardwise.training.saving import Found, Kept
+from shardwise.training.run_folder import prepare_folder, refuse_other_model, with_folder, write_config
+from shardwise.training.saving import CHECKPOINTS, Checkpoints, Found, Kept, find_resumed, refuse_other_weights
 from shardwise.training.schedules import Schedule
-from shardwise.training.tally import Tally
-from shardwise.training.telling import Teller
+from shardwise.training.step_metrics import Tally, Teller
 
 
 @dataclass(kw_only=True, slots=True)

@@ -5,9 +5,9 @@ import ast
 import pytest
 
 from shardwise.findings import Status
-from shardwise.rules.moving.edits import apply_edits
-from shardwise.rules.moving.frameworks import framework_findings
-from shardwise.rules.source import FileContext
+from shardwise.fsdp1.codemod.draft import apply_edits
+from shardwise.fsdp1.codemod.framework_files import framework_findings
+from shardwise.source.syntax import FileContext
 
 IMPORTS = """\
 from accelerate import FullyShardedDataParallelPlugin

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from shardwise.findings import Status
-from shardwise.rules.moving.frameworks import convert_yaml
+from shardwise.fsdp1.codemod.framework_files import convert_yaml
 
 COMPOSER = """\
 model:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.findings import SourceFinding, Status
-from shardwise.rules.moving.edits import apply_edits
-from shardwise.rules.moving.frameworks import convert_yaml, framework_findings
-from shardwise.rules.moving.frameworks.yaml_files import NAMES
-from shardwise.rules.source import FileContext
+from shardwise.fsdp1.codemod.draft import apply_edits
+from shardwise.fsdp1.codemod.framework_files import NAMES, convert_yaml, framework_findings
+from shardwise.source.syntax import FileContext
 
 PAGES = Path(__file__).parents[3] / "docs" / "rules"
 _BLOCK = re.compile(r"^```(yaml|python) (before|after|decide)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

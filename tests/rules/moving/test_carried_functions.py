@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
-from shardwise.rules.moving.program import Program
-from shardwise.rules.moving.rewriting import rewrite
+from shardwise.fsdp1.codemod.program import Program
+from shardwise.fsdp1.codemod.rewriting import rewrite
 from tests.ranks import ranks
 from tests.rules.moving.test_same_dtypes import Reductions
 from tests.rules.moving.test_same_numbers import run, whole

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.migration import Target, migrate
+from shardwise.fsdp1.codemod.migrate import Target, migrate
 from tests.golden import same_as_kept
 from tests.rules.moving import programs, state_programs
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.findings import Status
-from shardwise.migration import Migration, migrate
-from shardwise.rules.moving.catalogue import KINDS
+from shardwise.fsdp1.codemod.draft import KINDS
+from shardwise.fsdp1.codemod.migrate import Migration, migrate
 
 PAGES = Path(__file__).parents[3] / "docs" / "rules"
 CODES = sorted(code for code in KINDS if code <= "SW180")

@@ -8,9 +8,9 @@ import itertools
 import pytest
 
 from shardwise.findings import SourceFinding, Status
-from shardwise.rules.moving.program import Program
-from shardwise.rules.moving.rewriting import rewrite
-from shardwise.rules.moving.support import assemble, functions
+from shardwise.fsdp1.codemod.emitted import assemble, functions
+from shardwise.fsdp1.codemod.program import Program
+from shardwise.fsdp1.codemod.rewriting import rewrite
 
 IMPORTS = """\
 import functools

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
-from shardwise.rules.moving.program import Program
-from shardwise.rules.moving.rewriting import rewrite
+from shardwise.fsdp1.codemod.program import Program
+from shardwise.fsdp1.codemod.rewriting import rewrite
 from tests.ranks import ranks
 from tests.rules.moving.programs import BODIES, source
 from tests.rules.moving.toys import Toy

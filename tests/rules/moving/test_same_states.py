@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardwise.findings import Status
-from shardwise.rules.moving.program import Program
-from shardwise.rules.moving.rewriting import rewrite
+from shardwise.fsdp1.codemod.program import Program
+from shardwise.fsdp1.codemod.rewriting import rewrite
 from tests.ranks import ranks
 from tests.rules.moving.state_programs import HEADER, LOAD_FULL, PROGRAMS, source
 from tests.rules.moving.toys import Block, Toy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.rules.moving.program import Program
-from shardwise.rules.moving.rewriting import rewrite
+from shardwise.fsdp1.codemod.program import Program
+from shardwise.fsdp1.codemod.rewriting import rewrite
 from tests.rules.moving import programs, state_programs
 
 TOGETHER = {

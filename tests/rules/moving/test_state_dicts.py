@@ -7,8 +7,8 @@ import ast
 import pytest
 
 from shardwise.findings import SourceFinding, Status
-from shardwise.rules.moving.program import Program
-from shardwise.rules.moving.rewriting import rewrite
+from shardwise.fsdp1.codemod.program import Program
+from shardwise.fsdp1.codemod.rewriting import rewrite
 
 HEADER = """\
 import torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.findings import SourceFinding, Status
-from shardwise.rules.moving.program import Program
-from shardwise.rules.moving.rewriting import rewrite
+from shardwise.fsdp1.codemod.program import Program
+from shardwise.fsdp1.codemod.rewriting import rewrite
 from tests.rules.moving.test_rewriting import AC, IMPORTS, moved, status_of
 
 STAYS, GOES, TOLD = [Status.NEEDS_DECISION], [Status.REWRITTEN], [Status.REPORTED]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.formats.dcp import read_dcp
-from shardwise.checkpointing.reading.requests import read_box
-from shardwise.checkpointing.sharded import faults
-from shardwise.checkpointing.sharded.committing import (
+from shardwise.checkpointing.formats.sharded import POINTS, Header, Item, file_name, read_manifest, write_rank_file
+from shardwise.checkpointing.formats.sharded_commit import (
     begin_checkpoint,
     commit_checkpoint,
     committed_steps,
@@ -22,9 +22,7 @@ from shardwise.checkpointing.sharded.committing import (
     step_folder,
     sweep,
 )
-from shardwise.checkpointing.sharded.faults import POINTS
-from shardwise.checkpointing.sharded.manifest import Header, read_manifest
-from shardwise.checkpointing.sharded.writing import Item, file_name, write_rank_file
+from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.storage.files import Place, join, names_in
 from shardwise.errors import CheckpointError
 from tests.sharded_checkpoints import write_checkpoint
@@ -32,11 +30,11 @@ from tests.sharded_checkpoints import write_checkpoint
 SAVE = """
 import sys
 from pathlib import Path
-from shardwise.checkpointing.sharded import faults
-from shardwise.checkpointing.sharded.committing import *
+from shardwise.checkpointing.formats import sharded as faults
+from shardwise.checkpointing.formats.sharded_commit import *
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.sharded.manifest import Header
-from shardwise.checkpointing.sharded.writing import Item, file_name, write_rank_file
+from shardwise.checkpointing.formats.sharded import Header
+from shardwise.checkpointing.formats.sharded import Item, file_name, write_rank_file
 root, step, point = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if point:
     faults.kill_at(point)
@@ -166,12 +164,12 @@ def test_a_removal_that_stops_midway_leaves_no_checkpoint(root: Place):
         if point == "retired":
             raise KeyboardInterrupt
 
-    faults.arm(strike)
+    sharded.arm(strike)
     try:
         with pytest.raises(KeyboardInterrupt):
             remove_checkpoint(step_folder(root, 1))
     finally:
-        faults.arm(None)
+        sharded.arm(None)
     assert committed_steps(root) == []
 
 
@@ -183,18 +181,18 @@ def test_a_store_holds_the_same_checkpoint(root: Place):
 
 def test_points_are_reached_in_their_order(tmp_path: Path):
     reached: list[str] = []
-    faults.arm(reached.append)
+    sharded.arm(reached.append)
     try:
         write_checkpoint(tmp_path / "step-00000007", {"x": torch.zeros(10)}, num_files=1, fsync=True)
         remove_checkpoint(tmp_path / "step-00000007")
     finally:
-        faults.arm(None)
+        sharded.arm(None)
     assert tuple(reached) == POINTS
 
 
 def test_an_unknown_point_is_refused():
     with pytest.raises(ValueError, match="no such point"):
-        faults.kill_at("lunch")
+        sharded.kill_at("lunch")
 
 
 def test_ranks_that_disagree_on_a_tensor_are_refused(tmp_path: Path):

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from shardwise.checkpointing.contents import Box, Contents, StoredTensor
 from shardwise.checkpointing.formats.safetensors import read_safetensors
-from shardwise.checkpointing.reading.composing import concatenate, split, stack
-from shardwise.checkpointing.reading.requests import read_box
+from shardwise.checkpointing.hugging_face import concatenate, split, stack
+from shardwise.checkpointing.reading import read_box
 
 
 def stored(tmp_path: Path, tensors: list[torch.Tensor]) -> tuple[Contents, list[StoredTensor]]:

@@ -11,10 +11,10 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardwise.checkpointing import copying
+from shardwise.checkpointing import convert
 from shardwise.checkpointing.convert import convert_checkpoint
-from shardwise.checkpointing.differing import diff_checkpoints
 from shardwise.checkpointing.formats.detect import open_checkpoint
+from shardwise.checkpointing.inspecting import diff_checkpoints
 from shardwise.checkpointing.verifying import verify_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
 from tests.unit.checkpointing.every_format import FORMATS, RUNS, flat_tensors, model_state, run_state
@@ -83,16 +83,16 @@ def test_a_cast_changes_the_weights_alone(target: str, source_folder: Path, tmp_
 
 def test_large_tensors_are_copied_in_parts(source_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of no more than the bound, rows too long for it included."""
-    monkeypatch.setattr(copying, "_CHUNK_BYTES", 40)
+    monkeypatch.setattr(convert, "_CHUNK_BYTES", 40)
     sizes: list[int] = []
-    read_box = copying.read_box
+    read_box = convert.read_box
 
     def recorded(contents: Any, tensor: Any, box: Any) -> torch.Tensor:
         part = read_box(contents, tensor, box)
         sizes.append(part.numel() * part.element_size())
         return part
 
-    monkeypatch.setattr(copying, "read_box", recorded)
+    monkeypatch.setattr(convert, "read_box", recorded)
     tensors = {"rows": torch.randn(9, 2, 3), "long": torch.randn(2, 33), "line": torch.arange(40)}
     torch.save(tensors, source_folder / "x.pt")
     for target, name in TARGETS.items():

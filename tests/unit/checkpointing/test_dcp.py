@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from shardwise.checkpointing.contents import Box, Contents
 from shardwise.checkpointing.formats.dcp import is_dcp, read_dcp
-from shardwise.checkpointing.reading.requests import Request, check_requests, read_box
+from shardwise.checkpointing.reading import Request, check_requests, read_box
 from shardwise.errors import CheckpointError
 from tests.sharded_checkpoints import write_checkpoint
 

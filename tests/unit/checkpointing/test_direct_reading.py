@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.checkpointing import reading
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.reading import block_reading
-from shardwise.checkpointing.reading.requests import Request, read_requests
-from shardwise.checkpointing.sharded.manifest import read_manifest
-from shardwise.checkpointing.storage import direct_reading
-from shardwise.checkpointing.storage.direct_reading import DirectReader
-from shardwise.checkpointing.storage.files import open_reader
-from shardwise.checkpointing.storage.local_files import LocalReader
+from shardwise.checkpointing.formats.sharded import read_manifest
+from shardwise.checkpointing.reading import Request, read_requests
+from shardwise.checkpointing.storage import direct_io
+from shardwise.checkpointing.storage.direct_io import DirectReader
+from shardwise.checkpointing.storage.files import LocalReader, open_reader
 from shardwise.errors import CheckpointError
 from tests.sharded_checkpoints import write_checkpoint
 
@@ -26,10 +25,10 @@ NUM_BYTES = (1 << 20) + 12345
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short reads go past the page cache too, through a buffer of a few pages."""
-    monkeypatch.setattr(direct_reading, "_MIN_BYTES", 1)
-    monkeypatch.setattr(direct_reading, "_BUFFER_BYTES", 3 * 4096)
-    monkeypatch.setattr(direct_reading, "_of_thread", threading.local())
-    monkeypatch.setattr(direct_reading, "_SLOW_BYTES_PER_S", 0.0)
+    monkeypatch.setattr(direct_io, "_MIN_BYTES", 1)
+    monkeypatch.setattr(direct_io, "_BUFFER_BYTES", 3 * 4096)
+    monkeypatch.setattr(direct_io, "_of_thread", threading.local())
+    monkeypatch.setattr(direct_io, "_SLOW_BYTES_PER_S", 0.0)
 
 
 @pytest.fixture
@@ -83,7 +82,7 @@ def test_any_bytes_into_any_buffers(path: Path):
 
 def test_only_what_is_not_cached_is_read_directly(path: Path, monkeypatch: pytest.MonkeyPatch):
     need_direct_reads(path)
-    monkeypatch.setattr(direct_reading, "_SLOW_BYTES_PER_S", 0.0)
+    monkeypatch.setattr(direct_io, "_SLOW_BYTES_PER_S", 0.0)
     assert read_directly(path, 3, NUM_BYTES - 3) == NUM_BYTES - 3
     evict(path)
     assert read_directly(path, 0, 1000) == 0  # too short
@@ -96,7 +95,7 @@ def test_only_what_is_not_cached_is_read_directly(path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_a_slow_disk_is_left_to_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool):
     need_direct_reads(path)
-    monkeypatch.setattr(direct_reading, "_SLOW_BYTES_PER_S", 1e18 if is_slow else 0.0)
+    monkeypatch.setattr(direct_io, "_SLOW_BYTES_PER_S", 1e18 if is_slow else 0.0)
     assert read_directly(path, 0, NUM_BYTES) == (8 * 3 * 4096 if is_slow else NUM_BYTES)
     evict(path)
     found = bytearray(NUM_BYTES)
@@ -169,7 +168,7 @@ def test_a_flipped_byte_on_the_disk_is_found(tmp_path: Path, at: int):
 
 @pytest.mark.usefixtures("small_steps")
 def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(block_reading, "_MAX_OPEN", 3)
+    monkeypatch.setattr(reading, "_MAX_OPEN", 3)
     weight = torch.randn(40, 1000)
     write_checkpoint(tmp_path / "step-00000001", {"w": weight}, num_files=40)
     contents = read_manifest(tmp_path / "step-00000001")

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
-from shardwise.checkpointing.flat.flat_params import boxes_of_range, layout_of_model, read_layout
-from shardwise.checkpointing.flat.unflattening import needs_model, unflatten
-from shardwise.checkpointing.reading.requests import read_box
+from shardwise.checkpointing.formats.fsdp1 import boxes_of_range, layout_of_model, needs_model, read_layout, unflatten
+from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.errors import CheckpointError
 

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents
-from shardwise.checkpointing.formats.full import read_full
-from shardwise.checkpointing.formats.full_writing import FullWriter
-from shardwise.checkpointing.formats.tensor_info import TensorInfo
-from shardwise.checkpointing.reading.requests import read_box
+from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, TensorInfo
+from shardwise.checkpointing.formats.full import FullWriter, read_full
+from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.state.slices import dtype_name
-from shardwise.checkpointing.storage.checksums import BLOCK_BYTES
-from shardwise.checkpointing.storage.memory import bytes_of
+from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of
 from shardwise.errors import CheckpointError
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from shardwise.checkpointing.state.keys import (
+from shardwise.checkpointing.state.names import (
     KeyReport,
     Mismatch,
     canonical_name,

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from shardwise.checkpointing.convert import convert_checkpoint
-from shardwise.checkpointing.differing import diff_checkpoints
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.inspecting import inspect_checkpoint
+from shardwise.checkpointing.inspecting import diff_checkpoints, inspect_checkpoint
 from shardwise.checkpointing.verifying import verify_checkpoint
 from shardwise.errors import CheckpointError
 from tests.attacks.corrupting import MAKERS

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.sharded.manifest import MANIFEST_NAME, read_frames, read_manifest
-from shardwise.checkpointing.storage.checksums import checksum, to_hex
+from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, read_frames, read_manifest
+from shardwise.checkpointing.storage.memory import checksum, to_hex
 from shardwise.errors import CheckpointError
 from tests.sharded_checkpoints import write_checkpoint
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from shardwise.checkpointing.sharded.values import decode_value
+from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.state.nested import flatten, put_together, unflatten
 from shardwise.errors import CheckpointError
 

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from shardwise.checkpointing.state.random_state import derived_state, random_state, set_random_state
+from shardwise.checkpointing.state.nested import derived_state, random_state, set_random_state
 from shardwise.errors import CheckpointError
 
 

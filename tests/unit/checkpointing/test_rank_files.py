@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.formats.rank_file_names import find_series
-from shardwise.checkpointing.formats.rank_files import read_rank_files
-from shardwise.checkpointing.reading.requests import read_box
+from shardwise.checkpointing.formats.rank_files import find_series, read_rank_files
+from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.storage.files import names_in
 from shardwise.errors import CheckpointError
 

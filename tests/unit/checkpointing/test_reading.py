@@ -7,12 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
-from shardwise.checkpointing.reading import read_jobs
-from shardwise.checkpointing.reading.coverage import coverage_problem
-from shardwise.checkpointing.reading.requests import Request, check_requests, read_box, read_requests, verify_requests
-from shardwise.checkpointing.reading.runs import part_of, run_length, runs, slabs
-from shardwise.checkpointing.sharded.manifest import read_manifest
+from shardwise.checkpointing import reading
+from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor, coverage_problem
+from shardwise.checkpointing.formats.sharded import read_manifest
+from shardwise.checkpointing.reading import (
+    Request,
+    check_requests,
+    part_of,
+    read_box,
+    read_requests,
+    run_length,
+    runs,
+    slabs,
+    verify_requests,
+)
 from shardwise.errors import CheckpointError
 from tests.sharded_checkpoints import write_checkpoint
 
@@ -53,8 +61,8 @@ def test_any_part_into_any_memory(
     contents: Contents, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, min_run_bytes: int
 ):
     """Small chunks and runs, so that small tensors take every path that large ones take."""
-    monkeypatch.setattr(read_jobs, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(read_jobs, "_MIN_RUN_BYTES", min_run_bytes)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(reading, "_MIN_RUN_BYTES", min_run_bytes)
     chance = random.Random(chunk_bytes)
     for _ in range(60):
         name = chance.choice(list(TENSORS))
@@ -160,7 +168,7 @@ def test_a_file_that_shrinks_after_the_check(contents: Contents):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_an_error_on_one_thread_ends_them_all(contents: Contents, monkeypatch: pytest.MonkeyPatch, threads: int):
-    monkeypatch.setattr(read_jobs, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 64)
     flip(contents.folder, contents, "cube", 3)
     requests = [
         Request(name, torch.empty_like(tensor), Box.whole(tuple(tensor.shape))) for name, tensor in TENSORS.items()

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpointing.pickles.pickle_machine import Record, Symbol
-from shardwise.checkpointing.pickles.safe_pickle import load_pickle, makers, records, symbols
+from shardwise.checkpointing.pickles.machine import Record, Symbol, load_pickle, makers, records, symbols
 from shardwise.errors import CheckpointError
 
 keys = st.one_of(st.text(max_size=8), st.integers(-(2**70), 2**70), st.booleans(), st.none(), st.binary(max_size=8))

@@ -12,14 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.formats.safetensors import DTYPES, is_safetensors, read_safetensors
-from shardwise.checkpointing.formats.safetensors_writing import SafetensorsWriter
-from shardwise.checkpointing.formats.tensor_info import TensorInfo
-from shardwise.checkpointing.reading.requests import read_box
+from shardwise.checkpointing.contents import Box, TensorInfo
+from shardwise.checkpointing.formats.safetensors import DTYPES, SafetensorsWriter, is_safetensors, read_safetensors
+from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.state.slices import dtype_name
-from shardwise.checkpointing.storage.checksums import BLOCK_BYTES, checksum
-from shardwise.checkpointing.storage.memory import bytes_of
+from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum
 from shardwise.errors import CheckpointError
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from shardwise.checkpointing.formats.sharded import read_manifest
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.sharded.manifest import read_manifest
 from shardwise.checkpointing.state.run import Run
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.progress import NoProgress

@@ -15,11 +15,9 @@ import torch
 from torch import nn
 
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor
-from shardwise.checkpointing.pickles.state_tree import flatten_state
-from shardwise.checkpointing.pickles.torch_files import read_torch_file
-from shardwise.checkpointing.pickles.torch_objects import read_torch_pickle
-from shardwise.checkpointing.pickles.torch_refs import TensorRef
-from shardwise.checkpointing.reading.requests import read_box
+from shardwise.checkpointing.pickles.torch_files import flatten_state, read_torch_file
+from shardwise.checkpointing.pickles.torch_objects import TensorRef, read_torch_pickle
+from shardwise.checkpointing.reading import read_box
 from shardwise.errors import CheckpointError
 
 

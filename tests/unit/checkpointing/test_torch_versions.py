@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from shardwise.checkpointing.contents import Box
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.reading.requests import read_box
+from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.storage.memory import bytes_of
 from tests.stored_checkpoints import STORED, VALUES, tensors
 

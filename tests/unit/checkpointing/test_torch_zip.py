@@ -13,10 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.checkpointing.contents import ITEM_BYTES
-from shardwise.checkpointing.pickles.pickle_writing import dumps
 from shardwise.checkpointing.pickles.torch_files import is_torch_file
-from shardwise.checkpointing.pickles.torch_zip import ZipStream, tensor_call, tensor_frame, value_stream
-from shardwise.checkpointing.pickles.zip_index import ZipIndex
+from shardwise.checkpointing.pickles.zip_files import (
+    ZipIndex,
+    ZipStream,
+    dumps,
+    tensor_call,
+    tensor_frame,
+    value_stream,
+)
 from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.errors import CheckpointError
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpointing.sharded.values import decode_value, encode_value
+from shardwise.checkpointing.formats.values import decode_value, encode_value
 from shardwise.errors import CheckpointError
 
 

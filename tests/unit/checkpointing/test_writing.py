@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.pickles.torch_zip import value_stream
-from shardwise.checkpointing.sharded.writing import Item, write_rank_file
-from shardwise.checkpointing.storage.checksums import block_checksums
-from shardwise.checkpointing.storage.direct_writing import DirectFile
+from shardwise.checkpointing.formats.sharded import Item, write_rank_file
+from shardwise.checkpointing.pickles.zip_files import value_stream
+from shardwise.checkpointing.storage.direct_io import DirectFile
 from shardwise.checkpointing.storage.files import create
-from shardwise.checkpointing.storage.memory import bytes_of, copy_bytes
+from shardwise.checkpointing.storage.memory import block_checksums, bytes_of, copy_bytes
 from shardwise.errors import CheckpointError
 
 
@@ -105,7 +104,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.sharded.writing import Item, write_rank_file
+from shardwise.checkpointing.formats.sharded import Item, write_rank_file
 from shardwise.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_FSIZE, (10 << 20, 10 << 20))
 data = bytearray(40 << 20)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.skill_copies import AGENTS, SKILL, inspect_copy, skill_files
+from shardwise.cli.skill import AGENTS, SKILL, inspect_copy, skill_files
 from tests.contract.command_line import ROOT, run
 
 FILES = skill_files()
@@ -95,7 +95,7 @@ def test_unchanged_copy_of_another_version_is_replaced(tmp_path: Path, monkeypat
     (older / "references").mkdir(parents=True)
     (older / "SKILL.md").write_text("an older page")
     (older / "references/gone.md").write_text("no longer there")
-    monkeypatch.setattr("shardwise.skill_copies.page_folder", lambda path: older)
+    monkeypatch.setattr("shardwise.cli.skill.page_folder", lambda path: older)
     assert run("skill", "install", tmp_path / "skills").status == 0
     monkeypatch.undo()
     own = tmp_path / "skills" / SKILL / "references/own.md"

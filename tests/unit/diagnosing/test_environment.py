@@ -5,8 +5,7 @@ import socket
 
 import pytest
 
-from shardwise.diagnosing.environment import look_around
-from shardwise.diagnosing.known_bad import TABLE, find_known_bad
+from shardwise.diagnosing.environment import TABLE, find_known_bad, look_around
 from tests.unit.cli.test_main import shardwise
 
 

@@ -17,8 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardwise.diagnosing.environment import Environment, look_around
-from shardwise.diagnosing.known_bad import TABLE, find_known_bad
+from shardwise.diagnosing.environment import TABLE, Environment, find_known_bad, look_around
 from shardwise.findings import Finding, Severity
 from tests.unit.cli.test_main import shardwise
 

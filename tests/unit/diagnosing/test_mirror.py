@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from shardwise.diagnosing.board import HISTORY, Board, create_board, open_board
-from shardwise.diagnosing.machines import group_by_machine
-from shardwise.diagnosing.mirror import Mirror
-from shardwise.diagnosing.outlook import Outlook
+from shardwise.diagnosing.collective_trace import HISTORY, Board, create_board, open_board
+from shardwise.diagnosing.peer_traces import Mirror, group_by_machine
+from shardwise.diagnosing.tracer import Outlook
 
 NAMES = ["a", "a", "b", "b", "c"]
 

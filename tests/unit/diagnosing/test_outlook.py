@@ -9,11 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.diagnosing.board import HISTORY, Board, create_board, open_board
-from shardwise.diagnosing.events import Kind, encode
-from shardwise.diagnosing.machines import group_by_machine
-from shardwise.diagnosing.outlook import Outlook
-from shardwise.diagnosing.witness import Post, Witness
+from shardwise.diagnosing.collective_trace import HISTORY, Board, Kind, create_board, encode, open_board
+from shardwise.diagnosing.peer_traces import group_by_machine
+from shardwise.diagnosing.tracer import Outlook, Post, Witness
 from shardwise.errors import ShardError
 
 GROUPS = ("(root)", "embed", "layers.0", "layers.1")

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_sharded_data_parallel as real_class
 from torch.distributed.fsdp import wrap as real_wrap
 
 from shardwise import fsdp1
-from shardwise.fsdp1.names import clean_name
+from shardwise.fsdp1.units import clean_name
 
 # torch.distributed.fsdp's own list also holds names of FSDP2 that some versions of torch do not have.
 NEWER = {"DataParallelMeshDims", "share_comm_ctx"}

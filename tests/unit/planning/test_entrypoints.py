@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from shardwise.planning.calls import Calls
-from shardwise.planning.entrypoints import read_calls
+from shardwise.planning.planner import read_calls
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.planning.entrypoints import read_calls
+from shardwise.planning.planner import read_calls
 
 
 class Expert(nn.Module):

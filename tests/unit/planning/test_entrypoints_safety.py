@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.planning.calls import Calls
-from shardwise.planning.entrypoints import find_calls, read_calls
+from shardwise.planning.planner import find_calls, read_calls
 
 
 class Block(nn.Module):

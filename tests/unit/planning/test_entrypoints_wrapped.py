@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from shardwise.planning.entrypoints import read_calls
+from shardwise.planning.planner import read_calls
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.planning.calls import Calls
-from shardwise.planning.entrypoints import read_calls
+from shardwise.planning.planner import read_calls
 from shardwise.planning.tracing import trace_calls
 from tests.unit.planning.standard_models import MODELS
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from shardwise.config.schema import MeshConfig
 from shardwise.errors import PlanError
+from shardwise.planning.assignment import find_tensors
 from shardwise.planning.planner import plan
-from shardwise.planning.ties import find_tensors
 from tests.unit.planning.test_groups import Block, Stack
 
 TWO_RANKS = MeshConfig(shard=2, device="cpu")

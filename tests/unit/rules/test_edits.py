@@ -1,7 +1,7 @@
 """Edits apply together or not at all, and never on the same characters."""
 
 from shardwise.findings import Edit, Safety, SourceFinding
-from shardwise.rules.edits import apply, choose
+from shardwise.source.edits import apply, choose
 
 
 def finding(*edits: tuple[int, int, str]) -> SourceFinding:

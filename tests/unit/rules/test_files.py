@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import SourceError
-from shardwise.rules.files import find_files, read_bytes, write_bytes
-from shardwise.rules.settings import LintSettings
+from shardwise.linting.files import LintSettings, find_files, read_bytes, write_bytes
 
 
 def touch(folder: Path, *names: str) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from shardwise.rules.names import FULLY_SHARD
-from shardwise.rules.program.events import Event
-from shardwise.rules.program.reader import read_program
-from shardwise.rules.program.usage import Usage
-from shardwise.rules.source import FileContext
+from shardwise.source.statements import read_program
+from shardwise.source.syntax import FULLY_SHARD, FileContext
+from shardwise.source.usage import Usage
+from shardwise.source.values import Event
 
 HEADER = "import torch\nimport torch.nn as nn\nfrom torch.distributed.fsdp import fully_shard\n"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.rules.settings import LintSettings, read_settings, with_codes
+from shardwise.linting.files import LintSettings, read_settings, with_codes
 
 
 def write(folder: Path, table: str) -> Path:

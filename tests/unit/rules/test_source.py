@@ -7,8 +7,7 @@ import ast
 import pytest
 
 from shardwise.errors import SourceError
-from shardwise.rules.names import canonical
-from shardwise.rules.source import FileContext, decode
+from shardwise.source.syntax import FileContext, canonical, decode
 
 FULLY_SHARD = "torch.distributed.fsdp.fully_shard"
 

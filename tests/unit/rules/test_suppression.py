@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.rules.suppression import allowed_in, allowed_on
+from shardwise.linting.files import allowed_in, allowed_on
 
 
 @pytest.mark.parametrize(

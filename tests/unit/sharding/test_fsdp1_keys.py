@@ -17,9 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from shardwise.errors import ConfigError
-from shardwise.sharding.fsdp1_keys import translate
-from shardwise.sharding.fsdp1_precision import dtype_of, resolve_named
-from shardwise.sharding.translation import Translation
+from shardwise.sharding.fsdp1_keys import Translation, dtype_of, resolve_named, translate
 
 
 def model() -> nn.Sequential:

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolic
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 import shardwise as sw
+from shardwise.distributed.mesh import shutdown
 from shardwise.errors import ShardwiseError
-from shardwise.sharding.mesh import shutdown
 from shardwise.sharding.registry import sharded_state
 from tests.golden import same_as_kept
 

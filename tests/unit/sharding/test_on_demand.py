@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.sharding.inventory import Entry, take_inventory
-from shardwise.sharding.on_demand import FullOnDemand
+from shardwise.sharding.materialize import FullOnDemand
 
 WAYS: dict[str, Callable[[nn.Parameter, nn.Parameter], object]] = {
     "init": lambda a, b: nn.init.normal_(a),

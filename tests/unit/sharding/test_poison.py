@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.sharding.poison import fingerprint, is_poisoned, poison
+from shardwise.sharding.inventory import fingerprint, is_poisoned, poison
 
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.int32,

@@ -5,14 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.config.schema import GroupOverride
-from shardwise.sharding.translation import Translation
-from shardwise.sharding.wrap_functions import (
-    chosen_modules,
-    direct_children,
-    drop_ignored,
-    join_ties,
-    overrides_of,
-)
+from shardwise.sharding.fsdp1_keys import Translation
+from shardwise.sharding.prepare import chosen_modules, direct_children, drop_ignored, join_ties, overrides_of
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.config.run import TrainingConfig
 from shardwise.errors import TrainingError
-from shardwise.training.bad_losses import BadLosses, BadStep
+from shardwise.training.objective import BadLosses, BadStep
 
 GOOD = torch.tensor(1.0)
 BAD = [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)]

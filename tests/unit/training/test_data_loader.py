@@ -12,8 +12,7 @@ import torch
 
 from shardwise.config.run import DataConfig
 from shardwise.errors import CheckpointError, ConfigError, ShardError
-from shardwise.training.data.loader import Loader
-from shardwise.training.data.order import samples_at
+from shardwise.training.data.loader import Loader, samples_at
 from tests.unit.training.data_files import numbered, open_some, samples_in, write_lines
 
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.training.data.order import samples_at, shuffled
+from shardwise.training.data.loader import samples_at, shuffled
 
 SEEDS = st.integers(-(2**40), 2**40)
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config.run import DataConfig
-from shardwise.training.data.json_lines import JsonLines
-from shardwise.training.data.records import Documents, to_document
+from shardwise.training.data.records import Documents, JsonLines, to_document
 
 LINES = st.lists(st.sampled_from(['{"text": "a"}', "", "  ", "\t", ' {"text": "é"} ', '{"text": "x y"}']), max_size=12)
 

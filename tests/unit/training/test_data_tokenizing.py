@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.training.data.tokenizing import Bytes, TokenizerFile, check_vocabulary, open_tokenizer
+from shardwise.training.data.samples import Bytes, TokenizerFile, check_vocabulary, open_tokenizer
 from tests.unit.training.data_files import save_tokenizer
 
 TEXTS = ["def f(x):\n    return x\n", "naïve café 🙂"]

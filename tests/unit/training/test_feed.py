@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.training.feed import Feed, batch_of
+from shardwise.training.objective import Feed, batch_of
 
 
 class Counting:

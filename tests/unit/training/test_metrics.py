@@ -179,7 +179,7 @@ def test_wandb_gets_the_numbers_offline(tmp_path: Path):
     pytest.importorskip("wandb")
     script = (
         "import sys; from pathlib import Path; from shardwise.config.run import MetricsConfig\n"
-        "from shardwise.training.tracking import open_trackers\n"
+        "from shardwise.training.metrics import open_trackers\n"
         "(tracker,) = open_trackers(MetricsConfig(wandb='project'), Path(sys.argv[1]), 0)\n"
         "tracker.write(1, {'loss': 1.5, 'note': 'text'}); tracker.close()\n"
     )

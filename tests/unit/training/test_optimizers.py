@@ -14,8 +14,7 @@ from shardwise.config.run import OptimizerConfig
 from shardwise.errors import ConfigError
 from shardwise.models.load import load_model
 from shardwise.training.muon import Muon, orthogonalize
-from shardwise.training.optimizers import build_optimizer
-from shardwise.training.parameter_kinds import parameter_kinds
+from shardwise.training.optimizers import build_optimizer, parameter_kinds
 
 
 class Experts(nn.Module):

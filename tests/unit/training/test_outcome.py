@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.training.outcome import Training
+from shardwise.training.run_folder import Training
 
 
 def training(**changes: Any) -> Training:

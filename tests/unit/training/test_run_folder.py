@@ -8,11 +8,17 @@ import torch
 
 from shardwise.config.run import RunConfig
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.training.folders import give_back, prepare_folder, refuse_other_model, with_folder, write_config
-from shardwise.training.outcome import Training
-from shardwise.training.reproducing import same_bits, seed_for, seed_step
-from shardwise.training.resolving import resolved_yaml
-from shardwise.training.resuming import find_resumed
+from shardwise.training.requirements import resolved_yaml
+from shardwise.training.run_folder import (
+    Training,
+    give_back,
+    prepare_folder,
+    refuse_other_model,
+    with_folder,
+    write_config,
+)
+from shardwise.training.runtime import same_bits, seed_for, seed_step
+from shardwise.training.saving import find_resumed
 
 DONE = Training(
     model="tutorial",

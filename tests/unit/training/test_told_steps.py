@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from shardwise.config.run import MetricsConfig, RunConfig, TrainingConfig
+from shardwise.distributed.mesh import init_distributed, shutdown
 from shardwise.progress import NoProgress
-from shardwise.sharding.mesh import init_distributed, shutdown
 from shardwise.training.metrics import Metrics, read_records
-from shardwise.training.tally import Reading
-from shardwise.training.telling import Teller
+from shardwise.training.step_metrics import Reading, Teller
 
 CPU = torch.device("cpu")
 

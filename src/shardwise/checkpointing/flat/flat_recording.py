@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpointing.flat.flat_params import LAYOUT_FILE
-from shardwise.checkpointing.state.keys import canonical_name
+from shardwise.checkpointing.formats.fsdp1 import LAYOUT_FILE
+from shardwise.checkpointing.state.names import canonical_name
 from shardwise.compat import flat_param_entries, flat_param_numel, flat_param_ties, fsdp1_flat_params
 from shardwise.errors import CheckpointError
 

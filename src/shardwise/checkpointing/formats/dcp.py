@@ -1,8 +1,4 @@
-"""Read folders of `torch.distributed.checkpoint`: ours by their manifest, torch's own by their `.metadata`.
-
-Each item of such a folder is a `torch.save` stream of its own. Its directory says where the raw bytes of the tensor
-lie; its pickle, read as data, says their dtype and order.
-"""
+"""Folders of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -12,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
-from shardwise.checkpointing.formats.dcp_writing import METADATA_NAME
+from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, read_manifest
 from shardwise.checkpointing.pickles.dcp_metadata import MAX_METADATA_BYTES, DcpItem, DcpTensor, parse_dcp_metadata
-from shardwise.checkpointing.pickles.safe_pickle import load_pickle
-from shardwise.checkpointing.pickles.state_tree import FlatState, plain_value
-from shardwise.checkpointing.pickles.torch_files import TorchFile
-from shardwise.checkpointing.pickles.torch_objects import DCP_METADATA, read_torch_pickle
-from shardwise.checkpointing.pickles.torch_refs import TensorRef
-from shardwise.checkpointing.pickles.zip_index import ZipIndex
-from shardwise.checkpointing.sharded.manifest import MANIFEST_NAME, read_manifest
+from shardwise.checkpointing.pickles.machine import load_pickle
+from shardwise.checkpointing.pickles.torch_files import FlatState, TorchFile, plain_value
+from shardwise.checkpointing.pickles.torch_objects import DCP_METADATA, TensorRef, read_torch_pickle
+from shardwise.checkpointing.pickles.zip_files import ZipIndex
 from shardwise.checkpointing.storage.files import (
     Place,
     Reader,

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.pickles.pickle_machine import Record
-from shardwise.checkpointing.pickles.safe_pickle import load_pickle
-from shardwise.checkpointing.pickles.torch_objects import DCP_METADATA
-from shardwise.checkpointing.pickles.torch_refs import dtype_name
+from shardwise.checkpointing.pickles.machine import Record, load_pickle
+from shardwise.checkpointing.pickles.torch_objects import DCP_METADATA, dtype_name
 from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 

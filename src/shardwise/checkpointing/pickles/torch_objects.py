@@ -1,26 +1,220 @@
-"""What torch's own pickles may name, and what each becomes here. No torch.
-
-Covers `torch.save` files (tensors, parameters, ShardedTensor, DTensor) and the `.metadata` of Distributed
-Checkpoint.
-"""
+"""Torch's tensors and containers in pickles, as descriptions without data."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES
-from shardwise.checkpointing.pickles.pickle_machine import Symbol
-from shardwise.checkpointing.pickles.safe_pickle import load_pickle, makers, record, records, symbols
-from shardwise.checkpointing.pickles.torch_refs import (
-    STORAGE_DTYPES,
-    make_parameter,
-    make_storage,
-    make_subclass,
-    make_tensor,
-    make_tensor_v3,
-    sizes_of,
-)
+from shardwise.checkpointing.contents import ITEM_BYTES, Box
+from shardwise.checkpointing.pickles.machine import Record, Symbol, load_pickle, makers, record, records, symbols
+
+STORAGE_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    "UntypedStorage": "uint8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """One storage of a `torch.save` file."""
+
+    key: str
+    """Its record is `data/<key>` of the zip."""
+    dtype: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A strided view of one storage."""
+
+    storage: StorageRef
+    dtype: str
+    offset: int
+    """In elements."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one after another, row-major."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return math.prod(self.shape) == 0
+            expected *= size
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedRef:
+    """A ShardedTensor: this rank's parts of a larger tensor, and where all parts lie."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[Box, TensorRef], ...]
+    all_boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorRef:
+    """A DTensor: this rank's part of a larger tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    local: TensorRef
+    placements: tuple[tuple[Any, ...], ...]
+    """One a mesh axis: `("shard", dim)`, `("strided", dim, split_factor)`, `("replicate",)` or `("partial",)`."""
+    mesh_shape: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    """Where in the mesh the rank that wrote it stood; None where the file does not say."""
+
+
+def dtype_name(symbol: Any) -> str:
+    """`float32` from the symbol `torch.float32`."""
+    if isinstance(symbol, Symbol) and (name := symbol.name.removeprefix("torch.")) in ITEM_BYTES:
+        return name
+    raise ValueError(f"{symbol!r} is no dtype")
+
+
+def make_storage(identity: Any) -> StorageRef:
+    """The storage that a persistent id of torch means."""
+    kind, storage_type, key, _location, numel = identity
+    if kind != "storage" or not isinstance(key, str) or not isinstance(storage_type, Symbol):
+        raise ValueError(f"{identity!r} is no storage")
+    dtype = STORAGE_DTYPES[storage_type.name.rpartition(".")[2]]
+    return StorageRef(key, dtype, _count(numel) * ITEM_BYTES[dtype])
+
+
+def make_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_rest: Any) -> TensorRef:
+    """`_rebuild_tensor` and `_rebuild_tensor_v2`."""
+    return _view(storage, offset, size, stride, storage.dtype)
+
+
+def make_tensor_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_rest: Any
+) -> TensorRef:
+    """`_rebuild_tensor_v3`: dtypes that have no storage class."""
+    return _view(storage, offset, size, stride, dtype_name(dtype))
+
+
+def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: str) -> TensorRef:
+    if not isinstance(storage, StorageRef):
+        raise ValueError("a tensor without a storage")
+    tensor = TensorRef(storage, dtype, _count(offset), sizes_of(size), sizes_of(stride))
+    _check_lies_in_storage(tensor)
+    return tensor
+
+
+def _check_lies_in_storage(tensor: TensorRef) -> None:
+    if len(tensor.shape) != len(tensor.strides):
+        raise ValueError("a tensor with strides of another number of dimensions")
+    if math.prod(tensor.shape) == 0:
+        return
+    last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+    if (last + 1) * ITEM_BYTES[tensor.dtype] > tensor.storage.num_bytes:
+        raise ValueError(f"a tensor of shape {tensor.shape} that reaches beyond its storage")
+
+
+def make_parameter(data: Any, *_rest: Any) -> Any:
+    """`_rebuild_parameter`: its tensor."""
+    return data
+
+
+def make_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """`_rebuild_from_type_v2`: a tensor subclass, or a tensor with attributes."""
+    if not isinstance(function, Symbol) or function.make is None:
+        raise ValueError("a tensor that is rebuilt by nothing known")
+    made = function.make(*args)
+    if not isinstance(made, Record):
+        return made  # a tensor with Python attributes of its own
+    made.state = state
+    return _sharded(made) if kind.name.endswith("ShardedTensor") else _dtensor(made)
+
+
+def _sharded(made: Record) -> ShardedRef:
+    parts, metadata = made.state[:2]
+    boxes = [_shard_box(entry) for entry in metadata.fields["shards_metadata"]]
+    local = tuple((_shard_box(part.fields["metadata"]), part.fields["tensor"]) for part in parts)
+    shape = sizes_of(metadata.fields["size"])
+    for box, tensor in local:
+        if not isinstance(tensor, TensorRef) or tensor.shape != box.sizes or not box.lies_in(shape):
+            raise ValueError("a shard whose tensor does not have its size")
+    properties = metadata.fields["tensor_properties"].state
+    return ShardedRef(dtype_name(properties[0]), shape, local, tuple(boxes))
+
+
+def _shard_box(entry: Record) -> Box:
+    return Box(sizes_of(entry.fields["shard_offsets"]), sizes_of(entry.fields["shard_sizes"]))
+
+
+def _dtensor(made: Record) -> DTensorRef:
+    local, spec = made.fields["_local_tensor"], made.fields["_spec"].fields
+    if not isinstance(local, TensorRef):
+        raise ValueError("a DTensor without its local tensor")
+    shape, _strides, dtype = spec["tensor_meta"].args
+    mesh = spec["mesh"].fields
+    mesh_shape, coordinate = _mesh_shape(mesh), mesh.get("_coordinate_on_dim")
+    placements = tuple(_placement(placement) for placement in spec["placements"])
+    if len(placements) != len(mesh_shape):
+        raise ValueError("a DTensor with another number of placements than mesh axes")
+    place = None if coordinate is None else sizes_of(coordinate)
+    return DTensorRef(dtype_name(dtype), sizes_of(shape), local, placements, mesh_shape, place)
+
+
+def _mesh_shape(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    if isinstance(mesh := fields.get("mesh", fields.get("_mesh")), TensorRef):  # torch before 2.9
+        return mesh.shape
+    layout = fields["_layout"]
+    if "axes" in layout.fields:  # torch from 2.13 on
+        return tuple(_axis_length(axis.fields["shape"]) for axis in layout.fields["axes"])
+    shape = layout.fields["shape"] if layout.fields else layout.args[0]
+    return tuple(map(_axis_length, shape)) if isinstance(shape, tuple) else (_axis_length(shape),)
+
+
+def _axis_length(shape: Any) -> int:
+    """The ranks along one mesh axis; a flattened axis keeps those it was made of."""
+    return math.prod(sizes_of(shape)) if isinstance(shape, (tuple, list)) else _count(shape)
+
+
+def _placement(placement: Record) -> tuple[Any, ...]:
+    values = placement.fields or dict(zip(("dim", "split_factor"), placement.args, strict=False)) | placement.kwargs
+    match placement.name.rpartition(".")[2]:
+        case "Shard":
+            return ("shard", _count(values["dim"]))
+        case "_StridedShard":
+            return ("strided", _count(values["dim"]), _count(values["split_factor"]))
+        case "Replicate":
+            return ("replicate",)
+        case _:
+            return ("partial",)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def sizes_of(values: Any) -> tuple[int, ...]:
+    """A shape, every size of which is one."""
+    if not isinstance(values, (tuple, list)) or len(values) > 64:
+        raise ValueError("a shape that is no list of sizes")
+    return tuple(_count(value) for value in values)
+
 
 _SHARD = "torch.distributed._shard."
 _TENSOR = "torch.distributed.tensor."

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from shardwise import compat
 from shardwise.checkpointing.state.nested import Flat, Path, flatten
 from shardwise.errors import CheckpointError
-from shardwise.sharding.layout import local_tensor
+from shardwise.sharding.inventory import local_tensor
 
 KINDS = "__kinds__"
 """Under `optim.__kinds__` stand the states that are not laid out like their parameter, and how they are."""

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import compat
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.state.keys import canonical_name
+from shardwise.checkpointing.state.names import canonical_name
 from shardwise.errors import CheckpointError
 from shardwise.sharding.full_params import reshard
-from shardwise.sharding.layout import local_tensor
+from shardwise.sharding.inventory import local_tensor
 
 if TYPE_CHECKING:
-    from shardwise.checkpointing.reading.requests import Request
+    from shardwise.checkpointing.reading import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def requests_for(tensors: Iterable[ModelTensor], stored_names: Mapping[str, str]
     Ranks:
         Local.
     """
-    from shardwise.checkpointing.reading.requests import Request
+    from shardwise.checkpointing.reading import Request
 
     return [
         Request(stored_names[tensor.name], part.memory, part.box)

@@ -1,8 +1,4 @@
-"""Folders and files of checkpoints, on a local disk or in an object store: read and write at given bytes, make durable.
-
-A place is a `Path`, or a `str` with a scheme (`s3://bucket/run`), which fsspec serves. Every OS error leaves as a
-`CheckpointError` that names the file.
-"""
+"""Files on local disks; `remote_files` serves object stores through the same functions."""
 
 from __future__ import annotations
 
@@ -15,9 +11,67 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol, TypeAlias
 
 from shardwise.checkpointing.storage import remote_files
-from shardwise.checkpointing.storage.direct_writing import DirectFile
-from shardwise.checkpointing.storage.local_files import LocalReader, LocalWriter
+from shardwise.checkpointing.storage.direct_io import DirectFile, DirectReader
 from shardwise.errors import CheckpointError
+
+_MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS
+
+
+class LocalReader:
+    """A file open for reading; threads may share it."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._direct = DirectReader(self._descriptor)
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Fill the buffers from `offset` on; fewer bytes come back than they hold only where the file ends."""
+        total = self._direct.read_into(offset, buffers)
+        waiting = _drop([buffer for buffer in buffers if len(buffer)], total)
+        while waiting:
+            count = os.preadv(self._descriptor, waiting[:_MAX_VECTORS], offset + total)
+            if count == 0:
+                break
+            total += count
+            waiting = _drop(waiting, count)
+        return total
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._direct.close()
+        os.close(self._descriptor)
+
+
+class LocalWriter:
+    """A new file, written through the page cache."""
+
+    def __init__(self, path: Path) -> None:
+        # O_EXCL: never through a link that somebody laid, never over a file that is there.
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def append(self, buffers: Sequence[memoryview | bytes]) -> None:
+        """Write the buffers after what is there."""
+        waiting = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        while waiting:
+            waiting = _drop(waiting, os.writev(self._descriptor, waiting[:_MAX_VECTORS]))
+
+    def sync(self) -> None:
+        """Return once the disk has it all."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Give the file back."""
+        os.close(self._descriptor)
+
+
+def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """The buffers without their first `count` bytes."""
+    for index, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= len(buffer)
+    return []
+
 
 Place: TypeAlias = Path | str
 _FIXES = {

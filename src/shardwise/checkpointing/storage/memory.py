@@ -1,11 +1,17 @@
-"""Bytes of tensors as memoryviews, without importing torch, and copies of them that hold no lock."""
+"""Bytes in memory: views of tensors, buffers, checksums by block, and progress."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import xxhash
+
+from shardwise.progress import Progress
+from shardwise.units import format_bytes, format_seconds
 
 _MIN_UNLOCKED = 64 << 10  # below, taking the lock again costs more than the copy
 
@@ -76,3 +82,103 @@ def give_back_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc; others have no such habit
     if trim is not None:
         trim(0)
+
+
+BLOCK_BYTES = 1 << 20
+"""Bytes under one checksum: small enough that a shard's ragged ends cost little, large enough for a short manifest."""
+
+
+def checksum(data: bytes | bytearray | memoryview) -> int:
+    """The checksum of one run of bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def checksum_of_parts(parts: Iterable[bytes | bytearray | memoryview]) -> int:
+    """The checksum of bytes that lie in several places, as if they lay one after another."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.intdigest()
+
+
+def block_checksums(data: memoryview, block_bytes: int = BLOCK_BYTES) -> tuple[int, ...]:
+    """One checksum for each block; the last block may be shorter. No bytes, no blocks."""
+    return tuple(checksum(data[start : start + block_bytes]) for start in range(0, len(data), block_bytes))
+
+
+def to_hex(checksums: Iterable[int]) -> str:
+    """Sixteen hexadecimal digits for each checksum, one after another."""
+    return "".join(f"{each:016x}" for each in checksums)
+
+
+def from_hex(text: str) -> tuple[int, ...]:
+    """The checksums that `to_hex` wrote.
+
+    Raises:
+        ValueError: The text is not that.
+    """
+    if len(text) % 16 or not set(text) <= set("0123456789abcdef"):
+        raise ValueError("checksums are 16 lower-case hexadecimal digits each")
+    return tuple(int(text[start : start + 16], 16) for start in range(0, len(text), 16))
+
+
+class BlockHasher:
+    """Hears the bytes of one tensor after another."""
+
+    def __init__(self) -> None:
+        self._hash, self._hashed = xxhash.xxh3_64(), 0
+        self._finished: list[int] = []
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes of the tensor."""
+        while len(data):
+            part = data[: BLOCK_BYTES - self._hashed]
+            self._hash.update(part)
+            self._hashed += len(part)
+            data = data[len(part) :]
+            if self._hashed == BLOCK_BYTES:
+                self._end_block()
+
+    def finish(self) -> tuple[int, ...]:
+        """The tensor is complete: its checksums, as `block_checksums` would give them. The next one begins."""
+        if self._hashed:
+            self._end_block()
+        finished, self._finished = tuple(self._finished), []
+        return finished
+
+    def _end_block(self) -> None:
+        self._finished.append(self._hash.intdigest())
+        self._hash, self._hashed = xxhash.xxh3_64(), 0
+
+
+@contextlib.contextmanager
+def counting(progress: Progress | None, total: int, label: str) -> Iterator[Callable[[int], None]]:
+    """A function to call with every number of bytes that is done; one thread at a time.
+
+    Args:
+        progress: Whom to tell; None: nobody.
+        total: All bytes there will be; 0 where nobody knows.
+        label: What is done, as in "loading".
+    """
+    if progress is None:
+        yield lambda num_bytes: None
+        return
+    start, done = time.monotonic(), 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        rate = done / max(time.monotonic() - start, 1e-9)
+        of_total = f" of {format_bytes(total)}" if total else ""
+        progress.advance(num_bytes, f"{format_bytes(done)}{of_total}, {format_bytes(rate)}/s")
+
+    progress.start(total, label)
+    try:
+        yield count
+    except BaseException:
+        progress.finish()
+        raise
+    seconds = max(time.monotonic() - start, 1e-9)
+    progress.finish(
+        f"{label}: {format_bytes(done)} in {format_seconds(seconds)}, {format_bytes(done / seconds)}/s" if done else ""
+    )

@@ -1,17 +1,18 @@
-"""Attributes, items and iteration of real objects, looked up without running any of the model's code."""
+"""Attributes, containers, truth values and tensors, as far as source tells."""
 
+import ast
 import functools
 import inspect
+import random
 import types
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Sequence as AnySequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardwise.planning.source.files import underlying
-from shardwise.planning.source.frames import Frame
-from shardwise.planning.source.functions import Arguments, enter_function
-from shardwise.planning.source.records import consume, record_read
+from shardwise.planning.source.functions import Arguments, consume, enter_function, record_read, underlying
 from shardwise.planning.source.values import (
     ARGUMENT,
     CONTENT,
@@ -20,12 +21,20 @@ from shardwise.planning.source.values import (
     Absent,
     Atom,
     Bound,
+    Frame,
     Known,
+    Many,
+    Mapping,
+    Parameters,
+    Sequence,
     Source,
     Super,
+    Unknown,
     Value,
+    evaluate,
     join,
     known,
+    opaque,
 )
 
 _MISSING = object()
@@ -199,3 +208,384 @@ def use_as_data(value: Value, frame: Frame) -> Value:
     """The value takes part in arithmetic: record what it reads and forget which object it was."""
     consume(value, frame)
     return PLAIN.like(source=value.source, loops=value.loops, settings=value.settings)
+
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
+_DICTIONARIES = (nn.ModuleDict, nn.ParameterDict)
+_MOST_ITEMS = 20_000
+
+
+class Walk(NamedTuple):
+    """What a loop over a value gets."""
+
+    element: Value
+    count: int | None
+    dynamic: bool = False
+    """The number of turns depends on the data."""
+
+
+def list_items(thing: Any) -> list[Value] | None:
+    """The items of a real list, tuple or list-like module."""
+    if isinstance(thing, nn.ParameterList):
+        return [wrap(thing._parameters.get(str(index))) for index in range(len(thing))]
+    if isinstance(thing, _LISTS) and not _own(thing, "__getitem__") and not _own(thing, "__iter__"):
+        return [wrap(child) for child in thing._modules.values()]
+    if type(thing) in (list, tuple, set, frozenset) and len(thing) <= _MOST_ITEMS:
+        return [wrap(item) for item in thing]
+    return None
+
+
+def dict_items(thing: Any) -> dict[Any, Value] | None:
+    """The items of a real dictionary or dictionary-like module."""
+    if isinstance(thing, nn.ParameterDict):
+        return {key: wrap(thing._parameters.get(key)) for key in thing._keys}
+    if isinstance(thing, _DICTIONARIES) and not _own(thing, "__getitem__"):
+        return {key: wrap(child) for key, child in thing._modules.items()}
+    if type(thing) in (dict, OrderedDict) and len(thing) <= _MOST_ITEMS:
+        return {key: wrap(item) for key, item in thing.items()}
+    return None
+
+
+def _own(module: nn.Module, name: str) -> bool:
+    """Whether the model's code, not torch, defines how the container behaves."""
+    function = underlying(getattr(type(module), name, None))[0]
+    return function is not None and not (function.__module__ or "").startswith("torch.")
+
+
+def walk(value: Value, frame: Frame) -> Walk:
+    """One turn of a loop over the value, standing for all of them."""
+    frame.analysis.decide(value)
+    walks = [_walk_atom(atom, value, frame) for atom in value.atoms]
+    if value.open or not walks:
+        source = Source.CONTENT if value.source >= Source.CONTENT else value.source
+        walks.append(Walk(PLAIN.like(source=source), None, value.source == Source.DYNAMIC))
+    element = join(one.element for one in walks)
+    counts = {one.count for one in walks}
+    return Walk(
+        element.like(picked=element.picked or value.picked, loops=element.loops | value.loops),
+        counts.pop() if len(counts) == 1 else None,
+        any(one.dynamic for one in walks),
+    )
+
+
+def _walk_atom(atom: Atom, value: Value, frame: Frame) -> Walk:
+    if isinstance(atom, Sequence):
+        return Walk(join(atom.items) if atom.items else Value(), None if value.open else len(atom.items))
+    if isinstance(atom, Mapping):
+        return Walk(join(known(key) for key, _ in atom.items) if atom.items else PLAIN, len(atom.items))
+    if isinstance(atom, Many):
+        return Walk(atom.element, atom.count, value.source == Source.DYNAMIC)
+    if isinstance(atom, Parameters):
+        return _walk_parameters(atom)
+    return _walk_known(atom.object, frame) if isinstance(atom, Known) else Walk(PLAIN, None)
+
+
+def _walk_known(thing: Any, frame: Frame) -> Walk:
+    if isinstance(thing, torch.Tensor):
+        consume(known(thing), frame)
+        return Walk(TENSOR, None)
+    items = list_items(thing)
+    if items is None and (by_key := dict_items(thing)) is not None:
+        items = [known(key) for key in by_key]
+    if items is not None:
+        return Walk(join(items) if items else Value(), len(items))
+    if isinstance(thing, nn.Module) and _own(thing, "__iter__"):
+        result = enter_function(
+            getattr(type(thing), "__iter__", None), Arguments([known(thing)]), frame, receiver=thing
+        )
+        return walk(result, frame) if result is not None else Walk(PLAIN, None)
+    return Walk(PLAIN, None)
+
+
+def _walk_parameters(atom: Parameters) -> Walk:
+    parameters = [wrap(parameter) for parameter in atom.module.object.parameters()]
+    element = join(parameters) if parameters else PLAIN
+    if atom.named:
+        element = Value(frozenset({Sequence((PLAIN, element))}))
+    return Walk(element, len(parameters))
+
+
+def item(value: Value, index: Value, frame: Frame) -> Value:
+    """`value[index]`."""
+    frame.analysis.decide(value)
+    at = index.only()
+    if at is not Unknown:
+        frame.analysis.decide(index)
+    found = [_item_of(atom, at, index, frame) for atom in value.atoms]
+    if value.open or not found:
+        found.append(PLAIN.like(source=_indexed(value, index), loops=value.loops))
+    result = join(found)
+    # A name looked up by a number from the data is itself up to the data: `experts[names[best]]`.
+    source = max(result.source, index.source) if index.source >= Source.CONTENT else result.source
+    return result.like(picked=result.picked or value.picked, loops=result.loops | value.loops, source=source)
+
+
+def _indexed(value: Value, index: Value) -> Source:
+    """What an item of something unknown is: `x[mask]` has its own length, `x[0, 1]` must be a tensor's."""
+    if value.source >= Source.TENSOR and index.source >= Source.CONTENT:
+        return Source.DYNAMIC
+    several = any(isinstance(atom, Sequence) and len(atom.items) > 1 for atom in index.atoms)
+    return Source.TENSOR if several and value.source == Source.ARGUMENT else value.source
+
+
+def _item_of(atom: Atom, at: Any, index: Value, frame: Frame) -> Value:
+    if isinstance(atom, Sequence):
+        return _pick(atom.items, at, index)
+    if isinstance(atom, Mapping):
+        return _look_up(dict(atom.items), at, index)
+    if isinstance(atom, Many):
+        if isinstance(at, slice):
+            return Value(frozenset({Many(atom.element)}))
+        return _chosen(atom.element, index)
+    if not isinstance(atom, Known):
+        return PLAIN
+    thing = atom.object
+    if isinstance(thing, torch.Tensor):
+        consume(known(thing), frame)
+        return TENSOR
+    items = list_items(thing)
+    if items is not None:
+        return _pick(items, at, index)
+    by_key = dict_items(thing)
+    if by_key is not None:
+        return _look_up(by_key, at, index)
+    if isinstance(thing, nn.Module) and _own(thing, "__getitem__"):
+        result = enter_function(
+            getattr(type(thing), "__getitem__", None), Arguments([known(thing), index]), frame, receiver=thing
+        )
+        return result if result is not None else PLAIN
+    return PLAIN
+
+
+def _pick(items: AnySequence[Value], at: Any, index: Value) -> Value:
+    if isinstance(at, bool) or not isinstance(at, int | slice):
+        is_slice = any(isinstance(atom, Known) and atom.object is slice for atom in index.atoms)
+        everything = join(items) if items else PLAIN
+        if not is_slice:
+            return _chosen(everything, index)
+        # `layers[:depth]`: which ones run is up to the data where the bound is.
+        return Value(frozenset({Many(_chosen(everything, index) if index.source >= Source.TENSOR else everything)}))
+    try:
+        chosen = items[at]
+    except (IndexError, TypeError, ValueError):
+        return PLAIN
+    return chosen if isinstance(chosen, Value) else Value(frozenset({Sequence(tuple(chosen))}))
+
+
+def _look_up(by_key: dict[Any, Value], at: Any, index: Value) -> Value:
+    if at is Unknown:
+        return _chosen(join(by_key.values()), index) if by_key else PLAIN
+    try:
+        return by_key.get(at, PLAIN)
+    except TypeError:  # not a key at all
+        return PLAIN
+
+
+def _chosen(element: Value, index: Value) -> Value:
+    """One of several alike, chosen by an index that is not known."""
+    picked = (index.picked or index.source >= Source.ARGUMENT) and len(element.atoms) > 1
+    return element.like(picked=element.picked or picked, loops=element.loops | index.loops)
+
+
+def truth(value: Value) -> bool | None:
+    """The outcome of `if value:`, or None where it depends on the run."""
+    if value.open or not value.atoms:
+        return None
+    answers = {_truth_of(atom) for atom in value.atoms}
+    return answers.pop() if len(answers) == 1 else None
+
+
+def _truth_of(atom: Any) -> bool | None:
+    if isinstance(atom, Sequence | Mapping):
+        return bool(atom.items)
+    if not isinstance(atom, Known):
+        return None if type(atom).__name__ in ("Many", "Parameters") else True
+    thing = atom.object
+    if thing is None or isinstance(thing, bool | int | float | str | bytes):
+        return bool(thing)
+    if isinstance(thing, torch.Tensor):
+        return None
+    items = list_items(thing)
+    if items is None and (by_key := dict_items(thing)) is not None:
+        items = list(by_key.values())
+    if items is not None:
+        return bool(items)
+    # Functions, classes and ordinary modules have no truth of their own, so they are true.
+    if isinstance(thing, type | types.FunctionType):
+        return True
+    return True if isinstance(thing, nn.Module) and not hasattr(type(thing), "__len__") else None
+
+
+def assign(target: ast.expr, value: Value, frame: Frame) -> None:
+    """`target = value`."""
+    if isinstance(target, ast.Name):
+        frame.names[target.id] = value
+    elif isinstance(target, ast.Tuple | ast.List):
+        _unpack(target.elts, value, frame)
+    elif isinstance(target, ast.Starred):
+        assign(target.value, Value(frozenset({Many(value)})), frame)
+    elif isinstance(target, ast.Subscript):
+        _assign_item(target, value, frame)
+    elif isinstance(target, ast.Attribute):
+        evaluate(target.value, frame)
+
+
+def _unpack(targets: list[ast.expr], value: Value, frame: Frame) -> None:
+    starred = any(isinstance(target, ast.Starred) for target in targets)
+    rows = [atom for atom in value.atoms if isinstance(atom, Sequence) and len(atom.items) == len(targets)]
+    for position, target in enumerate(targets):
+        if rows and not starred:
+            parts = [row.items[position] for row in rows]
+            if value.open:
+                parts.append(PLAIN.like(source=value.source))
+            assign(target, join(parts), frame)
+        else:
+            index = PLAIN if starred else known(position)
+            assign(target, item(value, index, frame), frame)
+
+
+def _assign_item(target: ast.Subscript, value: Value, frame: Frame) -> None:
+    """`blocks[i] = block` makes the list hold one more; on a tensor it is a computation."""
+    holder = evaluate(target.value, frame)
+    evaluate(target.slice, frame)
+    consume(value, frame)
+    if isinstance(target.value, ast.Name) and value.atoms and target.value.id in frame.names:
+        pieces = [value, *(part for atom in holder.atoms for part in _parts(atom))]
+        frame.names[target.value.id] = join([holder.like(atoms=frozenset()), Value(frozenset({Many(join(pieces))}))])
+
+
+def _parts(atom: object) -> tuple[Value, ...]:
+    if isinstance(atom, Sequence):
+        return atom.items
+    return (atom.element,) if isinstance(atom, Many) else ()
+
+
+_DYNAMIC = {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere"}
+_CONTENT = {
+    "item", "tolist", "numpy", "any", "all", "equal", "allclose", "isclose", "is_nonzero",
+    "count_nonzero", "bincount", "eq", "ne", "gt", "ge", "lt", "le", "greater", "greater_equal", "less",
+    "less_equal", "isnan", "isinf", "isin",
+}  # fmt: skip
+# The lengths of what they return are arguments, and may come from the data: `tokens.split(counts.tolist())`.
+_INTO_PARTS = {"split", "split_with_sizes", "tensor_split", "unsafe_split", "hsplit", "vsplit"}
+_TO_LENGTH = {"narrow", "repeat_interleave"}
+_SIZE_METHODS = {
+    "size",
+    "numel",
+    "dim",
+    "nelement",
+    "ndimension",
+    "element_size",
+    "stride",
+    "__len__",
+    "storage_offset",
+}
+# A value nobody knows, on which such a method is called, is a tensor: no container or string has it.
+_TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")} - {
+    name for kind in (dict, list, str, set, torch.nn.Module) for name in dir(kind)
+} | {"to", "cpu", "cuda", "float", "half", "double", "bfloat16"}
+_FROM_LIKENESS = {"to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"}
+_WITHOUT_CONTENT = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
+_PLAIN_MODULES = (
+    "torch.jit",
+    "torch.compiler",
+    "torch.cuda",
+    "torch.backends",
+    "torch.distributed",
+    "torch.overrides",
+)
+
+
+def is_torch_function(thing: Any) -> bool:
+    """Whether a callable is torch's own and so never looked into."""
+    if isinstance(thing, types.BuiltinFunctionType):
+        return "VariableFunctions" in thing.__qualname__ or (thing.__module__ or "").startswith("torch")
+    module = getattr(thing, "__module__", None)
+    return isinstance(module, str) and (module == "torch" or module.startswith("torch."))
+
+
+def is_random_function(thing: Any) -> bool:
+    """Whether a callable is of Python's or numpy's random numbers, which every rank draws for itself."""
+    if isinstance(getattr(thing, "__self__", None), random.Random):
+        return True
+    return (getattr(thing, "__module__", None) or "").startswith(("random", "numpy.random"))
+
+
+def reads_no_content(name: str) -> bool:
+    """Whether a torch function looks only at shapes, dtypes and devices of its arguments."""
+    return name.endswith("_like") or name.startswith(("is_", "get_", "set_")) or name in _WITHOUT_CONTENT
+
+
+def torch_result(name: str, arguments: Arguments) -> Value:
+    """What a torch function returns."""
+    values = arguments.values()
+    if name in ("rand", "rand_like", "bernoulli", "randperm", "randint"):
+        return opaque(*values, source=Source.RANDOM)
+    if name in _DYNAMIC or (name == "where" and len(values) == 1):
+        return opaque(*values, source=Source.DYNAMIC)
+    if (cut := _cut_by_data(name, values)) is not None:
+        return cut
+    if name in _CONTENT:
+        return opaque(*values, source=Source.CONTENT)
+    if name.startswith(("is_", "get_", "has_", "finfo", "iinfo", "device")):
+        return PLAIN
+    return opaque(*values, source=Source.TENSOR)
+
+
+def is_plain_torch(function: Any) -> bool:
+    """Functions of torch that answer about the process, never about a tensor."""
+    return (getattr(function, "__module__", None) or "").startswith(_PLAIN_MODULES)
+
+
+def method_reads_content(name: str) -> bool:
+    """Whether calling `tensor.name(...)` computes with the tensor."""
+    return name not in _SIZE_METHODS and not name.startswith(
+        ("is_", "new_", "get_device", "requires_grad", "register_")
+    )
+
+
+def method_reads_arguments(name: str) -> bool:
+    """Whether `anything.name(tensor)` computes with its argument; `x.to(weight)` only looks at its dtype."""
+    return name not in _FROM_LIKENESS
+
+
+def method_result(receiver: Value, name: str, arguments: Arguments) -> Value:
+    """What a method of an unknown value returns, which is taken for a tensor if its name is a tensor's."""
+    source = receiver.source
+    if name in _SIZE_METHODS:
+        return opaque(receiver, source=Source.CONTENT if source == Source.DYNAMIC else Source.PLAIN)
+    top = max([source, *(value.source for value in arguments.values())])
+    if source == Source.PLAIN:
+        return opaque(receiver, *arguments.values(), source=min(top, Source.ARGUMENT))
+    if name in _DYNAMIC:
+        return opaque(receiver, source=Source.DYNAMIC)
+    if (cut := _cut_by_data(name, [receiver, *arguments.values()])) is not None:
+        return cut
+    if name in ("tolist", "numpy") and source == Source.DYNAMIC:
+        return opaque(receiver)
+    if name in _CONTENT:
+        return opaque(receiver, source=Source.CONTENT)
+    if name.startswith(("is_", "has_", "get_")):
+        return opaque(receiver, source=min(source, Source.ARGUMENT))
+    if name in _TENSOR_METHODS:
+        return opaque(receiver, source=max(source, Source.TENSOR))
+    return opaque(receiver, source=source)
+
+
+def _cut_by_data(name: str, values: list[Value]) -> Value | None:
+    """What cutting a tensor (the first value) returns where the data decides the lengths."""
+    if not any(value.source >= Source.CONTENT for value in values[1:]):
+        return None
+    part = opaque(*values, source=Source.DYNAMIC)
+    if name in _INTO_PARTS:
+        return Value(frozenset({Many(part)}))
+    return part if name in _TO_LENGTH else None
+
+
+def compare(left: Value, right: Value) -> Source:
+    """What a comparison of two unknown values depends on."""
+    top = max(left.source, right.source)
+    return Source.CONTENT if top >= Source.TENSOR else top
+
+
+TENSOR_TYPES = (torch.Tensor,)

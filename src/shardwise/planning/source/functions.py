@@ -1,31 +1,206 @@
-"""Entering a function while reading: binding its arguments and walking its body on behalf of a module."""
+"""Source of functions, and the records of what they touch."""
 
 import ast
+import functools
 import inspect
+import itertools
+import linecache
+import math
 import re
+import textwrap
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from shardwise.planning.source.files import FunctionNode, find_node, is_generator, underlying
-from shardwise.planning.source.frames import MOST_DEPTH, Frame, evaluate, execute, join_counts
-from shardwise.planning.source.records import unwalked
+from shardwise.planning.calls import Places, is_holder
 from shardwise.planning.source.values import (
     ARGUMENT,
+    MOST_DEPTH,
     NONE,
     PLAIN,
     TENSOR,
+    Bound,
     Closure,
+    Fact,
+    Frame,
+    Known,
+    Loop,
     Many,
     Mapping,
     Sequence,
     Value,
+    evaluate,
+    execute,
     join,
+    join_counts,
     known,
+    leaves,
     opaque,
 )
+
+_MOST_TRAILING_LINES = 40
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+@functools.lru_cache(maxsize=4096)
+def find_node(function: types.FunctionType) -> FunctionNode | None:
+    """The syntax tree of a function, or None where its source is not to be had."""
+    code = function.__code__
+    lines = linecache.getlines(code.co_filename)
+    if code.co_name == "<lambda>":
+        return _lambdas_in(code.co_filename).get(code.co_firstlineno)
+    first = code.co_firstlineno - 1
+    # Parsing the one function is far cheaper than parsing a file of five thousand lines for it.
+    for last in range(_last_line(code), min(len(lines), _last_line(code) + _MOST_TRAILING_LINES) + 1):
+        try:
+            tree = ast.parse(textwrap.dedent("".join(lines[first:last])))
+        except (SyntaxError, ValueError):
+            continue  # the statement goes on: a closing bracket stands on a line without code
+        node = tree.body[0] if tree.body else None
+        found = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name
+        return node if found else None  # type: ignore[return-value]
+    return None
+
+
+def _last_line(code: types.CodeType) -> int:
+    """The last line that a function, or one nested in it, has code on."""
+    last = max((line for *_, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+    return max([last, *(_last_line(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))])
+
+
+def underlying(function: Any) -> tuple[types.FunctionType | None, Any]:
+    """The plain function behind decorators and bindings, and the object it is bound to, if any."""
+    receiver = None
+    for _ in range(32):  # a chain of wrappers longer than this is a cycle
+        if isinstance(function, types.MethodType):
+            function, receiver = function.__func__, function.__self__
+        elif isinstance(function, staticmethod | classmethod):
+            function = function.__func__
+        elif (inner := inspect.getattr_static(function, "__wrapped__", None)) is not None:
+            function = inner
+        else:
+            break
+    return (function if isinstance(function, types.FunctionType) else None), receiver
+
+
+@functools.lru_cache(maxsize=4096)
+def is_generator(node: FunctionNode) -> bool:
+    """Whether the function yields; nested functions do not count."""
+    pending: list[ast.AST] = list(node.body) if isinstance(node.body, list) else [node.body]
+    while pending:
+        inner = pending.pop()
+        if isinstance(inner, ast.Yield | ast.YieldFrom):
+            return True
+        if not isinstance(inner, FunctionNode):
+            pending.extend(ast.iter_child_nodes(inner))
+    return False
+
+
+@functools.lru_cache(maxsize=64)
+def _lambdas_in(filename: str) -> dict[int, FunctionNode]:
+    """The lambdas of a file by line; where a line has two, neither is known."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError, RecursionError):
+        return {}
+    found: dict[int, FunctionNode] = {}
+    twice: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Lambda):
+            twice |= {node.lineno} & found.keys()
+            found[node.lineno] = node
+    return {line: node for line, node in found.items() if line not in twice}
+
+
+_ITEMS_TRIED = 16
+
+
+def record_call(module: nn.Module, through: Value, frame: Frame) -> None:
+    """`module(...)` is written in this frame; `through` is the value that was called."""
+    analysis = frame.analysis
+    if module not in analysis.places or is_holder(module):
+        return
+    if id(module) in analysis.places.internal:  # `attention.out_proj(x)`: its weights are its owner's
+        for parameter in module.parameters():
+            record_read(parameter, frame)
+        return
+    analysis.activity += 1
+    analysis.add(Fact("call", frame.chain, module, "", frame.is_conditional or through.picked))
+    turns = math.prod(loop.count or 0 for loop in frame.loops if loop.identity in through.loops)
+    if turns >= len(candidates(through)):  # otherwise some of them may not be called at all
+        again = any(loop.count is None or loop.count > 1 for loop in unwalked(through, frame))
+        analysis.counts[id(module)] = analysis.counts.get(id(module), 0) + (2 if again else 1)
+
+
+def candidates(value: Value) -> set[int]:
+    """Identities of the objects that a value may be."""
+    return {id(_object(leaf)) for leaf in leaves(value)}
+
+
+def unwalked(value: Value, frame: Frame) -> tuple[Loop, ...]:
+    """The running loops that meet an object again: it is not theirs, or they have more turns than objects."""
+    return tuple(
+        loop
+        for loop in frame.loops
+        if loop.identity not in value.loops or (loop.count is not None and loop.count > len(candidates(value)))
+    )
+
+
+def _object(leaf: Known | Bound | Closure) -> Any:
+    return leaf.object if isinstance(leaf, Known) else leaf.receiver.object if isinstance(leaf, Bound) else leaf
+
+
+def record_read(parameter: nn.Parameter, frame: Frame) -> None:
+    """A parameter takes part in a computation written in this frame."""
+    places = frame.analysis.places
+    frame.analysis.activity += 1
+    # torch's own modules read their children's weights to choose a fused kernel; they call them all the same.
+    if frame.is_torch_code or places.covered(frame.chain) & {id(owner) for owner in places.owners(parameter)}:
+        return
+    owner, _, name = places.parameter_name(parameter).rpartition(".")
+    frame.analysis.add(Fact("read", frame.chain, places.modules[owner], name))
+
+
+def record_escape(value: Value, frame: Frame) -> None:
+    """A parameter is among the results, as in `return output, self.bias`: the caller will compute with it."""
+    places = frame.analysis.places
+    for leaf in leaves(value):
+        if isinstance(leaf, Known) and places.has_parameter(leaf.object):
+            owner, _, name = places.parameter_name(leaf.object).rpartition(".")
+            frame.analysis.add(Fact("escape", frame.chain, places.modules[owner], name))
+
+
+def consume(value: Value, frame: Frame) -> None:
+    """The value goes into a computation: record the parameters in it."""
+    for leaf in leaves(value):
+        if isinstance(leaf, Known) and frame.analysis.places.has_parameter(leaf.object):
+            record_read(leaf.object, frame)
+
+
+def is_interesting(value: Value, places: Places) -> bool:
+    """Whether a function that gets this value could call a module or read a parameter through it."""
+    return any(isinstance(leaf, Closure) or _holds_modules(leaf, places) for leaf in leaves(value))
+
+
+def _holds_modules(leaf: Any, places: Places) -> bool:
+    thing = leaf.object if isinstance(leaf, Known) else leaf.receiver.object
+    if isinstance(thing, nn.Module) or places.has_parameter(thing):
+        return True
+    inner = getattr(type(thing), "__dict__", None) and getattr(thing, "__dict__", None)
+    if not isinstance(inner, dict) or isinstance(thing, type | types.ModuleType | types.FunctionType):
+        return False
+    return any(isinstance(item, nn.Module) for held in inner.values() for item in _held(held))
+
+
+def _held(thing: Any) -> Iterable[Any]:
+    if type(thing) in (list, tuple, set):
+        return itertools.islice(thing, _ITEMS_TRIED)
+    return itertools.islice(thing.values(), _ITEMS_TRIED) if type(thing) is dict else (thing,)
+
 
 _AROUND_TENSOR = {"torch", "Optional", "Union", "None", "typing", "t"}
 

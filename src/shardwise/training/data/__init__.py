@@ -1,7 +1,6 @@
 """From files to batches: sources, tokens, samples, their order over all ranks, and the loader that hands them out."""
 
-from shardwise.training.data.evaluation import Evaluation
-from shardwise.training.data.loader import Loader
+from shardwise.training.data.loader import Evaluation, Loader
 from shardwise.training.data.opening import open_data, open_evaluation
 
 __all__ = ["Evaluation", "Loader", "open_data", "open_evaluation"]

@@ -1,7 +1,9 @@
-"""Batches for one rank, made ahead of the step by threads, at a position that counts samples of all ranks."""
+"""The order of samples over all ranks, and the loaders that hand out batches for training and evaluation."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -14,9 +16,71 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import CheckpointError, ShardError
-from shardwise.training.data.order import samples_at
-from shardwise.training.data.samples import Batch, Samples
-from shardwise.training.data.tokenizing import Tokenizer
+from shardwise.training.data.samples import IGNORED, Batch, Samples, Tokenizer
+
+_NUM_ROUNDS = 8  # of which small epochs need some more than large ones to reach all their permutations
+_MASK = 0xFFFFFFFF
+_FACTOR = 0x45D9F3B  # odd, and small enough that 32 bits times it stay positive in 64
+
+
+def shuffled(positions: Tensor, num_samples: int, *, seed: int, epoch: int) -> Tensor:
+    """Where each position of a shuffled epoch finds its sample: a permutation of range(num_samples).
+
+    A keyed Feistel network permutes the numbers below a product that is hardly larger than `num_samples`; one that
+    lands beyond is sent through again until it lands within. So a permutation of 10^8 samples takes no memory.
+
+    Args:
+        positions: int64, each in range(num_samples).
+        num_samples: Size of the epoch.
+        seed: Of the run.
+        epoch: Another epoch is another permutation.
+
+    Ranks:
+        Local. The same everywhere.
+    """
+    num_low = math.isqrt(num_samples - 1) + 1
+    num_high = -(-num_samples // num_low)
+    keys = _round_keys(seed, epoch)
+    result = _encrypt(positions, num_low, num_high, keys)
+    while bool((outside := result >= num_samples).any()):
+        result[outside] = _encrypt(result[outside], num_low, num_high, keys)
+    return result
+
+
+def samples_at(positions: Tensor, num_samples: int, *, seed: int, shuffle: bool) -> Tensor:
+    """The samples at these positions of all epochs in a row."""
+    within = positions % num_samples
+    if not shuffle:
+        return within
+    epochs = positions // num_samples
+    for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
+        chosen = epochs == epoch
+        within[chosen] = shuffled(within[chosen], num_samples, seed=seed, epoch=epoch)
+    return within
+
+
+def _encrypt(values: Tensor, num_low: int, num_high: int, keys: list[int]) -> Tensor:
+    """One pass of the network over range(num_low * num_high): each half in turn is moved by a hash of the other."""
+    low, high = values % num_low, values // num_low
+    for index, key in enumerate(keys):
+        if index % 2 == 0:
+            high = (high + _hash(low, key)) % num_high
+        else:
+            low = (low + _hash(high, key)) % num_low
+    return high * num_low + low
+
+
+def _hash(values: Tensor, key: int) -> Tensor:
+    """32 well-mixed bits of each value."""
+    mixed = ((values ^ key) * _FACTOR) & _MASK
+    mixed = ((mixed ^ (mixed >> 16)) * _FACTOR) & _MASK
+    return mixed ^ (mixed >> 16)
+
+
+def _round_keys(seed: int, epoch: int) -> list[int]:
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=4 * _NUM_ROUNDS).digest()
+    return [int.from_bytes(digest[start : start + 4], "little") for start in range(0, len(digest), 4)]
+
 
 _BLOCK_BATCHES = 32
 
@@ -238,3 +302,91 @@ def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
     """What has to be the same, by the names of the settings."""
     parts = {"seed": state.get("seed"), "data.shuffle": state.get("shuffle")}
     return parts | {f"data.{name}": value for name, value in dict(state.get("fingerprint") or {}).items()}
+
+
+_AHEAD = 3
+
+
+class Evaluation:
+    """A finite run over samples, which can be made again and again. From `open_evaluation`.
+
+    The last batch is filled up with rows whose labels are all ignored: no rank waits for another, and no sample
+    counts twice. Where batches have no labels there is nothing to ignore; there the last batch is smaller, and
+    the fewer than `num_ranks` samples that would be left of it are left out.
+
+    Args:
+        samples: What batches are made of.
+        first: The first that is held out.
+        last: The one behind the last.
+        batch_size: Rows of a batch, over all ranks.
+        rank: Of this one.
+        num_ranks: How many there are.
+        device: Where batches go.
+        threads: 0 makes batches when asked.
+
+    Ranks:
+        Local. Each rank gets its part of the same batches.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        first: int,
+        last: int,
+        *,
+        batch_size: int,
+        rank: int,
+        num_ranks: int,
+        device: torch.device | str,
+        threads: int = 1,
+    ) -> None:
+        self.num_samples = last - first
+        self._samples, self._first, self._last = samples, first, last
+        self._batch_size, self._share, self._rank, self._num_ranks = (
+            batch_size,
+            batch_size // num_ranks,
+            rank,
+            num_ranks,
+        )
+        self._device, self._threads = with_index(device), threads
+        self._has_labels: bool | None = None
+
+    def __len__(self) -> int:
+        """Batches; as many on each rank."""
+        whole, rest = divmod(self.num_samples, self._batch_size)
+        enough = rest if self._labelled() else rest // self._num_ranks
+        return whole + (enough > 0)
+
+    def __iter__(self) -> Iterator[Batch]:
+        positions = range(len(self))
+        if not self._threads:
+            yield from (to_device(self._make(position), self._device) for position in positions)
+            return
+        # A generator that is dropped halfway is closed, which leaves the `with` and so ends the thread.
+        with start_threads(1, self._device) as pool:
+            ready = deque(pool.submit(self._make, position) for position in positions[:_AHEAD])
+            try:
+                for position in positions:
+                    batch = ready.popleft().result()
+                    ready.extend(pool.submit(self._make, later) for later in positions[position + _AHEAD :][:1])
+                    yield to_device(batch, self._device)
+            finally:
+                for future in ready:
+                    future.cancel()
+
+    def _make(self, position: int) -> Batch:
+        begin = self._first + position * self._batch_size
+        num_rows = min(self._batch_size, self._last - begin)
+        share = self._share if self._labelled() else num_rows // self._num_ranks
+        rows = torch.arange(share) + self._rank * share
+        filler = rows >= num_rows
+        batch = self._samples.batch((rows + begin).masked_fill(filler, begin))
+        if bool(filler.any()):
+            # Not in place: labels may lie in the same memory as the tokens.
+            batch["labels"] = batch["labels"].masked_fill(filler[:, None], IGNORED)
+        return pinned(batch, self._device)
+
+    def _labelled(self) -> bool:
+        if self._has_labels is None:
+            self._has_labels = "labels" in self._samples.batch(torch.tensor([self._first]))
+        return self._has_labels

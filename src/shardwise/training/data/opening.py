@@ -7,8 +7,7 @@ import torch
 from shardwise.config.run import DataConfig
 from shardwise.errors import ConfigError
 from shardwise.progress import NoProgress, Progress
-from shardwise.training.data.evaluation import Evaluation
-from shardwise.training.data.loader import Loader
+from shardwise.training.data.loader import Evaluation, Loader
 from shardwise.training.data.reading import open_samples
 from shardwise.training.data.samples import Samples
 

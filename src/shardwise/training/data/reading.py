@@ -1,26 +1,350 @@
-"""From a source to numbered samples: find it, tokenise what has to be, and say where each sample lies."""
+"""Read, tokenize and pack a data source into samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.config.run import DataConfig
 from shardwise.errors import ConfigError
 from shardwise.models.load import find_callable
 from shardwise.progress import Progress
-from shardwise.training.data.json_lines import JsonLines
-from shardwise.training.data.packing import cut_anywhere, no_room, one_document, whole_documents
-from shardwise.training.data.records import Documents, Records, check_documents, open_dataset, to_document
-from shardwise.training.data.samples import IGNORED, DocumentSamples, ReadySamples, Samples, StreamSamples
-from shardwise.training.data.sources import Source, find_sources
-from shardwise.training.data.spooling import Spool
-from shardwise.training.data.stream import TokenStream
-from shardwise.training.data.token_files import open_token_files
-from shardwise.training.data.tokenizing import Tokenizer, check_vocabulary, open_tokenizer
+from shardwise.training.data.records import (
+    Document,
+    Documents,
+    JsonLines,
+    Problems,
+    Records,
+    Source,
+    check_documents,
+    find_sources,
+    open_dataset,
+    to_document,
+    unreadable,
+)
+from shardwise.training.data.samples import (
+    IGNORED,
+    Bytes,
+    DocumentSamples,
+    ReadySamples,
+    Rows,
+    Samples,
+    StreamSamples,
+    Tokenizer,
+    TokenStream,
+    check_tokens,
+    check_vocabulary,
+    open_tokenizer,
+)
+
+_CHUNK_TOKENS = 1 << 24
+_CHUNK_DOCUMENTS = 1 << 16
+
+
+def cut_anywhere(stream: TokenStream, length: int) -> tuple[Rows, int]:
+    """Row i is the i-th stretch of `length` tokens, with the first token of the next as its last label.
+
+    No token but the last few is left out; documents go on in the next row.
+    """
+    num_samples = max(0, (stream.num_tokens - 1) // length)
+    return lambda indices: (indices * length, None), num_samples
+
+
+def whole_documents(stream: TokenStream, length: int) -> tuple[Rows, int]:
+    """Rows of as many documents as fit, in order; one that is longer than a row is cut.
+
+    For prompts with responses: half a response without its prompt would teach nothing. Documents whose prompt
+    fills a row alone are left out.
+
+    Raises:
+        ConfigError: All of them are.
+    """
+    firsts, used = array("q"), array("q")
+    room = 0
+    for start, end, num_prompt in _packed_documents(stream):
+        size = min(end - start, length + 1)
+        if num_prompt >= size:
+            room = 0  # nothing of it would be learnt; rows do not go across it
+        elif size <= room:
+            used[-1] += size
+            room -= size
+        else:
+            firsts.append(start)
+            used.append(size)
+            # Behind a document that was cut, the stream goes on with its rest.
+            room = length + 1 - size if size == end - start else 0
+    if not firsts and stream.num_tokens:
+        raise no_room(length)
+    return _table(firsts, used)
+
+
+def one_document(stream: TokenStream, length: int) -> tuple[Rows, int]:
+    """Each row is one document, cut or padded."""
+    starts = find_starts(stream)
+    ends = torch.cat([starts[1:], torch.tensor([stream.num_tokens])])
+    lengths = (ends - starts).clamp(max=length + 1)
+    return lambda indices: (starts[indices], lengths[indices]), len(starts)
+
+
+def no_room(length: int) -> ConfigError:
+    """The error of data in which nothing is learnt."""
+    return ConfigError(
+        f"every document is empty, or its prompt alone fills a sequence of {length} tokens",
+        where="data.sequence_length",
+        why="a sequence begins with the prompt, and only what comes after it is learnt",
+        fix="set a longer data.sequence_length, or shorten the prompts",
+    )
+
+
+def find_starts(stream: TokenStream) -> Tensor:
+    """Where documents begin; in a stream without an index, by reading all of it once.
+
+    Raises:
+        ConfigError: Nothing says where documents end.
+    """
+    if stream.starts is not None:
+        return stream.starts
+    if stream.end_id is None:
+        raise ConfigError(
+            "one document a sequence was asked for, and nothing says where documents end",
+            where="data.pack, data.tokenizer",
+            why="in a file of tokens, documents end at the tokenizer's end-of-document token",
+            fix="set data.tokenizer to the tokenizer that made the tokens, or data.pack = true",
+        )
+    parts = [torch.zeros(1, dtype=torch.int64)]
+    for first in range(0, stream.num_tokens, _CHUNK_TOKENS):
+        ends = (stream.piece(first, _CHUNK_TOKENS) == stream.end_id).nonzero().flatten()
+        parts.append(ends + (first + 1))
+    starts = torch.cat(parts)
+    return starts[starts < stream.num_tokens]
+
+
+def _packed_documents(stream: TokenStream) -> Iterator[tuple[int, int, int]]:
+    """Start, end and length of the prompt of each; a few at a time, since numbers of Python take much memory."""
+    starts, prompts = stream.starts, stream.prompt_lengths
+    assert starts is not None
+    assert prompts is not None
+    for first in range(0, len(starts), _CHUNK_DOCUMENTS):
+        chunk = starts[first : first + _CHUNK_DOCUMENTS + 1].tolist()
+        chunk += [stream.num_tokens] if first + _CHUNK_DOCUMENTS >= len(starts) else []
+        yield from zip(chunk[:-1], chunk[1:], prompts[first : first + _CHUNK_DOCUMENTS].tolist(), strict=True)
+
+
+def _table(firsts: array[int], used: array[int]) -> tuple[Rows, int]:
+    first = torch.frombuffer(firsts, dtype=torch.int64) if firsts else torch.zeros(0, dtype=torch.int64)
+    length = torch.frombuffer(used, dtype=torch.int64) if used else torch.zeros(0, dtype=torch.int64)
+    return lambda indices: (first[indices], length[indices]), len(first)
+
+
+_NUM_WINDOWS = 64
+_WINDOW_TOKENS = 1 << 16
+
+
+def open_token_files(
+    files: Sequence[Path], dtype_name: str, tokenizer: Tokenizer, vocab_size: int | None
+) -> tuple[TokenStream, Tokenizer | None]:
+    """Map files of plain token ids, one after the other.
+
+    Args:
+        files: Each holds ids and nothing else, in this machine's byte order.
+        dtype_name: How an id is stored.
+        tokenizer: As the config says; says which id ends a document.
+        vocab_size: Tokens that the model knows.
+
+    Returns:
+        The stream, and the tokenizer if it can have made these tokens. (`bytes` is what a config says that says
+        nothing; tokens beyond it were made by another, and then nothing is known of where documents end.)
+
+    Raises:
+        ConfigError: A file does not hold whole ids, or the model or the tokenizer does not know some of them. Of
+            large files only parts are looked at here; `StreamSamples` looks at what it hands out.
+
+    Ranks:
+        Local.
+    """
+    dtype = getattr(torch, dtype_name)
+    problems = Problems(
+        "{num} file(s) do not hold whole tokens",
+        why=f"a file of tokens holds {dtype.itemsize} byte(s) for each ({dtype_name}) and nothing else",
+        fix="set data.token_dtype as the files were written, or write them again",
+    )
+    segments = []
+    for file in files:
+        size = file.stat().st_size
+        if size % dtype.itemsize:
+            problems.add(f"{file}: {size} bytes")
+        elif size:
+            segments.append(torch.from_file(str(file), shared=False, size=size // dtype.itemsize, dtype=dtype))
+    problems.raise_any()
+    stream = TokenStream(segments, starts=None, end_id=tokenizer.end_id)
+    most = _check(stream, files, vocab_size)
+    if most < tokenizer.vocab_size:
+        return stream, tokenizer
+    if isinstance(tokenizer, Bytes):
+        return TokenStream(segments, starts=None, end_id=None), None
+    raise ConfigError(
+        f"the data holds token {most}, the tokenizer makes only 0 to {tokenizer.vocab_size - 1}",
+        where="data.tokenizer, " + ", ".join(str(file) for file in files[:3]),
+        why="the tokenizer says which token ends a document, and reads the model's samples",
+        fix="name the tokenizer that made the data, or check data.token_dtype",
+    )
+
+
+def _check(stream: TokenStream, files: Sequence[Path], vocab_size: int | None) -> int:
+    """The largest id that is seen in windows all over the stream (in all of it, where it is small)."""
+    most = -1
+    step = max(_WINDOW_TOKENS, stream.num_tokens // _NUM_WINDOWS)
+    for first in range(0, stream.num_tokens, step):
+        piece = stream.piece(first, _WINDOW_TOKENS)
+        check_tokens(piece, vocab_size if vocab_size is not None else 1 << 62, _names(files))
+        most = max(most, int(piece.max()))
+    return most
+
+
+def _names(files: Sequence[Path]) -> str:
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{files[0]}{more}"
+
+
+_BLOCK_TOKENS = 1 << 22
+_MAP_BYTES = 1 << 20  # a smaller file is not worth a mapping of its own
+_PIECE_CHARS = 1 << 20
+_PIECES_TOGETHER = 8
+_NUM_TOGETHER = 512
+_DTYPES = {"B": torch.uint8, "H": torch.uint16, "i": torch.int32}
+
+
+class Spool:
+    """Documents in, a stream of tokens out.
+
+    Args:
+        tokenizer: Makes the tokens.
+        progress: Hears of every document or file.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, progress: Progress) -> None:
+        self._tokenizer, self._progress = tokenizer, progress
+        self._is_bytes = isinstance(tokenizer, Bytes)
+        self._code = "B" if self._is_bytes else "H" if tokenizer.vocab_size <= 1 << 16 else "i"
+        self._block = array(self._code)
+        self._segments: list[Tensor] = []
+        self._num_tokens = 0
+        self._starts, self._prompt_lengths = array("q"), array("q")
+
+    def add_files(self, files: Sequence[Path]) -> None:
+        """Each file is a document.
+
+        Raises:
+            ConfigError: Some are no text.
+        """
+        problems = Problems(
+            "{num} file(s) of the data are not text",
+            why="what is neither JSONL nor tokens is read as UTF-8 text",
+            fix="name only text files, as in data.source = 'folder/**/*.txt', or set data.format",
+        )
+        for file in files:
+            try:
+                self._add_file(file)
+            except ValueError as error:
+                problems.add(f"{file}: {error}")
+            self._progress.advance()
+        problems.raise_any()
+
+    def add_documents(self, documents: Documents) -> None:
+        """Each record is a document.
+
+        Raises:
+            ConfigError: Some cannot be read.
+        """
+        problems = unreadable()
+        readable = documents.read_all(problems)
+        while batch := list(islice(readable, _NUM_TOGETHER)):
+            self._add_together(batch)
+            self._progress.advance(len(batch))
+        problems.raise_any()
+
+    def stream(self) -> TokenStream:
+        """Everything added, in order."""
+        self._close_block()
+        prompt_lengths = torch.frombuffer(self._prompt_lengths, dtype=torch.int64) if self._prompt_lengths else None
+        return TokenStream(
+            self._segments,
+            starts=torch.frombuffer(self._starts, dtype=torch.int64) if self._starts else torch.zeros(0).long(),
+            end_id=self._tokenizer.end_id,
+            prompt_lengths=prompt_lengths if prompt_lengths is not None and bool(prompt_lengths.any()) else None,
+            fill_ends=self._is_bytes,
+        )
+
+    def _add_together(self, batch: list[Document]) -> None:
+        """Plain texts begin a document; with a prompt, the prompt does."""
+        openings = self._tokenizer.encode_all([document.prompt or document.text for document in batch])
+        answers = self._tokenizer.encode_all([d.text for d in batch if d.prompt], starts=False)
+        remaining = iter(answers)
+        for document, opening in zip(batch, openings, strict=True):
+            answer = next(remaining) if document.prompt else b""
+            if document.text:
+                self._begin(len(opening) if document.prompt else 0)
+                self._extend(opening)
+                self._extend(answer)
+                self._end()
+
+    def _add_file(self, file: Path) -> None:
+        size = file.stat().st_size
+        if size == 0:
+            return
+        with file.open("rb") as opened:
+            if b"\0" in opened.read(8192):
+                raise ValueError("it has zero bytes")
+        self._begin(0)
+        if not self._is_bytes:
+            for tokens in self._pieces(file):
+                self._extend(tokens)
+        elif size < _MAP_BYTES:
+            self._extend(file.read_bytes())
+        else:
+            self._close_block()
+            self._segments.append(torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8))
+            self._num_tokens += size
+        self._end()
+
+    def _pieces(self, file: Path) -> Iterator[Sequence[int]]:
+        """Tokens of a text that may be larger than memory; it is cut at ends of lines, where they are not too far."""
+        with file.open(encoding="utf-8", newline="") as opened:
+            pieces = iter(lambda: opened.read(_PIECE_CHARS) + opened.readline(_PIECE_CHARS), "")
+            yield from self._tokenizer.encode_all(list(islice(pieces, 1)))
+            while together := list(islice(pieces, _PIECES_TOGETHER)):
+                yield from self._tokenizer.encode_all(together, starts=False)
+
+    def _begin(self, prompt_length: int) -> None:
+        self._starts.append(self._num_tokens)
+        self._prompt_lengths.append(prompt_length)
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        if isinstance(tokens, bytes):
+            self._block.frombytes(tokens)
+        else:
+            self._block.extend(tokens)
+        self._num_tokens += len(tokens)
+        if len(self._block) >= _BLOCK_TOKENS:
+            self._close_block()
+
+    def _end(self) -> None:
+        if self._tokenizer.end_id is not None:
+            self._block.append(0 if self._is_bytes else self._tokenizer.end_id)
+            self._num_tokens += 1
+
+    def _close_block(self) -> None:
+        if self._block:
+            self._segments.append(torch.frombuffer(self._block, dtype=_DTYPES[self._code]))
+            self._block = array(self._code)
+
 
 _NUM_CHECKED = 10_000
 _NUM_TOKENISED = 100

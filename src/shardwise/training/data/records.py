@@ -1,19 +1,147 @@
-"""Documents that come one by one: lines of JSON, rows of a dataset, items of an object of the user's."""
+"""Records of text from local files and Hugging Face datasets."""
 
 from __future__ import annotations
 
+import glob
+import hashlib
+import json
+import mmap
+import os
+import re
+import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
 
 from shardwise.config.run import DataConfig
 from shardwise.errors import ConfigError, EnvironmentProblem
-from shardwise.training.data.json_lines import JsonLines, parse_line
-from shardwise.training.data.problems import Problems
+
+_CHUNK_BYTES = 1 << 22
+_NEWLINE = 10
+_BLANKS = (9, 13, 32)
+
+
+class JsonLines:
+    """The lines of a JSONL file, found by their offsets: 8 bytes of memory a line. Blank lines are none.
+
+    Args:
+        path: The file; it must not change while it is read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            # An empty file cannot be mapped.
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+        self._starts = _line_starts(path, self._bytes)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Any:
+        start = int(self._starts[index])
+        end = self._bytes.find(b"\n", start)
+        return parse_line(self._bytes[start : end if end >= 0 else len(self._bytes)])
+
+    def lines(self) -> Iterator[bytes]:
+        """In order and not parsed: much faster than asking for each."""
+        with self.path.open("rb") as file:
+            yield from (line for line in file if line.strip())
+
+    def place(self, index: int) -> str:
+        """`file:line`, as an editor counts."""
+        chunks = _chunks(self.path, int(self._starts[index]))
+        return f"{self.path}:{sum(int((chunk == _NEWLINE).sum()) for _, chunk in chunks) + 1}"
+
+
+def parse_line(line: bytes) -> Any:
+    """What the line holds; a ValueError says in a few words why it cannot be read."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} (column {error.colno})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason} (byte {error.start})") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _line_starts(path: Path, content: mmap.mmap | bytes) -> Tensor:
+    """Where lines begin that are not blank."""
+    if not content:
+        return torch.zeros(0, dtype=torch.int64)
+    whole = torch.from_file(str(path), size=len(content), dtype=torch.uint8)
+    parts = [_not_blank(torch.zeros(1, dtype=torch.int64), whole, content)]
+    for first, chunk in _chunks(path, len(content)):
+        parts.append(_not_blank((chunk == _NEWLINE).nonzero().flatten() + (first + 1), whole, content))
+    return torch.cat(parts)
+
+
+def _not_blank(starts: Tensor, whole: Tensor, content: mmap.mmap | bytes) -> Tensor:
+    starts = starts[starts < len(content)]
+    heads = whole[starts]
+    keep = heads != _NEWLINE
+    for index in torch.isin(heads, torch.tensor(_BLANKS, dtype=torch.uint8)).nonzero().flatten().tolist():
+        start = int(starts[index])
+        end = content.find(b"\n", start)
+        keep[index] = bool(content[start : end if end >= 0 else len(content)].strip())
+    return starts[keep]
+
+
+def _chunks(path: Path, size: int) -> Iterator[tuple[int, Tensor]]:
+    """Pieces of the first `size` bytes of a file, so that what is computed from them stays small."""
+    if size:
+        whole = torch.from_file(str(path), size=size, dtype=torch.uint8)
+        for first in range(0, size, _CHUNK_BYTES):
+            yield first, whole[first : first + _CHUNK_BYTES]
+
+
+_NUM_SHOWN = 10
+
+
+class Problems:
+    """Places where one rule is broken; raises once, with all of them.
+
+    Args:
+        what: The sentence for them all; `{num}` stands for how many there are.
+        why: The rule.
+        fix: What to do.
+    """
+
+    def __init__(self, what: str, *, why: str, fix: str) -> None:
+        self._what, self._why, self._fix = what, why, fix
+        self._shown: list[str] = []
+        self._num = 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the next place would be shown; finding it can be slow."""
+        return self._num < _NUM_SHOWN
+
+    def add(self, place: str) -> None:
+        """Note one more; only the first few are kept."""
+        if self.wanted:
+            self._shown.append(place)
+        self._num += 1
+
+    def raise_any(self) -> None:
+        """Raise if anything was added.
+
+        Raises:
+            ConfigError: With the first places and the number of all.
+        """
+        if not self._num:
+            return
+        more = [f"... and {self._num - _NUM_SHOWN} more"] if self._num > _NUM_SHOWN else []
+        where = "\n".join(self._shown + more)
+        raise ConfigError(self._what.format(num=self._num), where=where, why=self._why, fix=self._fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +313,145 @@ def _clean(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode(errors="replace").decode()
     return text
+
+
+Format = Literal["text", "jsonl", "tokens", "dataset", "callable"]
+_CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_BY_SUFFIX: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".bin": "tokens"}
+_SUFFIXES = {"jsonl": (".jsonl", ".ndjson"), "tokens": (".bin",)}
+_EDGE_BYTES = 1 << 16
+
+# Not the library's own prose and code: tests, tables of characters, generated files, what others installed.
+_LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data", "ensurepip", "config"}
+_LEFT_OUT |= {"site-packages", "dist-packages", "__pycache__", "__phello__"}
+_LEFT_OUT |= {"locale.py", "entities.py", "sitecustomize.py", "usercustomize.py"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Files of one format, in the order in which they are read."""
+
+    format: Format
+    files: tuple[Path, ...]
+    callable: str = ""
+    """`module:callable`, where that is the source."""
+
+    @property
+    def digest(self) -> str:
+        """Of the sizes, first and last bytes of the files: tells other data without reading it all."""
+        digest = hashlib.sha256(self.callable.encode())
+        for file in self.files:
+            for part in [file] if file.is_file() else sorted(file.glob("*.arrow")):
+                digest.update(_edges(part))
+        return digest.hexdigest()[:16]
+
+
+def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "data.source") -> list[Source]:
+    """What each name stands for; neighbours of one format are put together.
+
+    Args:
+        source: As in `DataConfig.source`.
+        format: As in `DataConfig.format`.
+        where: The setting, for errors.
+
+    Raises:
+        ConfigError: With every name that stands for nothing.
+
+    Ranks:
+        Local. The order depends on names only, so it is the same on every machine.
+    """
+    names = (source,) if isinstance(source, str) else source
+    problems = Problems(
+        "{num} name(s) in " + where + " stand for no data",
+        why="a name is `python`, a file, a folder, a glob or `module:callable`",
+        fix=f"mend the paths, which are taken from the folder {Path.cwd()}",
+    )
+    found: list[Source] = []
+    for name in names:
+        matches = _find(name, format)
+        if not matches:
+            problems.add(_nothing(name))
+        for match in matches:
+            if found and found[-1].format == match.format != "callable":
+                found[-1] = Source(match.format, found[-1].files + match.files)
+            else:
+                found.append(match)
+    if not names:
+        problems.add("an empty list")
+    problems.raise_any()
+    _refuse_mixed(found, where)
+    return found
+
+
+def standard_library_files() -> list[Path]:
+    """The modules of this Python's standard library, without tests, tables and generated files.
+
+    The order is that of hashes of their names, so that any stretch of it is like any other.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT and not name.startswith("config-")]
+        own = (name for name in names if name.endswith(".py") and name not in _LEFT_OUT)
+        files += [Path(parent, name) for name in own if not name.startswith("_sysconfigdata")]
+    return sorted(files, key=lambda file: hashlib.sha256(file.relative_to(folder).as_posix().encode()).digest())
+
+
+def _find(name: str, format: str) -> list[Source]:
+    if name == "python" and format in ("auto", "text"):
+        files = tuple(standard_library_files())
+        return [Source("text", files)] if files else []
+    path = Path(name).expanduser()
+    if format == "callable" or (format == "auto" and _CALLABLE.fullmatch(name) and not path.exists()):
+        return [Source("callable", (), name)]
+    if path.is_dir():
+        if format in ("auto", "dataset") and is_dataset(path):
+            return [Source("dataset", (path,))]
+        paths = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path))
+        suffixes = _SUFFIXES.get(format)
+        paths = [file for file in paths if not suffixes or file.suffix in suffixes]
+    elif path.exists():
+        paths = [path]
+    else:
+        paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        paths = [match for match in paths if match.is_file() or is_dataset(match)]
+    return [Source(_format_of(file, format), (file,)) for file in paths]
+
+
+def _format_of(file: Path, format: str) -> Format:
+    if format != "auto":
+        return format  # pyrefly: ignore[bad-return]  # of the names that the config allows
+    return "dataset" if file.is_dir() else _BY_SUFFIX.get(file.suffix, "text")
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _nothing(name: str) -> str:
+    path = Path(name)
+    if name == "python":
+        return "python: this Python has its standard library without sources"
+    if path.is_dir():
+        return f"{name}: the folder holds no files of the format"
+    return f"{name}: no file matches" if glob.has_magic(name) else f"{name}: there is no such file"
+
+
+def _refuse_mixed(found: list[Source], where: str) -> None:
+    formats = sorted({source.format for source in found})
+    alone = [format for format in formats if format in ("tokens", "callable")]
+    if (alone and len(formats) > 1) or sum(source.format == "callable" for source in found) > 1:
+        raise ConfigError(
+            f"{where} mixes {' and '.join(formats)}" if len(formats) > 1 else f"{where} names several callables",
+            where=where,
+            why="tokens and callables are a source of their own; text, JSONL and datasets can be mixed",
+            fix="name one kind, or set data.format if a name misleads",
+        )
+
+
+def _edges(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        size = file.stat().st_size
+        head = opened.read(_EDGE_BYTES)
+        opened.seek(max(0, size - _EDGE_BYTES))
+        return hashlib.sha256(b"%d\0" % size + head + opened.read()).digest()

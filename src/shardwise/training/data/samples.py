@@ -1,17 +1,296 @@
-"""What one sample is: a row of a batch, cut from the stream of tokens, from one document, or made by the user."""
+"""Tokens of records, in streams, and the samples cut from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, EnvironmentProblem
 from shardwise.training.data.records import Documents, Records
-from shardwise.training.data.stream import TokenStream
-from shardwise.training.data.tokenizing import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A few stretches of the stream, each a row."""
+
+    tokens: Tensor
+    """(rows, length) int64."""
+    is_start: Tensor | None
+    """(rows, length) bool: a document begins here, and not already with the row; None: nowhere."""
+    is_prompt: Tensor | None
+    """(rows, length) bool: the token is read and not learnt; None: all are learnt."""
+
+
+class TokenStream:
+    """Tokens with random access.
+
+    Args:
+        segments: Tensors of integers of one kind, which follow one another.
+        starts: int64, where each document begins, in order; None: wherever `end_id` stands before.
+        end_id: The token that ends a document.
+        prompt_lengths: For each document, how many of its first tokens are not learnt; None: all are learnt.
+        fill_ends: The last token of each document is `end_id`, whatever the segments hold (a byte cannot hold 256).
+    """
+
+    def __init__(
+        self,
+        segments: list[Tensor],
+        *,
+        starts: Tensor | None,
+        end_id: int | None,
+        prompt_lengths: Tensor | None = None,
+        fill_ends: bool = False,
+    ) -> None:
+        self._segments = segments
+        self._offsets = [0, *accumulate(len(segment) for segment in segments)]
+        self.num_tokens = self._offsets[-1]
+        # Behind the last document another would begin.
+        self._borders = None if starts is None else torch.cat([starts, torch.tensor([self.num_tokens])])
+        self.starts = None if self._borders is None else self._borders[:-1]
+        self.end_id = end_id
+        self.prompt_lengths = prompt_lengths
+        self._fill_ends = fill_ends
+
+    def window(self, firsts: Tensor, length: int) -> Window:
+        """Rows that begin at `firsts`; beyond the end of the stream they hold zeros.
+
+        Ranks:
+            Local.
+        """
+        rows = [self._stretch(first, length) for first in firsts.tolist()]
+        tokens = torch.stack(rows).to(torch.int64)
+        if self._borders is None:
+            return Window(tokens, self._starts_by_token(tokens), None)
+        # One column more: the last token ends its document if the next begins another.
+        document, is_start = self._documents(self._borders, firsts, length + 1)
+        if is_start is not None and self._fill_ends:
+            tokens.masked_fill_(is_start[:, 1:], self.end_id or 0)
+        is_prompt = self._prompts(firsts, document, is_start, length)
+        return Window(tokens, None if is_start is None else is_start[:, :-1], is_prompt)
+
+    def piece(self, first: int, length: int) -> Tensor:
+        """One stretch as it is stored, without ends filled in; for checks."""
+        return self._stretch(first, min(length, self.num_tokens - first)).to(torch.int64)
+
+    def _stretch(self, first: int, length: int) -> Tensor:
+        """Tokens as they are stored; a view, where one segment holds them all."""
+        index = bisect_right(self._offsets, first) - 1
+        begin = first - self._offsets[index]
+        part = self._segments[index][begin : begin + length]
+        missing = length - len(part)
+        if not missing:
+            return part
+        parts = [part]
+        while missing and index + 1 < len(self._segments):
+            index += 1
+            parts.append(self._segments[index][:missing])
+            missing -= len(parts[-1])
+        return torch.cat([*parts, torch.zeros(missing, dtype=part.dtype)])
+
+    def _starts_by_token(self, tokens: Tensor) -> Tensor | None:
+        if self.end_id is None:
+            return None
+        is_start = torch.zeros_like(tokens, dtype=torch.bool)
+        is_start[:, 1:] = tokens[:, :-1] == self.end_id
+        return is_start
+
+    def _documents(self, borders: Tensor, firsts: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
+        """The number of the document in which each row begins, and where others begin in it."""
+        after = torch.searchsorted(borders, firsts, right=True)
+        counts = torch.searchsorted(borders, firsts + length) - after
+        if not counts.any():
+            return after - 1, None
+        rows = torch.repeat_interleave(counts)
+        skipped = counts.cumsum(0) - counts
+        numbers = torch.arange(len(rows)) - skipped[rows] + after[rows]
+        is_start = torch.zeros(len(firsts), length, dtype=torch.bool)
+        is_start[rows, borders[numbers] - firsts[rows]] = True
+        return after - 1, is_start
+
+    def _prompts(self, firsts: Tensor, document: Tensor, is_start: Tensor | None, length: int) -> Tensor | None:
+        if self.prompt_lengths is None or self.starts is None:
+            return None
+        number = document[:, None] if is_start is None else document[:, None] + is_start[:, :-1].cumsum(1)
+        number = number.clamp(max=len(self.starts) - 1)
+        place = firsts[:, None] + torch.arange(length) - self.starts[number]
+        return place < self.prompt_lengths[number]
+
+
+_FILE = "tokenizer.json"
+# Where the file beside it does not say which token ends a document: the names that are in use.
+_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot_id|>", "<|im_end|>", "[EOS]")
+
+
+class Tokenizer(Protocol):
+    """What turns text into token ids."""
+
+    @property
+    def vocab_size(self) -> int:
+        """All ids are below it."""
+        ...
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends a document, if there is one."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Two tokenizers with the same one make the same tokens."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens with which a document of this text begins; its end is not marked."""
+        ...
+
+    def encode_all(self, texts: Sequence[str], *, starts: bool = True) -> Iterable[Sequence[int]]:
+        """Many at once. Not `starts`: the texts go on where others ended, so nothing marks their beginning."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text again; what ids cannot be text is shown as a replacement character or left out."""
+        ...
+
+
+class Bytes:
+    """Each byte of UTF-8 is a token, and 256 ends a document."""
+
+    vocab_size = 257
+    end_id = 256
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes."""
+        return list(text.encode())
+
+    def encode_all(self, texts: Sequence[str], *, starts: bool = True) -> Iterable[Sequence[int]]:
+        """The bytes of each."""
+        return (text.encode(errors="surrogatepass") for text in texts)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text, with a replacement character for what is not UTF-8; ends of documents are left out."""
+        return bytes(token for token in ids if 0 <= token < 256).decode(errors="replace")
+
+
+class TokenizerFile:
+    """A `tokenizer.json` of the tokenizers library.
+
+    Args:
+        path: The file, or the folder that holds it.
+
+    Raises:
+        ConfigError: It is missing or cannot be read.
+        EnvironmentProblem: The library is not installed.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        file = Path(path)
+        file = file / _FILE if file.is_dir() else file
+        content = _read(file)
+        self._tokenizer = _parse(content, file)
+        # A file may ask for both; they would cut documents without a word.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.end_id = _end_id(file.parent, vocab)
+        self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens, those that mark a beginning included."""
+        return self._without_end(self._tokenizer.encode(text).ids)
+
+    def encode_all(self, texts: Sequence[str], *, starts: bool = True) -> Iterable[Sequence[int]]:
+        """The tokens of each; the library works on all cores at once."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=starts)
+        return (self._without_end(encoding.ids) for encoding in encodings)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text without special tokens."""
+        return self._tokenizer.decode([token for token in ids if 0 <= token < self.vocab_size])
+
+    def _without_end(self, ids: list[int]) -> list[int]:
+        """Some files end each text themselves; where a document ends is not theirs to say."""
+        return ids[:-1] if ids and ids[-1] == self.end_id else ids
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, a `tokenizer.json`, or the folder of one.
+
+    Ranks:
+        Local.
+    """
+    return Bytes() if name == "bytes" else TokenizerFile(name)
+
+
+def check_vocabulary(tokenizer: Tokenizer, name: str, vocab_size: int | None) -> None:
+    """Raise unless the model has a row for every token.
+
+    Raises:
+        ConfigError: The tokenizer knows more tokens than the model.
+    """
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"the tokenizer {name!r} makes {tokenizer.vocab_size} tokens, the model knows {vocab_size}",
+            where="data.tokenizer, model",
+            why="every token id needs a row in the model's embedding",
+            fix=f"name the model's own tokenizer, or set model_options.vocab_size = {tokenizer.vocab_size}",
+        )
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the tokenizer {file}: {(error.strerror or type(error).__name__).lower()}",
+            where="data.tokenizer",
+            why=f"it is `bytes`, or a {_FILE}, or the folder that holds one",
+            fix="set data.tokenizer = bytes, or name an existing file",
+        ) from None
+
+
+def _parse(content: bytes, file: Path) -> Any:
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise EnvironmentProblem(
+            "tokenizers is not installed",
+            where=f"data.tokenizer = {file}",
+            why=f"a {_FILE} is read by that library",
+            fix="pip install tokenizers, or set data.tokenizer = bytes",
+        ) from None
+    try:
+        return tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare Exceptions
+        raise ConfigError(
+            f"{file} is not a tokenizer: {error}",
+            where="data.tokenizer",
+            why="it is read by the tokenizers library",
+            fix=f"name a {_FILE} as saved by `tokenizer.save_pretrained`",
+        ) from None
+
+
+def _end_id(folder: Path, vocab: dict[str, int]) -> int | None:
+    """As the folder's tokenizer_config.json says, else by the usual names."""
+    try:
+        token = json.loads((folder / "tokenizer_config.json").read_bytes()).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        token = None
+    if isinstance(token, dict):  # older files describe it
+        token = token.get("content")
+    names = [token, *_END_NAMES] if isinstance(token, str) else list(_END_NAMES)
+    return next((vocab[name] for name in names if name in vocab), None)
+
 
 IGNORED = -100
 """The label of what is not learnt; cross-entropy's own default."""

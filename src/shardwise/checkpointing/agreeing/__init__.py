@@ -1,1 +1,0 @@
-"""How the ranks of a save or load agree, and fail alike."""

@@ -1,0 +1,477 @@
+"""FSDP1's flat parameters, split into the parameters they were made of."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor
+from shardwise.checkpointing.state.names import canonical_name
+from shardwise.checkpointing.storage import files
+from shardwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+FLAT_PARAM = "_flat_param"
+LAYOUT_FILE = "fsdp1_layout.json"
+_MAX_LAYOUT_BYTES = 64 << 20
+_ALIGNMENTS = (0, 4, 8, 2, 16, 1)
+"""Elements a parameter's start is a multiple of: none with `use_orig_params=False`, else 16 bytes of the dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatEntry:
+    """One parameter in a flat parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    """Its first element."""
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatUnit:
+    """One flat parameter: what a wrapped module's parameters became."""
+
+    module: str
+    """The wrapped module's name; empty for the root."""
+    entries: tuple[FlatEntry, ...]
+    numel: int
+    """With the padding between and after the parameters, without that of the last rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """All flat parameters of a model."""
+
+    units: Mapping[str, FlatUnit]
+    """By name of the wrapped module, in the order in which `parameters()` gives the flat parameters."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all parameters, in the order in which `parameters()` of the unwrapped model gives them."""
+    ties: Mapping[str, str]
+    """Further names of parameters, each with the name under which it is stored."""
+    optimizer: tuple[str, ...] | None = None
+    """Parameters, or wrapped modules, in the order in which the optimizer numbers them, where that was recorded."""
+
+
+def layout_of_model(model: nn.Module, contents: Contents) -> FlatLayout:
+    """Find out the layout of a LOCAL checkpoint from the model it was saved from.
+
+    Args:
+        model: Built as it was before FSDP1 wrapped it; on the meta device is enough.
+        contents: As `read_rank_files` gives it.
+
+    Raises:
+        CheckpointError: The flat parameters are not those of this model.
+
+    Ranks:
+        Local.
+    """
+    stored = flat_sizes(contents)
+    modules = {canonical_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    if unknown := [name for name in stored if name not in modules]:
+        raise _does_not_fit(contents, f"it has no module called {unknown[0]!r}, of which there is a flat parameter")
+    owners: dict[int, str] = {}
+    members: dict[str, list[tuple[str, Any]]] = {}
+    ties: dict[str, str] = {}
+    for unit in sorted(stored, key=lambda name: -len(name.split(".")) if name else 1):  # inner ones were wrapped first
+        members[unit] = []
+        for name, parameter in _parameters(modules[unit], unit):
+            if id(parameter) not in owners:
+                owners[id(parameter)] = name
+                members[unit].append((name, parameter))
+            elif owners[id(parameter)] != name:
+                ties.setdefault(name, owners[id(parameter)])
+    whole = {name for name, tensor in contents.tensors.items() if len(tensor.pieces) == 1}
+    units = {}
+    for name in (name for name in modules if name in stored):  # modules come in the order of parameters()
+        kept = [(param, tuple(tensor.shape)) for param, tensor in members[name]]
+        units[name] = _fit(name, kept, stored[name], contents, whole)
+    shapes = {canonical_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return FlatLayout(units, shapes, ties)
+
+
+def read_layout(folder: files.Place) -> FlatLayout | None:
+    """The layout that `describe_flat_params` recorded beside the checkpoint, if it is there.
+
+    Raises:
+        CheckpointError: It is damaged.
+
+    Ranks:
+        Local.
+    """
+    place = files.join(folder, LAYOUT_FILE)
+    if files.size_of(place) is None:
+        return None
+    try:
+        recorded = json.loads(files.read_small(place, _MAX_LAYOUT_BYTES))
+        units = {unit["module"]: _recorded_unit(unit) for unit in recorded["units"]}
+        optimizer = recorded.get("optimizer")
+        shapes = {str(entry["name"]): _shape(entry["shape"]) for entry in recorded["params"]}
+        ties = {str(name): str(stored) for name, stored in recorded.get("ties", {}).items()}
+        return FlatLayout(units, shapes, ties, None if optimizer is None else tuple(map(str, optimizer)))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{LAYOUT_FILE} cannot be read", where=str(place), why=str(error), fix="record it again, or pass the model"
+        ) from None
+
+
+def flat_sizes(contents: Contents) -> dict[str, int]:
+    """Wrapped module to the elements of its flat parameter."""
+    found: dict[str, int] = {}
+    for name, tensor in contents.tensors.items():
+        path = contents.structure.get(name, (name,))
+        module, _, last = canonical_name(str(path[-1])).rpartition(".")
+        if last == FLAT_PARAM:
+            found[module] = math.prod(tensor.shape)
+    return found
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[Box, int]]:
+    """Cut the elements `[start, end)` of a row-major tensor into boxes whose elements are consecutive.
+
+    Yields:
+        Each box and how many of the range's elements come before it. At most two boxes a dimension, less one.
+    """
+    if start >= end:
+        return
+    if len(shape) <= 1:
+        yield Box((start,) * len(shape), (end - start,) * len(shape)), 0
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (end - 1) // row
+    done = 0
+    if first != last and start % row:
+        for box, before in boxes_of_range(shape[1:], start % row, row):
+            yield Box((first, *box.starts), (1, *box.sizes)), before
+        done, first = row - start % row, first + 1
+    full_rows = (end - first * row) // row if start + done == first * row else 0
+    if full_rows:
+        rest = tuple(shape[1:])
+        yield Box((first, *(0 for _ in rest)), (full_rows, *rest)), done
+        done, first = done + full_rows * row, first + full_rows
+    if start + done < end:
+        begin = start + done - first * row
+        for box, before in boxes_of_range(shape[1:], begin, end - first * row):
+            yield Box((first, *box.starts), (1, *box.sizes)), done + before
+
+
+def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Every parameter under a module, tied ones under each of their names, in the order FSDP1 flattens them."""
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        for name, parameter in submodule.named_parameters(recurse=False, remove_duplicate=False):
+            yield canonical_name(".".join(part for part in (prefix, path, name) if part)), parameter
+
+
+def _fit(
+    module: str, members: Sequence[tuple[str, tuple[int, ...]]], numel: int, contents: Contents, whole: set[str]
+) -> FlatUnit:
+    """Lay the parameters end to end in the way that gives the stored number of elements."""
+    # Parameters of ignored modules are no part of a flat parameter: the checkpoint holds them as they are.
+    flattened = [(name, shape) for name, shape in members if f"model.{name}" not in whole and name not in whole]
+    world_size = contents.world_size or 1
+    shard_counts = [count for count in range(world_size, 0, -1) if world_size % count == 0]  # fewer: hybrid sharding
+    found: dict[FlatUnit, None] = {}
+    for candidates, alignment, num_shards in itertools.product((members, flattened), _ALIGNMENTS, shard_counts):
+        unit = _lay_out(module, candidates, alignment, num_shards)
+        if unit.numel == numel and _starts_agree(unit, contents):
+            found[unit] = None
+    if len(found) == 1:
+        return next(iter(found))
+    where = module or "the root module"
+    if found:
+        raise CheckpointError(
+            f"the flat parameter of {where} can be cut into parameters in {len(found)} ways",
+            where=str(contents.path),
+            why="FSDP1 pads between parameters, and its size does not say how",
+            fix=f"record the layout where the model is: record_flat_params(model, folder) writes {LAYOUT_FILE}",
+        )
+    total = sum(math.prod(shape) for _, shape in members)
+    raise _does_not_fit(
+        contents,
+        f"the flat parameter of {where} has {numel:,} elements, and the model's {len(members)} parameters there "
+        f"have {total:,}",
+    )
+
+
+def _starts_agree(unit: FlatUnit, contents: Contents) -> bool:
+    """Whether parameters start where the files show them to, where they do."""
+    shown = {canonical_name(str(name)): start for name, start in contents.details.get("flat_starts", {}).items()}
+    return all(shown.get(entry.name) in (None, entry.start) for entry in unit.entries)
+
+
+def _lay_out(module: str, members: Sequence[tuple[str, tuple[int, ...]]], alignment: int, num_shards: int) -> FlatUnit:
+    entries, at = [], 0
+    for name, shape in members:
+        if alignment:
+            at += -at % alignment
+        entries.append(FlatEntry(name, shape, at))
+        at += math.prod(shape)
+    if alignment:
+        at += -at % num_shards
+    return FlatUnit(module, tuple(entries), at)
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    shape = tuple(map(int, sizes))
+    if min(shape, default=0) < 0:
+        raise ValueError("a parameter with a negative size")
+    return shape
+
+
+def _recorded_unit(unit: Mapping[str, Any]) -> FlatUnit:
+    entries = tuple(
+        FlatEntry(str(entry["name"]), _shape(entry["shape"]), int(entry["start"])) for entry in unit["params"]
+    )
+    if any(not 0 <= entry.start <= entry.start + entry.numel <= int(unit["numel"]) for entry in entries):
+        raise ValueError("a parameter that does not lie in its flat parameter")
+    return FlatUnit(str(unit["module"]), entries, int(unit["numel"]))
+
+
+def _does_not_fit(contents: Contents, why: str) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint's flat parameters are not those of this model",
+        where=str(contents.path),
+        why=why,
+        fix="pass the model as it was when the checkpoint was saved, before FSDP wrapped it",
+    )
+
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Optimizer:
+    """A numbered optimizer in a checkpoint."""
+
+    root: KeyPath
+    groups: dict[str, list[int]]
+    """Name of each group's list of parameters, to the numbers in it."""
+    states: dict[int, list[tuple[str, StoredTensor]]]
+    """The state tensors of each number, by key."""
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for group in self.groups.values() for number in group]
+
+
+def needs_model(contents: Contents) -> bool:
+    """Whether parameters have numbers, or lie in flat parameters, so that the model must tell their names."""
+    return bool(flat_sizes(contents)) or any(True for _ in _numbered_optimizers(contents))
+
+
+def unflatten(contents: Contents, layout: FlatLayout) -> Contents:
+    """Give every parameter, and its optimizer state, its own name and shape.
+
+    An optimizer whose numbers cannot be told apart keeps them; `details["unnamed"]` then says why, for those who need
+    its names: who loads weights does not.
+
+    Args:
+        contents: With flat parameters, or numbered optimizer state, or both.
+        layout: From `layout_of_model` or `read_layout`.
+
+    Raises:
+        CheckpointError: The flat parameters are not those of the layout.
+
+    Ranks:
+        Local.
+    """
+    result = _Renamed(contents)
+    taken: set[str] = set()
+    for optimizer in _numbered_optimizers(contents):
+        try:
+            owners = _owners(contents, optimizer, layout)
+        except CheckpointError as error:
+            result.unnamed = error
+            continue
+        for number, owner in owners.items():
+            _name_states(result, optimizer, number, owner)
+            taken.update(tensor.name for _, tensor in optimizer.states.get(number, ()))
+        for name, group in optimizer.groups.items():
+            result.values[name] = [entry.name for number in group for entry in _entries(owners[number])]
+    for name, tensor in contents.tensors.items():
+        path = contents.structure.get(name, (name,))
+        module, _, last = canonical_name(str(path[-1])).rpartition(".")
+        if last == FLAT_PARAM:
+            if module not in layout.units:
+                raise _wrong(contents, f"the layout has no flat parameter of {module or 'the root module'}")
+            _unflatten_parameters(result, path[:-1], tensor, layout.units[module], layout.ties)
+            taken.add(name)
+    for name, tensor in contents.tensors.items():
+        # With `use_orig_params=True` a rank's slice of a parameter stands under the parameter's own name.
+        if name not in taken and name not in result.tensors:
+            result.keep(name, tensor)
+    return result.contents()
+
+
+class _Renamed:
+    """The new names while they are collected."""
+
+    def __init__(self, contents: Contents) -> None:
+        self.old = contents
+        self.unnamed: CheckpointError | None = None
+        self.tensors: dict[str, StoredTensor] = {}
+        self.values: dict[str, Any] = dict(contents.values)
+        self.structure: dict[str, KeyPath] = {
+            name: path for name, path in contents.structure.items() if name in contents.values
+        }
+
+    def keep(self, name: str, tensor: StoredTensor) -> None:
+        self.tensors[name] = tensor
+        if name in self.old.structure:
+            self.structure[name] = self.old.structure[name]
+
+    def add(self, path: KeyPath, tensor: StoredTensor) -> None:
+        name = ".".join(map(str, path))
+        self.tensors[name] = replace(tensor, name=name)
+        self.structure[name] = path
+
+    def contents(self) -> Contents:
+        details = self.old.details if self.unnamed is None else {**self.old.details, "unnamed": self.unnamed}
+        return replace(self.old, tensors=self.tensors, values=self.values, structure=self.structure, details=details)
+
+
+def _unflatten_parameters(
+    result: _Renamed, root: KeyPath, flat: StoredTensor, unit: FlatUnit, ties: Mapping[str, str]
+) -> None:
+    if math.prod(flat.shape) != unit.numel:
+        raise _wrong(result.old, f"{flat.name} has {math.prod(flat.shape):,} elements, {unit.numel:,} by the layout")
+    for entry in unit.entries:
+        result.add((*root, entry.name), _cut(flat, entry.start, entry.shape))
+        for alias in (name for name, stored in ties.items() if stored == entry.name):
+            result.add((*root, alias), _cut(flat, entry.start, entry.shape))
+
+
+def _cut(flat: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor:
+    """The tensor of this shape that lies in a flat one from element `start` on."""
+    size, end = ITEM_BYTES[flat.dtype], start + math.prod(shape)
+    pieces: list[Piece] = []
+    for piece in flat.pieces:
+        piece_start = piece.box.starts[0] if piece.box.starts else 0
+        low, high = max(start, piece_start), min(end, piece_start + piece.box.numel)
+        for box, before in boxes_of_range(shape, low - start, high - start) if low < high else ():
+            skip = (low - piece_start + before) * size
+            if piece.data is not None:
+                pieces.append(Piece(box, data=piece.data[skip : skip + box.numel * size]))
+            else:
+                pieces.append(Piece(box, piece.file, piece.offset + skip))
+    return StoredTensor(flat.name, flat.dtype, shape, tuple(pieces))
+
+
+def _numbered_optimizers(contents: Contents) -> Iterator[_Optimizer]:
+    """Optimizers whose parameter groups list numbers instead of names."""
+    groups: dict[KeyPath, dict[str, list[int]]] = {}
+    for name, value in contents.values.items():
+        path = contents.structure.get(name, ())
+        is_list = len(path) >= 3 and path[-3] == "param_groups" and path[-1] == "params" and isinstance(value, list)
+        if is_list and value and all(type(number) is int for number in value):
+            groups.setdefault(path[:-3], {})[name] = value
+    states: dict[KeyPath, dict[int, list[tuple[str, StoredTensor]]]] = {root: {} for root in groups}
+    for name, tensor in contents.tensors.items():
+        path = contents.structure.get(name, ())
+        if len(path) >= 3 and path[-3] == "state" and path[:-3] in groups and str(path[-2]).isdecimal():
+            states[path[:-3]].setdefault(int(path[-2]), []).append((str(path[-1]), tensor))
+    for root, lists in groups.items():
+        yield _Optimizer(root, lists, states[root])
+
+
+def _owners(contents: Contents, optimizer: _Optimizer, layout: FlatLayout) -> dict[int, FlatUnit | FlatEntry]:
+    """What each number stands for."""
+    numbers = optimizer.numbers
+    by_name = {name: FlatEntry(name, shape, 0) for name, shape in layout.shapes.items()}
+    recorded = _recorded_names(contents, optimizer) or layout.optimizer
+    if recorded is not None:
+        if len(recorded) != len(numbers):
+            raise _wrong(contents, f"the optimizer has {len(numbers)} parameters, {len(recorded)} were recorded")
+        found = [layout.units.get(name) or by_name.get(canonical_name(name)) for name in recorded]
+        if any(owner is None for owner in found):
+            raise _wrong(contents, f"{recorded[found.index(None)]!r} is no parameter of the model")
+        return {number: owner for number, owner in zip(numbers, found, strict=True) if owner is not None}
+    if len(optimizer.groups) > 1:
+        raise CheckpointError(
+            f"the optimizer has {len(optimizer.groups)} parameter groups, and its state knows only numbers",
+            where=str(contents.path),
+            why="which parameter got which number depends on how the groups were made, which is not in the files",
+            fix=f"record the order where the model is: write describe_flat_params(model, optimizer) to {LAYOUT_FILE}",
+        )
+    for owners in (list(layout.units.values()), list(by_name.values())):
+        candidates: dict[int, FlatUnit | FlatEntry] = dict(zip(numbers, owners, strict=False))
+        if len(owners) == len(numbers) and _sizes_fit(contents, optimizer, candidates):
+            return candidates
+    raise _wrong(
+        contents,
+        f"the optimizer has {len(numbers)} parameters; the model has {len(by_name)}, in {len(layout.units)} flat ones, "
+        "and neither these nor those have the sizes of its state",
+    )
+
+
+def _recorded_names(contents: Contents, optimizer: _Optimizer) -> tuple[str, ...] | None:
+    """What optimizers made from `named_parameters()` store beside the numbers."""
+    names: list[str] = []
+    for group in optimizer.groups:
+        recorded = contents.values.get(group.removesuffix("params") + "param_names")
+        if not isinstance(recorded, list) or not all(isinstance(name, str) for name in recorded):
+            return None
+        names += recorded
+    return tuple(names)
+
+
+def _entries(owner: FlatUnit | FlatEntry) -> Sequence[FlatEntry]:
+    return owner.entries if isinstance(owner, FlatUnit) else (owner,)
+
+
+def _sizes_fit(contents: Contents, optimizer: _Optimizer, owners: Mapping[int, FlatUnit | FlatEntry]) -> bool:
+    return all(
+        _fits(owner, tensor, contents.world_size or 1)
+        for number, owner in owners.items()
+        for _, tensor in optimizer.states.get(number, ())
+    )
+
+
+def _fits(owner: FlatUnit | FlatEntry, tensor: StoredTensor, world_size: int) -> bool:
+    return not tensor.shape or _num_replicas(owner, tensor, world_size) > 0
+
+
+def _num_replicas(owner: FlatUnit | FlatEntry, tensor: StoredTensor, world_size: int) -> int:
+    """How often the state is stored, one copy after the other: more than once with hybrid sharding; 0: it is not."""
+    if isinstance(owner, FlatEntry) and tensor.shape == owner.shape:
+        return 1
+    for replicas in range(1, world_size + 1):
+        num_shards = world_size // replicas
+        padded = owner.numel + (-owner.numel % num_shards if isinstance(owner, FlatUnit) else 0)
+        if world_size % replicas == 0 and tensor.shape == (replicas * padded,):
+            return replicas
+    return 0
+
+
+def _name_states(result: _Renamed, optimizer: _Optimizer, number: int, owner: FlatUnit | FlatEntry) -> None:
+    for key, tensor in optimizer.states.get(number, ()):
+        if not _fits(owner, tensor, result.old.world_size or 1):
+            what = owner.module if isinstance(owner, FlatUnit) else owner.name
+            raise _wrong(result.old, f"{tensor.name} has the shape {tensor.shape}, which is not that of {what!r}")
+        for entry in _entries(owner):
+            path = (*optimizer.root, "state", entry.name, key)
+            if not tensor.shape or tensor.shape == entry.shape:
+                result.add(path, tensor)
+            else:
+                result.add(path, _cut(tensor, entry.start if isinstance(owner, FlatUnit) else 0, entry.shape))
+
+
+def _wrong(contents: Contents, why: str) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint does not fit the model",
+        where=str(contents.path),
+        why=why,
+        fix="pass the model as it was when the checkpoint was saved, before FSDP wrapped it",
+    )

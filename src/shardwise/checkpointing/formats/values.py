@@ -1,0 +1,159 @@
+"""Values that are no tensors, encoded as JSON. No torch."""
+
+from __future__ import annotations
+
+import base64
+import enum
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardwise.errors import CheckpointError
+
+_TAG = "$"
+"""The key that marks a value JSON has no form for; `{"$": "tuple", "of": [1, 2]}`."""
+_SPECIAL_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def encode_value(value: object, where: str = "") -> Any:
+    """`value` in terms of JSON.
+
+    Args:
+        value: None, booleans, numbers, text, bytes, lists, tuples, sets, mappings of these; NumPy's and torch's
+            small values (dtypes, devices, shapes, arrays). Tensors are not values.
+        where: The name of the value in the checkpoint, for the error.
+
+    Raises:
+        CheckpointError: It holds an object of another type, such as a function.
+    """
+    if value is None or (isinstance(value, bool | str) and not isinstance(value, enum.Enum)):
+        return _plain(value)
+    if type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {_TAG: "float", "of": repr(value)}
+    if isinstance(value, list) and type(value) is list:
+        return [encode_value(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, where)
+    if isinstance(value, tuple | set | frozenset):
+        return _encode_collection(value, where)
+    if isinstance(value, bytes | bytearray):
+        return {_TAG: "bytes", "of": base64.b64encode(value).decode()}
+    if isinstance(value, complex):
+        return {_TAG: "complex", "of": [encode_value(value.real), encode_value(value.imag)]}
+    return _encode_foreign(value, where)
+
+
+def decode_value(encoded: Any) -> Any:
+    """What `encode_value` was given.
+
+    Raises:
+        CheckpointError: It is no encoding of anything.
+    """
+    if isinstance(encoded, list):
+        return [decode_value(item) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    if _TAG not in encoded:
+        return {key: decode_value(item) for key, item in encoded.items()}
+    kind = encoded[_TAG]
+    decode = _DECODERS.get(kind) if isinstance(kind, str) else None
+    if decode is None:
+        raise _not_an_encoding(encoded)
+    try:
+        return decode(encoded)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _not_an_encoding(encoded) from error
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, str) else value  # a subclass of str becomes one
+
+
+def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
+    if all(type(key) is str for key in value) and _TAG not in value:
+        return {key: encode_value(item, f"{where}.{key}") for key, item in value.items()}
+    pairs = [[encode_value(key, where), encode_value(item, f"{where}.{key}")] for key, item in value.items()]
+    return {_TAG: "mapping", "of": pairs}
+
+
+def _encode_collection(value: Any, where: str) -> Any:
+    if type(value).__name__ == "Size" and type(value).__module__ == "torch":
+        return {_TAG: "torch.Size", "of": list(value)}
+    kind = "tuple" if isinstance(value, tuple) else "set" if isinstance(value, set) else "frozenset"
+    items = [encode_value(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    return {_TAG: kind, "of": items if kind == "tuple" else sorted(items, key=repr)}
+
+
+def _encode_foreign(value: object, where: str) -> Any:
+    """NumPy's and torch's small values, recognised without importing either."""
+    if isinstance(value, int | float | str) and not isinstance(value, enum.Enum):  # a subclass of a plain number
+        return encode_value(float(value) if isinstance(value, float) else int(value), where)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufcSU":
+        data = base64.b64encode(value.tobytes()).decode()
+        kind = "numpy.array" if isinstance(value, numpy.ndarray) else "numpy.scalar"
+        return {_TAG: kind, "dtype": value.dtype.str, "shape": list(value.shape), "of": data}
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.dtype | torch.device):
+        return {_TAG: f"torch.{type(value).__name__}", "of": str(value).removeprefix("torch.")}
+    raise CheckpointError(
+        f"a {type(value).__module__}.{type(value).__qualname__} cannot be stored",
+        where=where,
+        why="a checkpoint holds tensors and plain values (numbers, text, bytes, lists, tuples, sets, dictionaries), "
+        "so that loading it never runs code",
+        fix="give the object a state_dict() of tensors and plain values, or leave it out",
+    )
+
+
+def _not_an_encoding(encoded: dict[str, Any]) -> CheckpointError:
+    return CheckpointError(
+        f"a stored value is not readable: {str(encoded)[:120]}",
+        why="it was written by a newer version, or it is damaged",
+        fix="verify the checkpoint: shardwise ckpt verify PATH",
+    )
+
+
+def _decode_mapping(encoded: dict[str, Any]) -> dict[Any, Any]:
+    return {decode_value(key): decode_value(item) for key, item in encoded["of"]}
+
+
+def _decode_numpy(encoded: dict[str, Any]) -> Any:
+    import numpy
+
+    array = numpy.frombuffer(base64.b64decode(encoded["of"]), dtype=numpy.dtype(encoded["dtype"]))
+    array = array.reshape(encoded["shape"]).copy()
+    return array if encoded[_TAG] == "numpy.array" else array[()]
+
+
+def _decode_torch(encoded: dict[str, Any]) -> Any:
+    import torch
+
+    if encoded[_TAG] == "torch.device":
+        return torch.device(encoded["of"])
+    if encoded[_TAG] == "torch.Size":
+        return torch.Size(encoded["of"])
+    dtype = getattr(torch, encoded["of"])
+    if not isinstance(dtype, torch.dtype):
+        raise _not_an_encoding(encoded)
+    return dtype
+
+
+_DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "float": lambda encoded: _SPECIAL_FLOATS[encoded["of"]],
+    "tuple": lambda encoded: tuple(decode_value(item) for item in encoded["of"]),
+    "set": lambda encoded: {decode_value(item) for item in encoded["of"]},
+    "frozenset": lambda encoded: frozenset(decode_value(item) for item in encoded["of"]),
+    "bytes": lambda encoded: base64.b64decode(encoded["of"]),
+    "complex": lambda encoded: complex(*(decode_value(part) for part in encoded["of"])),
+    "mapping": _decode_mapping,
+    "numpy.array": _decode_numpy,
+    "numpy.scalar": _decode_numpy,
+    "torch.dtype": _decode_torch,
+    "torch.device": _decode_torch,
+    "torch.Size": _decode_torch,
+}

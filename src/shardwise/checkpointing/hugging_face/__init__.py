@@ -1,1 +1,0 @@
-"""What Hugging Face's files look like beside and beyond their tensors."""

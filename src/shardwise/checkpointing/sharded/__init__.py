@@ -1,1 +1,0 @@
-"""Our own format: a file a rank, a manifest with every checksum, and one rename that commits them."""

@@ -1,0 +1,306 @@
+"""FSDP2's states and parameter groups: find them, unshard and reshard them, run their hooks."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+
+def fsdp_state(module: nn.Module) -> Any:
+    """FSDP2's own state of `module`, or None when `fully_shard` was not applied to it."""
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
+def fsdp_states(model: nn.Module) -> list[Any]:
+    """Every FSDP2 state in the tree, once each (a state may serve several modules), root first."""
+    states: dict[int, Any] = {}
+    for module in model.modules():
+        if (state := fsdp_state(module)) is not None:
+            states.setdefault(id(state), state)
+    return list(states.values())
+
+
+def state_param_groups(state: Any) -> list[Any]:
+    """The parameter groups of one FSDP2 state."""
+    if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.12: several per module
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def param_groups(model: nn.Module) -> list[Any]:
+    """Every FSDP2 parameter group in the tree, root's first."""
+    return [group for state in fsdp_states(model) for group in state_param_groups(state)]
+
+
+def sharded_parameters(group: Any) -> Iterator[nn.Parameter]:
+    """The DTensor parameters that a group shards, whatever is registered on the modules right now."""
+    for fsdp_param in group.fsdp_params:
+        yield fsdp_param.sharded_param
+
+
+def unsharded_parameters(group: Any) -> Iterator[nn.Parameter]:
+    """The gathered, plain parameters of a group that exist by now (they outlive their storage)."""
+    for fsdp_param in group.fsdp_params:
+        if (parameter := getattr(fsdp_param, "_unsharded_param", None)) is not None:
+            yield parameter
+
+
+def is_gathered(group: Any) -> bool:
+    """Whether the group's plain parameters are registered on its modules now."""
+    return not group.is_sharded
+
+
+def reshard_group(group: Any) -> None:
+    """Register the sharded parameters again and free the gathered ones."""
+    group._to_sharded()
+
+
+def take_over_hooks(module: nn.Module, hook_output: Callable[[Any], None]) -> None:
+    """Remove the forward hooks that `fully_shard` put on a module; the caller runs them from its own.
+
+    Args:
+        module: A module of the group.
+        hook_output: Called with each output of the group instead of FSDP2's own registration for backward.
+    """
+
+    def register(output: Any) -> Any:
+        hook_output(output)
+        return output
+
+    state = fsdp_state(module)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._register_pre_backward_hook = register
+
+
+def initialise(root: nn.Module) -> None:
+    """Let the root take its groups under it, if no forward has done so yet: a part may be called first."""
+    state = fsdp_state(root)
+    if state._is_root is None:
+        state._lazy_init()
+
+
+def _unseen_when_recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep gathering out of the list that selective activation checkpointing makes of a block's operators.
+
+    The recomputation gathers the groups inside a block at other times than the first run did, and torch refuses
+    a recomputation whose operators are not those of the list.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(_get_current_dispatch_mode(), (_CachedTorchDispatchMode, _CachingTorchDispatchMode)):
+            with _pop_mode_temporarily():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """FSDP2 keeps the tensors it gathers into; made in inference mode, they could never be trained with later."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@_unseen_when_recomputed
+def gather_group(group: Any) -> None:
+    """Gather a group's parameters now and register them."""
+    with _outside_inference_mode():
+        group.unshard()
+        group.wait_for_unshard()
+
+
+def start_gather(group: Any) -> None:
+    """Start gathering; the next forward waits for it. The modules keep their shards until then."""
+    group.unshard(async_op=True)
+
+
+@_unseen_when_recomputed
+def enter_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Run FSDP2's pre-forward hook of `module` by hand."""
+    with _outside_inference_mode():
+        return fsdp_state(module)._pre_forward(module, args, kwargs)
+
+
+@_unseen_when_recomputed
+def leave_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Run FSDP2's post-forward hook of `module` by hand."""
+    return fsdp_state(module)._post_forward(module, args, output)
+
+
+def is_recomputing(module: nn.Module) -> bool:
+    """Whether the forward of `module` now running is activation checkpointing's recomputation."""
+    return fsdp_state(module)._training_state.name == "PRE_BACKWARD"
+
+
+def pre_backward(module: nn.Module) -> None:
+    """Gather a module's parameters for backward, as FSDP2's hook on its output would."""
+    fsdp_state(module)._pre_backward(torch.empty(0))
+
+
+def on_backward_start(module: nn.Module, callback: Callable[[], None]) -> None:
+    """Call `callback` before backward enters `module`, each time it does."""
+    state = fsdp_state(module)
+    pre_backward = state._pre_backward
+
+    def call_then_enter(gradient: torch.Tensor) -> torch.Tensor:
+        callback()
+        return pre_backward(gradient)
+
+    state._pre_backward = functools.wraps(pre_backward)(call_then_enter)
+
+
+def on_backward_end(module: nn.Module, callback: Callable[[], None]) -> None:
+    """Call `callback` after FSDP2 has finished each backward that entered `module`'s tree.
+
+    FSDP2 queues the bound method of whichever state meets the backward first, so every state is given it.
+    """
+    for state in fsdp_states(module):
+        finish = state._root_post_backward_final_callback
+
+        def finish_then_call(finish: Callable[[], None] = finish) -> None:
+            finish()
+            callback()
+
+        state._root_post_backward_final_callback = functools.wraps(finish)(finish_then_call)
+
+
+def is_settled(group: Any) -> bool:
+    """Whether a group stands sharded with no gather on its way: nothing holds weights of before the step."""
+    return group.is_sharded and group._all_gather_result is None
+
+
+def settle(group: Any) -> None:
+    """Finish a gather that is on its way, then free what was gathered and register the shards again."""
+    group.wait_for_unshard()
+    group._to_sharded()
+
+
+def states_under(root: Any) -> list[Any]:
+    """The states that a root gathered under it at its first forward, itself included; else none."""
+    return list(root._state_ctx.all_states) if root._is_root else []
+
+
+def is_nested_state(state: Any) -> bool:
+    """Whether a module further up is the FSDP2 root that this state works for."""
+    return state._is_root is False
+
+
+def is_root(state: Any) -> bool | None:
+    """Whether the first forward found this state to be its model's root; None before that."""
+    return state._is_root
+
+
+def reset_iteration(state: Any) -> None:
+    """Bring a root's tree back to where a forward can start: nothing in flight, everything sharded."""
+    if state._is_root is None:  # no forward has run yet: there is nothing to reset but an early unshard()
+        for group in state_param_groups(state):
+            group._to_sharded()
+    elif hasattr(state, "_reset_iter_state"):  # torch >= 2.13
+        state._reset_iter_state()
+    else:
+        _reset_iteration_by_hand(state)
+
+
+def _reset_iteration_by_hand(state: Any) -> None:
+    idle = type(state._training_state).IDLE
+    stream = state._device_handle.current_stream()
+    comm = state._comm_ctx
+    for pending in (comm.all_gather_state, comm.reduce_scatter_state):
+        if pending is not None and pending.event is not None:
+            stream.wait_event(pending.event)
+    comm.all_gather_state = comm.reduce_scatter_state = None
+    comm.post_forward_order.clear()
+    for nested in state._state_ctx.all_states:
+        nested._modules_to_run_forward.clear()
+        nested._training_state = idle
+        for group in state_param_groups(nested):
+            group.finalize_backward()  # waits for the group's collectives and forgets them
+            group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._training_state = idle
+            group._to_sharded()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def was_left_midway(state: Any) -> bool:
+    """Whether an earlier backward of this tree raised: its last callback is queued but can no longer run."""
+    return state._state_ctx.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1
+
+
+@contextlib.contextmanager
+def untouched_by_fsdp(groups: Iterable[Any], refuse: Callable[..., NoReturn]) -> Iterator[None]:
+    """Let other parameters stand for those of the groups: FSDP2 does not adopt them, and calls `refuse` to gather."""
+    with contextlib.ExitStack() as stack:
+        for group in groups:
+            stack.enter_context(_shadowed(group, "unshard", refuse))
+            for param in group.fsdp_params:
+                stack.enter_context(_shadowed(param, "reset_sharded_param", lambda: None))
+        yield
+
+
+@contextlib.contextmanager
+def _shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an instance attribute over a method, and take it away again."""
+    earlier = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if earlier is not None:
+            setattr(owner, name, earlier)
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """The device on which a sharded model computes."""
+    return fsdp_state(model)._device
+
+
+def is_in_backward(group: Any) -> bool:
+    """Whether a backward has entered the group and not left it."""
+    return group._training_state.name == "PRE_BACKWARD"
+
+
+def places_in_group(group: Any) -> Iterator[tuple[Any, nn.Module, str]]:
+    """Each parameter record of a group with the module that registers it and the name there."""
+    for fsdp_param in group.fsdp_params:
+        yield fsdp_param, fsdp_param._module_info.module, fsdp_param._module_info.param_name
+
+
+def registered_parameter(fsdp_param: Any) -> nn.Parameter | None:
+    """What stands on the module in a parameter's place now."""
+    info = fsdp_param._module_info
+    return info.module._parameters.get(info.param_name)
+
+
+def real_and_padded_numel(fsdp_param: Any) -> tuple[int, int]:
+    """Elements of a parameter, and elements that all ranks of its shard axis hold of it, padding included."""
+    real = fsdp_param._orig_size.numel()
+    padded = fsdp_param.padded_sharded_param_size.numel() * fsdp_param.mesh_info.shard_mesh_size
+    return real, padded
+
+
+def named_groups(model: nn.Module) -> dict[str, Any]:
+    """FSDP2's groups by the module they stand for, in the order of the modules."""
+    groups: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        state = fsdp_state(module)
+        for number, group in enumerate([] if state is None else state_param_groups(state)):
+            if id(group) not in seen:
+                seen.add(id(group))
+                groups[(name or "(root)") + (f" [{number}]" if number else "")] = group
+    return groups

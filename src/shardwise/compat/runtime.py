@@ -1,0 +1,95 @@
+"""The process around FSDP2: fake tensors, dispatch modes, pinned memory, the elastic agent."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+
+def sequence_number() -> int:
+    """Autograd's clock: operations recorded from now on have this number or a higher one."""
+    return torch.autograd._get_sequence_nr()
+
+
+def sequence_number_of(node: Any) -> int:
+    """When autograd recorded a node, on the clock of `sequence_number`."""
+    return node._sequence_nr()
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward pass right now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def fake_tensor_mode() -> Iterator[Any]:
+    """A context in which tensors have shapes and devices but no memory; real ones inside it count as fake."""
+    from torch._subclasses import fake_tensor
+
+    # An operator that fake tensors cannot follow is an answer, not something to print a traceback about.
+    logger = fake_tensor.log
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        logger.disabled = disabled
+
+
+def watch_operators(seen: Callable[[str, list[torch.Tensor]], None]) -> Any:
+    """A context that reports the name and the tensor arguments of every operator before it runs."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
+            seen(func.overloadpacket.__name__, tensors)
+            return func(*args, **(kwargs or {}))
+
+    return Watch()
+
+
+def pin_host_memory(address: int, num_bytes: int) -> bool:
+    """Let the GPU copy straight to this memory of ours; False where the driver refuses."""
+    runtime: Any = torch.cuda.cudart()
+    return int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
+
+
+def unpin_host_memory(address: int) -> None:
+    """Take that back, before the memory is given up."""
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)
+
+
+def is_called_by_dcp() -> bool:
+    """Whether what calls this, a method of `nn.Module` made anew, works for torch.distributed.checkpoint's helpers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != "torch.nn.modules.module" and not name.startswith("shardwise."):
+            return name == "torch.distributed.checkpoint.state_dict"
+        frame = frame.f_back
+    return False
+
+
+def watched_agent(watch: Callable[[dict[int, Any]], None], **settings: Any) -> Any:
+    """Torch's elastic agent of local processes, which shows them to `watch` at each look that it takes at them.
+
+    Args:
+        watch: Called with the processes by rank; what it raises ends the agent.
+        settings: Of `LocalElasticAgent`, whose entry point is a function.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class WatchedAgent(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            context: Any = self._pcontext
+            processes = context._pc.processes
+            watch({worker.global_rank: processes[worker.local_rank] for worker in worker_group.workers})
+            return super()._monitor_workers(worker_group)
+
+    return WatchedAgent(**settings)

@@ -1,1 +1,0 @@
-"""Checks of a live model, a file a subject; each yields findings and changes nothing."""

@@ -1,0 +1,605 @@
+"""What counts as equal: differences, tolerances, likely causes, and the verdict."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from shardwise.diagnosing.parity_runs import Reference, ReferenceStep, registered_buffers
+from shardwise.planning.plan import Group, Plan
+from shardwise.sharding.inventory import local_part, local_tensor
+
+Quantity = Literal["weight", "tie", "loss", "gradient", "parameter", "buffer"]
+# The order in which things happen in a step: the first to differ is the one to look at.
+ORDER: tuple[Quantity, ...] = ("weight", "tie", "loss", "gradient", "parameter", "buffer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deviation:
+    """How far one number or tensor of the sharded run is from one process."""
+
+    quantity: Quantity
+    name: str
+    """FQN of the parameter or buffer; empty for the loss."""
+    step: int
+    """Counted from 1; 0 is before the first step."""
+    rank: int
+    """The rank that saw it."""
+    sharded: float | None
+    """Value at the worst element; None when there is no gradient."""
+    reference: float | None
+    relative: float
+    """Largest difference over the tensor's scale; infinite when only one side has a value."""
+    within: bool
+    """Whether the tolerance allows it."""
+
+    def __str__(self) -> str:
+        subject = f"{self.quantity} of {self.name}" if self.name else self.quantity
+        return f"{self.relative:.1e} ({subject}, step {self.step}, rank {self.rank})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """The first thing that differs, where it lives, and what usually causes it."""
+
+    deviation: Deviation
+    module: str
+    """FQN and class of the module that owns it."""
+    num_others: int
+    """How many more of the same quantity differ in the same step."""
+    cause: str
+
+    def __str__(self) -> str:
+        seen = self.deviation
+        subject = f"{seen.quantity} of `{seen.name}`" if seen.name else seen.quantity
+        when = f"at step {seen.step}" if seen.step else "before the first step"
+        others = f", and {self.num_others} more like it" if self.num_others else ""
+        lines = [
+            f"{subject} differs {when} on rank {seen.rank}{others}",
+            f"sharded {_value(seen.sharded)}, one process {_value(seen.reference)}",
+        ]
+        if self.module:
+            lines.append(f"module {self.module}")
+        return "\n".join([*lines, f"likely cause: {self.cause}"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parity:
+    """Whether a sharded run equals one process, and how closely. The same on every rank."""
+
+    equal: bool
+    steps: int
+    world_size: int
+    losses: tuple[float, ...]
+    """Mean over ranks of the sharded run's loss, step by step."""
+    reference_losses: tuple[float, ...]
+    """The same of one process."""
+    tolerance: float
+    """Allowed difference, relative to a tensor's largest value."""
+    tolerance_reason: str
+    worst: tuple[Deviation, ...]
+    """The largest deviation of each quantity, whether allowed or not."""
+    first_difference: Difference | None
+    plan: str
+    """One line about how the model was sharded."""
+
+    def worst_of(self, quantity: Quantity) -> Deviation | None:
+        """The largest deviation of one quantity; None when nothing of the kind was compared."""
+        return next((deviation for deviation in self.worst if deviation.quantity == quantity), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON, which knows neither infinity nor NaN: those become None."""
+        return _for_json(asdict(self))
+
+    def __str__(self) -> str:
+        verdict = "equal" if self.equal else "DIFFERENT"
+        lines = [f"parity: {verdict} after {self.steps} steps on {self.world_size} ranks"]
+        if self.first_difference is not None:
+            lines += ["  " + line for line in str(self.first_difference).splitlines()]
+        lines.append("  loss       " + "  ".join(f"{loss:.6g}" for loss in self.losses))
+        if not self.equal:
+            lines.append("  one process " + "  ".join(f"{loss:.6g}" for loss in self.reference_losses))
+        lines += [f"  worst {deviation.quantity:<10} {deviation}" for deviation in self.worst]
+        lines.append(f"  tolerance  {self.tolerance:.0e}: {self.tolerance_reason}")
+        return "\n".join([*lines, f"  plan       {self.plan}"])
+
+
+def _for_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _for_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _value(value: float | None) -> str:
+    return "none" if value is None else f"{value:.8g}"
+
+
+SCALE_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What is known on the rank that saw the difference, besides the difference."""
+
+    deviations: Sequence[Deviation]
+    """Everything of the same quantity that differs in the same step, first by forward order first."""
+    num_compared: int
+    """How many tensors of that quantity were compared."""
+    world_size: int
+    tied: frozenset[str]
+    """Names of parameters that have several."""
+    low_precision: bool
+    """Whether the sharded run computes in fewer bits than one process."""
+    usual_mistake: bool = False
+    """A gradient equals this rank's own, not averaged; a parameter is what it was before the step."""
+
+
+def likely_cause(evidence: Evidence) -> str:
+    """What to look at first."""
+    first = evidence.deviations[0]
+    match first.quantity:
+        case "weight":
+            return (
+                "the two models started from different weights: build_model() draws from something "
+                "other than torch's and Python's generators, or sharding changed a value"
+            )
+        case "tie":
+            return "two names of one tensor became two tensors when the model was sharded: the tie is broken"
+        case "loss":
+            cause = _of_loss(first)
+        case "gradient":
+            cause = _of_gradient(first, evidence)
+        case "parameter":
+            cause = _of_parameter(evidence)
+        case _:
+            cause = "a buffer is each rank's own: it was synchronised, cast, or updated more or less often"
+    if evidence.low_precision and math.isfinite(first.relative) and first.relative < 0.5:
+        rounding = "possibly nothing but rounding: the sharded run computes in 16 bits (pass tolerance=...)"
+        return f"{rounding}; else {cause}"
+    return cause
+
+
+def _of_loss(first: Deviation) -> str:
+    if first.step == 1:
+        return (
+            "the weights are equal, so the forward itself differs: a buffer that was not carried "
+            "over, random numbers drawn in another order, inputs or outputs cast, or code that "
+            "depends on the rank"
+        )
+    return (
+        "gradients and parameters agreed until now, so this forward used other values than the "
+        "optimizer wrote: a gathered copy that outlived optimizer.step(), or state kept on the module"
+        " outside its buffers"
+    )
+
+
+def _of_gradient(first: Deviation, evidence: Evidence) -> str:
+    if first.sharded is None:
+        return (
+            "the gradient never reached the shard: the module's parameters were used without calling "
+            "the module, so FSDP2's hooks did not run (name the method in entry_points), or the graph"
+            " was cut"
+        )
+    if first.reference is None:
+        return (
+            "one process has no gradient here, the sharded run has one: zeros were reduced for a "
+            'parameter nobody used, which weight decay then shrinks (unused_parameters="skip" keeps '
+            "them at None)"
+        )
+    if evidence.usual_mistake and evidence.world_size > 1:
+        return "it is this rank's own gradient, not averaged over ranks: the parameter was left out of sharding"
+    if (ratio := _common_ratio(evidence.deviations)) is not None and evidence.world_size > 1:
+        return _of_ratio(ratio, evidence.world_size)
+    if {deviation.name for deviation in evidence.deviations} <= evidence.tied:
+        return "only parameters with several names differ: a use of a tied weight missed the shared gradient"
+    if len(evidence.deviations) < evidence.num_compared:
+        return (
+            "some gradients agree: the ones that do not belong to modules that ran another number of "
+            "times, were freed and gathered in between, or were changed in place"
+        )
+    return "every gradient differs: ranks saw other batches than one process, or the backward differs"
+
+
+def _of_ratio(ratio: float, world_size: int) -> str:
+    if abs(ratio / world_size - 1) < SCALE_TOLERANCE:
+        return f"gradients are {world_size} times too large: summed over ranks instead of averaged"
+    if abs(ratio * world_size - 1) < SCALE_TOLERANCE:
+        return f"gradients are {world_size} times too small: divided by the number of ranks twice"
+    return f"gradients are {ratio:.4g} times those of one process: a wrong divisor (micro-steps, tokens)"
+
+
+def _of_parameter(evidence: Evidence) -> str:
+    if evidence.usual_mistake:
+        return (
+            "gradients agree but the optimizer did not change it: the optimizer holds other tensors "
+            "than the model (built before sharding, or while the model stood gathered)"
+        )
+    return (
+        "gradients agree and the update does not: an optimizer that looks at whole tensors (norms, "
+        "factored or orthogonalised updates) saw only this rank's shard"
+    )
+
+
+def _common_ratio(deviations: Sequence[Deviation]) -> float | None:
+    """The factor that all deviations share, if they share one."""
+    ratios = [d.sharded / d.reference for d in deviations if d.sharded is not None and d.reference]
+    if not ratios or len(ratios) < len(deviations):
+        return None
+    middle = median(ratios)
+    shared = math.isfinite(middle) and middle > 0 and abs(middle - 1) > SCALE_TOLERANCE
+    close = all(abs(ratio - middle) <= SCALE_TOLERANCE * abs(middle) for ratio in ratios)
+    return middle if shared and close else None
+
+
+# A gradient below this part of the model's largest is judged on the scale of the large one: where
+# contributions cancel (a key bias under softmax), what is left is the rounding error of large numbers.
+GRADIENT_FLOOR = 0.1
+# An adaptive step is at most a few times the typical update; see `step_slack`.
+SLACK_FACTOR = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The worst element of a comparison."""
+
+    relative: float
+    """Largest difference over the tensor's scale; infinite when only one side has a value."""
+    excess: float
+    """Largest difference over what is allowed there; above 1 is a difference."""
+    sharded: float | None
+    reference: float | None
+    furthest: float = math.inf
+    """Largest absolute difference."""
+
+    @property
+    def within(self) -> bool:
+        """Whether the tolerance allows it."""
+        return self.excess <= 1
+
+
+def measure(
+    sharded: Tensor | None,
+    reference: Tensor | None,
+    allowed: float,
+    *,
+    floor: float = 0.0,
+    slack: Tensor | None = None,
+) -> Gap:
+    """Compare two tensors on the scale of the reference's largest value.
+
+    Args:
+        sharded: From the sharded run, whole; None when there is none.
+        reference: From one process; None when there is none.
+        allowed: Relative tolerance; integers and booleans must be equal.
+        floor: The scale is at least this.
+        slack: Absolute difference allowed in each element on top.
+    """
+    if sharded is None or reference is None:
+        far = 0.0 if sharded is reference else math.inf
+        return Gap(far, far, _at_largest(sharded), _at_largest(reference), far)
+    if sharded.shape != reference.shape:
+        return Gap(math.inf, math.inf, _at_largest(sharded), _at_largest(reference))
+    if reference.numel() == 0:
+        return Gap(0.0, 0.0, 0.0, 0.0, 0.0)
+    ours, theirs = _flat(sharded), _flat(reference)
+    difference = _distance(ours, theirs)
+    scale = max(largest(reference), floor)
+    exact = not (reference.is_floating_point() or reference.is_complex())
+    limit = torch.full_like(difference, 0.0 if exact else allowed * scale)
+    if slack is not None:
+        limit = limit + slack
+    excess = torch.where(difference == 0, 0.0, difference / limit)
+    worst = int(excess.argmax())
+    furthest = float(difference.max())
+    relative = furthest / scale if scale else (0.0 if furthest == 0 else math.inf)
+    return Gap(relative, float(excess[worst]), float(ours[worst]), float(theirs[worst]), furthest)
+
+
+def step_slack(sharded: Tensor, reference: Tensor, largest_update: float) -> Tensor:
+    """How far one optimizer step may drive each entry apart, given both gradients.
+
+    An adaptive optimizer divides a gradient by its own size, so a relative error of r in a gradient becomes
+    about r times the update; where a gradient is nothing but rounding noise, its very sign is arbitrary.
+    """
+    ours, theirs = _flat(sharded), _flat(reference)
+    relative = ((ours - theirs).abs() / theirs.abs()).nan_to_num(0.0, 1.0).clamp(max=1.0)
+    return SLACK_FACTOR * largest_update * relative
+
+
+def largest(tensor: Tensor | None) -> float:
+    """The largest finite magnitude; 0 when there is none."""
+    if tensor is None:
+        return 0.0
+    flat = _flat(tensor).abs()
+    finite = flat[flat.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def largest_change(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
+    """The largest update of any parameter in a step."""
+    return max((largest(after[name].detach() - before[name]) for name in after), default=0.0)
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Absolute difference; NaN or infinity is equal in the same place on both sides, else infinitely far."""
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    return torch.where(same, 0.0, (ours - theirs).abs().nan_to_num(math.inf, math.inf))
+
+
+def _at_largest(tensor: Tensor | None) -> float | None:
+    if tensor is None:
+        return None
+    flat = _flat(tensor)
+    return float(flat[flat.abs().argmax()]) if flat.numel() else 0.0
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().reshape(-1)
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.to(torch.complex128)).reshape(-1)
+    return tensor.to(torch.float64)
+
+
+ORDER_REASON = (
+    "{dtype}; ranks add up in another order than one process; tenfold after the first step, gradients on the scale "
+    "of at least a tenth of the model's largest"
+)
+STORAGE_REASON = "{dtype} storage; a sum taken in another order rounds to the neighbouring value"
+COMPUTE_REASON = "{dtype} compute against one process in storage precision; every product is rounded"
+# Relative to a tensor's largest value. A 16-bit storage dtype is off by a few units in the last place, 16-bit
+# compute by the accumulated rounding of a whole forward and backward.
+STORAGE = {"bfloat16": 0.02, "float16": 0.005}
+COMPUTE = {"bfloat16": 0.1, "float16": 0.02}
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Allowed difference relative to a tensor's largest value, and why it cannot be smaller."""
+
+    relative: float
+    reason: str
+    low_precision: bool = False
+    """The sharded run computes in fewer bits than one process."""
+    growth: float = 1.0
+    """Factor from the second step on: an adaptive optimizer magnifies rounding."""
+
+    def at(self, step: int) -> float:
+        """What is allowed in a step, counted from 1."""
+        return self.relative * (self.growth if step > 1 else 1.0)
+
+
+def tolerance_for(plan: Plan, asked: float | None = None) -> Tolerance:
+    """The tolerance that the plan's coarsest dtype calls for, unless the user asked for one."""
+    storage = {parameter.dtype for parameter in plan.parameters}
+    narrowed = {group.param_dtype for group in plan.groups if _narrows(group)}
+    if asked is not None:
+        return Tolerance(asked, "as asked", low_precision=bool(narrowed))
+    for dtype, relative in COMPUTE.items():
+        if dtype in narrowed:
+            return Tolerance(relative, COMPUTE_REASON.format(dtype=dtype), low_precision=True)
+    for dtype, relative in STORAGE.items():
+        if dtype in storage:
+            return Tolerance(relative, STORAGE_REASON.format(dtype=dtype))
+    if storage and storage <= {"float64", "complex128"}:
+        return Tolerance(1e-10, ORDER_REASON.format(dtype="float64"), growth=10.0)
+    return Tolerance(1e-5, ORDER_REASON.format(dtype="float32"), growth=10.0)
+
+
+def _narrows(group: Group) -> bool:
+    return group.param_dtype in COMPUTE and any(dtype != group.param_dtype for dtype in group.storage_dtypes)
+
+
+Tensors = Mapping[str, Tensor | None]
+
+
+@dataclass(slots=True)
+class Findings:
+    """What this rank saw: the worst of each quantity and the first difference."""
+
+    worst: dict[Quantity, Deviation] = field(default_factory=dict)
+    first: Difference | None = None
+    losses: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The sharded model next to the one process."""
+
+    reference: Reference
+    model: nn.Module
+    optimizer: Optimizer
+    tolerance: Tolerance
+    mesh: DeviceMesh
+    found: Findings = field(default_factory=Findings)
+    reference_losses: list[float] = field(default_factory=list)
+    slack: dict[str, Tensor] = field(default_factory=dict)
+    """How far optimizer steps may have driven each entry apart, given the gradients so far."""
+    drift: float = 0.0
+    """How far rounding has driven a parameter apart, through the optimizer."""
+
+    def compare_start(self) -> None:
+        """Compare weights and ties before the first step."""
+        theirs = dict(self.reference.model.named_parameters())
+        self._compare("weight", 0, self._parameters(), theirs)
+        tied, ours = ties(self.reference.model), ties(self.model)
+        broken = {name: Gap(math.inf, math.inf, None, None) for name in tied if tied[name] != ours.get(name)}
+        self._judge("tie", 0, broken, len(tied))
+
+    def step(self, step: int) -> None:
+        """One step of both runs.
+
+        Ranks:
+            Collective.
+        """
+        before = {name: p.detach().clone() for name, p in self.reference.model.named_parameters()}
+        expected = self.reference.step(step)
+        loss = self.reference.task.loss_of(self.model, self.reference.rank, step)
+        loss.backward()
+        self._compare_loss(float(loss.detach()), expected.losses, step + 1)
+        self._compare_gradients(expected, before, step + 1)
+        self.optimizer.step()
+        theirs = dict(self.reference.model.named_parameters())
+        gaps = self._compare("parameter", step + 1, self._parameters(), theirs, mistaken=before)
+        self.drift = max([self.drift, *(gap.furthest for gap in gaps.values() if gap.within)])
+        buffers = self.reference.buffers[self.reference.rank]
+        self._compare("buffer", step + 1, registered_buffers(self.model), buffers)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _compare_loss(self, ours: float, theirs: list[float], step: int) -> None:
+        self.found.losses.append(ours)
+        self.reference_losses.append(sum(theirs) / len(theirs))
+        mine = torch.tensor(theirs[self.reference.rank], dtype=torch.float64)
+        scale = max(abs(loss) for loss in theirs)
+        gap = measure(torch.tensor(ours, dtype=torch.float64), mine, self.tolerance.at(step), floor=scale)
+        self._judge("loss", step, {"": gap}, 1)
+
+    def _compare_gradients(self, expected: ReferenceStep, before: dict[str, Tensor], step: int) -> None:
+        """Compare gradients, and note how far the coming optimizer step may drive parameters apart."""
+        ours = {name: parameter.grad for name, parameter in self._parameters().items()}
+        floor = GRADIENT_FLOOR * max(map(largest, expected.gradients.values()), default=0.0)
+        mistaken = expected.own_gradients
+        self._compare("gradient", step, ours, expected.gradients, floor=floor, mistaken=mistaken)
+        update = largest_change(before, dict(self.reference.model.named_parameters()))
+        for name, theirs in expected.gradients.items():
+            mine, part = own_part(ours[name], theirs)
+            if mine is not None and part is not None and mine.shape == part.shape:
+                self.slack[name] = self.slack.get(name, 0.0) + step_slack(mine, part, update)
+
+    def _compare(
+        self,
+        quantity: Quantity,
+        step: int,
+        ours: Tensors,
+        theirs: Tensors,
+        *,
+        floor: float = 0.0,
+        mistaken: Tensors | None = None,
+    ) -> dict[str, Gap]:
+        """Measure this rank's part of every pair, on the scale of the whole.
+
+        `mistaken` is what the sharded run would hold after the usual mistake.
+        """
+        allowed = self.tolerance.at(step)
+        gaps = {}
+        for name, value in theirs.items():
+            scale = max(floor, largest(value))
+            mine, part = own_part(ours.get(name), value)
+            gaps[name] = measure(mine, part, allowed, floor=scale, slack=self._slack(quantity, name))
+        wrong = [name for name, gap in gaps.items() if not gap.within]
+        usual = mistaken is not None and all(
+            measure(*own_part(ours[name], mistaken[name]), 1e-6).within for name in wrong
+        )
+        self._judge(quantity, step, gaps, len(theirs), usual_mistake=usual)
+        return gaps
+
+    def _slack(self, quantity: Quantity, name: str) -> Tensor | None:
+        if quantity == "buffer":  # running statistics move with the parameters before them
+            return torch.tensor(self.drift)
+        return self.slack.get(name) if quantity == "parameter" else None
+
+    def _judge(
+        self,
+        quantity: Quantity,
+        step: int,
+        gaps: dict[str, Gap],
+        num_compared: int,
+        *,
+        usual_mistake: bool = False,
+    ) -> None:
+        """Keep the worst, and the first that differs: earliest in time, then by forward order."""
+        order = self.reference.parameter_order
+        rank = self.reference.rank
+        deviations = [
+            Deviation(
+                quantity=quantity,
+                name=name,
+                step=step,
+                rank=rank,
+                sharded=gaps[name].sharded,
+                reference=gaps[name].reference,
+                relative=gaps[name].relative,
+                within=gaps[name].within,
+            )
+            for name in sorted(gaps, key=lambda name: order.get(name, 0))
+        ]
+        for deviation in deviations:
+            worst = self.found.worst.get(quantity)
+            if worst is None or deviation.relative > worst.relative:
+                self.found.worst[quantity] = deviation
+        wrong = [deviation for deviation in deviations if not deviation.within]
+        if wrong and self.found.first is None:
+            evidence = Evidence(
+                deviations=wrong,
+                num_compared=num_compared,
+                world_size=self.reference.task.num_ranks,
+                tied=frozenset(ties(self.reference.model)),
+                low_precision=self.tolerance.low_precision,
+                usual_mistake=usual_mistake,
+            )
+            self.found.first = Difference(
+                deviation=wrong[0],
+                module=_owner(self.reference.model, wrong[0].name),
+                num_others=len(wrong) - 1,
+                cause=likely_cause(evidence),
+            )
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters(remove_duplicate=False))
+
+
+def earliest(differences: list[Difference], order: Mapping[str, int]) -> Difference | None:
+    """The first of several ranks' first differences: by step, then by what happens first in a step."""
+
+    def moment(difference: Difference) -> tuple[int, int, int]:
+        seen = difference.deviation
+        return seen.step, ORDER.index(seen.quantity), order.get(seen.name, 0)
+
+    return min(differences, key=moment, default=None)
+
+
+def own_part(ours: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What this rank holds of a tensor, and the same part of one process's.
+
+    Between them the ranks compare everything, replicas too, and none waits for another that has no gradient.
+    """
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return ours, theirs
+    mine = local_tensor(ours)
+    return mine, local_part(theirs.detach(), ours).to(mine.device)
+
+
+def gather_objects(value: object, mesh: DeviceMesh) -> list:
+    """`value` of every rank of the mesh.
+
+    Ranks:
+        Collective.
+    """
+    group = mesh.get_group() if mesh.ndim == 1 else None  # a mesh of several axes covers the world
+    values: list[object] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Parameters with several names: each name with all of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(same) for same in names.values() if len(same) > 1 for name in same}
+
+
+def _owner(model: nn.Module, name: str) -> str:
+    """FQN and class of the module that holds a parameter or buffer."""
+    if not name:
+        return ""
+    prefix = name.rpartition(".")[0]
+    return f"{prefix or '(root)'} ({type(model.get_submodule(prefix)).__name__})"

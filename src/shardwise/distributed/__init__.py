@@ -1,0 +1,1 @@
+"""Process group, mesh, agreement between ranks, launchers and restarts."""

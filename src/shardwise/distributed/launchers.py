@@ -1,0 +1,218 @@
+"""What a launcher's environment says of this rank, and the rendezvous of the ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import EnvironmentProblem
+
+_DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """Who this process is among the ranks, as its launcher says."""
+
+    rank: int = 0
+    """Number among all ranks."""
+    local_rank: int = 0
+    """Number among the ranks of this machine; picks the GPU."""
+    world_size: int = 1
+    """All ranks."""
+    local_world_size: int = 1
+    """Ranks on this machine."""
+    master_addr: str = ""
+    """Host of rank 0; empty in a single process."""
+    master_port: int = 0
+    """Port of rank 0's store."""
+    restarts: int = 0
+    """How often the launcher has started the ranks again since the first time."""
+    job: str = ""
+    """What the launcher calls this job, the same after it was started again; empty where it has no name."""
+    source: str = "single"
+    """Which launcher was read: torchrun, ray, slurm, mpi or single."""
+
+    @property
+    def init_method(self) -> str | None:
+        """What `init_process_group` should be given; None where there is nobody to meet."""
+        if self.source == "single":
+            return None
+        # torchrun's agent already runs a store, which torch finds by these variables only.
+        return "env://" if self.source in ("torchrun", "ray") else f"tcp://{self.master_addr}:{self.master_port}"
+
+
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
+    """Read what the launcher left in the environment; a single process when there is none.
+
+    Args:
+        environment: Default: this process's.
+
+    Raises:
+        EnvironmentProblem: The variables contradict each other or are not numbers.
+
+    Ranks:
+        Local.
+    """
+    env = os.environ if environment is None else environment
+    if "RANK" in env or "WORLD_SIZE" in env:
+        launch = _read_torchrun(env)
+    elif "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
+        # Without srun a batch script also sees SLURM_NTASKS, but is one process: only a step has ranks.
+        launch = _read_slurm(env)
+    elif "OMPI_COMM_WORLD_RANK" in env:
+        launch = _read_mpi(env)
+    else:
+        return Launch()
+    for name, number, size in (
+        ("rank", launch.rank, launch.world_size),
+        ("local rank", launch.local_rank, launch.local_world_size),
+    ):
+        if not 0 <= number < size:
+            raise EnvironmentProblem(
+                f"{name} {number} is not below the number of ranks, {size}",
+                where=f"environment of {launch.source}",
+                why="ranks are numbered from 0",
+                fix="start the script with torchrun, which sets all of them",
+            )
+    return launch
+
+
+def _read_torchrun(env: Mapping[str, str]) -> Launch:
+    rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    local_world_size = _number(env, "LOCAL_WORLD_SIZE", default=world_size)
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(env, "LOCAL_RANK", default=rank % max(local_world_size, 1)),
+        local_world_size=local_world_size,
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_number(env, "MASTER_PORT", default=_DEFAULT_PORT),
+        restarts=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
+        job=env.get("TORCHELASTIC_RUN_ID", "").removeprefix("none"),  # torchrun's word for no name
+        source="ray" if "RAY_JOB_ID" in env or "RAY_ADDRESS" in env else "torchrun",
+    )
+
+
+def _read_slurm(env: Mapping[str, str]) -> Launch:
+    job = _number(env, "SLURM_JOB_ID", default=0)
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "127.0.0.1")
+    # As in "4(x2),3": the tasks of this machine's place in the list.
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    per_node = [int(tasks) for tasks, repeat in counts for _ in range(int(repeat or 1))]
+    node = _number(env, "SLURM_NODEID", default=0)
+    world_size = _number(env, "SLURM_STEP_NUM_TASKS")
+    return Launch(
+        rank=_number(env, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number(env, "SLURM_LOCALID", default=0),
+        local_world_size=per_node[node] if node < len(per_node) else world_size,
+        master_addr=env.get("MASTER_ADDR") or first_host(hosts),
+        # Jobs that share a machine must not share a port.
+        master_port=_number(env, "MASTER_PORT", default=20000 + job % 20000),
+        restarts=_number(env, "SLURM_RESTART_COUNT", default=0),
+        job=f"slurm-{job}" if job else "",
+        source="slurm",
+    )
+
+
+def _read_mpi(env: Mapping[str, str]) -> Launch:
+    return Launch(
+        rank=_number(env, "OMPI_COMM_WORLD_RANK"),
+        world_size=_number(env, "OMPI_COMM_WORLD_SIZE"),
+        local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", default=0),
+        local_world_size=_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", default=1),
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_number(env, "MASTER_PORT", default=_DEFAULT_PORT),
+        source="mpi",
+    )
+
+
+def first_host(hosts: str) -> str:
+    """The first name of a Slurm host list: `node[017-032,040],login` is `node017`."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+))?", hosts)
+    return "127.0.0.1" if match is None else match[1] + (match[2] or "")
+
+
+def _number(env: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    value = env.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None or not value.strip().isdigit():
+        raise EnvironmentProblem(
+            f"{name} is {'not set' if value is None else repr(value)}",
+            where="environment of this process",
+            why="a launcher sets RANK, WORLD_SIZE and their companions together, as numbers",
+            fix="start the script with torchrun, or unset all of them to run a single process",
+        )
+    return int(value)
+
+
+def set_num_restarts(count: int) -> None:
+    """Say in this process's environment how often its group was started before, as torchrun does."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
+
+
+_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_CANNOT_LISTEN = re.compile(r"failed to listen", re.IGNORECASE)
+_JOINED = re.compile(r"(\d+)/(\d+) clients joined")
+
+
+def cannot_meet(error: BaseException, launch: Launch, timeout_s: float) -> EnvironmentProblem:
+    """The error of ranks that did not come together.
+
+    Args:
+        error: What torch raised while the process group was made.
+        launch: Who this process is.
+        timeout_s: How long ranks wait for each other.
+
+    Ranks:
+        Local: each rank that fails to meet the others says what it saw.
+    """
+    address = f"{launch.master_addr}:{launch.master_port}"
+    where = f"rank {launch.rank} of {launch.world_size} ({launch.source})"
+    text = str(error)
+    if _IN_USE.search(text):
+        return EnvironmentProblem(
+            f"port {launch.master_port} of this machine is in use",
+            where=where,
+            why="rank 0 listens there for the other ranks; another job, or one that has not ended yet, has it",
+            fix=f"{_other_port(launch)}; `ss -tlnp 'sport = :{launch.master_port}'` shows who has it",
+        )
+    if _CANNOT_LISTEN.search(text):
+        return EnvironmentProblem(
+            f"rank 0 cannot listen on port {launch.master_port}",
+            where=where,
+            why=_first_line(text),
+            fix=f"{_other_port(launch)}, above 1024 and open between the machines",
+        )
+    joined = _JOINED.search(text)
+    if joined is not None:
+        return EnvironmentProblem(
+            f"only {joined[1]} of {joined[2]} ranks came to {address} within {timeout_s:.0f} s",
+            where=where,
+            why="the others were not started, ended before, or cannot reach this machine",
+            fix="read the output of the other ranks; check that WORLD_SIZE is what was started and the port is open",
+        )
+    return EnvironmentProblem(
+        f"no rank 0 answers at {address} ({timeout_s:.0f} s)",
+        where=where,
+        why=f"every rank meets the others there ({_first_line(text)})",
+        fix="check that rank 0 was started and runs, that MASTER_ADDR is its machine as the others reach it, "
+        "and that no firewall closes the port",
+    )
+
+
+def _other_port(launch: Launch) -> str:
+    match launch.source:
+        case "torchrun" | "ray":
+            return "choose another port: torchrun --rdzv-endpoint HOST:PORT, or --master-port PORT"
+        case _:
+            return "choose another port for all ranks: export MASTER_PORT=PORT"
+
+
+def _first_line(text: str) -> str:
+    line = (text.strip().splitlines() or [""])[0]
+    return line.split(" Exception raised from")[0].rstrip(". ")

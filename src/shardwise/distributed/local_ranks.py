@@ -1,0 +1,499 @@
+"""Start local ranks, watch them, and start them again after a failure."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardwise.distributed.launchers import Launch, read_launch, set_num_restarts
+from shardwise.distributed.stop_requests import StopRequest, handlers, listen_for_good, signal_numbers
+from shardwise.errors import EnvironmentProblem, ShardwiseError
+
+_ORPHAN_S = 600.0  # how long ranks without a launcher may take to save
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What each rank of a local group does."""
+
+    target: str
+    """`module:function`."""
+    args: tuple[object, ...]
+    folder: str
+    """Where ranks leave errors and say that they listen."""
+    path: list[str]
+    """The caller's `sys.path`: a target in its own folder must be found by the ranks too."""
+    stop_signals: tuple[str, ...]
+    """Signals that ask the target to stop; none: it has no way to."""
+    num_restarts: int
+    """How often the group was started before this time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorReport:
+    """An error that ended a rank."""
+
+    at_s: float
+    """When, since the epoch."""
+    rank: int
+    error: BaseException | None
+    """None when it does not survive pickling."""
+    text: str
+    """Its traceback."""
+
+
+def resolve_target(target: str) -> Callable[..., Any]:
+    """The function that `module:function` names."""
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def run_rank(job: Job) -> object:
+    """Call the target; leave an error where the launcher finds it, and exit so that the others are stopped.
+
+    Ranks:
+        What torch's agent calls on every rank.
+    """
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Ranks share this machine's cores; torch would give all of them to each.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // read_launch().local_world_size))
+    set_num_restarts(job.num_restarts)
+    sys.path[:] = job.path
+    listener = _Listener(job)
+    try:
+        result = resolve_target(job.target)(*job.args)
+        listener.finish()
+        return result
+    except BaseException as error:
+        report = ErrorReport(
+            at_s=time.time(), rank=read_launch().rank, error=_portable(error), text=traceback.format_exc()
+        )
+        temporary = Path(job.folder, f"{os.getpid()}.writing")
+        temporary.write_bytes(pickle.dumps(report))
+        temporary.rename(temporary.with_suffix(".error"))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not re-raised: the agent would print it too, and exit handlers may wait for other ranks.
+        os._exit(1)
+
+
+def is_listening(folder: Path, pid: int) -> bool:
+    """Whether a signal asks that rank to stop by now, and does not end it."""
+    return _listening_file(folder, pid).exists()
+
+
+def read_reports(folder: Path) -> list[ErrorReport]:
+    """What ended ranks, the earliest first."""
+    reports = [pickle.loads(path.read_bytes()) for path in folder.glob("*.error")]
+    return sorted(reports, key=lambda report: report.at_s)
+
+
+class _Listener:
+    """Takes signals as stop requests, if the job has any. The second Ctrl-C is the launcher's to hear, not ours:
+    a terminal sends Ctrl-C to launcher and ranks alike, so that a rank hears each one twice.
+
+    When the launcher dies, nobody reads a result any more: a job that can stop is asked to, any other is ended.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._request, self._finished, self._can_stop = StopRequest(), threading.Event(), bool(job.stop_signals)
+        if self._can_stop:
+            numbers = {*signal_numbers(job.stop_signals), signal.SIGINT}
+            listen_for_good(self._request, dict.fromkeys(numbers, self._hear))
+            _listening_file(Path(job.folder), os.getpid()).touch()
+        threading.Thread(target=self._watch_launcher, name="shardwise-launcher-watch", daemon=True).start()
+
+    def finish(self) -> None:
+        """The target has returned; torch will wait until the launcher has read the result."""
+        self._finished.set()
+
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        self._request.ask(signal.Signals(number).name)
+
+    def _watch_launcher(self) -> None:
+        launcher = multiprocessing.parent_process()
+        if launcher is None:
+            return
+        launcher.join()
+        self._request.ask("the launcher died")
+        if self._can_stop:
+            self._finished.wait(_ORPHAN_S)
+        os._exit(0 if self._finished.is_set() else 1)
+
+
+def _listening_file(folder: Path, pid: int) -> Path:
+    return folder / f"{pid}.listening"
+
+
+def _portable(error: BaseException) -> BaseException | None:
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+
+
+# How torch and gloo say that another rank has gone; they have no exception of their own for all of it.
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|refused|timed out)|broken pipe|remote process exited|socket (closed|timeout)"
+    r"|watchdog|ncclremoteerror|failed to recv|heartbeat",
+    re.IGNORECASE,
+)
+_DEAD_RANK = re.compile(r"rank \d+ died in step")  # how `guard` says it
+_UNSURE = (signal.SIGABRT,)  # also how C++ ends a process whose peers have gone
+
+
+class GroupDied(Exception):
+    """A rank ended before its function had returned; the others were ended then.
+
+    Args:
+        exit_codes: Of the ranks that ended by themselves, by rank; negative: the signal.
+    """
+
+    def __init__(self, exit_codes: Mapping[int, int]) -> None:
+        super().__init__(exit_codes)
+        self.exit_codes = dict(exit_codes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """What ended a group."""
+
+    rank: int
+    how: str
+    """As in "was killed by SIGKILL"."""
+    error: BaseException
+    """What to raise when the group is not started again."""
+    may_pass: bool
+    """Whether the same may go well another time: the rank died, or lost the others."""
+
+
+def find_cause(exit_codes: Mapping[int, int], reports: Sequence[ErrorReport]) -> Cause:
+    """The first thing that went wrong; what the other ranks died of followed from it.
+
+    A signal comes from outside and is always first. SIGABRT and an exit without an error may also be the
+    end of a rank whose peer has gone, so that an error of somebody else explains them.
+    """
+    reported = {report.rank for report in reports}
+    silent = {rank: code for rank, code in exit_codes.items() if rank not in reported}
+    for rank, code in silent.items():
+        if code < 0 and -code not in _UNSURE:
+            return _death(rank, code)
+    for report in reports:
+        if not is_lost_peer(report.error, report.text):
+            return _raised(report, may_pass=False)
+    for rank, code in silent.items():
+        return _death(rank, code)
+    return _raised(reports[0], may_pass=True)
+
+
+def is_lost_peer(error: BaseException | None, text: str) -> bool:
+    """Whether a rank failed because it could not reach another, or the device failed under it."""
+    if isinstance(error, ShardwiseError):
+        return _DEAD_RANK.match(error.what) is not None
+    import torch
+
+    if isinstance(error, (torch.distributed.DistError, torch.AcceleratorError, ConnectionError)):
+        return True
+    last_line = (text.strip().splitlines() or [""])[-1]
+    return isinstance(error, (RuntimeError, type(None))) and _LOST_PEER.search(f"{error}\n{last_line}") is not None
+
+
+def lost_peer(error: BaseException, launch: Launch) -> EnvironmentProblem:
+    """The error of a rank that lost the others, under a launcher that tells why they went."""
+    if isinstance(error, ShardwiseError):
+        return EnvironmentProblem(error.what, where=error.where, why=error.why, fix=error.fix)
+    return EnvironmentProblem(
+        f"rank {launch.rank} lost another rank: {_first_line(error)}",
+        where=f"rank {launch.rank} of {launch.world_size}",
+        why="a rank has died, or its machine cannot be reached any more; the others cannot go on without it",
+        fix="see which rank ended first in the launcher's output; start the same command again to go on from the last "
+        "checkpoint (torchrun --max-restarts does so by itself)",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _death(rank: int, code: int) -> Cause:
+    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with status {code}"
+    error = EnvironmentProblem(
+        f"rank {rank} {how}",
+        where=f"rank {rank}",
+        why="it did not end by a Python error; SIGKILL mostly means that memory ran out",
+        fix="read its last output; start fewer ranks or a smaller model to see whether memory is the cause",
+    )
+    return Cause(rank=rank, how=how, error=error, may_pass=True)
+
+
+def _raised(report: ErrorReport, *, may_pass: bool) -> Cause:
+    last_line = report.text.strip().splitlines()[-1]
+    error = report.error if report.error is not None else RuntimeError(last_line)
+    error.add_note(f"(raised on rank {report.rank})\n{report.text}")
+    return Cause(rank=report.rank, how=f"raised {last_line}", error=error, may_pass=may_pass)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+# What a rank needs before it can do anything; the fork server imports it once for all of them.
+_PRELOAD = [
+    "shardwise.distributed.fork_server",
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+]
+_SETTLE_S = 0.3  # ranks that die of the same thing do so within this
+_KILLED_S = 30.0  # a process in the kernel, as of a lost file system, may not even die of SIGKILL
+
+
+class Group:
+    """Local ranks, from their start to their end.
+
+    Args:
+        num_ranks: How many.
+        stop: Asked when the ranks are to stop; it is passed on to them once.
+        on_stop: Called when it is passed on.
+    """
+
+    def __init__(self, num_ranks: int, stop: StopRequest, on_stop: Callable[[], None]) -> None:
+        self._num_ranks, self._stop, self._on_stop = num_ranks, stop, on_stop
+        self._processes: Mapping[int, BaseProcess] = {}
+        self._told: set[int] = set()
+        self._folder = Path()
+        self._is_running = False
+        self._ending: BaseException | None = None
+
+    def run(self, job: Job) -> list[Any]:
+        """Start the ranks and wait for what they return, by rank.
+
+        Raises:
+            GroupDied: A rank ended early. All have ended by then.
+        """
+        from torch.distributed.elastic.agent.server import WorkerSpec
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+        from shardwise.compat import watched_agent
+
+        self._folder = Path(job.folder)
+        self._told.clear()
+        self._processes, self._is_running = {}, True
+        rendezvous = _local_rendezvous()
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=self._num_ranks,
+            entrypoint=run_rank,
+            args=(job,),
+            rdzv_handler=rendezvous,
+            max_restarts=0,  # whether to start again is decided by what died, in local.py
+            monitor_interval=0.1,
+            local_addr="127.0.0.1",
+        )
+        agent = watched_agent(
+            self._watch, spec=spec, logs_specs=DefaultLogsSpecs(log_dir=job.folder), start_method="forkserver"
+        )
+        try:
+            outcome = agent.run()
+        finally:
+            self.kill()
+            self._is_running = False
+            rendezvous.shutdown()
+        if outcome.is_failed():  # a rank died between our look and the agent's
+            raise GroupDied({rank: failure.exitcode for rank, failure in outcome.failures.items()})
+        return [outcome.return_values[rank] for rank in range(self._num_ranks)]
+
+    def end(self, error: BaseException) -> None:
+        """End every rank at once and raise; while they are being started, as soon as they are known."""
+        self._ending = error
+        if self._processes or not self._is_running:
+            self.kill()
+            raise error
+
+    def kill(self) -> None:
+        """End every rank at once; nothing happens when they have ended."""
+        for process in self._processes.values():
+            if process.exitcode is None:
+                process.kill()
+        for process in self._processes.values():
+            process.join(_KILLED_S)
+
+    def _watch(self, processes: Mapping[int, BaseProcess]) -> None:
+        """Called by the agent, ten times a second, before it looks at the ranks itself.
+
+        A rank that has returned waits for the agent to take its result: one that is gone has failed. The agent would
+        end the others by SIGTERM, which asks them to stop; they may wait for the dead one.
+        """
+        self._processes = processes
+        if self._ending is not None:
+            self.end(self._ending)
+        if any(process.exitcode is not None for process in processes.values()):
+            time.sleep(_SETTLE_S)
+            exit_codes = {rank: process.exitcode for rank, process in processes.items() if process.exitcode is not None}
+            self.kill()
+            raise GroupDied(exit_codes)
+        if self._stop.asked:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        if not self._told:
+            self._on_stop()
+        for rank, process in self._processes.items():
+            if rank not in self._told and process.pid is not None and is_listening(self._folder, process.pid):
+                os.kill(process.pid, signal.Signals[self._stop.why])
+                self._told.add(rank)
+
+
+def start_fork_server() -> None:
+    """Start the process from which ranks are forked; it imports torch while this one does."""
+    multiprocessing.set_forkserver_preload(_PRELOAD)
+    multiprocessing.forkserver.ensure_running()
+
+
+def _local_rendezvous() -> Any:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    return get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint="127.0.0.1:0",
+            run_id=f"shardwise-{os.getpid()}-{time.monotonic_ns()}",
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="127.0.0.1",
+        )
+    )
+
+
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def start_local(
+    target: str,
+    num_ranks: int,
+    args: Sequence[object] = (),
+    *,
+    max_restarts: int = 0,
+    stop_signals: Sequence[str] = (),
+    tell: Callable[[str], None] | None = None,
+) -> list[Any]:
+    """Run a function on `num_ranks` new local ranks and return what each returned.
+
+    Args:
+        target: `module:function`, importable in a new process.
+        num_ranks: How many processes to start.
+        args: Picklable arguments, the same for each rank.
+        max_restarts: How often all ranks are started again when one dies or loses the others. The target finds by
+            itself where to go on. An error that it raises would only be raised again, and ends the ranks.
+        stop_signals: Signals that ask the target to stop, by `stop_requests`; it then returns in its own time, and
+            a second Ctrl-C ends it at once. Without any, SIGINT and SIGTERM end the ranks.
+        tell: Hears in a line what died and what is done about it; the default prints it on stderr.
+
+    Returns:
+        The results, by rank. They travel by pickle.
+
+    Raises:
+        Exception: What the first rank that failed raised, with its rank and traceback as a note.
+        EnvironmentProblem: A rank died without raising anything, once more than `max_restarts` allows.
+
+    Ranks:
+        Call it from a process that is not a rank itself.
+    """
+    signal_numbers(stop_signals)  # a wrong name is told before anything starts
+    start_fork_server()  # imports torch while we do
+    tell = tell or _print_line
+    stop = StopRequest()
+    group = Group(num_ranks, stop, lambda: tell(f"{stop.why}: the ranks stop after this step; Ctrl-C ends them now"))
+    with _undisturbed(), _signals_to(group, stop, stop_signals):
+        for num_restarts in range(max_restarts + 1):
+            with tempfile.TemporaryDirectory(prefix="shardwise-launch-") as folder:
+                job = Job(
+                    target=target,
+                    args=tuple(args),
+                    folder=folder,
+                    path=list(sys.path),
+                    stop_signals=tuple(stop_signals),
+                    num_restarts=num_restarts,
+                )
+                try:
+                    return group.run(job)
+                except GroupDied as death:
+                    cause = find_cause(death.exit_codes, read_reports(Path(folder)))
+            if not cause.may_pass or stop.asked or num_restarts == max_restarts:
+                raise _with_history(cause, num_restarts) from None
+            tell(
+                f"rank {cause.rank} {cause.how}; "
+                f"starting all {num_ranks} ranks again (restart {num_restarts + 1} of {max_restarts})"
+            )
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _with_history(cause: Cause, num_restarts: int) -> BaseException:
+    if num_restarts:
+        cause.error.add_note(f"(after {num_restarts} restart{'s' if num_restarts > 1 else ''})")
+    return cause.error
+
+
+@contextmanager
+def _signals_to(group: Group, stop: StopRequest, stop_signals: Sequence[str]) -> Iterator[None]:
+    """Signals ask to stop where the target can; a second Ctrl-C, and the others, end the ranks and this process."""
+    asking = set(signal_numbers(stop_signals))
+
+    def hear(number: int, _frame: FrameType | None) -> None:
+        if number in asking and not stop.hear(number):
+            return
+        group.end(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+
+    # Under nohup SIGHUP is ignored, and stays so.
+    ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
+    with handlers(dict.fromkeys(ending | asking, hear)):
+        yield
+
+
+def _print_line(line: str) -> None:
+    # A rank that was drawing a progress bar may have died with the cursor hidden.
+    prefix = "\r\x1b[?25h\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{prefix}shardwise: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Give back the environment and log levels that the elastic agent takes, and keep its hands off signals."""
+    environment = dict(os.environ)
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)  # we report the failure ourselves, once
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "none"  # they are ours
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        os.environ.clear()
+        os.environ.update(environment)

@@ -1,0 +1,316 @@
+"""Process group and device mesh."""
+
+import socket
+import weakref
+from collections import defaultdict
+from datetime import timedelta
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.config.schema import MODEL_PARALLEL_AXES, PIPELINE_AXES, MeshConfig, refuse_model_parallel
+from shardwise.distributed.launchers import Launch, cannot_meet, read_launch
+from shardwise.errors import EnvironmentProblem, PlanError, ShardError
+
+
+def mesh_axes(mesh: DeviceMesh | MeshConfig | None) -> tuple[dict[str, int], str]:
+    """Axis sizes and device type of a mesh, of a mesh yet to be, or of this process alone."""
+    if isinstance(mesh, MeshConfig):
+        accelerator = torch.accelerator.current_accelerator()
+        device = mesh.device if mesh.device != "auto" else (accelerator.type if accelerator else "cpu")
+        return mesh.sizes((mesh.shard or 1) * mesh.replicate), device
+    if mesh is None:
+        accelerator = torch.accelerator.current_accelerator()
+        return {"shard": 1}, accelerator.type if accelerator else "cpu"
+    if mesh.ndim > 1 and not mesh.mesh_dim_names:
+        raise PlanError(
+            f"the mesh has {mesh.ndim} axes without names",
+            why="which axis shards and which replicates is told by name",
+            fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard")), or init_distributed(MeshConfig(...))',
+        )
+    sizes = data_parallel_sizes(mesh)
+    if "shard" not in sizes:  # a mesh of the user's own naming: (shard) or (replicate, shard), as fully_shard reads it
+        if not 1 <= len(sizes) <= 2:
+            raise PlanError(
+                f"the mesh axes {mesh.mesh_dim_names} do not say which one shards",
+                why="only one- and two-axis meshes have a meaning without names",
+                fix='name the axes "replicate" and "shard"',
+            )
+        sizes = dict(zip(("replicate", "shard")[-len(sizes) :], sizes.values(), strict=True))
+    return sizes, mesh.device_type
+
+
+def data_parallel_sizes(mesh: DeviceMesh) -> dict[str, int]:
+    """Name and size of each axis that shards or replicates; one without a name is `shard`.
+
+    Raises:
+        PlanError: An axis of tensor parallelism or its like has more than one rank.
+
+    Ranks:
+        Local. A mesh has the same axes on every rank.
+    """
+    names = mesh.mesh_dim_names or ("shard",)
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    fix = 'give these ranks to "shard" or "replicate": init_distributed(MeshConfig(shard=..., replicate=...))'
+    refuse_model_parallel(sizes, where=f"mesh axes {', '.join(names)}", fix=fix)
+    return {name: size for name, size in sizes.items() if name not in MODEL_PARALLEL_AXES | PIPELINE_AXES}
+
+
+DATA_PARALLEL_AXES = ("replicate", "shard")
+
+_MADE: dict[tuple[object, ...], DeviceMesh] = {}
+_LATEST: DeviceMesh | None = None
+_GROUP: weakref.ref[dist.ProcessGroup] | None = None
+"""The process group of `_MADE` and `_LATEST`."""
+
+
+def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> DeviceMesh:
+    """Join the other ranks and return the mesh they form.
+
+    Reads what the launcher left in the environment; without a launcher this process is the only rank and
+    needs neither environment variables nor a port. A process group that exists already is used as it is.
+
+    Args:
+        config: The axes and the device; the default shards over all ranks, on an accelerator if there is one.
+        timeout_s: How long a collective may wait for the slowest rank.
+
+    Returns:
+        A mesh with the axes `replicate`, if that is more than one, and `shard`.
+
+    Raises:
+        ConfigError: The axes do not multiply to the number of ranks.
+        PlanError: `config.tensor` is more than 1.
+        EnvironmentProblem: The device is absent, two ranks would use the same one, or the ranks cannot meet.
+
+    Ranks:
+        Collective. Call on every rank, before anything is built.
+    """
+    global _LATEST
+    _LATEST = make_mesh(config, timeout_s=timeout_s)
+    return _LATEST
+
+
+def make_mesh(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> DeviceMesh:
+    """`init_distributed`, without making the mesh the default of later calls.
+
+    Ranks:
+        Collective.
+    """
+    config = config or MeshConfig()
+    if dist.is_initialized():
+        device_type = _device_of_group(config)
+        sizes = config.sizes(dist.get_world_size())
+    else:
+        launch = read_launch()
+        sizes = config.sizes(launch.world_size)
+        device_type = _device_asked_for(config)
+        _start_group(launch, device_type, timeout_s)
+    return _make_mesh(device_type, sizes)
+
+
+def default_mesh() -> DeviceMesh:
+    """The mesh of the last `init_distributed`; else all ranks of the process group; else a new single rank.
+
+    Ranks:
+        Collective, the first time.
+    """
+    latest = latest_mesh()
+    return latest if latest is not None else init_distributed()
+
+
+def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The one or two axes of `mesh` over which parameters are sharded and replicated.
+
+    Raises:
+        PlanError: An axis of tensor, context, expert or sequence parallelism has more than one rank.
+        ShardError: More than two axes are left without these and pipeline axes, or none.
+
+    Ranks:
+        Local.
+    """
+    names = mesh.mesh_dim_names
+    if names is None:
+        if mesh.ndim == 1:
+            return mesh
+        raise ShardError(
+            f"the {mesh.ndim}-D mesh has no axis names",
+            where="mesh",
+            why="which axis replicates and which one shards is known by its name",
+            fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard"))',
+        )
+    kept = tuple(data_parallel_sizes(mesh))
+    if not 1 <= len(kept) <= 2:
+        raise ShardError(
+            f"the mesh has {len(kept)} data-parallel axes: {', '.join(kept) or 'none'}",
+            where=f"mesh axes {', '.join(names)}",
+            why="FSDP2 shards over one axis and replicates over at most one more",
+            fix='name the axes ("replicate", "shard"), or leave the first out',
+        )
+    return mesh if kept == names else mesh[kept]
+
+
+def ranks_per_machine() -> int | None:
+    """Number of ranks on each machine; None where it differs, or ranks of a machine are not consecutive.
+
+    Ranks:
+        Collective, over all ranks.
+    """
+    launch = read_launch()
+    is_launched = launch.world_size == dist.get_world_size()
+    machines = [""] * dist.get_world_size()
+    # The first rank of this machine, as its launcher counts; without a launcher, its host.
+    dist.all_gather_object(machines, str(launch.rank - launch.local_rank) if is_launched else socket.gethostname())
+    sizes = [len(list(ranks)) for _, ranks in groupby(machines)]
+    return sizes[0] if len(set(sizes)) == 1 and len(sizes) == len(set(machines)) else None
+
+
+def shutdown() -> None:
+    """Leave the process group and forget the mesh; nothing happens where there is none.
+
+    Ranks:
+        Collective. The last thing a script does.
+    """
+    forget_meshes()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device_asked_for(config: MeshConfig) -> str:
+    """The device type to use in a new process group."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = accelerator.type if accelerator is not None else "cpu"
+    if config.device == "auto":
+        return found
+    if config.device not in ("cpu", found):
+        raise EnvironmentProblem(
+            f"mesh.device is {config.device}, but this process sees " + ("no accelerator" if found == "cpu" else found),
+            where="mesh.device",
+            why="shards live on the device that is asked for, on every rank",
+            fix=f"set mesh.device = {found}, or check the driver and the torch build for {config.device}",
+        )
+    return config.device
+
+
+def _device_of_group(config: MeshConfig) -> str:
+    """The device type an existing process group can serve."""
+    backends = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
+    # gloo names cuda too but cannot reduce-scatter on it.
+    usable = [device for device, backend in backends.items() if device == "cpu" or backend != "gloo"]
+    if config.device == "auto":
+        wanted = _device_asked_for(config)
+        return wanted if wanted in usable else usable[0]
+    device_type = _device_asked_for(config)
+    if device_type not in usable:
+        raise EnvironmentProblem(
+            f"mesh.device is {device_type}, but the process group was made for {', '.join(usable)}",
+            where="mesh.device",
+            why="a process group that exists already is used as it is",
+            fix=f'init_process_group("{_backends(device_type)}"), or let init_distributed make the group',
+        )
+    return device_type
+
+
+def _start_group(launch: Launch, device_type: str, timeout_s: float) -> None:
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(_device_index(launch, torch.accelerator.device_count()))
+    try:
+        dist.init_process_group(
+            _backends(device_type),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            init_method=launch.init_method,
+            # A single rank meets nobody: a store in memory, no port, and the same backends as a large run.
+            store=None if launch.init_method else dist.HashStore(),
+        )
+    except dist.DistError as error:
+        raise cannot_meet(error, launch, timeout_s) from None
+    if device_type == "cuda" and launch.world_size > 1:
+        card = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        cards: list[str] = [""] * launch.world_size
+        dist.all_gather_object(cards, f"{socket.gethostname()} GPU {card}")
+        try:
+            refuse_shared_cards(cards)
+        except EnvironmentProblem:
+            dist.destroy_process_group()
+            raise
+
+
+def _backends(device_type: str) -> str:
+    """CPU tensors need gloo beside the accelerator's backend: offloading, clipping and objects use them."""
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+def _device_index(launch: Launch, num_devices: int) -> int:
+    """Which of the visible devices is this rank's; a launcher may show each rank its own one only."""
+    if launch.local_rank < num_devices:
+        return launch.local_rank
+    if num_devices == 1:
+        return 0
+    raise EnvironmentProblem(
+        f"local rank {launch.local_rank} has no device: {num_devices} are visible",
+        where=f"rank {launch.rank}",
+        why="each rank of a machine drives one device of its own",
+        fix=f"start {num_devices} ranks on this machine, or set mesh.device = cpu",
+    )
+
+
+def refuse_shared_cards(cards: list[str]) -> None:
+    """Raise if two ranks name the same card; NCCL would hang or fail without saying so.
+
+    Args:
+        cards: What each rank drives, by rank.
+
+    Ranks:
+        Local, on what all ranks know: every rank raises the same.
+    """
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank, card in enumerate(cards):
+        ranks_of[card].append(rank)
+    for card, ranks in ranks_of.items():
+        if len(ranks) > 1:
+            raise EnvironmentProblem(
+                f"ranks {ranks} are all on {card}",
+                where=f"ranks {ranks}",
+                why="NCCL needs a GPU for each rank",
+                fix="start as many ranks as there are GPUs, or set mesh.device = cpu",
+            )
+
+
+def _make_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
+    global _GROUP
+    if not _is_of_this_group() and dist.group.WORLD is not None:
+        forget_meshes()
+        _GROUP = weakref.ref(dist.group.WORLD)
+    key = (device_type, *sizes.items())
+    if key not in _MADE:  # each new mesh makes process groups of its own
+        _MADE[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _MADE[key]
+
+
+def latest_mesh() -> DeviceMesh | None:
+    """The mesh of the last `init_distributed`, unless its process group is gone or was made anew.
+
+    Ranks:
+        Local.
+    """
+    return _LATEST if _is_of_this_group() else None
+
+
+def forget_meshes() -> None:
+    """Make the next mesh anew; there is no default until then.
+
+    Ranks:
+        Local.
+    """
+    global _LATEST, _GROUP
+    _MADE.clear()
+    _LATEST = _GROUP = None
+
+
+def _is_of_this_group() -> bool:
+    return dist.is_initialized() and _GROUP is not None and _GROUP() is dist.group.WORLD

@@ -1,0 +1,123 @@
+"""Requests to stop: signals, and the end of the launcher."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from shardwise.errors import ConfigError
+
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+"""What asks a run to stop, unless it says otherwise. Schedulers send SIGTERM or SIGUSR1 before they take a machine."""
+
+_current: StopRequest | None = None
+
+
+class StopRequest:
+    """Whether this process was asked to stop. Other ranks may not have been: agree before acting on it."""
+
+    def __init__(self) -> None:
+        self.why = ""
+        """The first signal, as in "SIGTERM"; empty when nobody asked."""
+        self._interrupted = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether anybody asked."""
+        return bool(self.why)
+
+    def ask(self, why: str) -> None:
+        """Ask to stop; the first reason is kept."""
+        self.why = self.why or why
+
+    def hear(self, number: int) -> bool:
+        """Take a signal as a request; return whether it is Ctrl-C for the second time, which cannot wait."""
+        if number == signal.SIGINT and self._interrupted:
+            return True
+        self._interrupted = self._interrupted or number == signal.SIGINT
+        self.ask(signal.Signals(number).name)
+        return False
+
+
+@contextmanager
+def stop_requests(signals: Sequence[str] = STOP_SIGNALS) -> Iterator[StopRequest]:
+    """Turn signals into a request for as long as the block runs.
+
+    The first signal only sets the request. Ctrl-C (SIGINT) a second time raises KeyboardInterrupt at once.
+    Inside another such block the same request is returned, and only the outer one gives the signals back. In
+    a thread that is not the main one no handler can be set: the request is then never asked by a signal.
+
+    Args:
+        signals: Their names.
+
+    Ranks:
+        Local. A launcher may signal some ranks only; let all ranks agree before one of them stops.
+    """
+    if _current is not None:
+        yield _current
+        return
+    request = StopRequest()
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if request.hear(number):
+            signal.default_int_handler(number, frame)
+
+    with _current_is(request), handlers(dict.fromkeys(signal_numbers(signals), hear)):
+        yield request
+
+
+def listen_for_good(request: StopRequest, wanted: Mapping[signal.Signals, Any]) -> None:
+    """Make `request` the one that `stop_requests` returns, and set handlers, until this process ends."""
+    global _current
+    _current = request
+    for number, handler in wanted.items():
+        signal.signal(number, handler)
+
+
+def signal_numbers(names: Sequence[str]) -> list[signal.Signals]:
+    """Signals by name.
+
+    Raises:
+        ConfigError: There is no such signal here, or it cannot be handled.
+    """
+    numbers: list[signal.Signals] = []
+    for name in names:
+        number = signal.Signals.__members__.get(name)
+        if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ConfigError(
+                f"{name!r} is not a signal that can ask a run to stop",
+                where="training.stop_signals",
+                why="it must be the name of a signal of this system that a process can handle",
+                fix=f"use some of {', '.join(STOP_SIGNALS)}",
+            )
+        numbers.append(number)
+    return numbers
+
+
+@contextmanager
+def handlers(wanted: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Set signal handlers and give the old ones back; nothing happens in a thread that is not the main one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None: set by code that is not Python's, which Python cannot set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def _current_is(request: StopRequest) -> Iterator[None]:
+    global _current
+    before, _current = _current, request
+    try:
+        yield
+    finally:
+        _current = before

@@ -1,0 +1,436 @@
+"""FSDP1's optimizer state dicts, saved and loaded."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OptimStateKeyType, StateDictType
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.errors import ConfigError, ShardError
+from shardwise.fsdp1.state_dicts import StateDicts, copy_sharded, laid_out
+from shardwise.fsdp1.units import adopt, clean_name, first_unit
+from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order, reshard
+from shardwise.sharding.inventory import local_tensor, values_of_ranks
+
+StateDict = dict[str, Any]
+_BUCKET_BYTES = 256 * 1024**2
+
+
+def named_state(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state_dict: StateDict | None,
+    *,
+    is_full: bool,
+    keep: bool,
+    to_cpu: bool,
+) -> StateDict:
+    """The optimizer's state dict with names for numbers, as FSDP1 returns it.
+
+    Groups and their parameters stand in the optimizer's order, as FSDP1 has them; where ranks have different orders, in
+    the first rank's: `torch.distributed.checkpoint` takes a group's options and names from any rank.
+
+    Args:
+        model: Holds the optimizer's parameters.
+        optimizer: Built on them, before or after they were wrapped.
+        state_dict: From `optimizer.state_dict()`; read here when absent.
+        is_full: Gather whole tensors; else they stay sharded.
+        keep: False takes part and returns an empty dict.
+        to_cpu: Put tensors into CPU memory.
+
+    Ranks:
+        Collective.
+    """
+    adopt(optimizer)
+    reshard(model)
+    given = optimizer.state_dict() if state_dict is None else state_dict
+    names = _numbered_names(model, optimizer.param_groups)
+    place = {clean_name(name): index for index, (name, _) in enumerate(model.named_parameters())}
+    state = {names[key] if isinstance(key, int) else key: value for key, value in given["state"].items()}
+    state = {name: state[name] for name in sorted(state, key=lambda name: place.get(name, len(place)))}
+    mesh = first_unit(model, "optim_state_dict").mesh
+    groups = [
+        group | {"params": [names[key] if isinstance(key, int) else key for key in group["params"]]}
+        for group in given["param_groups"]
+    ]
+    groups = _in_first_rank_order(groups, mesh)
+    copied = _whole(state, mesh, keep, to_cpu) if is_full else _copied(state, to_cpu)
+    return {"state": copied, "param_groups": groups} if keep else {}
+
+
+def _in_first_rank_order(groups: list[StateDict], mesh: DeviceMesh) -> list[StateDict]:
+    """The same groups as the first rank lists them; as they are where they are not the same."""
+    listed = [tuple(group["params"]) for group in groups]
+    digest = hashlib.blake2b(repr(listed).encode()).digest()
+    if all(other == digest for other in values_of_ranks(digest, mesh)):  # on every rank, or on none
+        return groups
+    first = values_of_ranks(listed, mesh)[0]
+    by_names = {frozenset(group["params"]): group for group in groups}
+    if by_names.keys() != {frozenset(names) for names in first} or len(first) != len(groups):
+        return groups
+    return [by_names[frozenset(names)] | {"params": list(names)} for names in first]
+
+
+def _numbered_names(model: nn.Module, groups: Iterable[StateDict]) -> list[str]:
+    """Names of the optimizer's parameters, in the order in which its state dict numbers them."""
+    name_of = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    held = [parameter for group in groups for parameter in group["params"]]
+    foreign = [parameter for parameter in held if parameter not in name_of]
+    if foreign:
+        raise ShardError(
+            f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's",
+            where="optim_state_dict",
+            why="state is saved under the names that parameters have in the model",
+            fix="pass the model and the optimizer that belong together",
+        )
+    return [name_of[parameter] for parameter in held]
+
+
+def _copied(state: dict[str, StateDict], to_cpu: bool) -> dict[str, StateDict]:
+    return {
+        name: {key: copy_sharded(value, to_cpu=to_cpu) for key, value in values.items()}
+        for name, values in state.items()
+    }
+
+
+def _whole(state: dict[str, StateDict], mesh: DeviceMesh, keep: bool, to_cpu: bool) -> dict[str, StateDict]:
+    sharded = {
+        f"{name}.{key}": (name, key)
+        for name, values in state.items()
+        for key, value in values.items()
+        if isinstance(value, DTensor)
+    }
+    tensors = in_first_rank_order([(full, state[name][key]) for full, (name, key) in sharded.items()], mesh)
+    whole = {
+        name: {
+            key: copy_sharded(value, to_cpu=to_cpu) if keep and not isinstance(value, DTensor) else None
+            for key, value in values.items()
+        }
+        for name, values in state.items()
+    }
+    for full, value in gather_in_buckets(tensors, bucket_bytes=_BUCKET_BYTES, keep=keep):
+        name, key = sharded[full]
+        if value is not None:
+            whole[name][key] = value.cpu() if to_cpu else value
+    return whole
+
+
+def rekeyed(
+    state_dict: StateDict, kind: OptimStateKeyType, model: nn.Module, groups: list[list[nn.Parameter]]
+) -> StateDict:
+    """The same optimizer state under names instead of numbers, or numbers instead of names.
+
+    Args:
+        state_dict: From a wrapped model (names) or a plain one (numbers).
+        kind: What the keys shall be.
+        model: Gives parameters their names.
+        groups: Parameters in the optimizer's order, group by group.
+
+    Raises:
+        ConfigError: The keys are of both kinds.
+
+    Ranks:
+        Local.
+    """
+    kinds = {type(key) for key in state_dict["state"]}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"the keys of the state are of several kinds: {sorted(kind.__name__ for kind in kinds)}",
+            where="rekey_optim_state_dict",
+            why="each is either a parameter's name or its number",
+            fix="pass the dictionary as it was saved",
+        )
+    wanted = str if kind is OptimStateKeyType.PARAM_NAME else int
+    if kinds == {wanted}:
+        return state_dict
+    names = _numbered_names(model, [{"params": group} for group in groups])
+    new: dict[Any, Any] = dict(enumerate(names)) if wanted is str else {name: n for n, name in enumerate(names)}
+    return {
+        "state": {new[key]: value for key, value in state_dict["state"].items()},
+        "param_groups": [
+            group | {"params": sorted(new[key] for key in group["params"])} for group in state_dict["param_groups"]
+        ],
+    }
+
+
+def parameter_groups(
+    model: nn.Module, optimizer: Optimizer | None, optim_input: Iterable[Any] | None
+) -> list[list[nn.Parameter]]:
+    """Parameters in the optimizer's order: its own, those it was given, or else all of the model's."""
+    if optimizer is not None:
+        adopt(optimizer)
+        return [list(group["params"]) for group in optimizer.param_groups]
+    reshard(model)
+    given: list[Any] = list(model.parameters() if optim_input is None else optim_input)
+    if given and isinstance(given[0], dict):
+        return [list(group["params"]) for group in given]
+    return [given]
+
+
+def loadable(
+    state_dict: StateDict | None, model: nn.Module, groups: list[list[nn.Parameter]], mesh: DeviceMesh | None
+) -> StateDict:
+    """State by parameter number, each tensor placed like its parameter.
+
+    Args:
+        state_dict: By names; whole tensors, or sharded ones.
+        model: Gives parameters their names.
+        groups: Parameters in the optimizer's order, group by group.
+        mesh: Where given, only its first rank's `state_dict` counts, and is sent to the others.
+
+    Ranks:
+        Collective over `mesh` where it is given, else local unless a tensor is sharded over another mesh.
+    """
+    reshard(model)
+    name_of = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in groups for parameter in group]
+    names = [name_of[parameter] for parameter in parameters]
+    source = _sent(state_dict, dict(zip(names, parameters, strict=True)), mesh) if mesh is not None else state_dict
+    if source is None or "state" not in source:
+        raise ConfigError(
+            "there is no optimizer state",
+            where="optim_state_dict_to_load",
+            why="it is a dictionary with the keys state and param_groups",
+            fix="pass what optim_state_dict returned; with rank0_only=True rank 0 must have it",
+        )
+    number_of = {name: number for number, name in enumerate(names)}
+    state = {}
+    # In the model's order, the same on every rank: placing a tensor that is sharded over another mesh communicates.
+    for parameter, name in name_of.items():
+        if name in number_of and (values := source["state"].get(name)) is not None:
+            state[number_of[name]] = {key: _placed(value, parameter) for key, value in values.items()}
+    return {"state": state, "param_groups": _numbered_groups(source["param_groups"], groups, name_of)}
+
+
+def _numbered_groups(
+    saved: list[StateDict], groups: list[list[nn.Parameter]], name_of: dict[nn.Parameter, str]
+) -> list[StateDict]:
+    """The optimizer's own groups with the saved options of the group that held the same parameters."""
+    home = {name: group for group in saved for name in group["params"]}
+    numbered, start = [], 0
+    for index, group in enumerate(groups):
+        found = [home[name_of[parameter]] for parameter in group if name_of[parameter] in home]
+        options = found[0] if found else saved[min(index, len(saved) - 1)]
+        numbered.append(options | {"params": list(range(start, start + len(group)))})
+        start += len(group)
+    return numbered
+
+
+def _placed(value: Any, parameter: nn.Parameter) -> Any:
+    if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor):
+        return value.clone() if isinstance(value, torch.Tensor) else _from_sharded_tensor(value, parameter)
+    if value.ndim == 0 and parameter.ndim > 0:
+        return value.clone()  # a counter; the optimizer must not change the caller's
+    return laid_out(value, parameter)
+
+
+def _from_sharded_tensor(value: Any, parameter: nn.Parameter) -> Any:
+    """This rank's part of torch's older ShardedTensor, which cuts along dim 0 as FSDP2 does."""
+    if not hasattr(value, "local_shards") or not isinstance(parameter, DTensor):
+        return value
+    own = local_tensor(parameter)
+    shards = value.local_shards()
+    part = shards[0].tensor if shards else own.new_empty(own.shape)
+    return laid_out(part.view(own.shape), parameter, is_local=True)
+
+
+def _sent(state_dict: StateDict | None, parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> StateDict:
+    """The first rank's state dict, each tensor cut to this rank's part as it arrives."""
+    is_first = not any(mesh.get_coordinate() or ())
+    outline = _broadcast(_outline(state_dict) if is_first and state_dict else None, mesh)
+    if outline is None:
+        return {}
+    state: dict[str, StateDict] = {}
+    for name, values in outline["state"].items():
+        state[name] = {}
+        for key, value in values.items():
+            if isinstance(value, _Shape):
+                whole = state_dict["state"][name][key] if is_first and state_dict else None
+                value = _broadcast_tensor(whole, value, mesh)
+                if name in parameters:
+                    value = _placed(value, parameters[name])
+            state[name][key] = value
+    return {"state": state, "param_groups": outline["param_groups"]}
+
+
+class _Shape:
+    """Stands for a tensor until it arrives."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+
+def _outline(state_dict: StateDict) -> StateDict:
+    state = {
+        name: {key: _Shape(value) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+        for name, values in state_dict["state"].items()
+    }
+    return {"state": state, "param_groups": state_dict["param_groups"]}
+
+
+def _broadcast(value: Any, mesh: DeviceMesh) -> Any:
+    sent = [value]
+    for axis in range(mesh.ndim):
+        dist.broadcast_object_list(sent, group_src=0, group=mesh.get_group(axis))
+    return sent[0]
+
+
+def _broadcast_tensor(whole: torch.Tensor | None, shape: _Shape, mesh: DeviceMesh) -> torch.Tensor:
+    device = mesh.device_type
+    sent = torch.empty(shape.shape, dtype=shape.dtype, device=device) if whole is None else whole.to(device)
+    sent = sent.contiguous()
+    for axis in range(mesh.ndim):
+        dist.broadcast(sent, group_src=0, group=mesh.get_group(axis))
+    return sent
+
+
+OptimInput = Iterable[Any] | None
+
+
+class OptimizerStates(StateDicts):
+    """Optimizer state under parameter names, and back."""
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: StateDict | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> StateDict:
+        """The optimizer's state by parameter names, whole or sharded as `state_dict_type` says.
+
+        Ranks:
+            Collective.
+        """
+        settings = StateDicts.get_state_dict_type(model)
+        config = settings.optim_state_dict_config
+        rank0_only = getattr(config, "rank0_only", False)
+        return named_state(
+            model,
+            optim,
+            optim_state_dict,
+            is_full=settings.state_dict_type is StateDictType.FULL_STATE_DICT,
+            keep=not rank0_only or _rank(model, group) == 0,
+            to_cpu=config.offload_to_cpu,
+        )
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: StateDict,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> StateDict:
+        """What `optim.load_state_dict` takes, from what `optim_state_dict` returned.
+
+        Older torch had the state dict first; both orders are understood.
+
+        Ranks:
+            Collective when the config says `rank0_only`: rank 0 sends. Else local.
+        """
+        given: Any = (model, optim, optim_state_dict)
+        if isinstance(model, dict):
+            given = (optim, optim_state_dict, model)
+        model, optim, optim_state_dict = given
+        config = StateDicts.get_state_dict_type(model).optim_state_dict_config
+        mesh = first_unit(model, "optim_state_dict_to_load").mesh if getattr(config, "rank0_only", False) else None
+        result = loadable(optim_state_dict, model, parameter_groups(model, optim, None), mesh)
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: OptimInput = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> StateDict:
+        """The whole optimizer state by names, in CPU memory; on rank 0 only unless told otherwise.
+
+        Ranks:
+            Collective.
+        """
+        keep = not rank0_only or _rank(model, group) == 0
+        return named_state(model, optim, None, is_full=True, keep=keep, to_cpu=True)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
+    ) -> StateDict:
+        """The optimizer state by names, sharded.
+
+        Ranks:
+            Collective.
+        """
+        return named_state(model, optim, None, is_full=False, keep=True, to_cpu=True)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: StateDict,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: Optimizer | None = None,
+    ) -> StateDict:
+        """What `load_state_dict` takes, from a whole state that every rank holds.
+
+        Ranks:
+            Local.
+        """
+        return loadable(full_optim_state_dict, model, parameter_groups(model, optim, optim_input), None)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
+    ) -> StateDict:
+        """What `load_state_dict` takes, from a sharded state.
+
+        Ranks:
+            Local, unless the state is sharded over another mesh.
+        """
+        return loadable(sharded_optim_state_dict, model, parameter_groups(model, optim, None), None)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: StateDict | None,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: Optimizer | None = None,
+        group: Any = None,
+    ) -> StateDict:
+        """What `load_state_dict` takes, from a whole state that only rank 0 holds.
+
+        Ranks:
+            Collective.
+        """
+        mesh = first_unit(model, "scatter_full_optim_state_dict").mesh
+        return loadable(full_optim_state_dict, model, parameter_groups(model, optim, optim_input), mesh)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: StateDict,
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: Optimizer | None = None,
+    ) -> StateDict:
+        """Optimizer state by names turned into one by numbers, for a model that is not wrapped, or the reverse.
+
+        Ranks:
+            Local.
+        """
+        groups = parameter_groups(model, optim, optim_input)
+        return rekeyed(optim_state_dict, optim_state_key_type, model, groups)
+
+
+def _rank(model: nn.Module, group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if group is not None else first_unit(model, "optim_state_dict").rank

@@ -1,0 +1,1 @@
+"""Lint: find what FSDP2 scripts do wrong; never imports torch."""

@@ -1,0 +1,261 @@
+"""Which files are linted, with which settings, and what `# noqa` leaves out."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError, SourceError
+from shardwise.linting.registry import UNREADABLE, all_rules
+
+_CODES = r"(?P<codes>[A-Z]+[0-9]*(?:[,\s]+[A-Z]+[0-9]+)*)"
+_LINE = re.compile(rf"#\s*noqa(?![\w-])(?:\s*:\s*{_CODES})?", re.IGNORECASE)
+_FILE = re.compile(rf"^\s*#\s*shardwise\s*:\s*noqa(?:\s*:\s*{_CODES})?", re.IGNORECASE | re.MULTILINE)
+
+
+def allowed_on(line: str, code: str) -> bool:
+    """Whether a comment on this line allows `code`: a bare `noqa`, the code, or the start of it."""
+    return "noqa" in line.lower() and any(_covers(match, code) for match in _LINE.finditer(line))
+
+
+def allowed_in(text: str, code: str) -> bool:
+    """Whether a line `# shardwise: noqa` or `# shardwise: noqa: CODES` allows `code` in the whole file."""
+    return "noqa" in text and any(_covers(match, code) for match in _FILE.finditer(text))
+
+
+def _covers(match: re.Match[str], code: str) -> bool:
+    codes = match["codes"]
+    return codes is None or any(code.startswith(one.upper()) for one in re.split(r"[,\s]+", codes) if one)
+
+
+_TABLE = "tool.shardwise.lint"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LintSettings:
+    """Which rules run, and on which files."""
+
+    select: tuple[str, ...] = ("SW",)
+    """Codes, or starts of codes, of the rules to run."""
+    ignore: tuple[str, ...] = ()
+    """Codes, or starts of codes, of the rules not to run."""
+    per_file_ignores: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Codes not to report in the files that a pattern matches, as in `tests/*`."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of files and folders to leave out."""
+    preview: bool = False
+    """Run new rules too."""
+    root: Path = field(default_factory=Path.cwd)
+    """Patterns are relative to it: the folder of the pyproject.toml."""
+
+    def enables(self, code: str, *, preview: bool = False) -> bool:
+        """Whether a rule runs: the longest code that matches wins, and `ignore` wins a tie."""
+        chosen = max((len(one) for one in self.select if code.startswith(one)), default=-1)
+        refused = max((len(one) for one in self.ignore if code.startswith(one)), default=-1)
+        if preview and not self.preview and code not in self.select:
+            return False
+        return chosen > refused
+
+    def ignores_in(self, path: str, code: str) -> bool:
+        """Whether a code is not to be reported in a file."""
+        return any(
+            matches(path, self.root, pattern) and any(code.startswith(one) for one in codes)
+            for pattern, codes in self.per_file_ignores.items()
+        )
+
+
+def matches(path: str, root: Path, pattern: str) -> bool:
+    """Whether a pattern matches a path, relative to `root`, or one of its folders or its name."""
+    whole = Path(path)
+    try:
+        relative = (Path.cwd() / whole).relative_to(root)
+    except ValueError:
+        relative = whole
+    parts = relative.parts
+    starts = ["/".join(parts[: length + 1]) for length in range(len(parts))]
+    return any(fnmatch(candidate, pattern.rstrip("/")) for candidate in (*parts, *starts))
+
+
+def read_settings(start: Path) -> LintSettings:
+    """The settings of the nearest pyproject.toml at or above `start` that has some; else the defaults.
+
+    Raises:
+        ConfigError: It cannot be read, or has wrong entries; all of them are named.
+    """
+    for folder in (start, *start.parents):
+        file = folder / "pyproject.toml"
+        if file.is_file():
+            table = _table(file)
+            if table is not None:
+                return _settings(table, file)
+    return LintSettings()
+
+
+def _table(file: Path) -> dict[str, Any] | None:
+    try:
+        content: Any = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot be read: {error}", where=str(file)) from None
+    for name in _TABLE.split("."):
+        content = content.get(name) if isinstance(content, dict) else None
+    return content
+
+
+def _settings(table: dict[str, Any], file: Path) -> LintSettings:
+    known = [one.name.replace("_", "-") for one in fields(LintSettings) if one.name != "root"]
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            problems.append(f"{key}: no such setting" + (f" (did you mean {close[0]!r}?)" if close else ""))
+        elif key == "preview":
+            problems += [] if isinstance(value, bool) else [f"{key}: must be true or false"]
+            values[key] = value
+        elif key == "per-file-ignores":
+            wrong = not isinstance(value, dict) or not all(map(_is_list_of_text, value.values()))
+            problems += ["per-file-ignores: must map patterns to lists of codes"] if wrong else []
+            values["per_file_ignores"] = {} if wrong else {pattern: tuple(codes) for pattern, codes in value.items()}
+        elif not _is_list_of_text(value):
+            problems.append(f"{key}: must be a list of strings")
+        else:
+            values[key] = tuple(value)
+    if problems:
+        raise ConfigError(
+            f"{len(problems)} problem(s) in [{_TABLE}]", where="\n".join(f"{file}: {one}" for one in problems)
+        )
+    settings = LintSettings(**values, root=file.parent)
+    check_codes([*settings.select, *settings.ignore], where=f"{file} [{_TABLE}]")
+    return settings
+
+
+def _is_list_of_text(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def with_codes(settings: LintSettings, select: Iterable[str] | None, ignore: Iterable[str] | None) -> LintSettings:
+    """The settings with `--select` in the place of theirs, and `--ignore` added to theirs.
+
+    Raises:
+        ConfigError: A code that no rule has.
+    """
+    chosen, refused = _codes(select), _codes(ignore)
+    check_codes([*chosen, *refused], where="--select, --ignore")
+    return replace(settings, select=chosen or settings.select, ignore=(*settings.ignore, *refused))
+
+
+def _codes(given: Iterable[str] | None) -> tuple[str, ...]:
+    if isinstance(given, str):
+        given = [given]
+    return tuple(code.strip().upper() for text in given or () for code in text.split(",") if code.strip())
+
+
+def check_codes(codes: Iterable[str], *, where: str) -> None:
+    """Raise unless each is a rule's code or the start of one.
+
+    Raises:
+        ConfigError: It names each wrong one.
+    """
+    known = [UNREADABLE, *all_rules()]
+    wrong = [code for code in codes if not any(one.startswith(code) for one in known)]
+    if wrong:
+        close = difflib.get_close_matches(wrong[0], known, n=1)
+        raise ConfigError(
+            f"no rule has the code {', '.join(wrong)}",
+            where=where,
+            why=f"codes are {known[0]} to {known[-1]}, or the start of one, such as SW2",
+            fix=f"did you mean {close[0]}?" if close else "shardwise lint --help",
+        )
+
+
+STDIN = "-"
+_FOLDERS_OF_OTHERS = frozenset(
+    {"__pycache__", "node_modules", "site-packages", "venv", "env", "build", "dist", "_build", "__pypackages__"}
+)
+_SUFFIXES = frozenset({".py", ".pyw"})
+# A file without any of these has nothing a rule could be about.
+RELEVANT = re.compile(
+    rb"fully_shard|[Ff][Ss][Dd][Pp]|distributed\.checkpoint|distributed import checkpoint"
+    rb"|full_tensor|gradient_sync|shardwise"
+)
+
+
+def find_files(paths: Iterable[str | Path], settings: LintSettings) -> list[str]:
+    """The Python files at these paths: files as given, folders searched; sorted, each once.
+
+    Raises:
+        SourceError: A path does not exist.
+    """
+    found: dict[str, None] = {}
+    for path in map(str, paths):
+        if path == STDIN:
+            found[path] = None
+        elif os.path.isdir(path):
+            found.update(dict.fromkeys(sorted(_search(path, settings))))
+        elif os.path.exists(path):
+            if Path(path).suffix != ".ipynb" and not _is_excluded(path, settings):
+                found[path] = None
+        else:
+            raise SourceError(f"no such file or folder: {path}", where=path, fix="give paths that exist")
+    return list(found)
+
+
+def _search(folder: str, settings: LintSettings) -> Iterator[str]:
+    for current, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in _FOLDERS_OF_OTHERS
+            and not os.path.exists(os.path.join(current, name, "pyvenv.cfg"))
+            and not _is_excluded(os.path.join(current, name), settings)
+        )
+        for name in files:
+            path = os.path.join(current, name)
+            if os.path.splitext(name)[1] in _SUFFIXES and not _is_excluded(path, settings):
+                yield path
+
+
+def _is_excluded(path: str, settings: LintSettings) -> bool:
+    return any(matches(path, settings.root, pattern) for pattern in settings.exclude)
+
+
+def read_bytes(path: str) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        SourceError: It cannot be read.
+    """
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise SourceError(f"cannot be read: {error.strerror}", where=f"{path}:1:1") from None
+
+
+def write_bytes(path: str, data: bytes) -> None:
+    """Replace a file's content in one step, keeping its mode and, where it is a link, the link.
+
+    Raises:
+        SourceError: It cannot be written; the file is as it was.
+    """
+    target = os.path.realpath(path)
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".shardwise-")
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
+        raise SourceError(f"cannot be written: {error.strerror}", where=path) from None

@@ -1,0 +1,221 @@
+"""lint(): run the rules over files, in several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from shardwise.errors import SourceError
+from shardwise.findings import Safety, Severity, SourceFinding
+from shardwise.linting.files import (
+    RELEVANT,
+    STDIN,
+    LintSettings,
+    allowed_in,
+    allowed_on,
+    find_files,
+    read_bytes,
+    read_settings,
+    with_codes,
+    write_bytes,
+)
+from shardwise.linting.registry import UNREADABLE, Reading, all_rules
+from shardwise.progress import NoProgress, Progress
+from shardwise.source.edits import apply, choose
+from shardwise.source.syntax import FileContext, decode
+
+_MAX_PASSES = 10  # a fix can uncover another; no file has needed more than three
+_WORTH_A_POOL_BYTES = 300_000  # below this, starting processes takes longer than reading the files
+
+
+@dataclass(frozen=True, slots=True)
+class Linted:
+    """One file after linting."""
+
+    path: str
+    findings: tuple[SourceFinding, ...]
+    """What is left to report."""
+    text: str
+    """As it stands after fixes; empty for files without findings."""
+    num_fixed: int = 0
+
+
+def lint(
+    paths: Iterable[str | Path] | str | Path,
+    *,
+    select: Iterable[str] | None = None,
+    ignore: Iterable[str] | None = None,
+    preview: bool = False,
+    progress: Progress | None = None,
+) -> list[SourceFinding]:
+    """Find mistakes in files and folders; nothing is changed and nothing is run.
+
+    Settings come from `[tool.shardwise.lint]` of the nearest pyproject.toml.
+
+    Args:
+        paths: Python files, or folders to search for them.
+        select: Codes, or starts of codes, to look for instead of all.
+        ignore: Codes, or starts of codes, to leave out.
+        preview: Run new rules too.
+        progress: Hears of each file.
+
+    Returns:
+        The findings by path and line.
+
+    Raises:
+        SourceError: A path does not exist.
+        ConfigError: A code or setting is wrong.
+
+    Ranks:
+        Local.
+    """
+    paths = [paths] if isinstance(paths, str | Path) else list(paths)
+    settings = settings_for(select=select, ignore=ignore, preview=preview)
+    linted = lint_files(paths, settings, progress=progress)
+    return [finding for file in linted for finding in file.findings]
+
+
+def settings_for(
+    *, select: Iterable[str] | None = None, ignore: Iterable[str] | None = None, preview: bool = False
+) -> LintSettings:
+    """The settings of the current folder's project, changed by arguments."""
+    settings = with_codes(read_settings(Path.cwd()), select, ignore)
+    return replace(settings, preview=settings.preview or preview)
+
+
+def lint_files(
+    paths: Sequence[str | Path],
+    settings: LintSettings,
+    *,
+    fixes: frozenset[Safety] = frozenset(),
+    progress: Progress | None = None,
+) -> list[Linted]:
+    """Lint files in parallel, applying fixes of the given safeties; files without findings are left out.
+
+    Raises:
+        SourceError: A path does not exist, or a fixed file cannot be written.
+    """
+    files = find_files(paths, settings)
+    heard = progress or NoProgress()
+    heard.start(len(files), "lint")
+    work = partial(lint_file, settings=settings, fixes=fixes)
+    found: list[Linted] = []
+    for file in _in_parallel(work, files):
+        heard.advance()
+        if file is not None:
+            found.append(file)
+    heard.finish()
+    return found
+
+
+def lint_file(path: str, settings: LintSettings, fixes: frozenset[Safety] = frozenset()) -> Linted | None:
+    """Lint one file, and write it when fixes changed it; None where there is nothing to say.
+
+    Standard input is never written; its text, fixed or not, is in what is returned.
+    """
+    try:
+        data = sys.stdin.buffer.read() if path == STDIN else read_bytes(path)
+        if not RELEVANT.search(data) and path != STDIN:
+            return None
+        text, encoding = decode(data, path)
+    except SourceError as error:
+        unreadable = _unreadable(path, error, settings)
+        return Linted(path, (unreadable,), "") if unreadable is not None else None
+    linted = lint_text(text, path, settings, fixes=fixes)
+    if linted.num_fixed and path != STDIN:
+        write_bytes(path, linted.text.encode(encoding))
+    return linted if linted.findings or linted.num_fixed or path == STDIN else None
+
+
+def lint_text(text: str, path: str, settings: LintSettings, *, fixes: frozenset[Safety] = frozenset()) -> Linted:
+    """Lint a text, and fix it as far as asked; `path` is for messages and per-file settings."""
+    num_fixed = 0
+    for _ in range(_MAX_PASSES):
+        findings = _find(text, path, settings)
+        chosen = choose([finding for finding in findings if finding.safety in fixes])
+        if not chosen:
+            break
+        changed = apply(text, [edit for finding in chosen for edit in finding.edits])
+        if not _can_be_read(changed):
+            break  # never leave a file worse than it was
+        text, num_fixed = changed, num_fixed + len(chosen)
+    return Linted(path, tuple(findings), text, num_fixed)
+
+
+def _find(text: str, path: str, settings: LintSettings) -> list[SourceFinding]:
+    rules = [one for one in all_rules().values() if settings.enables(one.code, preview=one.preview)]
+    try:
+        reading = Reading(FileContext(text, path))
+        found = [finding for rule in rules for finding in rule.run(reading)]
+    except SourceError as error:
+        unreadable = _unreadable(path, error, settings)
+        return [unreadable] if unreadable is not None else []
+    except RecursionError:
+        error = SourceError("nested too deeply to be read", where=f"{path}:1:1")
+        unreadable = _unreadable(path, error, settings)
+        return [unreadable] if unreadable is not None else []
+    lines = reading.file.positions
+    kept = [
+        finding
+        for finding in found
+        if not settings.ignores_in(path, finding.code)
+        and not allowed_in(text, finding.code)
+        and not any(allowed_on(lines.line(number), finding.code) for number in {finding.line, finding.end_line})
+    ]
+    return sorted(kept, key=lambda finding: (finding.line, finding.column, finding.code))
+
+
+def _can_be_read(text: str) -> bool:
+    try:
+        FileContext(text)
+    except SourceError:
+        return False
+    return True
+
+
+def _unreadable(path: str, error: SourceError, settings: LintSettings) -> SourceFinding | None:
+    if not settings.enables(UNREADABLE) or settings.ignores_in(path, UNREADABLE):
+        return None
+    _, line, column = error.where.rsplit(":", 2)
+    return SourceFinding(
+        code=UNREADABLE,
+        name="unreadable-source",
+        message=error.what,
+        where=error.where,
+        severity=Severity.ERROR,
+        path=path,
+        line=int(line),
+        column=int(column),
+    )
+
+
+def _in_parallel(work: Callable[[str], Linted | None], files: list[str]) -> Iterable[Linted | None]:
+    """Results in the order of the files; by several processes where that is faster and safe."""
+    num_workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16)
+    if num_workers < 2 or not _can_fork() or not _is_worth_it(files):
+        yield from map(work, files)
+        return
+    all_rules()  # loaded before the fork, so that each worker has them
+    with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(work, files, chunksize=max(1, min(32, len(files) // (num_workers * 4))))
+
+
+def _can_fork() -> bool:
+    """Forking is instant and needs no importable main module, but is unsafe beside threads."""
+    return sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
+
+
+def _is_worth_it(files: list[str]) -> bool:
+    total = 0
+    for path in files:
+        total += os.path.getsize(path) if path != STDIN and os.path.exists(path) else 0
+        if total > _WORTH_A_POOL_BYTES:
+            return STDIN not in files
+    return False

@@ -1,0 +1,598 @@
+"""Calls: arguments, builtins, methods of modules, and the user's functions."""
+
+import ast
+import copy
+import functools
+import inspect
+import itertools
+import operator
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.planning.calls import is_holder
+from shardwise.planning.source.attributes import (
+    dict_items,
+    has_attribute,
+    is_random_function,
+    is_torch_function,
+    item,
+    list_items,
+    load,
+    load_from_module,
+    reads_no_content,
+    torch_result,
+    walk,
+    wrap,
+)
+from shardwise.planning.source.functions import (
+    Arguments,
+    consume,
+    defining_class,
+    enter_closure,
+    enter_function,
+    is_interesting,
+    record_call,
+    underlying,
+)
+from shardwise.planning.source.values import (
+    ARGUMENT,
+    PLAIN,
+    TENSOR,
+    Bound,
+    Closure,
+    Fact,
+    Frame,
+    Known,
+    Many,
+    Mapping,
+    Parameters,
+    Partial,
+    Sequence,
+    Source,
+    Super,
+    Unknown,
+    Value,
+    evaluate,
+    join,
+    known,
+    leaves,
+    opaque,
+)
+
+
+def evaluate_arguments(node: ast.Call, frame: Frame) -> Arguments:
+    """The arguments of a call in the code, with `*` and `**` unpacked where their content is known."""
+    arguments = Arguments()
+    for argument in node.args:
+        if isinstance(argument, ast.Starred):
+            _unpack(evaluate(argument.value, frame), arguments)
+        else:
+            arguments.positional.append(evaluate(argument, frame))
+    for keyword in node.keywords:
+        value = evaluate(keyword.value, frame)
+        if keyword.arg is not None:
+            arguments.keywords[keyword.arg] = value
+        else:
+            _unpack(value, arguments)
+    return arguments
+
+
+def _unpack(value: Value, arguments: Arguments) -> None:
+    atoms = list(value.atoms)
+    if len(atoms) == 1 and isinstance(atoms[0], Sequence):
+        arguments.positional += atoms[0].items
+    elif len(atoms) == 1 and isinstance(atoms[0], Mapping):
+        arguments.keywords.update({key: inner for key, inner in atoms[0].items if isinstance(key, str)})
+    elif _unpack_real(value, arguments):
+        return
+    else:
+        arguments.spread = True
+        if atoms:  # modules may hide in there: keep them where a callee can find them
+            arguments.keywords["*"] = value
+    arguments.spread = arguments.spread or value.open
+
+
+def _unpack_real(value: Value, arguments: Arguments) -> bool:
+    """Unpack a real list, tuple or dictionary that is known exactly."""
+    thing = value.only()
+    if (items := list_items(thing)) is not None:
+        arguments.positional += items
+        return True
+    if (by_key := dict_items(thing)) is not None:
+        arguments.keywords.update({key: inner for key, inner in by_key.items() if isinstance(key, str)})
+        return True
+    return False
+
+
+Builtin = Callable[[Arguments, Frame], Value]
+BUILTINS: dict[Any, Builtin] = {}
+WITHOUT_EFFECT = {
+    "print", "id", "hash", "repr", "str", "format", "setattr", "delattr", "deepcopy", "copy", "warn",
+    "warning", "warning_once", "info", "debug", "error", "exception", "append", "extend", "insert", "add",
+    "update", "issubclass",
+}  # fmt: skip
+
+
+def builtin(*functions: Any) -> Callable[[Builtin], Builtin]:
+    """Register what calls of these real functions give."""
+
+    def register(function: Builtin) -> Builtin:
+        BUILTINS.update(dict.fromkeys(functions, function))
+        return function
+
+    return register
+
+
+@builtin(list, tuple, set, frozenset, iter, reversed, sorted, copy.copy, copy.deepcopy)
+def _same(arguments: Arguments, frame: Frame) -> Value:
+    return arguments.first() if arguments.positional else Value(frozenset({Sequence(())}))
+
+
+@builtin(filter)
+def _filter(arguments: Arguments, frame: Frame) -> Value:
+    return arguments.positional[-1] if arguments.positional else PLAIN
+
+
+@builtin(dict)
+def _dict(arguments: Arguments, frame: Frame) -> Value:
+    if arguments.positional or arguments.spread:
+        return join([*arguments.positional, PLAIN, Value(frozenset({Mapping(tuple(arguments.keywords.items()))}))])
+    return Value(frozenset({Mapping(tuple(arguments.keywords.items()))}))
+
+
+@builtin(next)
+def _next(arguments: Arguments, frame: Frame) -> Value:
+    found = [walk(arguments.first(), frame).element, *arguments.positional[1:]]
+    return join(found)
+
+
+@builtin(len)
+def _len(arguments: Arguments, frame: Frame) -> Value:
+    value = arguments.first()
+    count = walk(value, frame).count if value.atoms and not value.open else None
+    if count is not None:
+        return known(count, settings=value.settings)
+    return opaque(value, source=Source.CONTENT if value.source == Source.DYNAMIC else Source.PLAIN)
+
+
+@builtin(range)
+def _range(arguments: Arguments, frame: Frame) -> Value:
+    for value in arguments.positional:
+        frame.analysis.decide(value)
+    numbers = [value.only() for value in arguments.positional]
+    element = opaque(*arguments.positional, source=_content(arguments.positional))
+    if not numbers or not all(type(number) is int for number in numbers):
+        return Value(frozenset({Many(element)}), source=element.source)
+    try:
+        return Value(frozenset({Many(element, len(range(*numbers)))}))
+    except (TypeError, ValueError, OverflowError):
+        return Value(frozenset({Many(element)}))
+
+
+def _content(values: list[Value]) -> Source:
+    top = max((value.source for value in values), default=Source.PLAIN)
+    return Source.CONTENT if top >= Source.CONTENT else Source.PLAIN
+
+
+@builtin(enumerate)
+def _enumerate(arguments: Arguments, frame: Frame) -> Value:
+    value = arguments.first()
+    inner = walk(value, frame)
+    pair = Value(frozenset({Sequence((PLAIN, inner.element))}))
+    return Value(frozenset({Many(pair, inner.count)}), source=_dynamic(value), loops=value.loops)
+
+
+def _dynamic(*values: Value) -> Source:
+    return Source.DYNAMIC if any(value.source == Source.DYNAMIC for value in values) else Source.PLAIN
+
+
+@builtin(zip)
+def _zip(arguments: Arguments, frame: Frame) -> Value:
+    inner = [walk(value, frame) for value in arguments.positional]
+    counts = [one.count for one in inner if one.count is not None]
+    row = Value(frozenset({Sequence(tuple(one.element for one in inner))}))
+    return Value(frozenset({Many(row, min(counts, default=None))}), source=_dynamic(*arguments.positional))
+
+
+@builtin(itertools.chain, itertools.product, itertools.islice, itertools.cycle, itertools.repeat)
+def _chain(arguments: Arguments, frame: Frame) -> Value:
+    elements = [walk(value, frame).element for value in arguments.positional if value.atoms]
+    return Value(frozenset({Many(join(elements) if elements else PLAIN)}))
+
+
+@builtin(getattr, inspect.getattr_static)
+def _getattr(arguments: Arguments, frame: Frame) -> Value:
+    if len(arguments.positional) < 2:
+        return PLAIN
+    thing, name = arguments.positional[0], arguments.positional[1]
+    frame.analysis.decide(name)
+    default = arguments.positional[2:3]
+    names = [atom.object for atom in name.atoms if isinstance(atom, Known) and isinstance(atom.object, str)]
+    if names and not name.open:
+        found = [_attribute(thing, one, default, frame) for one in names]
+        return join(found).like(picked=name.source >= Source.ARGUMENT and len(found) > 1, loops=name.loops)
+    modules = [atom.object for atom in thing.atoms if isinstance(atom, Known) and isinstance(atom.object, nn.Module)]
+    fits = _name_filter(name)
+    children = [
+        wrap(child) for module in modules for key, child in module._modules.items() if child is not None and fits(key)
+    ]
+    picked = name.source >= Source.ARGUMENT
+    return join([*children, *default]).like(picked=picked, loops=name.loops, open=True) if children else PLAIN
+
+
+def _name_filter(name: Value) -> Callable[[str], Any]:
+    """An f-string with unknown parts is evaluated to the pattern of what it may become."""
+    patterns = [atom.object for atom in name.atoms if isinstance(atom, Known) and isinstance(atom.object, re.Pattern)]
+    return patterns[0].fullmatch if len(patterns) == 1 else bool
+
+
+def _attribute(thing: Value, name: str, default: list[Value], frame: Frame) -> Value:
+    objects = [atom.object for atom in thing.atoms if isinstance(atom, Known)]
+    if default and objects and not thing.open and not any(has_attribute(one, name) for one in objects):
+        return default[0]
+    return load(thing, name, frame)
+
+
+@builtin(hasattr)
+def _hasattr(arguments: Arguments, frame: Frame) -> Value:
+    if len(arguments.positional) != 2:
+        return PLAIN
+    thing, name = (value.only() for value in arguments.positional)
+    if thing is Unknown or not isinstance(name, str):
+        return PLAIN
+    return known(has_attribute(thing, name))
+
+
+@builtin(isinstance)
+def _isinstance(arguments: Arguments, frame: Frame) -> Value:
+    if len(arguments.positional) != 2:
+        return PLAIN
+    thing, kind = (value.only() for value in arguments.positional)
+    # A metaclass of the model's own could run code here; ABCMeta and type do not matter.
+    if thing is Unknown or type(kind) is not type or not isinstance(thing, nn.Module):
+        return PLAIN
+    return known(issubclass(type(thing), kind))
+
+
+@builtin(super)
+def _super(arguments: Arguments, frame: Frame) -> Value:
+    if len(arguments.positional) == 2:
+        cls, receiver = (value.only() for value in arguments.positional)
+    else:
+        cls, receiver = defining_class(frame), frame.receiver
+    if cls is Unknown or cls is None or receiver is Unknown:
+        return PLAIN
+    return Value(frozenset({Super(Known(cls), Known(receiver))}))
+
+
+@builtin(functools.partial)
+def _partial(arguments: Arguments, frame: Frame) -> Value:
+    if not arguments.positional:
+        return PLAIN
+    given = Partial(arguments.positional[0], tuple(arguments.positional[1:]), tuple(arguments.keywords.items()))
+    return Value(frozenset({given}))
+
+
+@builtin(int, float, bool, str, abs, round, min, max, sum, any, all, operator.itemgetter)
+def _number(arguments: Arguments, frame: Frame) -> Value:
+    values = [
+        *arguments.positional,
+        *(walk(value, frame).element for value in arguments.positional if value.atoms),
+    ]
+    top = max((value.source for value in values), default=Source.PLAIN)
+    return opaque(*arguments.positional, source=Source.CONTENT if top >= Source.TENSOR else top)
+
+
+@builtin(type, callable, id, print, repr, hash, issubclass, vars, dir)
+def _about(arguments: Arguments, frame: Frame) -> Value:
+    return PLAIN
+
+
+MODULE_METHODS: dict[str, Callable[[nn.Module, Arguments, Frame], Value]] = {}
+
+
+def module_method(*names: str) -> Callable[[Any], Any]:
+    """Register what nn.Module's own methods of these names give."""
+
+    def register(function: Any) -> Any:
+        MODULE_METHODS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def _many(values: list[Value], *, named: bool = False) -> Value:
+    element = join(values) if values else PLAIN
+    pair = Value(frozenset({Sequence((PLAIN, element))})) if named else element
+    return Value(frozenset({Many(pair, len(values))}))
+
+
+@module_method("children")
+def _children(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
+    return _many([wrap(child) for child in module.children()])
+
+
+@module_method("named_children")
+def _named_children(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
+    return _many([wrap(child) for child in module.children()], named=True)
+
+
+@module_method("modules")
+def _modules(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
+    return _many([wrap(child) for child in module.modules()])
+
+
+@module_method("named_modules")
+def _named_modules(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
+    return _many([wrap(child) for child in module.modules()], named=True)
+
+
+@module_method("parameters")
+def _parameters(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
+    return Value(frozenset({Parameters(Known(module))}))
+
+
+@module_method("named_parameters")
+def _named_parameters(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
+    return Value(frozenset({Parameters(Known(module), named=True)}))
+
+
+@module_method("get_submodule", "get_parameter")
+def _get_submodule(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
+    value = known(module)
+    name = arguments.first().only()
+    for part in name.split(".") if isinstance(name, str) and name else []:
+        value = load(value, part, frame)
+    return value
+
+
+@module_method("to", "float", "half", "bfloat16", "double", "cuda", "cpu", "eval", "train", "requires_grad_", "type")
+def _itself(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
+    return known(module)
+
+
+def container_method(value: Value, name: str, arguments: Arguments, frame: Frame) -> Value | None:
+    """`values()`, `items()`, `keys()`, `get()` and `pop()` of containers, or None for anything else."""
+    if name not in ("values", "items", "keys", "get", "pop") or not value.atoms:
+        return None
+    rows: list[tuple[Any, Value]] = []
+    for atom in value.atoms:
+        if isinstance(atom, Mapping):
+            rows += atom.items
+        elif isinstance(atom, Known) and (by_key := dict_items(atom.object)) is not None:
+            rows += by_key.items()
+        elif name == "pop" and (isinstance(atom, Sequence) or list_items(getattr(atom, "object", None)) is not None):
+            return item(value, PLAIN, frame)
+        else:
+            return None
+    frame.analysis.decide(value)
+    if name in ("get", "pop"):
+        return join([item(value, arguments.first(), frame), *arguments.positional[1:]])
+    element = join(inner for _, inner in rows) if rows else PLAIN
+    key = join(known(key) for key, _ in rows) if rows else PLAIN
+    shown = {"values": element, "keys": key, "items": Value(frozenset({Sequence((key, element))}))}[name]
+    return Value(frozenset({Many(shown, len(rows))}), open=value.open, loops=value.loops)
+
+
+_READ_ONE_BY_ONE = 4
+
+
+def invoke(callee: Value, arguments: Arguments, frame: Frame) -> Value:
+    """`callee(*arguments)`."""
+    frame.analysis.decide(callee)
+    results = []
+    if not _put_off(callee, arguments, frame):
+        for atom in callee.atoms:
+            results.append(_invoke_atom(atom, callee, arguments, frame))
+    else:
+        results.append(TENSOR)
+    if callee.open or not callee.atoms:
+        # Where some callee is known, the unknown rest is a fallback of the same kind.
+        if not callee.atoms:
+            hand_over(arguments, frame)
+        results.append(opaque(*arguments.values(), source=min(_top(arguments), Source.ARGUMENT)))
+    return join(results)
+
+
+def _top(arguments: Arguments) -> Source:
+    return max((value.source for value in arguments.values()), default=Source.PLAIN)
+
+
+def _invoke_atom(atom: Any, callee: Value, arguments: Arguments, frame: Frame) -> Value:
+    if isinstance(atom, Closure):
+        with frame.under(callee.picked):
+            return enter_closure(atom, arguments, frame)
+    if isinstance(atom, Bound):
+        with frame.under(callee.picked):
+            return _invoke_bound(atom, callee, arguments, frame)
+    if isinstance(atom, Partial):
+        keywords = {**dict(atom.keywords), **arguments.keywords}
+        merged = Arguments([*atom.positional, *arguments.positional], keywords, arguments.spread)
+        return invoke(atom.callee.like(picked=atom.callee.picked or callee.picked), merged, frame)
+    if isinstance(atom, Sequence):  # a slice of a Sequential is a new Sequential: its items are called here
+        return join([TENSOR, *(invoke(inner, arguments, frame) for inner in atom.items)])
+    return _invoke_known(atom.object, callee, arguments, frame) if isinstance(atom, Known) else PLAIN
+
+
+def _invoke_known(thing: Any, callee: Value, arguments: Arguments, frame: Frame) -> Value:
+    if isinstance(thing, nn.Module):
+        return call_module(thing, callee, arguments, frame)
+    try:
+        special = BUILTINS.get(thing)
+    except TypeError:
+        special = None
+    if special is not None:
+        return special(arguments, frame)
+    if isinstance(thing, functools.partial):
+        positional = tuple(known(value) for value in thing.args)
+        keywords = tuple((name, known(value)) for name, value in thing.keywords.items())
+        return _invoke_atom(Partial(known(thing.func), positional, keywords), callee, arguments, frame)
+    if isinstance(thing, type):
+        return _construct(thing, arguments, frame)
+    if is_random_function(thing):
+        return opaque(*arguments.values(), source=Source.RANDOM)
+    if is_torch_function(thing):
+        return _invoke_torch(thing, arguments, frame)
+    if isinstance(thing, types.FunctionType | types.MethodType) or hasattr(thing, "__wrapped__"):
+        return _invoke_function(thing, arguments, frame)
+    method = inspect.getattr_static(type(thing), "__call__", None)
+    if isinstance(method, types.FunctionType):
+        return _invoke_bound(Bound(method, Known(thing), "__call__"), callee, arguments, frame)
+    return hand_over(arguments, frame, name=getattr(thing, "__name__", ""))
+
+
+def call_module(module: nn.Module, callee: Value, arguments: Arguments, frame: Frame) -> Value:
+    """`module(...)`; its forward is read apart, and here too when it is handed modules or parameters."""
+    record_call(module, callee, frame)
+    places = frame.analysis.places
+    if module not in places:
+        hand_over(arguments, frame)
+        for inner in list_items(module) or ():  # a Sequential made on the fly
+            invoke(inner, arguments, frame)
+    elif any(is_interesting(value, places) for value in arguments.values()):
+        if type(module).__module__.startswith("torch.nn."):
+            hand_over(arguments, frame)
+        else:
+            _enter_forward(module, callee, arguments, frame)
+    return TENSOR
+
+
+def _enter_forward(module: nn.Module, callee: Value, arguments: Arguments, frame: Frame) -> None:
+    counts = dict(frame.analysis.counts)
+    with frame.under(callee.picked):
+        for atom in load_from_module(module, "forward", frame).atoms:
+            if isinstance(atom, Bound):
+                given, chain = arguments.after(known(module)), (*frame.chain, module)
+                enter_function(atom.function, given, frame, receiver=module, chain=chain, through=callee)
+    frame.analysis.counts = counts  # the module's own reading counts what it calls
+
+
+def _invoke_bound(bound: Bound, callee: Value, arguments: Arguments, frame: Frame) -> Value:
+    receiver, name = bound.receiver.object, bound.name
+    given = arguments.after(known(receiver))
+    if isinstance(receiver, nn.Module) and not isinstance(receiver, type):
+        if name == "__call__":
+            return TENSOR if receiver is frame.chain[-1] else call_module(receiver, callee, arguments, frame)
+        if underlying(bound.function)[0] is getattr(nn.Module, name, None):
+            special = MODULE_METHODS.get(name)
+            return special(receiver, arguments, frame) if special is not None else PLAIN
+        return _invoke_method(bound, callee, given, frame)
+    interesting = any(is_interesting(value, frame.analysis.places) for value in given.values())
+    result = enter_function(bound.function, given, frame, receiver=receiver) if interesting else None
+    return result if result is not None else hand_over(arguments, frame, name=name)
+
+
+def _invoke_method(bound: Bound, callee: Value, given: Arguments, frame: Frame) -> Value:
+    """A method of a module other than `__call__`: entered without its hooks."""
+    analysis, module = frame.analysis, bound.receiver.object
+    own = module is frame.chain[-1] or module not in analysis.places
+    chain = frame.chain if own else (*frame.chain, module)
+    before = analysis.activity
+    result = enter_function(bound.function, given, frame, receiver=module, chain=chain, through=callee)
+    if result is None:
+        return hand_over(Arguments(given.positional[1:], given.keywords, given.spread), frame)
+    if analysis.activity > before and module in analysis.places:
+        if own and len(frame.chain) == 1 and analysis.entry == "forward" and bound.name != "forward":
+            analysis.add(Fact("dispatch", frame.chain, module, bound.name))
+        if not own and id(module) not in analysis.places.covered(frame.chain):
+            analysis.add(Fact("method", frame.chain, module, bound.name, frame.is_conditional))
+    return result
+
+
+def _put_off(callee: Value, arguments: Arguments, frame: Frame) -> bool:
+    """Leave the same method of many layers to be read once for all of them, instead of here one by one."""
+    analysis = frame.analysis
+    bound = [atom for atom in callee.atoms if isinstance(atom, Bound)]
+    if len(bound) <= _READ_ONE_BY_ONE or len(bound) < len(callee.atoms):
+        return False
+    receivers = [atom.receiver.object for atom in bound]
+    if len({atom.name for atom in bound}) > 1 or any(is_interesting(v, analysis.places) for v in arguments.values()):
+        return False
+    if bound[0].name == "__call__" or not all(receiver in analysis.places for receiver in receivers):
+        return False
+    for atom in bound:
+        module = atom.receiver.object
+        analysis.activity += 1
+        analysis.deferred[id(module), atom.name] = (module, atom.name)
+        conditional = frame.is_conditional or callee.picked
+        analysis.add(Fact("method", frame.chain, module, atom.name, conditional))
+    return True
+
+
+def _invoke_function(function: Any, arguments: Arguments, frame: Frame) -> Value:
+    if any(is_interesting(value, frame.analysis.places) for value in arguments.values()):
+        first = arguments.positional[0].only() if arguments.positional else None
+        if isinstance(first, nn.Module) and _is_method_of(function, first):  # Base.forward(self, x)
+            bound = Bound(function, Known(first), function.__name__)
+            return _invoke_method(bound, arguments.positional[0], arguments, frame)
+        result = enter_function(function, arguments, frame)
+        if result is not None:
+            return result
+        return hand_over(arguments, frame)
+    return opaque(*arguments.values(), source=min(_top(arguments), Source.ARGUMENT))
+
+
+def _is_method_of(function: Any, module: nn.Module) -> bool:
+    name = getattr(function, "__name__", "")
+    return any(vars(cls).get(name) is function for cls in type(module).__mro__)
+
+
+def _invoke_torch(function: Any, arguments: Arguments, frame: Frame) -> Value:
+    name = getattr(function, "__name__", "")
+    if name == "checkpoint_sequential":
+        for value in arguments.positional[:1]:
+            for leaf in leaves(value):
+                for inner in (list_items(leaf.object) or ()) if isinstance(leaf, Known) else ():
+                    invoke(inner, Arguments(), frame)
+        return TENSOR
+    if not reads_no_content(name):
+        hand_over(arguments, frame)
+    return torch_result(name, arguments)
+
+
+def hand_over(arguments: Arguments, frame: Frame, *, name: str = "") -> Value:
+    """A function nobody can look into gets these: it may call modules and functions, and reads parameters."""
+    if name not in WITHOUT_EFFECT:
+        for position, value in enumerate(arguments.positional):
+            _hand_over_one(value, Arguments(arguments.positional[position + 1 :]), frame)
+        for value in arguments.keywords.values():
+            _hand_over_one(value, Arguments(), frame)
+    return opaque(*arguments.values(), source=min(_top(arguments), Source.ARGUMENT))
+
+
+def _hand_over_one(value: Value, rest: Arguments, frame: Frame) -> None:
+    rest.spread = True
+    for leaf in leaves(value):
+        if isinstance(leaf, Closure):
+            enter_closure(leaf, rest, frame)
+        elif isinstance(leaf, Bound):
+            if isinstance(leaf.receiver.object, nn.Module) and leaf.receiver.object in frame.analysis.places:
+                _invoke_bound(leaf, value, rest, frame)
+        elif isinstance(leaf.object, nn.Module) and leaf.object is not frame.chain[-1]:
+            elements = list_items(leaf.object) if is_holder(leaf.object) else None
+            if elements is None:
+                record_call(leaf.object, value, frame)
+            for inner in elements or ():
+                if isinstance(inner.only(), nn.Module):
+                    record_call(inner.only(), inner.like(picked=value.picked), frame)
+    consume(value, frame)
+
+
+def _construct(cls: type, arguments: Arguments, frame: Frame) -> Value:
+    """An object is made. Made-up Sequentials are lists of what they hold; the rest is opaque."""
+    if issubclass(cls, nn.Sequential | nn.ModuleList):
+        items = tuple(arguments.positional)
+        if len(items) == 1 and not isinstance(items[0].only(), nn.Module):
+            return items[0]
+        return Value(frozenset({Sequence(items)}))
+    if issubclass(cls, nn.Parameter) or issubclass(cls, torch.Tensor):
+        for value in arguments.values():
+            consume(value, frame)
+        return TENSOR
+    inner = [value for value in arguments.values() if is_interesting(value, frame.analysis.places)]
+    return ARGUMENT if inner or _top(arguments) else PLAIN

@@ -1,1 +1,0 @@
-"""What a program does to its models, in order: a light reading of the code that follows values, not types."""

@@ -1,0 +1,1 @@
+"""One reader of Python programs for lint and the codemod; never imports torch."""

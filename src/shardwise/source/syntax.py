@@ -1,0 +1,538 @@
+"""A Python file as lint and the codemod see it: syntax, scopes, positions, and what each name refers to. No torch."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardwise.errors import SourceError
+
+FULLY_SHARD = "torch.distributed.fsdp.fully_shard"
+FSDP1 = "torch.distributed.fsdp.FullyShardedDataParallel"
+FSDP2_NAMES = frozenset(
+    {
+        "fully_shard",
+        "FSDPModule",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "CPUOffloadPolicy",
+        "UnshardHandle",
+        "register_fsdp_forward_method",
+        "share_comm_ctx",
+    }
+)
+"""What `torch.distributed.fsdp` has of FSDP2."""
+FSDP1_NAMES = frozenset(
+    {
+        "BackwardPrefetch",
+        "CPUOffload",
+        "FullOptimStateDictConfig",
+        "FullStateDictConfig",
+        "FullyShardedDataParallel",
+        "LocalOptimStateDictConfig",
+        "LocalStateDictConfig",
+        "MixedPrecision",
+        "OptimStateDictConfig",
+        "OptimStateKeyType",
+        "ShardedOptimStateDictConfig",
+        "ShardedStateDictConfig",
+        "ShardingStrategy",
+        "StateDictConfig",
+        "StateDictSettings",
+        "StateDictType",
+    }
+)
+"""What `torch.distributed.fsdp` has of FSDP1."""
+STATE_DICT_NAMES = frozenset(
+    {
+        "StateDictOptions",
+        "get_model_state_dict",
+        "get_optimizer_state_dict",
+        "get_state_dict",
+        "set_model_state_dict",
+        "set_optimizer_state_dict",
+        "set_state_dict",
+    }
+)
+"""What `torch.distributed.checkpoint.state_dict` has."""
+
+# Each path on the left is also reachable, publicly and for longer, by the one on the right.
+_PUBLIC = [
+    (re.compile(rf"^{private}(?=\.)"), public)
+    for private, public in [
+        (r"torch\.distributed\._composable\.fsdp(\.fully_shard(?=\.)|\._\w+)?", "torch.distributed.fsdp"),
+        (r"torch\.distributed\._composable(?=\.fully_shard$)", "torch.distributed.fsdp"),
+        (r"torch\.distributed\.fsdp\._fully_shard(\._\w+)*", "torch.distributed.fsdp"),
+        (r"torch\.distributed\.fsdp\.(fully_sharded_data_parallel|api)", "torch.distributed.fsdp"),
+        (r"torch\.distributed\._tensor(\.api)?", "torch.distributed.tensor"),
+        (r"torch\.distributed\._device_mesh", "torch.distributed.device_mesh"),
+        (r"torch\.distributed\.checkpoint\.(state_dict_saver|state_dict_loader)", "torch.distributed.checkpoint"),
+        (r"torch\.distributed\.distributed_c10d", "torch.distributed"),
+        (r"torch\.distributed\.tensor\.device_mesh", "torch.distributed.device_mesh"),
+        (r"torch\.nn\.utils\.clip_grad", "torch.nn.utils"),
+        (r"torch\.nn\.modules(\.[a-z_0-9]+)?", "torch.nn"),
+        (r"torch\.optim\.(?!lr_scheduler|swa_utils)[a-z_]+(?=\.[A-Z])", "torch.optim"),
+        (r"torch\.nn\.parallel\.distributed", "torch.nn.parallel"),
+    ]
+]
+
+
+def canonical(dotted: str) -> str:
+    """The public spelling of a dotted torch name; any other name as it is."""
+    if not dotted.startswith("torch."):
+        return dotted
+    for pattern, public in _PUBLIC:
+        dotted = pattern.sub(public, dotted)
+    return dotted
+
+
+_LINE_END = re.compile(r"\r\n|\r|\n")
+
+
+class Positions:
+    """Translates between offsets in a text, lines and columns, and the places `ast` gives.
+
+    Args:
+        text: As the parser read it. Lines end as Python sees them, not as `str.splitlines` does.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._is_ascii = text.isascii()
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The offset at which each line starts."""
+        return [0, *(match.end() for match in _LINE_END.finditer(self.text))]
+
+    def line(self, number: int) -> str:
+        """A line by its number from 1, without its end; empty where there is none."""
+        if not 1 <= number <= len(self.starts):
+            return ""
+        start = self.starts[number - 1]
+        end = self.starts[number] if number < len(self.starts) else len(self.text)
+        return self.text[start:end].rstrip("\r\n")
+
+    def offset(self, line: int, byte_column: int) -> int:
+        """The offset of what `ast` calls (`lineno`, `col_offset`)."""
+        start = self.starts[line - 1]
+        if self._is_ascii:
+            return start + byte_column
+        return start + len(self.line(line).encode()[:byte_column].decode(errors="ignore"))
+
+    def span(self, node: ast.expr | ast.stmt | ast.alias | ast.keyword | ast.arg) -> tuple[int, int]:
+        """The offsets of a node's first character and behind its last."""
+        end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+        return self.offset(node.lineno, node.col_offset), self.offset(end_line, end_column)
+
+    def column(self, line: int, offset: int) -> int:
+        """The column, from 1 and in characters, of an offset on a line."""
+        return offset - self.starts[line - 1] + 1
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+ScopeNode = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """One place that gives a name its value."""
+
+    node: ast.AST
+    """The alias, target, parameter or definition."""
+    origin: str = ""
+    """Dotted, where the name is imported; relative imports start with a dot."""
+    value: ast.expr | None = None
+    """What is assigned, where that is one expression."""
+    definition: Function | ast.ClassDef | None = None
+    """The function or class, where the name is defined."""
+
+
+@dataclass(slots=True)
+class Scope:
+    """The names that a module, class, function or lambda binds."""
+
+    node: ast.AST
+    parent: Scope | None
+    names: dict[str, list[Binding]] = field(default_factory=dict)
+    elsewhere: dict[str, Scope | None] = field(default_factory=dict)
+    """Names declared `global` (their scope) or `nonlocal` (None: look outside)."""
+    stars: list[str] = field(default_factory=list)
+    """Modules imported by `*`."""
+
+    def bind(self, name: str, binding: Binding) -> None:
+        """Add one more place that gives `name` a value."""
+        target = self
+        while name in target.elsewhere:
+            outer = target.elsewhere[name] or target.parent
+            if outer is None or outer is target:
+                break
+            target = outer
+        target.names.setdefault(name, []).append(binding)
+
+    def find(self, name: str) -> tuple[Scope, list[Binding]] | None:
+        """The scope that binds `name` as seen from here, and all its bindings."""
+        scope: Scope | None = self
+        while scope is not None:
+            # A class body sees its own names; functions inside it do not.
+            if name in scope.names and (scope is self or not isinstance(scope.node, ast.ClassDef)):
+                return scope, scope.names[name]
+            scope = scope.parent
+        return None
+
+
+def read_scopes(tree: ast.Module) -> tuple[dict[ast.AST, Scope], dict[ast.AST, ast.AST]]:
+    """The scopes of a module by the node that makes them, and the parent of each node, in source order."""
+    reader = _ScopeReader(tree)
+    return reader.scopes, reader.parents
+
+
+class _ScopeReader(ast.NodeVisitor):
+    """Reads a module once; afterwards `scopes` has a Scope for each node that makes one."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._scope = Scope(tree, None)
+        self.module = self._scope
+        self.scopes: dict[ast.AST, Scope] = {tree: self._scope}
+        self.parents: dict[ast.AST, ast.AST] = {}
+        for statement in tree.body:
+            self.parents[statement] = tree
+            self.visit(statement)
+
+    def generic_visit(self, node: ast.AST) -> None:
+        """Visit the children in source order, remembering whose they are."""
+        for child in ast.iter_child_nodes(node):
+            self.parents[child] = node
+            self.visit(child)
+
+    def _function(self, node: Function) -> None:
+        self._scope.bind(node.name, Binding(node, definition=node))
+        self._inside(node, [*node.decorator_list, *([node.returns] if node.returns else [])], node.args, node.body)
+
+    visit_FunctionDef = visit_AsyncFunctionDef = _function
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self._inside(node, [], node.args, [node.body])
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._scope.bind(node.name, Binding(node, definition=node))
+        self._inside(node, [*node.decorator_list, *node.bases, *node.keywords], None, node.body)
+
+    def _inside(
+        self, node: ScopeNode, outside: Sequence[ast.AST], parameters: ast.arguments | None, body: Sequence[ast.AST]
+    ) -> None:
+        for child in outside:
+            self.parents[child] = node
+            self.visit(child)
+        outer, scope = self._scope, Scope(node, self._scope)
+        self.scopes[node] = scope
+        if parameters is not None:
+            self.parents[parameters] = node
+            self.generic_visit(parameters)  # defaults and annotations belong to the outer scope
+            for parameter in all_parameters(parameters):
+                scope.bind(parameter.arg, Binding(parameter))
+        self._scope = scope
+        for child in body:
+            self.parents[child] = node
+            self.visit(child)
+        self._scope = outer
+
+    def visit_Global(self, node: ast.Global) -> None:
+        self._scope.elsewhere.update(dict.fromkeys(node.names, self.module))
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
+        self._scope.elsewhere.update(dict.fromkeys(node.names, None))
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self.parents[alias] = node
+            top = alias.name.split(".")[0]
+            self._scope.bind(alias.asname or top, Binding(alias, origin=alias.name if alias.asname else top))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        module = "." * node.level + (node.module or "")
+        for alias in node.names:
+            self.parents[alias] = node
+            if alias.name == "*":
+                self._scope.stars.append(module)
+            else:
+                joint = "" if module.endswith(".") else "."
+                self._scope.bind(alias.asname or alias.name, Binding(alias, origin=f"{module}{joint}{alias.name}"))
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            self._assign(target, node.value)
+        self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self._assign(node.target, node.value)
+        self.generic_visit(node)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self._assign(node.target, node.value)
+        self.generic_visit(node)
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        """Pair names with values; what cannot be paired is bound to nothing known, in `visit_Name`."""
+        if isinstance(target, ast.Name):
+            self._scope.bind(target.id, Binding(target, value=value))
+            self.scopes.setdefault(target, self._scope)  # so that visit_Name does not bind it again
+        elif (
+            isinstance(target, ast.Tuple | ast.List)
+            and isinstance(value, ast.Tuple | ast.List)
+            and len(target.elts) == len(value.elts)
+            and not any(isinstance(e, ast.Starred) for e in [*target.elts, *value.elts])
+        ):
+            for one, its_value in zip(target.elts, value.elts, strict=True):
+                self._assign(one, its_value)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if not isinstance(node.ctx, ast.Load) and node not in self.scopes:
+            self._scope.bind(node.id, Binding(node))
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        if node.name:
+            self._scope.bind(node.name, Binding(node))
+        self.generic_visit(node)
+
+
+def all_parameters(parameters: ast.arguments) -> list[ast.arg]:
+    """Every parameter of a function, in the order of its signature."""
+    extra = [one for one in (parameters.vararg, parameters.kwarg) if one is not None]
+    return [*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs, *extra]
+
+
+_PARTIAL = "functools.partial"
+_STARS = {
+    "torch.distributed.fsdp": FSDP1_NAMES | FSDP2_NAMES,
+    "torch.distributed.checkpoint.state_dict": STATE_DICT_NAMES,
+    "torch.distributed.device_mesh": frozenset({"init_device_mesh", "DeviceMesh"}),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": frozenset(
+        {
+            "apply_activation_checkpointing",
+            "checkpoint_wrapper",
+            "offload_wrapper",
+            "CheckpointWrapper",
+            "CheckpointImpl",
+        }
+    ),
+}
+"""What `from module import *` brings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Callee:
+    """What a call calls: the names it may have, and arguments that a `partial` has bound before."""
+
+    origins: frozenset[str]
+    args: tuple[ast.expr, ...] = ()
+    keywords: tuple[ast.keyword, ...] = ()
+
+
+class FileContext:
+    """A parsed file: its syntax tree, parents, scopes and the meaning of names.
+
+    Args:
+        text: The file's text, line ends as they are.
+        path: For messages.
+
+    Raises:
+        SourceError: The text is not Python that this interpreter can parse.
+    """
+
+    def __init__(self, text: str, path: str = "-") -> None:
+        self.path, self.text = path, text
+        self.tree = _parse(text, path)
+        self.positions = Positions(text)
+        self.scopes, self.parents = read_scopes(self.tree)
+        self._known: dict[tuple[int, str], frozenset[str]] = {}
+        self._scope_of: dict[ast.AST, Scope] = {}
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """Every call, in source order."""
+        found = [node for node in self.parents if isinstance(node, ast.Call)]
+        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+
+    @cached_property
+    def functions(self) -> list[Function]:
+        """Every function, methods and nested ones too, in source order."""
+        found = [node for node in self.parents if isinstance(node, Function)]
+        return sorted(found, key=lambda function: function.lineno)
+
+    @cached_property
+    def classes(self) -> dict[str, ast.ClassDef]:
+        """The classes of the file by name, wherever they are defined."""
+        return {node.name: node for node in self.parents if isinstance(node, ast.ClassDef)}
+
+    def source(self, node: ast.expr | ast.stmt) -> str:
+        """The text of a node, exactly as written."""
+        start, end = self.positions.span(node)
+        return self.text[start:end]
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The nodes around `node`, innermost first, the module last."""
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def enclosing_function(self, node: ast.AST) -> Function | None:
+        """The function whose body `node` is in; None at module or class level."""
+        return next((one for one in self.ancestors(node) if isinstance(one, Function)), None)
+
+    def enclosing_class(self, node: ast.AST) -> ast.ClassDef | None:
+        """The class whose body `node` is in, at any depth."""
+        return next((one for one in self.ancestors(node) if isinstance(one, ast.ClassDef)), None)
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """The innermost statement that `node` is part of."""
+        while not isinstance(node, ast.stmt):
+            node = self.parents[node]
+        return node
+
+    def scope(self, node: ast.AST) -> Scope:
+        """The scope in which the names inside `node` are looked up."""
+        if node in self._scope_of:
+            return self._scope_of[node]
+        child, found = node, self.scopes[self.tree]
+        for parent in self.ancestors(node):
+            if isinstance(parent, ScopeNode) and _is_inside(parent, child):
+                found = self.scopes[parent]
+                break
+            child = parent
+        self._scope_of[node] = found
+        return found
+
+    def bindings(self, name: ast.Name) -> list[Binding]:
+        """Every place that gives this name a value, as seen from where it stands."""
+        found = self.scope(name).find(name.id)
+        return found[1] if found else []
+
+    def origins(self, node: ast.AST | None, *, raw: bool = False) -> frozenset[str]:
+        """The dotted names that an expression may stand for, through imports, aliases and assignments.
+
+        Names of torch get their public spelling unless `raw`. A name that is also bound to something unknown keeps
+        the origins that are known; a name bound by nothing but parameters and computed values has none.
+        """
+        match node:
+            case ast.Name():
+                found = self._origins_of_name(node)
+            case ast.Attribute():
+                found = frozenset(f"{origin}.{node.attr}" for origin in self.origins(node.value, raw=True))
+            case ast.IfExp():
+                found = self.origins(node.body, raw=True) | self.origins(node.orelse, raw=True)
+            case ast.BoolOp():
+                found = frozenset().union(*(self.origins(value, raw=True) for value in node.values))
+            case ast.NamedExpr():
+                found = self.origins(node.value, raw=True)
+            case _:
+                found = frozenset()
+        return found if raw else frozenset(map(canonical, found))
+
+    def _origins_of_name(self, node: ast.Name) -> frozenset[str]:
+        scope = self.scope(node)
+        found = scope.find(node.id)
+        if found is None:
+            return frozenset(f"{module}.{node.id}" for module in self._stars(scope) if node.id in _STARS[module])
+        key = (id(found[0]), node.id)
+        if key not in self._known:
+            # While a name is being looked up it has no origins: `model = model.half()` leads nowhere new.
+            self._known[key] = frozenset()
+            origins: set[str] = set()
+            for binding in found[1]:
+                if binding.origin:
+                    origins.add(binding.origin)
+                elif binding.value is not None:
+                    origins |= self.origins(binding.value, raw=True)
+            self._known[key] = frozenset(origins)
+        return self._known[key]
+
+    def _stars(self, scope: Scope) -> Iterator[str]:
+        around: Scope | None = scope
+        while around is not None:
+            yield from (module for module in around.stars if module in _STARS)
+            around = around.parent
+
+    def is_any(self, node: ast.AST | None, names: Collection[str]) -> bool:
+        """Whether an expression may stand for one of these public names."""
+        return not self.origins(node).isdisjoint(names)
+
+    def callee(self, call: ast.Call) -> Callee:
+        """What a call calls; `partial(f, x, a=1)` bound to a name, or called at once, counts as `f`."""
+        origins = self.origins(call.func)
+        if origins:
+            return Callee(origins)
+        partial = self._partial(call.func)
+        if partial is None:
+            return Callee(frozenset())
+        return Callee(self.origins(partial.args[0]), tuple(partial.args[1:]), tuple(partial.keywords))
+
+    def _partial(self, function: ast.expr) -> ast.Call | None:
+        candidates: list[ast.expr | None] = [function]
+        if isinstance(function, ast.Name):
+            candidates = [binding.value for binding in self.bindings(function)]
+        for one in candidates:
+            if isinstance(one, ast.Call) and one.args and self.is_any(one.func, {_PARTIAL}):
+                return one
+        return None
+
+    def calls_to(self, *names: str) -> Iterator[ast.Call]:
+        """Every call of one of these public names, in source order."""
+        wanted = frozenset(names)
+        return (call for call in self.calls if not self.callee(call).origins.isdisjoint(wanted))
+
+    def definition(self, node: ast.AST) -> Function | ast.ClassDef | None:
+        """The function or class of this file that a name stands for, where it stands for only one."""
+        if not isinstance(node, ast.Name):
+            return None
+        found = self.bindings(node)
+        return found[0].definition if len(found) == 1 else None
+
+
+def decode(data: bytes, path: str) -> tuple[str, str]:
+    """The text of a source file and its encoding: by byte order mark or coding line, as Python does.
+
+    Raises:
+        SourceError: The file is not in the encoding it names, or in UTF-8 where it names none.
+    """
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        return data.decode(encoding), encoding
+    except SyntaxError as error:
+        raise SourceError(f"cannot be decoded: {error.msg}", where=f"{path}:1:1") from None
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise SourceError(
+            f"cannot be decoded: byte {error.start} is not {error.encoding}", where=f"{path}:{line}:1"
+        ) from None
+
+
+def _parse(text: str, path: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes of the code read are not ours to report
+            return ast.parse(text.removeprefix("\ufeff"), path)
+    except SyntaxError as error:
+        where = f"{path}:{error.lineno or 1}:{error.offset or 1}"
+        raise SourceError(f"cannot be parsed: {error.msg}", where=where) from None
+    except ValueError as error:  # null bytes
+        raise SourceError(f"cannot be parsed: {error}", where=f"{path}:1:1") from None
+    except (RecursionError, MemoryError):
+        raise SourceError("nested too deeply to be parsed", where=f"{path}:1:1") from None
+
+
+def _is_inside(scope: ScopeNode, child: ast.AST) -> bool:
+    """Whether a child of a scope's node is looked up inside it: decorators, defaults and bases are not."""
+    if isinstance(scope, ast.Module):
+        return True
+    if isinstance(scope, ast.Lambda):
+        return child is scope.body
+    return any(child is statement for statement in scope.body)

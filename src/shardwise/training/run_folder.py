@@ -1,0 +1,227 @@
+"""A run's folder, and the outcome of the run."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.config.load import to_yaml
+from shardwise.config.run import RunConfig
+from shardwise.distributed.launchers import read_launch
+from shardwise.errors import ConfigError
+from shardwise.training.metrics import read_records
+from shardwise.units import format_count, format_seconds
+
+CONFIG_NAME = "config.yaml"
+_PARENT = "runs"
+
+
+def with_folder(config: RunConfig, *, reserve: bool = True) -> RunConfig:
+    """The config with a folder in it: its own, that of the launcher's job, or the next free name in `runs`.
+
+    Args:
+        config: The run.
+        reserve: Make the folder, so that nobody else gets the name.
+
+    Raises:
+        ConfigError: It cannot be made.
+
+    Ranks:
+        Local: call it once, before the ranks start, so that a restart finds its checkpoints.
+    """
+    if config.folder is not None:
+        return config
+    name = _plain_name(Path(config.model).name) or "run"
+    if job := _plain_name(read_launch().job):  # the same after the launcher has started the job again
+        return replace(config, folder=str(Path(_PARENT, f"{name}-{job}")))
+    number = 1
+    while True:
+        folder = Path(_PARENT, f"{name}-{number}")
+        try:
+            if not reserve:
+                if not folder.exists():
+                    break
+            else:
+                folder.mkdir(parents=True)
+                break
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        number += 1
+    return replace(config, folder=str(folder))
+
+
+def give_back(config: RunConfig) -> None:
+    """Remove the run's folder if nothing was ever written into it.
+
+    Ranks:
+        Local.
+    """
+    try:
+        os.rmdir(config.folder or "")
+    except OSError:
+        return  # there is something in it, or it was never made
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder and see that files can be written into it.
+
+    Raises:
+        ConfigError: They cannot.
+
+    Ranks:
+        Local: call it on rank 0.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def refuse_other_model(folder: Path, config: RunConfig) -> None:
+    """Raise if the folder holds a run of another model.
+
+    Raises:
+        ConfigError: Its `config.yaml` names another model, or other options of it.
+
+    Ranks:
+        Local: call it on rank 0.
+    """
+    try:
+        before = yaml.safe_load((folder / CONFIG_NAME).read_text())
+        theirs = (before["model"], before.get("model_options") or {})
+    except (OSError, yaml.YAMLError, TypeError, KeyError):
+        return  # no run yet, or a file that is not ours: checkpoints are compared tensor by tensor anyhow
+    if theirs != (config.model, config.model_options):
+        raise ConfigError(
+            f"the folder holds a run of {_spelled(*theirs)}, and this one trains "
+            f"{_spelled(config.model, config.model_options)}",
+            where=f"folder ({folder})",
+            why="a run goes on from its own checkpoints",
+            fix="set folder to a new one, or model as it was; weights may name its checkpoint to start from",
+        )
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    """Keep the settings of the run beside its results; `shardwise train` on that file goes on with it.
+
+    Ranks:
+        Local: call it on rank 0.
+    """
+    text = f"# Go on with this run: shardwise train {folder / CONFIG_NAME}\n{to_yaml(config)}"
+    temporary = folder / f".{CONFIG_NAME}.writing"
+    temporary.write_text(text)
+    temporary.replace(folder / CONFIG_NAME)
+
+
+def _plain_name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.")
+
+
+def _spelled(model: str, options: dict[str, object]) -> str:
+    return model + (f" with {options}" if options else "")
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot write into {folder}: {(error.strerror or str(error)).lower()}",
+        where=f"folder ({folder})",
+        why="checkpoints, metrics and a copy of the settings go there",
+        fix="set folder to one that can be written, with space left",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What a run did. The same on every rank, but for the time."""
+
+    model: str
+    num_params: int
+    """Parameters of the whole model, tied ones once."""
+    num_ranks: int
+    steps: int
+    """Made so far, those before a resume among them."""
+    total_steps: int
+    """That the run shall make."""
+    resumed_step: int = 0
+    """Where this process took it up."""
+    first_loss: float | None = None
+    """Of this process's first step: the mean over its tokens, over all ranks."""
+    last_loss: float | None = None
+    evaluation_loss: float | None = None
+    """On held-out data, at the end; None: there is none."""
+    bad_steps: int = 0
+    """That were left out because a loss or gradient was not finite."""
+    tokens: int = 0
+    """Learnt since it was taken up, over all ranks."""
+    seconds: float = 0.0
+    """Of these steps, without building the model and without evaluations."""
+    folder: str
+    """Holds checkpoints, metrics and settings."""
+    metrics: str
+    """A line of JSON a step."""
+    checkpoint: str | None = None
+    """The last one."""
+    sample: str | None = None
+    """What the model wrote, its beginning given."""
+    exported: str | None = None
+    """The folder of the exported weights."""
+    stopped: str | None = None
+    """Why it ended before its last step, as in SIGTERM; None: it is complete."""
+
+    @property
+    def resume_command(self) -> str:
+        """Goes on with this run, for as many steps again if it is complete."""
+        command = f"shardwise train {Path(self.folder) / CONFIG_NAME}"
+        return command if self.steps < self.total_steps else f"{command} --set training.steps={2 * self.total_steps}"
+
+    def read_losses(self) -> dict[int, float]:
+        """The loss of every recorded step, from the metrics file.
+
+        Ranks:
+            Local: rank 0 has written the file.
+        """
+        records = read_records(Path(self.metrics))
+        return {record["step"]: float(record["loss"]) for record in records if "loss" in record}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return {**asdict(self), "resume_command": self.resume_command}
+
+    def __str__(self) -> str:
+        lines = [self._summary()]
+        if self.evaluation_loss is not None:
+            lines.append(f"evaluation loss {self.evaluation_loss:.3f}")
+        if self.bad_steps:
+            lines.append(f"left out {self.bad_steps} steps whose loss or gradient was not finite")
+        if self.sample is not None:
+            lines += ["", "sample", *(f"    {line}" for line in self.sample.splitlines()), ""]
+        if self.checkpoint is not None:
+            lines.append(f"checkpoint  {self.checkpoint}")
+        if self.exported is not None:
+            lines.append(f"weights     {self.exported}")
+        lines.append(f"metrics     {self.metrics}")
+        lines.append(f"{'go on' if self.stopped else 'train on'}{'':<7}".ljust(12)[:12] + self.resume_command)
+        return "\n".join(lines)
+
+    def _summary(self) -> str:
+        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        start = f"{'stopped (' + self.stopped + ')' if self.stopped else 'trained'} {self.model}"
+        start += f" ({format_count(self.num_params)} parameters) on {ranks}: "
+        if self.first_loss is None or self.last_loss is None:
+            return f"{start}{self.steps} steps were done already"
+        made = self.steps - self.resumed_step
+        since = f" from step {self.resumed_step}" if self.resumed_step else ""
+        return (
+            f"{start}loss {self.first_loss:.3f} -> {self.last_loss:.3f} in {made} steps{since}, "
+            f"{format_seconds(self.seconds)}, {format_count(self.tokens / max(self.seconds, 1e-9))} tokens/s"
+        )
