@@ -3,19 +3,14 @@
 from shardwise.compat.support import check_torch as check_torch
 
 try:
-    from shardwise.compat.collectives import CollectiveTap as CollectiveTap
     from shardwise.compat.collectives import aborter as aborter
     from shardwise.compat.collectives import all_gather_flat as all_gather_flat
     from shardwise.compat.collectives import broadcast_on as broadcast_on
     from shardwise.compat.collectives import collective_numels as collective_numels
     from shardwise.compat.collectives import flight_record as flight_record
     from shardwise.compat.collectives import gather_on as gather_on
-    from shardwise.compat.collectives import gathers_among_fewer as gathers_among_fewer
     from shardwise.compat.collectives import is_data_parallel as is_data_parallel
-    from shardwise.compat.collectives import join_gather as join_gather
-    from shardwise.compat.collectives import join_reduction as join_reduction
-    from shardwise.compat.collectives import largest_on as largest_on
-    from shardwise.compat.collectives import num_shards as num_shards
+    from shardwise.compat.collectives import local_collectives as local_collectives
     from shardwise.compat.collectives import private_gloo_group as private_gloo_group
     from shardwise.compat.collectives import reduce_scatter_flat as reduce_scatter_flat
     from shardwise.compat.collectives import store_connector as store_connector
@@ -78,7 +73,6 @@ try:
     from shardwise.compat.gradients import gradient_sync as gradient_sync
     from shardwise.compat.gradients import has_fused_kernels as has_fused_kernels
     from shardwise.compat.gradients import hold_back_step as hold_back_step
-    from shardwise.compat.gradients import is_reduced_over_replicas as is_reduced_over_replicas
     from shardwise.compat.gradients import mend_accumulation as mend_accumulation
     from shardwise.compat.gradients import reduce_after_backward_of as reduce_after_backward_of
     from shardwise.compat.gradients import reduce_when_backward_ends as reduce_when_backward_ends

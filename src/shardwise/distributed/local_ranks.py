@@ -159,6 +159,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _DEAD_RANK = re.compile(r"rank \d+ died in step")  # how `guard` says it
+_OUT_OF_MEMORY = re.compile(r"rank \d+ ran out of memory in step")  # as training says where a restart needs less
 _UNSURE = (signal.SIGABRT,)  # also how C++ ends a process whose peers have gone
 
 
@@ -200,7 +201,8 @@ def find_cause(exit_codes: Mapping[int, int], reports: Sequence[ErrorReport]) ->
             return _death(rank, code)
     for report in reports:
         if not is_lost_peer(report.error, report.text):
-            return _raised(report, may_pass=False)
+            is_smaller_next_time = _OUT_OF_MEMORY.match(getattr(report.error, "what", "")) is not None
+            return _raised(report, may_pass=is_smaller_next_time)
     for rank, code in silent.items():
         return _death(rank, code)
     return _raised(reports[0], may_pass=True)

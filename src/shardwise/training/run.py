@@ -212,7 +212,7 @@ def _build(found: _Found, progress: Progress, stack: ExitStack) -> Run:
         optimizer=optimizer,
         schedule=schedule,
         ema=ema,
-        microbatches=stack.enter_context(Microbatches(model, rows, training.micro_batch_size)),
+        microbatches=Microbatches(model, rows, training.micro_batch_size, record=folder / "micro_batch_size"),
         bad_losses=bad_losses,
         tally=Tally(mesh),
         checkpoints=checkpoints,
