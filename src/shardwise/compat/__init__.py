@@ -88,7 +88,6 @@ try:
     from shardwise.compat.runtime import sequence_number_of as sequence_number_of
     from shardwise.compat.runtime import unpin_host_memory as unpin_host_memory
     from shardwise.compat.runtime import watch_operators as watch_operators
-    from shardwise.compat.runtime import watched_agent as watched_agent
 except ImportError:
     check_torch()  # says which private names are missing, and what to install
     raise

@@ -44,8 +44,6 @@ NEEDED: dict[str, str] = {
     "torch.distributed.algorithms._comm_hooks": "default_hooks",
     "torch.distributed.distributed_c10d": "_get_default_store",
     "torch._C._distributed_c10d:Store": "clone",
-    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": "_monitor_workers _pcontext",
-    "torch.distributed.elastic.multiprocessing.api:MultiprocessContext": "_pc",
     "torch.distributed.tensor:DTensor": "_spec",
     "torch.distributed.tensor:Shard": "_split_tensor",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta",

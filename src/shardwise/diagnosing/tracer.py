@@ -183,7 +183,7 @@ class CollectiveTracer:
         self._training_thread = threading.get_ident()
         self._was_raised = False
         """Whether the training thread has got the error."""
-        self._moved_to, self._reported_at, self._heard_at = 0, -1, -1
+        self._moved_to, self._reported_at, self._suspected_at = 0, -1, -1
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="shardwise-guard", daemon=True)
 
@@ -307,13 +307,17 @@ class CollectiveTracer:
     def _look_for_absent(self) -> None:
         view, here = self._view, self.trace.count
         is_late, missing = self.trace.seconds_still > self._patience, view.missing()
-        error, late = view.verdict_of_others(), None
-        if error is None and missing is not None:
-            if is_late or not view.traces[missing].is_alive:
-                error = view.absence_of(missing)
-        elif (
-            error is None and is_late and self._reported_at != here and (late := view.late(self._patience)) is not None
-        ):
+        found, late, error = view.verdict_of_others(), None, None
+        if missing is not None:
+            error = view.absence_of(missing) if is_late or not view.traces[missing].is_alive else None
+        elif found is not None:
+            error = found
+        elif is_late and self._reported_at != here:
+            late = view.late(self._patience)
+        if (error is not None or late is not None) and self._suspected_at != here:
+            self._suspected_at = here  # confirmed at the next look: the other ranks find it too, and name themselves
+            return
+        if late is not None:
             error = view.absence_of(late)
             self._wait_for_stacks([late], refresh=True)
             self._note_stacks(error, [late])
