@@ -131,7 +131,7 @@ def evaluate_now(run: Run) -> float | None:
     """
     if run.evaluation is None:
         return None
-    run.teller.tell(run.tally.settle())
+    run.step_logger.log(run.step_metrics.flush())
     loss = evaluate(
         run.model,
         run.evaluation,
@@ -140,8 +140,8 @@ def evaluate_now(run: Run) -> float | None:
         max_batches=run.config.training.evaluation_batches,
         ema=run.ema,
     )
-    run.tally.clock.restart()  # the time since the last step is no step's
-    run.teller.tell_evaluation(run.step, loss)
+    run.step_metrics.restart_clock()  # the time since the last step is no step's
+    run.step_logger.log_evaluation(run.step, loss)
     return loss
 
 
@@ -172,12 +172,12 @@ def go_back(run: Run, bad_step: int) -> None:
             fix="set training.on_bad_loss = skip, which leaves the step out",
         )
     run.data.leave_out(bad_step - 1)
-    run.tally.settle()  # of steps that are undone
+    run.step_metrics.flush()  # of steps that are undone
     run.checkpoints.load(found, run.kept)
     run.schedule.apply()
-    run.teller.go_back(run.step, run.schedule.steps_done)
+    run.step_logger.go_back(run.step, run.schedule.steps_done)
     run.step = run.schedule.steps_done
-    run.tally.clock.restart()
+    run.step_metrics.restart_clock()
 
 
 def finish(run: Run, stop: StopRequest) -> Training:
@@ -186,7 +186,7 @@ def finish(run: Run, stop: StopRequest) -> Training:
     Ranks:
         Collective.
     """
-    run.teller.tell(run.tally.settle())
+    run.step_logger.log(run.step_metrics.flush())
     stopped = _why(stop) if run.step < run.config.training.steps else None
     metric = evaluate_now(run) if stopped is None else None
     save(run, metric)
@@ -198,7 +198,7 @@ def finish(run: Run, stop: StopRequest) -> Training:
             if run.config.checkpoint.export:
                 exported = str(run.folder / EXPORT)
                 export(run.model, run.folder / EXPORT, run.config.data.tokenizer)
-    told, latest = run.teller, run.checkpoints.latest
+    told, latest = run.step_logger, run.checkpoints.latest
     return Training(
         model=run.config.model,
         num_params=run.num_params,

@@ -132,7 +132,7 @@ class Source(Protocol):
         ...
 
 
-class Feed:
+class StepBatches:
     """Hands out one batch a step.
 
     Args:
