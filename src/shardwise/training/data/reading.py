@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +24,6 @@ from shardwise.training.data.records import (
     Problems,
     Records,
     Source,
-    check_documents,
     find_sources,
     open_dataset,
     to_document,
@@ -420,7 +420,9 @@ def _text_samples(
     parts = {id(source): _documents(source, items, config) for source in sources if source.format != "text"}
     if not config.pack and len(parts) == len(sources) == 1:
         documents = parts[id(sources[0])]
-        check_documents(documents, _some(len(documents)))
+        problems = unreadable()
+        deque(documents.read_all(problems, _some(len(documents))), maxlen=0)
+        problems.raise_any()
         samples = DocumentSamples(documents, tokenizer, config.sequence_length)
         _check_room(samples, config.sequence_length)
         return samples
