@@ -1,11 +1,11 @@
-"""Where the pages about rules and errors lie: in the wheel beside this file, in a clone under docs/. No torch."""
+"""Where the pages that ship with shardwise lie: in the wheel beside this file, in a clone at its root. No torch."""
 
 from pathlib import Path
 
 _HERE = Path(__file__).parent
 
 
-def page_folder(kind: str) -> Path:
-    """The folder of the pages of one kind, `rules` or `errors`."""
-    shipped = _HERE / "docs" / kind
-    return shipped if shipped.is_dir() else _HERE.parents[1] / "docs" / kind
+def page_folder(path: str) -> Path:
+    """The folder at a path of the repository: `docs/rules`, `docs/errors`, or that of the agent skill."""
+    shipped = _HERE / path
+    return shipped if shipped.is_dir() else _HERE.parents[1] / path

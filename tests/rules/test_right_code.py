@@ -22,7 +22,8 @@ def test_nothing_is_found_in_scripts_that_are_right(script: Path):
 
 @pytest.mark.parametrize("folder", ["src", "examples", "benchmarks"])
 def test_nothing_is_found_in_what_this_repository_ships(folder: str):
-    assert [str(finding) for finding in lint(ROOT / folder)] == []
+    meant = ROOT / "examples/agent_skill/before.py"  # its test says what is found there
+    assert [str(finding) for finding in lint(ROOT / folder) if Path(finding.path) != meant] == []
 
 
 def standard_library(step: int) -> list[Path]:

@@ -60,7 +60,7 @@ def _explain_dumps(folder: Path, format: Format) -> None:
 def _page_of_rule(target: str) -> str | None:
     from shardwise.pages import page_folder
 
-    path = page_folder("rules") / f"{target.upper()}.md"
+    path = page_folder("docs/rules") / f"{target.upper()}.md"
     return path.read_text(encoding="utf-8") if _RULE.fullmatch(target) and path.is_file() else None
 
 

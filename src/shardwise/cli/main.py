@@ -16,6 +16,7 @@ from shardwise.cli.lint import lint
 from shardwise.cli.migrate import migrate
 from shardwise.cli.parity import parity
 from shardwise.cli.plan import plan
+from shardwise.cli.skill import skill
 from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
 
@@ -36,6 +37,7 @@ app.command()(migrate)
 app.command()(lint)
 app.command()(explain)
 app.command()(doctor)
+app.add_typer(skill, name="skill")
 
 
 def _print_version(wanted: bool) -> None:

@@ -58,15 +58,17 @@ def user_code() -> Iterator[None]:
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    sys.stdout.flush()
-    stdout = os.dup(1)
+    stdout = sys.stdout
+    stdout.flush()
+    kept = os.dup(1)
     os.dup2(2, 1)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
+        stdout.flush()  # what was written to `sys.__stdout__`
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _call(target: str, args: Sequence[object], launch: Launch) -> Any:

@@ -427,30 +427,22 @@ def drop_gradients(model: nn.Module) -> None:
 def clear_gradients(groups: Iterable[Any], modules: set[nn.Module], *, set_to_none: bool) -> None:
     """Clear what groups keep of the gradients of `modules`' parameters: reduced, unreduced, HSDP's partial sums."""
     for group in groups:
-        cleared = {p for p in group.fsdp_params if not modules.isdisjoint(_registering_modules(p))}
+        owners = {p: (p._module_info.module, *p._module_info.shared_modules) for p in group.fsdp_params}
+        cleared = {param for param, registering in owners.items() if not modules.isdisjoint(registering)}
         for param in cleared:
             unsharded = getattr(param, "_unsharded_param", None)
-            for owner, name in (
-                (param.sharded_param, "grad"),
-                (unsharded, "grad"),
-                (param, "unsharded_accumulated_grad"),
-            ):
-                if (gradient := getattr(owner, name, None)) is None:
-                    continue
-                if set_to_none:
+            places = (param.sharded_param, "grad"), (unsharded, "grad"), (param, "unsharded_accumulated_grad")
+            for owner, name in places:
+                gradient = getattr(owner, name, None)
+                if gradient is not None and set_to_none:
                     setattr(owner, name, None)
-                else:
+                elif gradient is not None:
                     gradient.detach().zero_()
         if cleared and group._partial_reduce_output is not None:
             before = getattr(group, "_shardwise_partial", [])
             kept = [param for param in before if param not in cleared]
             group._partial_reduce_output = _spread_partial_sum(group, before, kept) if kept else None
             group._shardwise_partial = kept
-
-
-def _registering_modules(param: Any) -> list[nn.Module]:
-    """The modules that register a parameter; several where it is tied."""
-    return [param._module_info.module, *param._module_info.shared_modules]
 
 
 def states_under(root: Any) -> list[Any]:

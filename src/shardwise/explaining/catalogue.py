@@ -48,11 +48,11 @@ class Failure:
 @functools.cache
 def catalogue() -> dict[str, Failure]:
     """Every known failure by its code."""
-    pages = sorted(page_folder("errors").glob("SW*.md"))
+    pages = sorted(page_folder("docs/errors").glob("SW*.md"))
     if not pages:
         raise ConfigError(
             "the pages about errors are missing",
-            where=str(page_folder("errors")),
+            where=str(page_folder("docs/errors")),
             why="they are part of the package",
             fix="install shardwise again",
         )

@@ -154,4 +154,5 @@ def test_parity_of_a_wrong_model_exits_with_one_and_prints_only_the_verdict(tmp_
     result = shardwise("parity", *model, "--nproc", "2", "--format", "json", cwd=tmp_path)
     assert result.returncode == 1, result.stderr
     assert json.loads(result.stdout)["equal"] is False, "standard output is the verdict's alone"
-    assert {"imported", "written", "built"} <= set(result.stderr.split())
+    for printed in ("imported", "written", "built"):
+        assert printed in result.stderr  # two ranks print at once: lines may run together

@@ -1,6 +1,7 @@
 """`shardwise plan`: the tree, one group in full, JSON, and what a wrong command is told."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,11 +22,12 @@ import os, subprocess, sys, torch
 print("imported")
 def build():
     print("built")
+    sys.__stdout__.write("buffered\\n")
     os.write(1, b"written\\n")
     subprocess.run([sys.executable, "-c", "print('started')"], check=True)
     return torch.nn.Linear(4, 4)
 """
-PRINTED = ("imported", "built", "written", "started")
+PRINTED = ("imported", "built", "buffered", "written", "started")
 
 
 def plan(*arguments: str, folder: Path | None = None) -> Ran:
@@ -207,18 +209,20 @@ def test_a_callable_that_raises_is_named_with_its_line(tmp_path: Path):
 def test_standard_output_is_the_plan_s_alone(tmp_path: Path):
     (tmp_path / "noisy_plan.py").write_text(NOISY)
     command = [sys.executable, "-m", "shardwise", "plan", "noisy_plan:build", "--nproc", "2", "--format", "json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, cwd=tmp_path, env=buffered, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert Plan.from_json(done.stdout).model == "Linear"
     assert sorted(done.stderr.split()) == sorted(PRINTED)
 
 
-def test_the_model_is_built_on_meta(tmp_path: Path):
+def test_the_model_is_built_on_meta_and_prints_elsewhere(tmp_path: Path):
     (tmp_path / "on_meta.py").write_text(
-        "import torch\ndef build():\n    layer = torch.nn.Linear(4, 4)\n    assert layer.weight.is_meta\n"
-        "    return layer\n"
+        "import torch\ndef build():\n    made = torch.nn.Linear(4, 4)\n    print(made.weight.device)\n    return made\n"
     )
-    assert plan("on_meta:build", "--nproc", "2", folder=tmp_path).status == 0
+    ran = plan("on_meta:build", "--nproc", "2", "--format", "json", folder=tmp_path)
+    assert ran.errors == "meta\n"
+    assert Plan.from_json(ran.output).model == "Linear"
 
 
 def test_plan_is_listed():

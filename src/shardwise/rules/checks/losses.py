@@ -20,12 +20,8 @@ _SAME_COUNT = frozenset({"clamp", "clamp_min", "clamp_", "to", "float", "long", 
 _SUMMED_OVER_RANKS = re.compile(r"(all_)?reduce|all_gather|token_mean|gather_for_metrics")
 _EVALUATES = re.compile(r"eval|valid|test")
 _MEANS = frozenset(
-    {
-        *(f"torch.nn.functional.{name}" for name in ("cross_entropy", "nll_loss")),
-        *(f"torch.nn.{name}" for name in ("CrossEntropyLoss", "NLLLoss")),
-    }
+    f"torch.nn.{name}" for name in ("functional.cross_entropy", "functional.nll_loss", "CrossEntropyLoss", "NLLLoss")
 )
-_IGNORED = -100
 
 
 @rule("SW239", "token-mean-per-rank", severity=Severity.WARNING)
@@ -109,24 +105,22 @@ def _averages(file: FileContext, call: ast.Call) -> bool:
 def _writes_ignored_targets(file: FileContext) -> bool:
     """`labels[~mask] = -100`, `masked_fill(mask, -100)`, `torch.where(mask, labels, -100)`."""
     for node in file.parents:
-        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Subscript) for target in node.targets):
+        given: list[ast.expr] = []
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
             given = [node.value]
         elif isinstance(node, ast.Call) and _name(node.func) in ("masked_fill", "masked_fill_", "where", "full_like"):
             given = node.args
-        else:
-            continue
-        if any(_number(one) == _IGNORED for one in given):
+        if any(ast.unparse(one) == "-100" for one in given):
             return True
     return False
 
 
 def _is_evaluating(file: FileContext, node: ast.AST) -> bool:
     for around in file.ancestors(node):
+        if isinstance(around, Function) and _EVALUATES.search(around.name):
+            return True
         given = [item.context_expr for item in around.items] if isinstance(around, ast.With) else []
-        if isinstance(around, Function):
-            given = around.decorator_list
-            if _EVALUATES.search(around.name):
-                return True
+        given += around.decorator_list if isinstance(around, Function) else []
         if any(file.is_any(getattr(one, "func", one), facts.NO_GRAD) for one in given):
             return True
     return False
@@ -145,9 +139,3 @@ def _names(node: ast.AST) -> Iterator[ast.Name]:
 
 def _name(function: ast.AST) -> str:
     return getattr(function, "attr", "") or getattr(function, "id", "")
-
-
-def _number(node: ast.expr) -> object:
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
-        return -node.operand.value if isinstance(node.operand.value, int) else None
-    return getattr(node, "value", None)

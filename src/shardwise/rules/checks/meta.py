@@ -52,7 +52,7 @@ def meta_without_init(reading: Reading) -> Iterator[Hit]:
             assert isinstance(made, ast.Call), "only calls make things on meta"
             # Before that there was nothing to write to.
             after = emptied[-1].order if emptied else _first_shard(usage, model).order
-            until = min((event.order for event, module in usage.entered if module == model), default=len(usage.events))
+            until = min((event.order for event, module in usage.forwards if module == model), default=len(usage.events))
             writers = [event for event in usage.events if _may_write(usage, event, model, after)]
             writers = [event for event in writers if event.order < until or event.root is not usage.events[after].root]
             if not _is_trained(usage, model) or not all(_is_for_resuming(event) for event in writers):

@@ -136,19 +136,18 @@ def zero_grad_after_forward(reading: Reading) -> Iterator[Hit]:
     ones, which the optimizer steps, keep their gradients, and these add up from step to step. No error is raised.
     """
     for usage in reading.usages:
-        entries = [
-            *usage.entered,
-            *((e, m) for e in usage.events if e.method == "forward" for m in modules(e.receiver)),
-        ]
         for event in usage.events:
-            for module in _cleared(event):
+            for module in _cleared(reading, event):
                 last = max(
-                    (e.order for e, m in entries if m == module and usage.trace.precedes(e, event)), default=None
+                    (e.order for e, m in usage.forwards if m == module and usage.trace.precedes(e, event)), default=None
                 )
                 if last is None or not usage.is_sharded_by_hand(module, event):
                     continue
-                forward = usage.events[last]
-                if not _is_resharded(usage, module, forward, event) and _is_trained(usage, event):
+                forward, is_trained = (
+                    usage.events[last],
+                    any(e.method == "backward" for e in usage.events[event.order :]),
+                )
+                if is_trained and not _is_resharded(usage, module, forward, event):
                     yield Hit(
                         node=event.node,
                         message=f"since the forward on line {forward.node.lineno} the root's unsharded parameters are "
@@ -157,14 +156,11 @@ def zero_grad_after_forward(reading: Reading) -> Iterator[Hit]:
                     )
 
 
-def _cleared(event: Event) -> list[Module]:
+def _cleared(reading: Reading, event: Event) -> list[Module]:
     """The modules whose gradients an event clears: `model.zero_grad()`, or `p.grad = None` for its parameters."""
     if event.method == "zero_grad" and not event.is_store:
         return modules(event.receiver)
-    if event.method == "grad" and event.is_store:
+    value = getattr(reading.file.statement(event.node), "value", event.node)
+    if event.method == "grad" and event.is_store and getattr(value, "value", value) is None:
         return [value.owner for value in event.receiver if isinstance(value, Param)]
     return []
-
-
-def _is_trained(usage: Usage, event: Event) -> bool:
-    return any(later.method == "backward" and later.order > event.order for later in usage.events)

@@ -80,6 +80,12 @@ class Usage:
             for module in self._called(event)
         ]
 
+    @cached_property
+    def forwards(self) -> list[tuple[Event, Module]]:
+        """Those, and every call of `forward`, which runs no hooks; not in order."""
+        directly = [event for event in self.events if event.method == "forward" and not event.is_store]
+        return self.entered + [(event, module) for event in directly for module in modules(event.receiver)]
+
     def _called(self, event: Event) -> Iterator[Module]:
         function = event.node.func if isinstance(event.node, ast.Call) else None
         if isinstance(function, ast.Name | ast.Attribute | ast.Subscript):
