@@ -30,7 +30,7 @@ def parity(
 ) -> None:
     """Train a model sharded and in one process, and name the first thing that differs.
 
-    It runs the model, not a training script: with the loss that the model returns, else the mean of its squared outputs.
+    It runs the model, not a training script: on the loss that the model returns, else the mean of squares.
     A `module:callable` is built as it stands, reference models and Hugging Face configs on the meta device.
     `training.batch_size` counts the sequences of all ranks, as in a run; the default is two a rank.
     """
