@@ -19,8 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise import compat
 from shardwise.diagnosing.collective_trace import Kind, encode
-from shardwise.diagnosing.peer_traces import gather_from, open_traces
+from shardwise.diagnosing.peer_traces import open_traces
 from shardwise.diagnosing.tracer import CollectiveTracer
+from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
 from shardwise.sharding.forward_hooks import change_tensors, differentiable, wanting_gradient
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
@@ -61,7 +62,7 @@ def repair_towers(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> 
 
 
 def _check(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> None:
-    lists = gather_from(mesh, tuple(towers))
+    lists = gather_over_mesh(mesh, tuple(towers))
     known = {name for name, _ in model.named_modules() if name}
     if any(other != lists[0] for other in lists):
         raise ShardError(

@@ -15,11 +15,10 @@ from shardwise.diagnosing.parity_criteria import (
     Findings,
     Parity,
     earliest,
-    gather_objects,
     tolerance_for,
 )
 from shardwise.diagnosing.parity_runs import Reference, Task, bind_batch, bind_loss, random_state_kept, seed_everything
-from shardwise.distributed.agreement import agree_on
+from shardwise.distributed.agreement import agree_on, gather_over_mesh
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh
 from shardwise.errors import ConfigError
 from shardwise.planning.plan import Plan
@@ -185,7 +184,7 @@ def _verdict(comparison: Comparison, plan: Plan) -> Parity:
     Ranks:
         Collective.
     """
-    seen: list[Findings] = gather_objects(comparison.found, comparison.mesh)
+    seen: list[Findings] = gather_over_mesh(comparison.mesh, comparison.found)
     first = earliest([f.first for f in seen if f.first is not None], comparison.reference.parameter_order)
     worst = [[found.worst[quantity] for found in seen if quantity in found.worst] for quantity in ORDER]
     mesh = " x ".join(f"{name} {size}" for name, size in plan.axes) or "one rank"

@@ -7,7 +7,6 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -575,18 +574,6 @@ def own_part(ours: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | None,
         return ours, theirs
     mine = local_tensor(ours)
     return mine, local_part(theirs.detach(), ours).to(mine.device)
-
-
-def gather_objects(value: object, mesh: DeviceMesh) -> list:
-    """`value` of every rank of the mesh.
-
-    Ranks:
-        Collective.
-    """
-    group = mesh.get_group() if mesh.ndim == 1 else None  # a mesh of several axes covers the world
-    values: list[object] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def ties(model: nn.Module) -> dict[str, tuple[str, ...]]:

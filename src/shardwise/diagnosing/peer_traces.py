@@ -9,13 +9,14 @@ import uuid
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import compat
 from shardwise.diagnosing.collective_trace import SharedTrace, create_shared_trace, open_shared_trace, shared_folder
+from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
 
 
@@ -175,28 +176,30 @@ def open_traces(mesh: DeviceMesh, machine: str | None) -> tuple[SharedTrace, Mac
     """
     members = mesh.mesh.flatten().tolist()
     rank = members.index(dist.get_rank())
-    machines = group_by_machine(gather_from(mesh, machine or machine_name()), rank)
+    machines = group_by_machine(gather_over_mesh(mesh, machine or machine_name()), rank)
     is_first = rank == machines.local[0]
-    paths = gather_from(mesh, create_shared_trace(len(members)) if is_first else None)
+    own_path = create_shared_trace(len(members)) if is_first else None
+    path = gather_over_mesh(mesh, own_path)[machines.local[0]]
+    assert path is not None
     traces, problem = None, None
     try:
-        traces = open_shared_trace(paths[machines.local[0]], len(members))
+        traces = open_shared_trace(path, len(members))
     except OSError as error:
         problem = str(error)
-    problems = gather_from(mesh, problem)
-    if is_first:
-        paths[rank].unlink()
+    problems = gather_over_mesh(mesh, problem)
+    if own_path is not None:
+        own_path.unlink()
     _raise_if_any(problems)
     assert traces is not None
     traces.ranks[rank].open()
     exchange = None
     if len(machines.ranks) > 1:
-        token = gather_from(mesh, uuid.uuid4().hex)[0]
+        token = gather_over_mesh(mesh, uuid.uuid4().hex)[0]
         exchange = StoreExchange(traces, machines, rank, compat.store_connector(f"shardwise-guard/{token}")())
         exchange.publish()
-        gather_from(mesh, None)  # every rank's trace can be read
+        gather_over_mesh(mesh, None)  # every rank's trace can be read
         exchange.exchange(with_all=True)
-    gather_from(mesh, None)  # and has been, by the first rank of each machine
+    gather_over_mesh(mesh, None)  # and has been, by the first rank of each machine
     return traces, machines, exchange, rank
 
 
@@ -209,19 +212,3 @@ def _raise_if_any(problems: Sequence[str | None]) -> None:
             why="ranks of one machine share a file in memory; containers of one host may have memory of their own",
             fix="guard(model, machine=...) with another name in each container",
         )
-
-
-def gather_from(mesh: DeviceMesh, value: Any) -> list[Any]:
-    """What each rank of the mesh brings, in the mesh's order; also waits for everybody.
-
-    Ranks:
-        Collective over the mesh.
-    """
-    if dist.get_backend() == "fake":
-        return [value] * mesh.size()  # rank 0 of a world that is not there: benchmarks and estimates
-    gathered: list[Any] = [value]
-    for axis in reversed(range(mesh.ndim)):
-        parts: list[Any] = [None] * mesh.size(axis)
-        dist.all_gather_object(parts, gathered, group=mesh.get_group(axis))
-        gathered = [item for part in parts for item in part]
-    return gathered

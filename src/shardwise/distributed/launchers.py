@@ -169,7 +169,7 @@ _CANNOT_LISTEN = re.compile(r"failed to listen", re.IGNORECASE)
 _JOINED = re.compile(r"(\d+)/(\d+) clients joined")
 
 
-def cannot_meet(error: BaseException, launch: Launch, timeout_s: float) -> EnvironmentProblem:
+def rendezvous_error(error: BaseException, launch: Launch, timeout_s: float) -> EnvironmentProblem:
     """The error of ranks that did not come together.
 
     Args:

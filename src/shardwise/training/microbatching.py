@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise import compat
 from shardwise.diagnosing.guard import paused
-from shardwise.distributed.agreement import on_rank_zero
+from shardwise.distributed.agreement import gather_objects, on_rank_zero
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.sharding.registry import recover
 
@@ -132,9 +132,7 @@ class Microbatches:
         except Exception as error:  # any other error may come from incomplete weights; a real one is raised by the step
             failure = str(error) if is_out_of_memory(error) else None
         _forget(self._model, state)
-        failures: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-        return {rank: text for rank, text in enumerate(failures) if text is not None}
+        return {rank: text for rank, text in enumerate(gather_objects(failure)) if text is not None}
 
     def _halve(self, failures: dict[int, str]) -> None:
         ranks = ", ".join(map(str, failures))

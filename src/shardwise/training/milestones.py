@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.weights import save_weights
-from shardwise.distributed.agreement import on_rank_zero
+from shardwise.distributed.agreement import gather_objects, on_rank_zero
 from shardwise.distributed.stop_requests import StopRequest
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.models.modes import evaluation_mode
@@ -241,6 +241,4 @@ def continue_sample(run: Run) -> str | None:
 
 def _why(stop: StopRequest) -> str:
     """Why the run stops, as the first rank that was asked knows."""
-    reasons: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(reasons, stop.why)
-    return next((why for why in reasons if why), "stopped")
+    return next((why for why in gather_objects(stop.why) if why), "stopped")
