@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.measuring import median
 from shardwise.diagnosing.collective_trace import (
-    Kind,
+    CollectiveKind,
     RankTrace,
     create_shared_trace,
     group_of,
@@ -19,7 +19,7 @@ from shardwise.diagnosing.guard import watch_group
 from shardwise.diagnosing.peer_traces import group_by_machine
 from shardwise.diagnosing.tracer import CollectiveTracer
 
-Event = tuple[Kind, int]
+Event = tuple[CollectiveKind, int]
 _ROUNDS = 200
 
 
@@ -88,7 +88,7 @@ def _write_all(writers: Sequence[Callable[[int], bool]], events: Sequence[int]) 
 def _time(groups: Sequence[_Group], events: Sequence[Event]) -> float:
     start = time.perf_counter()
     for kind, number in events:
-        if kind is Kind.REDUCE:
+        if kind is CollectiveKind.REDUCE:
             groups[number].reduce()
         else:
             groups[number].unshard()

@@ -18,7 +18,7 @@ from pathlib import Path
 from shardwise.errors import ShardError
 
 
-class Kind(enum.IntEnum):
+class CollectiveKind(enum.IntEnum):
     """What a rank is about to do together with the others."""
 
     GATHER_FORWARD = 0
@@ -29,21 +29,21 @@ class Kind(enum.IntEnum):
 
 
 _NAMES = {
-    Kind.GATHER_FORWARD: "gather of {} for a forward",
-    Kind.GATHER_EVALUATION: "gather of {} for a forward without gradients",
-    Kind.GATHER_BACKWARD: "gather of {} for backward",
-    Kind.REDUCE: "reduction of the gradients of {}",
+    CollectiveKind.GATHER_FORWARD: "gather of {} for a forward",
+    CollectiveKind.GATHER_EVALUATION: "gather of {} for a forward without gradients",
+    CollectiveKind.GATHER_BACKWARD: "gather of {} for backward",
+    CollectiveKind.REDUCE: "reduction of the gradients of {}",
 }
 
 
-def encode(kind: Kind, group: int, num_elements: int) -> int:
+def encode(kind: CollectiveKind, group: int, num_elements: int) -> int:
     """Two bits of kind, fourteen of the group, sixteen that tell buffers of different sizes apart."""
     return kind << 30 | (group & 0x3FFF) << 16 | zlib.crc32(num_elements.to_bytes(8, "little")) & 0xFFFF
 
 
-def kind_of(event: int) -> Kind:
+def kind_of(event: int) -> CollectiveKind:
     """What kind of collective it is."""
-    return Kind(event >> 30)
+    return CollectiveKind(event >> 30)
 
 
 def group_of(event: int) -> int:
@@ -59,7 +59,7 @@ def in_words(event: int, groups: Sequence[str]) -> str:
 def comes_first(event: int, other: int) -> bool:
     """Whether, in a usual step, `event` would happen before `other`; groups are numbered as the modules stand."""
     kinds = kind_of(event), kind_of(other)
-    forward = {Kind.GATHER_FORWARD, Kind.GATHER_EVALUATION}
+    forward = {CollectiveKind.GATHER_FORWARD, CollectiveKind.GATHER_EVALUATION}
     if kinds[0] in forward and kinds[1] in forward:
         return group_of(event) < group_of(other)
     if kinds[0] in forward or kinds[1] in forward:
@@ -319,7 +319,7 @@ _MAX_TEXT = 1500  # five of them, quoted, fit into a trace
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TraceDifference:
     """Ranks that came to different collectives at the same place."""
 
     error: ShardError
@@ -327,7 +327,9 @@ class Difference:
     """The ranks that did not do what the others did."""
 
 
-def describe_difference(traces: Sequence[RankTrace], index: int, step: int, groups: Sequence[str]) -> Difference | None:
+def describe_difference(
+    traces: Sequence[RankTrace], index: int, step: int, groups: Sequence[str]
+) -> TraceDifference | None:
     """What differs at a place that belongs to `step`; None where nothing does."""
     ranks_at: dict[int, list[int]] = {}
     for rank, trace in enumerate(traces):
@@ -339,7 +341,7 @@ def describe_difference(traces: Sequence[RankTrace], index: int, step: int, grou
     odd = sorted(rank for event in others for rank in ranks_at[event])
     rows = [f"{_ranks(ranks)}: {in_words(event, groups)}" for event, ranks in sorted(ranks_at.items(), key=_first_rank)]
     sentence = _sentence(skipped, others[0], odd, groups, step)
-    return Difference(ShardError(sentence, where="; ".join(rows), why=_WHY, fix=_FIX), tuple(odd))
+    return TraceDifference(ShardError(sentence, where="; ".join(rows), why=_WHY, fix=_FIX), tuple(odd))
 
 
 def describe_absence(traces: Sequence[RankTrace], rank: int, absent: int, groups: Sequence[str]) -> ShardError:
@@ -418,9 +420,9 @@ def _sentence(skipped: int, other: int, odd: list[int], groups: Sequence[str], s
     if group_of(skipped) == group_of(other):
         if kinds[0] == kinds[1]:
             return f"{_ranks(odd)} brought other gradients or shapes of `{name}` than the rest at step {step}"
-        if Kind.GATHER_EVALUATION in kinds:
+        if CollectiveKind.GATHER_EVALUATION in kinds:
             return f"{_ranks(odd)} ended an evaluation, or began one, without the others at step {step}"
-    done = "reduce the gradients of" if kinds[0] is Kind.REDUCE else "run"
+    done = "reduce the gradients of" if kinds[0] is CollectiveKind.REDUCE else "run"
     return f"{_ranks(odd)} did not {done} `{name}` at step {step}"
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import compat
-from shardwise.diagnosing.collective_trace import Kind, encode
+from shardwise.diagnosing.collective_trace import CollectiveKind, encode
 from shardwise.diagnosing.peer_traces import open_traces
 from shardwise.diagnosing.tracer import CollectiveTracer
 from shardwise.distributed.agreement import gather_over_mesh
@@ -256,16 +256,16 @@ def guard(
 
 def watch_group(group: Any, number: int, tracer: CollectiveTracer) -> Callable[[], None]:
     """Have a group's collectives written down; returns what undoes it."""
-    events: dict[tuple[Kind, int], int] = {}
+    events: dict[tuple[CollectiveKind, int], int] = {}
     write = tracer.write
 
     def event(is_reduction: bool, num_elements: int, with_gradient: bool) -> None:
         if is_reduction:
-            kind = Kind.REDUCE
+            kind = CollectiveKind.REDUCE
         elif compat.in_backward():
-            kind = Kind.GATHER_BACKWARD
+            kind = CollectiveKind.GATHER_BACKWARD
         else:
-            kind = Kind.GATHER_FORWARD if with_gradient else Kind.GATHER_EVALUATION
+            kind = CollectiveKind.GATHER_FORWARD if with_gradient else CollectiveKind.GATHER_EVALUATION
         key = kind, num_elements
         if key not in events:
             events[key] = encode(kind, number, num_elements)

@@ -17,7 +17,14 @@ from shardwise.diagnosing.parity_criteria import (
     earliest,
     tolerance_for,
 )
-from shardwise.diagnosing.parity_runs import Reference, Task, bind_batch, bind_loss, random_state_kept, seed_everything
+from shardwise.diagnosing.parity_runs import (
+    ReferenceRun,
+    Task,
+    bind_batch,
+    bind_loss,
+    random_state_kept,
+    seed_everything,
+)
 from shardwise.distributed.agreement import agree_on, gather_over_mesh
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh
 from shardwise.errors import ConfigError
@@ -89,7 +96,7 @@ def parity(
         state = sharded_state(model)
         assert state is not None
         _upcast(unsharded, state.plan)
-        reference = Reference(unsharded, make_optimizer(unsharded.parameters()), task, _position(ranks))
+        reference = ReferenceRun(unsharded, make_optimizer(unsharded.parameters()), task, _position(ranks))
         accuracy = tolerance_for(state.plan, tolerance)
         comparison = Comparison(reference, model, make_optimizer(model.parameters()), accuracy, ranks)
         comparison.compare_start()

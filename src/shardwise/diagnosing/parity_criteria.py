@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardwise.diagnosing.parity_runs import Reference, ReferenceStep, registered_buffers
+from shardwise.diagnosing.parity_runs import ReferenceRun, ReferenceStep, registered_buffers
 from shardwise.planning.plan import Group, Plan
 from shardwise.sharding.inventory import local_part, local_tensor
 
@@ -413,7 +413,7 @@ class Findings:
 class Comparison:
     """The sharded model next to the one process."""
 
-    reference: Reference
+    reference: ReferenceRun
     model: nn.Module
     optimizer: Optimizer
     tolerance: Tolerance

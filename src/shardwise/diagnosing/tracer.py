@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from shardwise.diagnosing.collective_trace import (
     HISTORY,
-    Difference,
     RankTrace,
     SharedTrace,
+    TraceDifference,
     describe_absence,
     describe_difference,
     from_text,
@@ -90,7 +90,7 @@ class PeerView:
         first = min(found, default=end_of_own)
         return first if first < end_of_own else None
 
-    def difference_at(self, index: int) -> Difference | None:
+    def difference_at(self, index: int) -> TraceDifference | None:
         """What ranks did at a place, if not all did the same."""
         step = next((step for count, step in reversed(list(self._steps)) if count <= index), self._steps[0][1])
         return describe_difference(self.traces, index, step, self._groups)
@@ -258,7 +258,7 @@ class CollectiveTracer:
         self._conclude(difference.error)
         raise difference.error
 
-    def _earliest_difference(self, index: int) -> Difference | None:
+    def _earliest_difference(self, index: int) -> TraceDifference | None:
         """What differs at a place, or before it, where the trace of another machine has arrived late."""
         first = self._view.first_difference()
         earlier = self._view.difference_at(first) if first is not None and first < index else None
@@ -329,7 +329,7 @@ class CollectiveTracer:
         else:
             self._reported_at = here  # it may still come
 
-    def _by_interest(self, difference: Difference) -> list[int]:
+    def _by_interest(self, difference: TraceDifference) -> list[int]:
         """The other ranks that may show a stack, first those that differ."""
         traces = self._view.traces
         ranks = [r for r in range(len(traces)) if r != self._view.rank and not traces[r].has_left]

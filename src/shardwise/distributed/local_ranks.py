@@ -31,7 +31,7 @@ _ORPHAN_S = 600.0  # how long ranks without a launcher may take to save
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class RankJob:
     """What each rank of a local group does."""
 
     target: str
@@ -66,7 +66,7 @@ def resolve_target(target: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def run_rank(job: Job, environment: Mapping[str, str]) -> None:
+def run_rank(job: RankJob, environment: Mapping[str, str]) -> None:
     """Call the target; leave its result, or an error, where the launcher finds it.
 
     Ranks:
@@ -122,7 +122,7 @@ class _Listener:
     When the launcher dies, nobody reads a result any more: a job that can stop is asked to, any other is ended.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: RankJob) -> None:
         self._request, self._finished, self._can_stop = StopRequest(), threading.Event(), bool(job.stop_signals)
         if self._can_stop:
             numbers = {*signal_numbers(job.stop_signals), signal.SIGINT}
@@ -282,7 +282,7 @@ _LOOK_S = 0.1
 _KILLED_S = 30.0  # a process in the kernel, as of a lost file system, may not even die of SIGKILL
 
 
-class Group:
+class RankGroup:
     """Local ranks, from their start to their end.
 
     Args:
@@ -299,7 +299,7 @@ class Group:
         self._is_starting = False
         self._ending: BaseException | None = None
 
-    def run(self, job: Job) -> list[Any]:
+    def run(self, job: RankJob) -> list[Any]:
         """Start the ranks and wait for what they return, by rank.
 
         Raises:
@@ -412,11 +412,13 @@ def start_local(
     start_fork_server()  # imports torch while we do
     tell = tell or _print_line
     stop = StopRequest()
-    group = Group(num_ranks, stop, lambda: tell(f"{stop.why}: the ranks stop after this step; Ctrl-C ends them now"))
+    group = RankGroup(
+        num_ranks, stop, lambda: tell(f"{stop.why}: the ranks stop after this step; Ctrl-C ends them now")
+    )
     with _signals_to(group, stop, stop_signals):
         for num_restarts in range(max_restarts + 1):
             with tempfile.TemporaryDirectory(prefix="shardwise-launch-") as folder:
-                job = Job(
+                job = RankJob(
                     target=target,
                     args=tuple(args),
                     folder=folder,
@@ -444,7 +446,7 @@ def _with_history(cause: Cause, num_restarts: int) -> BaseException:
 
 
 @contextmanager
-def _signals_to(group: Group, stop: StopRequest, stop_signals: Sequence[str]) -> Iterator[None]:
+def _signals_to(group: RankGroup, stop: StopRequest, stop_signals: Sequence[str]) -> Iterator[None]:
     """Signals ask to stop where the target can; a second Ctrl-C, and the others, end the ranks and this process."""
     asking = set(signal_numbers(stop_signals))
 

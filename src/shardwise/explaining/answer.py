@@ -26,7 +26,7 @@ _VARYING = re.compile(r"[0-9a-f]{4,}|\d{3,}|\d+\.\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class FailureEvent:
     """Something that went wrong, at a place in the log."""
 
     failure: Failure | None
@@ -51,16 +51,16 @@ class Event:
 _Hit = tuple[Failure, str]
 
 
-def find_events(lines: list[Line]) -> list[Event]:
+def find_events(lines: list[Line]) -> list[FailureEvent]:
     """Every failure in the log that somebody did not survive."""
     alive = last_progress(lines)
-    found: list[Event] = []
+    found: list[FailureEvent] = []
     for speaker, own in by_speaker(lines).items():
         found += [event for event in _of_speaker(own) if event.line >= alive.get(speaker, 0)]
     return found
 
 
-def _of_speaker(own: list[Line]) -> Iterator[Event]:
+def _of_speaker(own: list[Line]) -> Iterator[FailureEvent]:
     reading = read_tracebacks(own)
     hits = _hits([line for line in own if line.number not in reading.quoted])
     told: set[int] = set()
@@ -74,10 +74,10 @@ def _of_speaker(own: list[Line]) -> Iterator[Event]:
             yield _event(hits[line.text], line, line.rank, line.time)
     for line in bare_exceptions(own):
         if line.number not in told | reading.quoted and line.text not in hits:
-            yield Event(None, line.text, line.rank, line.number, line.time, line.speaker)
+            yield FailureEvent(None, line.text, line.rank, line.number, line.time, line.speaker)
 
 
-def _of_chain(chain: list[Raised], hits: dict[str, _Hit], speaker: int | None) -> Event | None:
+def _of_chain(chain: list[Raised], hits: dict[str, _Hit], speaker: int | None) -> FailureEvent | None:
     """The one exception of a chain that tells most: a known cause, else the one at its root."""
     own = [raised for raised in chain if raised.rank == speaker and raised.link == "inner"]
     wrapped = any(raised.link == "inner" for raised in chain)
@@ -92,7 +92,7 @@ def _of_chain(chain: list[Raised], hits: dict[str, _Hit], speaker: int | None) -
     if unknown:
         root = _root(unknown, wrapped=wrapped)
         text = "\n".join(root.rows[:8])
-        return Event(None, text, root.rank, root.line.number, root.time, root.line.speaker, raised=True)
+        return FailureEvent(None, text, root.rank, root.line.number, root.time, root.line.speaker, raised=True)
     if not known:
         return None
     raised, hit = known[0]
@@ -125,10 +125,10 @@ def _known(raised: Raised, hits: dict[str, _Hit]) -> _Hit | None:
     return min(found, key=lambda hit: hit[0].kind != "cause", default=None)
 
 
-def _event(hit: _Hit, line: Line, rank: int | None, time: str | None, *, raised: bool = False) -> Event:
+def _event(hit: _Hit, line: Line, rank: int | None, time: str | None, *, raised: bool = False) -> FailureEvent:
     if rank is None and (named := _INNER_RANK.search(line.text)):
         rank = int(next(filter(None, named.groups())))
-    return Event(hit[0], hit[1], rank, line.number, time, line.speaker, raised)
+    return FailureEvent(hit[0], hit[1], rank, line.number, time, line.speaker, raised)
 
 
 def _hits(lines: list[Line]) -> dict[str, _Hit]:
@@ -312,7 +312,7 @@ def explain(problem: BaseException | str) -> Explanation:
     )
 
 
-def _first(events: list[Event], death: Death | None) -> Event:
+def _first(events: list[FailureEvent], death: Death | None) -> FailureEvent:
     """Causes before echoes; then by the clock where all have one, by who died first, by the order of the lines."""
     weight = min(event.weight for event in events)
     rivals = _once([event for event in events if event.weight == weight])
@@ -324,15 +324,15 @@ def _first(events: list[Event], death: Death | None) -> Event:
     return min(rivals, key=lambda event: (death is None or event.rank != death.rank, event.line))
 
 
-def _once(events: list[Event]) -> list[Event]:
+def _once(events: list[FailureEvent]) -> list[FailureEvent]:
     """A rank may say the same several times, with and without a clock: the first time counts."""
-    seen: dict[tuple[object, ...], Event] = {}
+    seen: dict[tuple[object, ...], FailureEvent] = {}
     for event in sorted(events, key=lambda event: event.line):
         seen.setdefault((event.rank, event.failure.code if event.failure else event.message), event)
     return list(seen.values())
 
 
-def _rank(first: Event, events: list[Event], death: Death | None) -> int | None:
+def _rank(first: FailureEvent, events: list[FailureEvent], death: Death | None) -> int | None:
     """The rank that the log gives the failure, there or where it tells of it again; else the first to die."""
     again = (event.rank for event in events if event.failure is first.failure is not None)
     rank = first.rank if first.rank is not None else next((rank for rank in again if rank is not None), None)

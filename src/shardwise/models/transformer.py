@@ -30,7 +30,7 @@ class TransformerConfig:
 SHAPES: dict[str, TransformerConfig] = {"tutorial": TransformerConfig()}
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Causal attention over all heads at once."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-class FeedForward(nn.Module):
+class GeluFeedForward(nn.Module):
     """Two projections with a GELU between them."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -61,15 +61,15 @@ class FeedForward(nn.Module):
         return self.narrow(F.gelu(self.widen(x)))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then feed-forward, each normalised before and added after."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width)
-        self.attention = Attention(config)
+        self.attention = SelfAttention(config)
         self.feed_forward_norm = nn.LayerNorm(config.width)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = GeluFeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Transformer(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.position_embedding = nn.Embedding(config.max_sequence_length, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.output = nn.Linear(config.width, config.vocab_size, bias=False)
 

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.diagnosing.collective_trace import (
     HISTORY,
-    Kind,
+    CollectiveKind,
     SharedTrace,
     create_shared_trace,
     encode,
@@ -23,7 +23,7 @@ from shardwise.errors import ShardError
 
 GROUPS = ("(root)", "embed", "layers.0", "layers.1")
 RANKS = 4
-FORWARD, EVALUATION, BACKWARD, REDUCE = Kind
+FORWARD, EVALUATION, BACKWARD, REDUCE = CollectiveKind
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def traces() -> Iterator[SharedTrace]:
     made.close()
 
 
-def event(kind: Kind, group: int, size: int = 8) -> int:
+def event(kind: CollectiveKind, group: int, size: int = 8) -> int:
     return encode(kind, group, size)
 
 

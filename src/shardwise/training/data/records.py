@@ -73,7 +73,7 @@ def parse_line(line: bytes) -> Any:
 _NUM_SHOWN = 10
 
 
-class Problems:
+class RecordProblems:
     """Places where one rule is broken; raises once, with all of them.
 
     Args:
@@ -162,7 +162,7 @@ class Documents:
         part, within = self._locate(index)
         return to_document(self._parts[part][1][within], self._config)
 
-    def read_all(self, problems: Problems, indices: Sequence[int] | None = None) -> Iterator[Document]:
+    def read_all(self, problems: RecordProblems, indices: Sequence[int] | None = None) -> Iterator[Document]:
         """These documents, by default all, in order; those that cannot be read are added to `problems`."""
         for index in range(len(self)) if indices is None else indices:
             try:
@@ -181,9 +181,9 @@ class Documents:
         return part, index - self._offsets[part]
 
 
-def unreadable() -> Problems:
+def unreadable() -> RecordProblems:
     """For records that cannot be read as documents."""
-    return Problems(
+    return RecordProblems(
         "{num} record(s) of the data cannot be read",
         why="each line of JSONL is one JSON object; text stands in data.text_field, or in data.prompt_field and "
         "data.response_field",
@@ -268,7 +268,7 @@ _LEFT_OUT |= {"locale.py", "entities.py", "sitecustomize.py", "usercustomize.py"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DataSource:
     """Files of one format, in the order in which they are read."""
 
     format: Format
@@ -286,7 +286,7 @@ class Source:
         return digest.hexdigest()[:16]
 
 
-def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "data.source") -> list[Source]:
+def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "data.source") -> list[DataSource]:
     """What each name stands for; neighbours of one format are put together.
 
     Args:
@@ -301,19 +301,19 @@ def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "da
         Local. The order depends on names only, so it is the same on every machine.
     """
     names = (source,) if isinstance(source, str) else source
-    problems = Problems(
+    problems = RecordProblems(
         "{num} name(s) in " + where + " stand for no data",
         why="a name is `python`, a file, a folder, a glob or `module:callable`",
         fix=f"mend the paths, which are taken from the folder {Path.cwd()}",
     )
-    found: list[Source] = []
+    found: list[DataSource] = []
     for name in names:
         matches = _find(name, format)
         if not matches:
             problems.add(_nothing(name))
         for match in matches:
             if found and found[-1].format == match.format != "callable":
-                found[-1] = Source(match.format, found[-1].files + match.files)
+                found[-1] = DataSource(match.format, found[-1].files + match.files)
             else:
                 found.append(match)
     if not names:
@@ -337,16 +337,16 @@ def standard_library_files() -> list[Path]:
     return sorted(files, key=lambda file: hashlib.sha256(file.relative_to(folder).as_posix().encode()).digest())
 
 
-def _find(name: str, format: str) -> list[Source]:
+def _find(name: str, format: str) -> list[DataSource]:
     if name == "python" and format in ("auto", "text"):
         files = tuple(standard_library_files())
-        return [Source("text", files)] if files else []
+        return [DataSource("text", files)] if files else []
     path = Path(name).expanduser()
     if format == "callable" or (format == "auto" and _CALLABLE.fullmatch(name) and not path.exists()):
-        return [Source("callable", (), name)]
+        return [DataSource("callable", (), name)]
     if path.is_dir():
         if format in ("auto", "dataset") and is_dataset(path):
-            return [Source("dataset", (path,))]
+            return [DataSource("dataset", (path,))]
         paths = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path))
         suffixes = _SUFFIXES.get(format)
         paths = [file for file in paths if not suffixes or file.suffix in suffixes]
@@ -355,7 +355,7 @@ def _find(name: str, format: str) -> list[Source]:
     else:
         paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         paths = [match for match in paths if match.is_file() or is_dataset(match)]
-    return [Source(_format_of(file, format), (file,)) for file in paths]
+    return [DataSource(_format_of(file, format), (file,)) for file in paths]
 
 
 def _format_of(file: Path, format: str) -> Format:
@@ -377,7 +377,7 @@ def _nothing(name: str) -> str:
     return f"{name}: no file matches" if glob.has_magic(name) else f"{name}: there is no such file"
 
 
-def _refuse_mixed(found: list[Source], where: str) -> None:
+def _refuse_mixed(found: list[DataSource], where: str) -> None:
     formats = sorted({source.format for source in found})
     alone = [format for format in formats if format in ("tokens", "callable")]
     if (alone and len(formats) > 1) or sum(source.format == "callable" for source in found) > 1:
