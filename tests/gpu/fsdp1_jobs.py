@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy,
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardwise.fsdp1 as our_fsdp
-from shardwise.models.transformer import TransformerBlock
+from shardwise.models.transformer import Block
 from tests.fsdp1_pairs import quiet
 from tests.gpu.jobs import loss_of, small, start_ranks, tokens
 
@@ -43,7 +43,7 @@ def _train(api: Any, rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     unit = unit_class(
         model,
         device_id=torch.cuda.current_device(),
-        auto_wrap_policy=ModuleWrapPolicy({TransformerBlock}),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
         cpu_offload=CPUOffload(offload_params=bool(settings.get("offload"))),
         sharding_strategy=ShardingStrategy[settings.get("strategy", "FULL_SHARD")],
         mixed_precision=precision,

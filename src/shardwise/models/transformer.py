@@ -61,7 +61,7 @@ class GeluFeedForward(nn.Module):
         return self.narrow(F.gelu(self.widen(x)))
 
 
-class TransformerBlock(nn.Module):
+class Block(nn.Module):
     """Attention, then feed-forward, each normalised before and added after."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -86,7 +86,7 @@ class Transformer(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.position_embedding = nn.Embedding(config.max_sequence_length, config.width)
-        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.output = nn.Linear(config.width, config.vocab_size, bias=False)
 

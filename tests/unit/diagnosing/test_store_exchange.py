@@ -122,6 +122,7 @@ def test_a_machine_that_is_silent_grows_old(
     import time
 
     exchange_all(exchanges)
+    exchanges[0].exchange(with_all=True)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 5.0)
     exchange_all(exchanges[:4])
