@@ -62,9 +62,9 @@ def has_attribute(thing: Any, name: str) -> bool:
     return name in _instance_names(thing) or inspect.getattr_static(thing, name, _MISSING) is not _MISSING
 
 
-def wrap(thing: Any, settings: frozenset[tuple[int, str]] = frozenset()) -> Value:
+def wrap(thing: Any) -> Value:
     """A real object as a value; tensors are data, everything else is plain."""
-    value = known(thing, settings=settings)
+    value = known(thing)
     return value.like(source=Source.TENSOR) if isinstance(thing, torch.Tensor) else value
 
 
@@ -105,13 +105,12 @@ def load_from_module(module: nn.Module, name: str, frame: Frame) -> Value:
     if isinstance(on_class, property | functools.cached_property):
         return _load_property(module, on_class, name, frame)
     own = vars(module).get(name, _MISSING)
-    setting = frozenset({(id(module), name)})
     if own is not _MISSING:
         if isinstance(own, bool):  # a switch that training code may flip after the plan was made
             return PLAIN
         if isinstance(own, torch.Tensor) and name + "_v" in module._parameters:  # weight_norm's computed weight
             return _all_of([module._parameters[name + suffix] for suffix in ("_v", "_g")])
-        return wrap(own, setting)
+        return wrap(own)
     registered = _registered(module, name)
     if registered is not _MISSING:
         return wrap(registered)
@@ -198,7 +197,7 @@ def _load_plain(thing: Any, name: str, value: Value, frame: Frame) -> Value:
         result = enter_function(attribute.fget, Arguments([known(thing)]), frame, receiver=thing)
         return result if result is not None else PLAIN
     if name in names:
-        return wrap(names[name], value.settings)
+        return wrap(names[name])
     if attribute is not _MISSING:
         return _load_class_attribute(attribute, name, Known(thing))
     return PLAIN
@@ -207,7 +206,7 @@ def _load_plain(thing: Any, name: str, value: Value, frame: Frame) -> Value:
 def use_as_data(value: Value, frame: Frame) -> Value:
     """The value takes part in arithmetic: record what it reads and forget which object it was."""
     consume(value, frame)
-    return PLAIN.like(source=value.source, loops=value.loops, settings=value.settings)
+    return PLAIN.like(source=value.source, loops=value.loops)
 
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
@@ -254,7 +253,6 @@ def _own(module: nn.Module, name: str) -> bool:
 
 def walk(value: Value, frame: Frame) -> Walk:
     """One turn of a loop over the value, standing for all of them."""
-    frame.analysis.decide(value)
     walks = [_walk_atom(atom, value, frame) for atom in value.atoms]
     if value.open or not walks:
         source = Source.CONTENT if value.source >= Source.CONTENT else value.source
@@ -307,10 +305,7 @@ def _walk_parameters(atom: Parameters) -> Walk:
 
 def item(value: Value, index: Value, frame: Frame) -> Value:
     """`value[index]`."""
-    frame.analysis.decide(value)
     at = index.only()
-    if at is not Unknown:
-        frame.analysis.decide(index)
     found = [_item_of(atom, at, index, frame) for atom in value.atoms]
     if value.open or not found:
         found.append(PLAIN.like(source=_indexed(value, index), loops=value.loops))
@@ -486,14 +481,6 @@ _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_"
 } | {"to", "cpu", "cuda", "float", "half", "double", "bfloat16"}
 _FROM_LIKENESS = {"to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"}
 _WITHOUT_CONTENT = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
-_PLAIN_MODULES = (
-    "torch.jit",
-    "torch.compiler",
-    "torch.cuda",
-    "torch.backends",
-    "torch.distributed",
-    "torch.overrides",
-)
 
 
 def is_torch_function(thing: Any) -> bool:
@@ -530,11 +517,6 @@ def torch_result(name: str, arguments: Arguments) -> Value:
     if name.startswith(("is_", "get_", "has_", "finfo", "iinfo", "device")):
         return PLAIN
     return opaque(*values, source=Source.TENSOR)
-
-
-def is_plain_torch(function: Any) -> bool:
-    """Functions of torch that answer about the process, never about a tensor."""
-    return (getattr(function, "__module__", None) or "").startswith(_PLAIN_MODULES)
 
 
 def method_reads_content(name: str) -> bool:
@@ -586,6 +568,3 @@ def compare(left: Value, right: Value) -> Source:
     """What a comparison of two unknown values depends on."""
     top = max(left.source, right.source)
     return Source.CONTENT if top >= Source.TENSOR else top
-
-
-TENSOR_TYPES = (torch.Tensor,)

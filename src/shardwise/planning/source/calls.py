@@ -156,14 +156,12 @@ def _len(arguments: Arguments, frame: Frame) -> Value:
     value = arguments.first()
     count = walk(value, frame).count if value.atoms and not value.open else None
     if count is not None:
-        return known(count, settings=value.settings)
+        return known(count)
     return opaque(value, source=Source.CONTENT if value.source == Source.DYNAMIC else Source.PLAIN)
 
 
 @builtin(range)
 def _range(arguments: Arguments, frame: Frame) -> Value:
-    for value in arguments.positional:
-        frame.analysis.decide(value)
     numbers = [value.only() for value in arguments.positional]
     element = opaque(*arguments.positional, source=_content(arguments.positional))
     if not numbers or not all(type(number) is int for number in numbers):
@@ -210,7 +208,6 @@ def _getattr(arguments: Arguments, frame: Frame) -> Value:
     if len(arguments.positional) < 2:
         return PLAIN
     thing, name = arguments.positional[0], arguments.positional[1]
-    frame.analysis.decide(name)
     default = arguments.positional[2:3]
     names = [atom.object for atom in name.atoms if isinstance(atom, Known) and isinstance(atom.object, str)]
     if names and not name.open:
@@ -370,7 +367,6 @@ def container_method(value: Value, name: str, arguments: Arguments, frame: Frame
             return item(value, PLAIN, frame)
         else:
             return None
-    frame.analysis.decide(value)
     if name in ("get", "pop"):
         return join([item(value, arguments.first(), frame), *arguments.positional[1:]])
     element = join(inner for _, inner in rows) if rows else PLAIN
@@ -379,18 +375,9 @@ def container_method(value: Value, name: str, arguments: Arguments, frame: Frame
     return Value(frozenset({Many(shown, len(rows))}), open=value.open, loops=value.loops)
 
 
-_READ_ONE_BY_ONE = 4
-
-
 def invoke(callee: Value, arguments: Arguments, frame: Frame) -> Value:
     """`callee(*arguments)`."""
-    frame.analysis.decide(callee)
-    results = []
-    if not _put_off(callee, arguments, frame):
-        for atom in callee.atoms:
-            results.append(_invoke_atom(atom, callee, arguments, frame))
-    else:
-        results.append(TENSOR)
+    results = [_invoke_atom(atom, callee, arguments, frame) for atom in callee.atoms]
     if callee.open or not callee.atoms:
         # Where some callee is known, the unknown rest is a fallback of the same kind.
         if not callee.atoms:
@@ -502,26 +489,6 @@ def _invoke_method(bound: Bound, callee: Value, given: Arguments, frame: Frame) 
         if not own and id(module) not in analysis.places.covered(frame.chain):
             analysis.add(Fact("method", frame.chain, module, bound.name, frame.is_conditional))
     return result
-
-
-def _put_off(callee: Value, arguments: Arguments, frame: Frame) -> bool:
-    """Leave the same method of many layers to be read once for all of them, instead of here one by one."""
-    analysis = frame.analysis
-    bound = [atom for atom in callee.atoms if isinstance(atom, Bound)]
-    if len(bound) <= _READ_ONE_BY_ONE or len(bound) < len(callee.atoms):
-        return False
-    receivers = [atom.receiver.object for atom in bound]
-    if len({atom.name for atom in bound}) > 1 or any(is_interesting(v, analysis.places) for v in arguments.values()):
-        return False
-    if bound[0].name == "__call__" or not all(receiver in analysis.places for receiver in receivers):
-        return False
-    for atom in bound:
-        module = atom.receiver.object
-        analysis.activity += 1
-        analysis.deferred[id(module), atom.name] = (module, atom.name)
-        conditional = frame.is_conditional or callee.picked
-        analysis.add(Fact("method", frame.chain, module, atom.name, conditional))
-    return True
 
 
 def _invoke_function(function: Any, arguments: Arguments, frame: Frame) -> Value:

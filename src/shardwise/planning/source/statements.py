@@ -180,7 +180,7 @@ def _f_string(node: ast.JoinedStr, frame: Frame) -> Value:
     together = opaque(*values)
     if all(isinstance(thing, str | int) for thing in objects):
         text = "".join(str(thing) for thing in objects)
-        return known(text, settings=together.settings).like(loops=together.loops)
+        return known(text).like(loops=together.loops)
     pattern = "".join(re.escape(str(thing)) if isinstance(thing, str | int) else ".*" for thing in objects)
     return together.like(atoms=frozenset({Known(re.compile(pattern))}))
 
@@ -206,11 +206,11 @@ def _binary(node: ast.BinOp, frame: Frame) -> Value:
 def combine(left: Value, right: Value, op: ast.operator, frame: Frame) -> Value:
     """`left op right`: numbers are computed, lists joined, everything else is data."""
     one, other = left.only(), right.only()
-    settings, loops = left.settings | right.settings, left.loops | right.loops
+    loops = left.loops | right.loops
     if type(one) in (int, float, str) and type(other) is type(one) and type(op) in _ARITHMETIC:
         try:
             if isinstance(one, str) or (abs(one) < 1e9 and abs(other) < 1e9):
-                return known(_ARITHMETIC[type(op)](one, other), settings=settings).like(loops=loops)
+                return known(_ARITHMETIC[type(op)](one, other)).like(loops=loops)
         except (TypeError, ZeroDivisionError):
             return opaque(left, right)
     if isinstance(op, ast.Add | ast.Mult) and (_is_list(left) or _is_list(right)):
@@ -244,10 +244,10 @@ def _unary(node: ast.UnaryOp, frame: Frame) -> Value:
     value = evaluate(node.operand, frame)
     if isinstance(node.op, ast.Not):
         answer = truth(value)
-        return PLAIN.like(source=value.source) if answer is None else known(not answer, settings=value.settings)
+        return PLAIN.like(source=value.source) if answer is None else known(not answer)
     number = value.only()
     if isinstance(node.op, ast.USub) and type(number) in (int, float):
-        return known(-number, settings=value.settings)
+        return known(-number)
     return use_as_data(value, frame)
 
 
@@ -260,12 +260,9 @@ def _boolean(node: ast.BoolOp, frame: Frame) -> Value:
         value = evaluate(part, frame)
         answer = truth(value)
         if answer is stops_at:
-            frame.analysis.decide(value)
             return value if not values or not stops_at else join([*values, value])
         if answer is None or part is node.values[-1]:
             values.append(value)
-        else:
-            frame.analysis.decide(value)
     return join(values)
 
 
@@ -281,22 +278,21 @@ def _compare(node: ast.Compare, frame: Frame) -> Value:
 
 
 def _compare_two(left: Value, op: ast.cmpop, right: Value, frame: Frame) -> Value:
-    settings = left.settings | right.settings
     one, other = left.only(), right.only()
     if isinstance(op, ast.Is | ast.IsNot):
         answer = _same_object(left, right)
-        return PLAIN if answer is None else known(answer is isinstance(op, ast.Is), settings=settings)
+        return PLAIN if answer is None else known(answer is isinstance(op, ast.Is))
     if left.source == Source.RANDOM and isinstance(op, ast.Lt | ast.LtE) and other in (0, 0.0) and other is not False:
-        return known(False, settings=settings)  # layerdrop that is switched off
+        return known(False)  # layerdrop that is switched off
     if isinstance(one, _SIMPLE) and isinstance(other, _SIMPLE):
         try:
-            return known(bool(_COMPARISON[type(op)](one, other)), settings=settings)
+            return known(bool(_COMPARISON[type(op)](one, other)))
         except (TypeError, KeyError):
             return PLAIN
     if isinstance(op, ast.In | ast.NotIn) and isinstance(one, _SIMPLE):
         members = _constants(right)
         if members is not None:
-            return known((one in members) is isinstance(op, ast.In), settings=settings)
+            return known((one in members) is isinstance(op, ast.In))
     else:
         consume(left, frame)
         consume(right, frame)
@@ -327,7 +323,6 @@ def _same_object(left: Value, right: Value) -> bool | None:
 @expression(ast.IfExp)
 def _conditional(node: ast.IfExp, frame: Frame) -> Value:
     test = evaluate(node.test, frame)
-    frame.analysis.decide(test)
     answer = truth(test)
     if answer is not None:
         return evaluate(node.body if answer else node.orelse, frame)
@@ -362,8 +357,6 @@ def _slice(node: ast.Slice, frame: Frame) -> Value:
     bounds = [evaluate(part, frame) if part is not None else NONE for part in (node.lower, node.upper, node.step)]
     numbers = [bound.only() for bound in bounds]
     if all(number is None or type(number) is int for number in numbers):
-        for bound in bounds:
-            frame.analysis.decide(bound)
         return known(slice(*numbers))
     return Value(frozenset({Known(slice)}), open=True, source=max(bound.source for bound in bounds))
 
@@ -500,7 +493,6 @@ def _if(node: ast.If, frame: Frame) -> None:
     test = evaluate(node.test, frame)
     answer = truth(test)
     if answer is not None:
-        frame.analysis.decide(test)
         execute(node.body if answer else node.orelse, frame)
         return
     depends = test.source >= Source.TENSOR

@@ -135,8 +135,6 @@ class Value:
     """Which of the atoms it is depends on the data."""
     loops: frozenset[int] = frozenset()
     """The loops whose turn decides which of the atoms it is."""
-    settings: frozenset[tuple[int, str]] = frozenset()
-    """The module attributes (identity, name) it was read from, for reuse among layers of one class."""
 
     def only(self) -> Any:
         """The one real object it must be, or `Unknown`."""
@@ -162,9 +160,9 @@ CONTENT = Value(open=True, source=Source.CONTENT)
 NONE = Value(frozenset({Known(None)}))
 
 
-def known(thing: Any, *, settings: frozenset[tuple[int, str]] = frozenset()) -> Value:
+def known(thing: Any) -> Value:
     """The value that is certainly this real object."""
-    return Value(frozenset({Known(thing)}), settings=settings)
+    return Value(frozenset({Known(thing)}))
 
 
 def opaque(*values: Value, source: Source | None = None) -> Value:
@@ -174,7 +172,6 @@ def opaque(*values: Value, source: Source | None = None) -> Value:
         open=True,
         source=top,
         loops=frozenset().union(*(value.loops for value in values)),
-        settings=frozenset().union(*(value.settings for value in values)),
     )
 
 
@@ -191,7 +188,6 @@ def join(values: Iterable[Value]) -> Value:
         source=max((value.source for value in distinct), default=Source.PLAIN),
         picked=any(value.picked for value in distinct),
         loops=frozenset().union(*(value.loops for value in distinct)),
-        settings=frozenset().union(*(value.settings for value in distinct)),
     )
 
 
@@ -255,8 +251,6 @@ class Analysis:
         self.places, self.entry = places, entry
         self.facts: dict[tuple[Any, ...], Fact] = {}
         self.counts: dict[int, int] = {}
-        self.settings: set[tuple[int, str]] = set()
-        self.deferred: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         self.results: dict[Any, Any] = {}
         self.running: list[Any] = []
         self.activity = 0
@@ -272,10 +266,6 @@ class Analysis:
     def add(self, fact: Fact) -> None:
         """Keep a fact, once."""
         self.facts[fact.key()] = fact
-
-    def decide(self, value: Value) -> None:
-        """Remember that the outcome hangs on the settings behind `value`."""
-        self.settings |= value.settings
 
 
 @dataclass(slots=True, eq=False)
