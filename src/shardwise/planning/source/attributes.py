@@ -25,14 +25,15 @@ from shardwise.planning.source.values import (
     Known,
     Many,
     Mapping,
-    Parameters,
     Sequence,
     Source,
     Super,
     Unknown,
     Value,
     evaluate,
+    inside,
     join,
+    just,
     known,
     opaque,
 )
@@ -154,9 +155,9 @@ def _load_class_attribute(attribute: Any, name: str, receiver: Known) -> Value:
     if isinstance(attribute, staticmethod):
         return known(attribute.__func__)
     if isinstance(attribute, classmethod):
-        return Value(frozenset({Bound(attribute.__func__, Known(type(receiver.object)), name)}))
+        return just(Bound(attribute.__func__, Known(type(receiver.object)), name))
     if underlying(attribute)[0] is not None or isinstance(attribute, types.FunctionType):
-        return Value(frozenset({Bound(attribute, receiver, name)}))
+        return just(Bound(attribute, receiver, name))
     if hasattr(type(attribute), "__get__"):  # slots and descriptors of other kinds
         return PLAIN
     return PLAIN if isinstance(attribute, bool) else wrap(attribute)
@@ -188,7 +189,7 @@ def _load_plain(thing: Any, name: str, value: Value, frame: Frame) -> Value:
     if isinstance(thing, type):
         attribute = inspect.getattr_static(thing, name, _MISSING)
         if isinstance(attribute, classmethod):
-            return Value(frozenset({Bound(attribute.__func__, Known(thing), name)}))
+            return just(Bound(attribute.__func__, Known(thing), name))
         attribute = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
         return PLAIN if attribute is _MISSING or isinstance(attribute, property) else wrap(attribute)
     names = _instance_names(thing)
@@ -266,41 +267,40 @@ def walk(value: Value, frame: Frame) -> Walk:
     )
 
 
+def contents(atom: Atom) -> Sequence | Mapping | Many | None:
+    """What a container holds, be it written out in the code or real."""
+    if isinstance(atom, Sequence | Mapping | Many):
+        return atom
+    if isinstance(atom, Known):
+        if (items := list_items(atom.object)) is not None:
+            return Sequence(tuple(items))
+        if (by_key := dict_items(atom.object)) is not None:
+            return Mapping(tuple(by_key.items()))
+    return None
+
+
 def _walk_atom(atom: Atom, value: Value, frame: Frame) -> Walk:
-    if isinstance(atom, Sequence):
-        return Walk(join(atom.items) if atom.items else Value(), None if value.open else len(atom.items))
-    if isinstance(atom, Mapping):
-        return Walk(join(known(key) for key, _ in atom.items) if atom.items else PLAIN, len(atom.items))
-    if isinstance(atom, Many):
-        return Walk(atom.element, atom.count, value.source == Source.DYNAMIC)
-    if isinstance(atom, Parameters):
-        return _walk_parameters(atom)
-    return _walk_known(atom.object, frame) if isinstance(atom, Known) else Walk(PLAIN, None)
-
-
-def _walk_known(thing: Any, frame: Frame) -> Walk:
+    held = contents(atom)
+    if isinstance(held, Many):
+        return Walk(held.element, held.count, value.source == Source.DYNAMIC)
+    if isinstance(held, Sequence):
+        return Walk(join(held.items), None if value.open and held is atom else len(held.items))
+    if isinstance(held, Mapping):
+        return Walk(join(known(key) for key, _ in held.items), len(held.items))
+    thing = atom.object if isinstance(atom, Known) else None
     if isinstance(thing, torch.Tensor):
         consume(known(thing), frame)
         return Walk(TENSOR, None)
-    items = list_items(thing)
-    if items is None and (by_key := dict_items(thing)) is not None:
-        items = [known(key) for key in by_key]
-    if items is not None:
-        return Walk(join(items) if items else Value(), len(items))
     if isinstance(thing, nn.Module) and _own(thing, "__iter__"):
-        result = enter_function(
-            getattr(type(thing), "__iter__", None), Arguments([known(thing)]), frame, receiver=thing
-        )
-        return walk(result, frame) if result is not None else Walk(PLAIN, None)
+        return walk(_call_own(thing, "__iter__", [], frame), frame)
     return Walk(PLAIN, None)
 
 
-def _walk_parameters(atom: Parameters) -> Walk:
-    parameters = [wrap(parameter) for parameter in atom.module.object.parameters()]
-    element = join(parameters) if parameters else PLAIN
-    if atom.named:
-        element = Value(frozenset({Sequence((PLAIN, element))}))
-    return Walk(element, len(parameters))
+def _call_own(module: nn.Module, name: str, arguments: list[Value], frame: Frame) -> Value:
+    """What a method that the model's code defines on a container returns."""
+    function = getattr(type(module), name)
+    result = enter_function(function, Arguments([known(module), *arguments]), frame, receiver=module)
+    return result if result is not None else PLAIN
 
 
 def item(value: Value, index: Value, frame: Frame) -> Value:
@@ -324,31 +324,19 @@ def _indexed(value: Value, index: Value) -> Source:
 
 
 def _item_of(atom: Atom, at: Any, index: Value, frame: Frame) -> Value:
-    if isinstance(atom, Sequence):
-        return _pick(atom.items, at, index)
-    if isinstance(atom, Mapping):
-        return _look_up(dict(atom.items), at, index)
-    if isinstance(atom, Many):
-        if isinstance(at, slice):
-            return Value(frozenset({Many(atom.element)}))
-        return _chosen(atom.element, index)
-    if not isinstance(atom, Known):
-        return PLAIN
-    thing = atom.object
+    held = contents(atom)
+    if isinstance(held, Sequence):
+        return _pick(held.items, at, index)
+    if isinstance(held, Mapping):
+        return _look_up(dict(held.items), at, index)
+    if isinstance(held, Many):
+        return just(Many(held.element)) if isinstance(at, slice) else _chosen(held.element, index)
+    thing = atom.object if isinstance(atom, Known) else None
     if isinstance(thing, torch.Tensor):
         consume(known(thing), frame)
         return TENSOR
-    items = list_items(thing)
-    if items is not None:
-        return _pick(items, at, index)
-    by_key = dict_items(thing)
-    if by_key is not None:
-        return _look_up(by_key, at, index)
     if isinstance(thing, nn.Module) and _own(thing, "__getitem__"):
-        result = enter_function(
-            getattr(type(thing), "__getitem__", None), Arguments([known(thing), index]), frame, receiver=thing
-        )
-        return result if result is not None else PLAIN
+        return _call_own(thing, "__getitem__", [index], frame)
     return PLAIN
 
 
@@ -359,12 +347,12 @@ def _pick(items: AnySequence[Value], at: Any, index: Value) -> Value:
         if not is_slice:
             return _chosen(everything, index)
         # `layers[:depth]`: which ones run is up to the data where the bound is.
-        return Value(frozenset({Many(_chosen(everything, index) if index.source >= Source.TENSOR else everything)}))
+        return just(Many(_chosen(everything, index) if index.source >= Source.TENSOR else everything))
     try:
         chosen = items[at]
     except (IndexError, TypeError, ValueError):
         return PLAIN
-    return chosen if isinstance(chosen, Value) else Value(frozenset({Sequence(tuple(chosen))}))
+    return chosen if isinstance(chosen, Value) else just(Sequence(tuple(chosen)))
 
 
 def _look_up(by_key: dict[Any, Value], at: Any, index: Value) -> Value:
@@ -390,25 +378,18 @@ def truth(value: Value) -> bool | None:
     return answers.pop() if len(answers) == 1 else None
 
 
-def _truth_of(atom: Any) -> bool | None:
-    if isinstance(atom, Sequence | Mapping):
-        return bool(atom.items)
+def _truth_of(atom: Atom) -> bool | None:
+    held = contents(atom)
+    if held is not None:
+        return None if isinstance(held, Many) else bool(held.items)
     if not isinstance(atom, Known):
-        return None if type(atom).__name__ in ("Many", "Parameters") else True
+        return True
     thing = atom.object
     if thing is None or isinstance(thing, bool | int | float | str | bytes):
         return bool(thing)
-    if isinstance(thing, torch.Tensor):
-        return None
-    items = list_items(thing)
-    if items is None and (by_key := dict_items(thing)) is not None:
-        items = list(by_key.values())
-    if items is not None:
-        return bool(items)
     # Functions, classes and ordinary modules have no truth of their own, so they are true.
-    if isinstance(thing, type | types.FunctionType):
-        return True
-    return True if isinstance(thing, nn.Module) and not hasattr(type(thing), "__len__") else None
+    is_module = isinstance(thing, nn.Module) and not hasattr(type(thing), "__len__")
+    return True if is_module or isinstance(thing, type | types.FunctionType) else None
 
 
 def assign(target: ast.expr, value: Value, frame: Frame) -> None:
@@ -418,7 +399,7 @@ def assign(target: ast.expr, value: Value, frame: Frame) -> None:
     elif isinstance(target, ast.Tuple | ast.List):
         _unpack(target.elts, value, frame)
     elif isinstance(target, ast.Starred):
-        assign(target.value, Value(frozenset({Many(value)})), frame)
+        assign(target.value, just(Many(value)), frame)
     elif isinstance(target, ast.Subscript):
         _assign_item(target, value, frame)
     elif isinstance(target, ast.Attribute):
@@ -445,14 +426,8 @@ def _assign_item(target: ast.Subscript, value: Value, frame: Frame) -> None:
     evaluate(target.slice, frame)
     consume(value, frame)
     if isinstance(target.value, ast.Name) and value.atoms and target.value.id in frame.names:
-        pieces = [value, *(part for atom in holder.atoms for part in _parts(atom))]
-        frame.names[target.value.id] = join([holder.like(atoms=frozenset()), Value(frozenset({Many(join(pieces))}))])
-
-
-def _parts(atom: object) -> tuple[Value, ...]:
-    if isinstance(atom, Sequence):
-        return atom.items
-    return (atom.element,) if isinstance(atom, Many) else ()
+        pieces = [value, *(part for atom in holder.atoms for part in inside(atom))]
+        frame.names[target.value.id] = join([holder.like(atoms=frozenset()), just(Many(join(pieces)))])
 
 
 _DYNAMIC = {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere"}
@@ -560,7 +535,7 @@ def _cut_by_data(name: str, values: list[Value]) -> Value | None:
         return None
     part = opaque(*values, source=Source.DYNAMIC)
     if name in _INTO_PARTS:
-        return Value(frozenset({Many(part)}))
+        return just(Many(part))
     return part if name in _TO_LENGTH else None
 
 

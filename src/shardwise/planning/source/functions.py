@@ -36,6 +36,7 @@ from shardwise.planning.source.values import (
     execute,
     join,
     join_counts,
+    just,
     known,
     leaves,
     opaque,
@@ -366,7 +367,7 @@ def _run(node: FunctionNode, arguments: Arguments, frame: Frame, key: Any) -> Va
     ends = [*frame.exit_counts, *([] if frame.dead else [analysis.counts])]
     analysis.counts = join_counts(ends) if ends else analysis.counts
     if is_generator(node):
-        return Value(frozenset({Many(join(frame.yields) if frame.yields else NONE)}))
+        return just(Many(join(frame.yields) if frame.yields else NONE))
     results = [*frame.returns, *([] if frame.dead else [NONE])]
     return join(results) if results else NONE
 

@@ -108,19 +108,11 @@ class Super:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
-    """`module.parameters()` before anything walks through it."""
-
-    module: Known
-    named: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Absent:
     """An attribute that the module does not have: code that uses it cannot run as the model stands."""
 
 
-Atom = Known | Sequence | Mapping | Many | Bound | Closure | Partial | Super | Parameters | Absent
+Atom = Known | Sequence | Mapping | Many | Bound | Closure | Partial | Super | Absent
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +157,11 @@ def known(thing: Any) -> Value:
     return Value(frozenset({Known(thing)}))
 
 
+def just(atom: Atom) -> Value:
+    """The value that is certainly this atom."""
+    return Value(frozenset({atom}))
+
+
 def opaque(*values: Value, source: Source | None = None) -> Value:
     """Something unknown that was computed from these values."""
     top = max((value.source for value in values), default=Source.PLAIN) if source is None else source
@@ -197,11 +194,12 @@ def leaves(value: Value, depth: int = 4) -> Iterator[Known | Bound | Closure]:
         if isinstance(atom, Known | Bound | Closure):
             yield atom
         elif depth:
-            for inner in _inside(atom):
+            for inner in inside(atom):
                 yield from leaves(inner, depth - 1)
 
 
-def _inside(atom: Atom) -> Iterable[Value]:
+def inside(atom: Atom) -> Iterable[Value]:
+    """The values that a container or a partial call holds."""
     if isinstance(atom, Sequence):
         return atom.items
     if isinstance(atom, Mapping):
@@ -332,27 +330,15 @@ class Frame:
             self.conditional = before
 
 
-Expression = Callable[[Any, Frame], Value]
-Statement = Callable[[Any, Frame], None]
-EXPRESSIONS: dict[type[ast.AST], Expression] = {}
-STATEMENTS: dict[type[ast.AST], Statement] = {}
+EXPRESSIONS: dict[type[ast.AST], Callable[[Any, Frame], Value]] = {}
+STATEMENTS: dict[type[ast.AST], Callable[[Any, Frame], object]] = {}
 
 
-def expression(*kinds: type[ast.AST]) -> Callable[[Expression], Expression]:
-    """Register how expressions of these kinds are evaluated."""
+def handles(table: dict[Any, Any], *keys: Any) -> Callable[[Any], Any]:
+    """Enter a function into a table of handlers under these keys."""
 
-    def register(function: Expression) -> Expression:
-        EXPRESSIONS.update(dict.fromkeys(kinds, function))
-        return function
-
-    return register
-
-
-def statement(*kinds: type[ast.AST]) -> Callable[[Statement], Statement]:
-    """Register how statements of these kinds are run."""
-
-    def register(function: Statement) -> Statement:
-        STATEMENTS.update(dict.fromkeys(kinds, function))
+    def register(function: Any) -> Any:
+        table.update(dict.fromkeys(keys, function))
         return function
 
     return register
