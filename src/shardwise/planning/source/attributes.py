@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.planning.source.functions import Arguments, consume, enter_function, record_read, underlying
+from shardwise.planning.source.functions import Arguments, consume, record_read, result_of, underlying
 from shardwise.planning.source.values import (
     ARGUMENT,
     CONTENT,
@@ -119,8 +119,7 @@ def load_from_module(module: nn.Module, name: str, frame: Frame) -> Value:
         return _load_class_attribute(on_class, name, Known(module))
     fallback = inspect.getattr_static(type(module), "__getattr__", None)
     if fallback is not None and fallback is not nn.Module.__getattr__ and name != "__getattr__":
-        found = enter_function(fallback, Arguments([known(module), known(name)]), frame, receiver=module)
-        return found if found is not None else PLAIN
+        return result_of(fallback, module, [known(name)], frame)
     # Set by the model's own code as it runs, or in a branch that this model never takes.
     return Value(frozenset({Absent()}), open=True, source=Source.ARGUMENT)
 
@@ -141,8 +140,7 @@ def _load_property(module: nn.Module, descriptor: Any, name: str, frame: Frame) 
         return wrap(vars(module)[name])
     getter = descriptor.fget if isinstance(descriptor, property) else descriptor.func
     # Whoever reads a property runs its code without entering the module: the frame keeps the reader's chain.
-    result = enter_function(getter, Arguments([known(module)]), frame, receiver=module)
-    return result if result is not None else PLAIN
+    return result_of(getter, module, [], frame)
 
 
 def _all_of(parameters: list[Any]) -> Value:
@@ -170,9 +168,7 @@ def _load_super(atom: Super, name: str, frame: Frame) -> Value:
         if name in vars(cls):
             attribute = vars(cls)[name]
             if isinstance(attribute, property):
-                receiver = atom.receiver.object
-                result = enter_function(attribute.fget, Arguments([known(receiver)]), frame, receiver=receiver)
-                return result if result is not None else PLAIN
+                return result_of(attribute.fget, atom.receiver.object, [], frame)
             return _load_class_attribute(attribute, name, atom.receiver)
     return PLAIN
 
@@ -195,8 +191,7 @@ def _load_plain(thing: Any, name: str, value: Value, frame: Frame) -> Value:
     names = _instance_names(thing)
     attribute = inspect.getattr_static(type(thing), name, _MISSING)
     if isinstance(attribute, property):
-        result = enter_function(attribute.fget, Arguments([known(thing)]), frame, receiver=thing)
-        return result if result is not None else PLAIN
+        return result_of(attribute.fget, thing, [], frame)
     if name in names:
         return wrap(names[name])
     if attribute is not _MISSING:
@@ -292,15 +287,8 @@ def _walk_atom(atom: Atom, value: Value, frame: Frame) -> Walk:
         consume(known(thing), frame)
         return Walk(TENSOR, None)
     if isinstance(thing, nn.Module) and _own(thing, "__iter__"):
-        return walk(_call_own(thing, "__iter__", [], frame), frame)
+        return walk(result_of(type(thing).__iter__, thing, [], frame), frame)
     return Walk(PLAIN, None)
-
-
-def _call_own(module: nn.Module, name: str, arguments: list[Value], frame: Frame) -> Value:
-    """What a method that the model's code defines on a container returns."""
-    function = getattr(type(module), name)
-    result = enter_function(function, Arguments([known(module), *arguments]), frame, receiver=module)
-    return result if result is not None else PLAIN
 
 
 def item(value: Value, index: Value, frame: Frame) -> Value:
@@ -336,7 +324,7 @@ def _item_of(atom: Atom, at: Any, index: Value, frame: Frame) -> Value:
         consume(known(thing), frame)
         return TENSOR
     if isinstance(thing, nn.Module) and _own(thing, "__getitem__"):
-        return _call_own(thing, "__getitem__", [index], frame)
+        return result_of(type(thing).__getitem__, thing, [index], frame)
     return PLAIN
 
 

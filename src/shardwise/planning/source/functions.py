@@ -286,6 +286,12 @@ def enter_function(
     return result
 
 
+def result_of(function: Any, receiver: Any, arguments: list[Value], frame: Frame) -> Value:
+    """What a function returns that is called with its receiver and these; nothing is known without its source."""
+    result = enter_function(function, Arguments([known(receiver), *arguments]), frame, receiver=receiver)
+    return result if result is not None else PLAIN
+
+
 def enter_closure(closure: Closure, arguments: Arguments, frame: Frame) -> Value:
     """Read a function that the code itself defines."""
     home: Frame = closure.frame
