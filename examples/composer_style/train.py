@@ -1,12 +1,13 @@
-"""A Composer user's script: the model names its groups, the optimizer comes first, the config is FSDP1's.
+"""A Composer user's script: the model names its groups, the optimizer comes first, the config is Composer's run file.
 
-`prepare_fully_shard` takes the dictionary as it is. Each setting is carried out, explained in the plan as no
-longer needed, or refused with what to write instead. Embedding and head are tied and both asked to be groups:
-the group around them holds the shared matrix. Activation checkpointing is a call of its own, made before.
+`prepare_fully_shard` takes the file as it is; a dictionary, an `FSDPConfig` or a `ParallelismConfig` as well. Each
+setting is carried out, explained in the plan as no longer needed, or refused with what to write instead. Embedding
+and head are tied and both asked to be groups: the group around them holds the shared matrix.
 
     torchrun --nproc-per-node 2 examples/composer_style/train.py
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,18 +19,7 @@ import shardwise as sw
 from shardwise.models.transformer import Block, Transformer, TransformerConfig
 from shardwise.sharding.registry import sharded_state
 
-FSDP_CONFIG = {
-    "sharding_strategy": "FULL_SHARD",
-    "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"},
-    "backward_prefetch": "BACKWARD_PRE",
-    "forward_prefetch": True,
-    "cpu_offload": False,
-    "limit_all_gathers": True,
-    "use_orig_params": True,
-    "sync_module_states": True,
-    "state_dict_type": "sharded",
-    "verbose": True,
-}
+RUN_FILE = Path(__file__).with_name("run.yaml")
 
 
 class TiedModel(Transformer):
@@ -42,6 +32,10 @@ class TiedModel(Transformer):
         if module is self.blocks[-1]:
             return {"reshard_after_forward": False}  # backward starts with it
         return isinstance(module, Block) or module in (self.token_embedding, self.output)
+
+    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
+        """Composer asks it too, where `activation_checkpointing` is on."""
+        return isinstance(module, Block)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Of naming each token's successor in the alphabet."""
@@ -56,8 +50,7 @@ def main(num_steps: int = 20) -> list[float]:
     model = TiedModel(TransformerConfig(vocab_size=64, width=64, num_layers=4, num_heads=4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    sw.checkpoint_activations(model, "selective")
-    sw.prepare_fully_shard(model, optimizer, FSDP_CONFIG)
+    sw.prepare_fully_shard(model, optimizer, RUN_FILE)
     state = sharded_state(model)
     if dist.get_rank() == 0 and state is not None:
         print(state.plan)

@@ -245,8 +245,7 @@ def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
     """
     translation, native = Translation(), {}
     settings = _find_settings(translation, config)
-    for key in sorted(settings, key=str):  # ranks may list them in different orders
-        value = settings[key]
+    for key, value in settings.items():
         if key in _OWN and not (key == "precision" and not isinstance(value, Mapping | PrecisionConfig)):
             native[key] = value
         elif key in _READERS:
