@@ -77,11 +77,11 @@ def watch(strike: Callable[[str], None]) -> Callable[[], None]:
         strike(half)
         return first + os.write(descriptor, data[len(data) // 2 :])
 
-    def watched_fsync(descriptor: Any) -> None:
-        name = _name(descriptor)
+    def watched_fsync(fd: Any) -> None:
+        name = _name(fd)
         if name.endswith(".distcp"):
             strike("file-written")
-        fsync(descriptor)
+        fsync(fd)
         points = {".distcp": "file-synced", ".metadata": "metadata-written", "manifest.json": "manifest-written"}
         for ending, point in {**points, ".partial": "partial-synced"}.items():
             if name.endswith(ending):

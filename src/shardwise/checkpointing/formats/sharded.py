@@ -13,7 +13,7 @@ import xxhash
 
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor
 from shardwise.checkpointing.formats.values import decode_value
-from shardwise.checkpointing.pickles.zip_files import Call, Global, Instance, Pairs, dumps, tensor_frame
+from shardwise.checkpointing.pickles.zip_files import Call, Instance, Pairs, dumps, known_global, tensor_frame
 from shardwise.checkpointing.storage.files import Place, Writer, check_name, create, join, read_small, split
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum, counting, from_hex, to_hex
 from shardwise.errors import CheckpointError
@@ -246,9 +246,9 @@ def _tensor_entry(parts: list[WrittenTensor]) -> Instance:
         for part in parts
     ]
     # What TensorProperties.__getstate__ gives: dtype, layout, requires_grad, memory format, pinned.
-    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory_format = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-    properties = (Global("torch", parts[0].dtype), layout, False, memory_format, False)
+    layout = Call(known_global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = Call(known_global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    properties = (known_global("torch", parts[0].dtype), layout, False, memory_format, False)
     state = {"properties": _instance("TensorProperties", properties), "size": _size(parts[0].shape), "chunks": chunks}
     return _instance("TensorStorageMetadata", state)
 
@@ -259,16 +259,16 @@ def _index(name: str, starts: tuple[int, ...] | None, number: int | None) -> Ins
 
 
 def _place(file: str, offset: int, length: int) -> Instance:
-    kind = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    kind = known_global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
     return Instance(kind, {"relative_path": file, "offset": offset, "length": length})
 
 
 def _size(sizes: tuple[int, ...]) -> Call:
-    return Call(Global("torch", "Size"), (tuple(sizes),))
+    return Call(known_global("torch", "Size"), (tuple(sizes),))
 
 
 def _instance(name: str, state: Any) -> Instance:
-    return Instance(Global(_METADATA, name), state)
+    return Instance(known_global(_METADATA, name), state)
 
 
 MANIFEST_NAME = "manifest.json"
