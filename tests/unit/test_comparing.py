@@ -110,6 +110,7 @@ def test_default_loss_prefers_the_models_own():
     assert loss_of_output({"loss": own, "logits": other}) == 3
     assert loss_of_output(SimpleNamespace(loss=own, logits=other)) == 3
     assert loss_of_output(own) == 3
+    assert loss_of_output((other, own)) == 3
     assert loss_of_output([other, {"x": 2 * other}, torch.tensor([1, 2])]) == 5
 
     @dataclass

@@ -124,12 +124,14 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of_output(output: Any) -> Tensor:
-    """The loss a model computed itself, or the mean of squares of everything floating-point it returned."""
+    """The loss a model computed itself (`.loss`, or its only scalar), or the mean of squares of what it returned."""
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor) and own.ndim == 0:
         return own
-    if isinstance(output, Tensor) and output.ndim == 0:
-        return output
+    parts = output if isinstance(output, (tuple, list)) else [output]
+    scalars = [part for part in parts if isinstance(part, Tensor) and part.ndim == 0 and part.is_floating_point()]
+    if len(scalars) == 1:  # the model's loss, alone or as in `return logits, loss`
+        return scalars[0]
     squares = [tensor.float().square().mean() for tensor in floating_tensors(output)]
     if not squares:
         raise ConfigError(

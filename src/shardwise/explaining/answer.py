@@ -179,7 +179,8 @@ def read_summary(lines: list[Line]) -> tuple[list[Line], Death | None]:
     """
     blocks = _blocks(lines)
     deaths = [_death(lines[start:stop]) for start, stop in blocks]
-    first = min((death for death in deaths if death), key=lambda death: death.time, default=None)
+    # Times are in seconds: a rank that the launcher ended (SIGTERM) was not the first to die within one.
+    first = min((death for death in deaths if death), key=lambda death: (death.time, death.code == -15), default=None)
     lines = list(lines)
     for (start, stop), death in zip(blocks, deaths, strict=True):
         for index in range(start, stop):

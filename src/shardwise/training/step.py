@@ -291,7 +291,7 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise instead of scaling. Waits for the device.
 
     Returns:
-        The norm before clipping: a plain 0-d float32 tensor, the same on every rank.
+        The norm before clipping: a plain 0-d tensor, the same on every rank; float64 where a gradient is, else float32.
 
     Raises:
         ConfigError: `norm_type` is not positive.
@@ -321,7 +321,7 @@ def clip_grad_norm_(
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for (device, _), grads in gradients.by_device_and_dtype().items():
             torch._foreach_mul_(grads, scale.to(device))  # a no-op by 1.0 is cheaper than asking the device
-    return norm.to(torch.float32)
+    return norm.to(gradients.dtype)
 
 
 def scale_grads_(model: nn.Module, factor: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 
 from shardwise.errors import SourceError
 from shardwise.findings import Edit, Severity, SourceFinding, Status
-from shardwise.fsdp1.codemod.emitted import IMPORTS, functions, is_ours
+from shardwise.fsdp1.codemod.emitted import functions, is_ours, origins
 from shardwise.source.syntax import FileContext
 
 
@@ -91,11 +91,11 @@ class Draft:
     edits: list[Edit] = field(default_factory=list)
     notes: list[SourceFinding] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
-    """Names that need an import, of `support.IMPORTS`."""
+    """Names that need an import."""
     helpers: set[str] = field(default_factory=set)
-    """Functions to carry along."""
+    """Functions to emit."""
     features: set[str] = field(default_factory=set)
-    """Which parts of them are used."""
+    """Their optional parameters that are needed."""
     taken: set[ast.AST] = field(default_factory=set)
     """Nodes that a rule has rewritten, for later rules to leave alone."""
 
@@ -111,33 +111,28 @@ class Draft:
 
     def name(self, wanted: str) -> str:
         """Use an importable name in emitted code."""
-        assert wanted in IMPORTS, wanted
+        assert wanted in origins(), wanted
         self.names.add(wanted)
         return wanted
 
     def helper(self, wanted: str, *features: str) -> str:
-        """Use a carried function in emitted code."""
+        """Use a helper function in emitted code."""
         assert wanted in functions(), wanted
         self.helpers.add(wanted)
         self.features.update(features)
         return wanted
 
     def nodes(self) -> list[ast.AST]:
-        """Every node but those of functions that an earlier run has carried into the file."""
-        if not self._has_carried():
-            return list(self.context.parents)
-        return [node for node in self.context.parents if not self._is_carried(node)]
+        """Every node but those of helpers that an earlier run has emitted into the file."""
+        return [node for node in self.context.parents if not self._is_emitted(node)]
 
     def calls(self) -> list[ast.Call]:
-        """Every call, in source order, but those in carried functions."""
-        if not self._has_carried():
-            return self.context.calls
-        return [call for call in self.context.calls if not self._is_carried(call)]
+        """Every call, in source order, but those in emitted helpers."""
+        return [call for call in self.context.calls if not self._is_emitted(call)]
 
-    def _has_carried(self) -> bool:
-        return any(function.name in functions() for function in self.context.functions)
-
-    def _is_carried(self, node: ast.AST) -> bool:
+    def _is_emitted(self, node: ast.AST) -> bool:
+        if not any(function.name in functions() for function in self.context.functions):
+            return False
         function = self.context.enclosing_function(node)
         return function is not None and function.name in functions()
 

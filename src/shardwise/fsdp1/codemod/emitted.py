@@ -1,65 +1,50 @@
-"""Functions that rewritten programs carry along, assembled from the texts beside this file."""
+"""Helper functions that rewritten programs need, taken from `fsdp1/emitted_helpers.py`, which is never imported."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib import resources
 
-from shardwise.source.syntax import canonical
+from shardwise.source.syntax import FileContext, Function, all_parameters, canonical
 
-_MARK = re.compile(r"[ ]*#@(?P<condition>[\w!&|()]+)$")
-_NAME = re.compile(r"\b[A-Za-z_]\w*\b")
-
-IMPORTS = {
-    "CPUOffloadPolicy": "torch.distributed.fsdp",
-    "CheckpointWrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-    "DTensor": "torch.distributed.tensor",
-    "DeviceMesh": "torch.distributed.device_mesh",
-    "FSDPModule": "torch.distributed.fsdp",
-    "MixedPrecisionPolicy": "torch.distributed.fsdp",
-    "OffloadPolicy": "torch.distributed.fsdp",
-    "ShardingStrategy": "torch.distributed.fsdp",
-    "StateDictOptions": "torch.distributed.checkpoint.state_dict",
-    "StateDictType": "torch.distributed.fsdp",
-    "contextlib": "",
-    "dataclasses": "",
-    "dist": "torch.distributed",
-    "distribute_tensor": "torch.distributed.tensor",
-    "fully_shard": "torch.distributed.fsdp",
-    "functools": "",
-    "get_model_state_dict": "torch.distributed.checkpoint.state_dict",
-    "get_optimizer_state_dict": "torch.distributed.checkpoint.state_dict",
-    "init_device_mesh": "torch.distributed.device_mesh",
-    "register_optimizer_step_pre_hook": "torch.optim.optimizer",
-    "set_model_state_dict": "torch.distributed.checkpoint.state_dict",
-    "set_optimizer_state_dict": "torch.distributed.checkpoint.state_dict",
-    "sw": "shardwise",
-    "torch": "",
-    "weakref": "",
-}
-"""Names that emitted code uses, and the module each comes from; empty where the name is a module itself."""
-ORIGINS = {
-    name: {"dist": "torch.distributed", "sw": "shardwise"}.get(name) or (f"{module}.{name}" if module else name)
-    for name, module in IMPORTS.items()
-}
-"""The public name that each of them stands for."""
+FEATURES = frozenset(
+    {
+        "policy",
+        "mp_policy",
+        "buffer_dtype",
+        "ignored",
+        "param_init_fn",
+        "sync_from_rank0",
+        "strategy",
+        "process_group",
+        "device_mesh",
+        "device_id",
+    }
+)
+"""Parameters of helpers that only some programs need."""
 _UNMISTAKABLE = {"CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy"}
-AS = {"dist": "import torch.distributed as dist", "sw": "import shardwise as sw"}
 
 
 @functools.cache
-def _template() -> str:
-    files = [resources.files(__package__ or "").joinpath(f"{name}.txt") for name in ("carried", "state")]
-    return "\n\n\n".join(file.read_text(encoding="utf-8").strip("\n") for file in files)
+def _helpers() -> FileContext:
+    file = resources.files("shardwise.fsdp1").joinpath("emitted_helpers.py")
+    return FileContext(file.read_text(encoding="utf-8"), file.name)
 
 
 @functools.cache
-def functions() -> tuple[str, ...]:
-    """The names of all functions there are."""
-    return tuple(dict.fromkeys(re.findall(r"^(?:def|class) (\w+)", _template(), re.MULTILINE)))
+def functions() -> dict[str, Function]:
+    """All helper functions by name."""
+    return {one.name: one for one in _helpers().tree.body if isinstance(one, Function)}
+
+
+@functools.cache
+def origins() -> dict[str, str]:
+    """Names that emitted code imports, and the public name that each stands for."""
+    names = _helpers().scopes[_helpers().tree].names
+    return {name: bindings[0].origin for name, bindings in names.items() if bindings[0].origin}
 
 
 def is_ours(name: str, origin: str | None) -> bool:
@@ -69,64 +54,47 @@ def is_ours(name: str, origin: str | None) -> bool:
     """
     if not origin:
         return False
-    return canonical(origin) == ORIGINS[name] or (name in _UNMISTAKABLE and origin.endswith(f".{name}"))
+    return canonical(origin) == origins()[name] or (name in _UNMISTAKABLE and origin.endswith(f".{name}"))
 
 
-def assemble(wanted: Iterable[str], features: Iterable[str]) -> list[tuple[str, str]]:
-    """The functions asked for and those they call, as (name, text), each before the ones that use it are needed.
+def assemble(wanted: Iterable[str], features: Collection[str]) -> list[tuple[str, str]]:
+    """The helpers asked for and those they call, as (name, text) in the order of their file.
 
     Args:
         wanted: Names of functions.
-        features: Which of the marked lines to keep.
+        features: Of `FEATURES`, and other parameters, those that the program needs.
     """
-    text = _select(_template(), frozenset(features))
-    pieces = {name: piece for piece in re.split(r"\n\n\n(?=def |class |@)", text.strip()) for name in _defined(piece)}
     found: dict[str, str] = {}
     waiting = list(wanted)
     while waiting:
-        name = waiting.pop(0)
+        name = waiting.pop()
         if name not in found:
-            found[name] = pieces[name]
-            waiting += [used for used in dict.fromkeys(_NAME.findall(pieces[name])) if used in pieces]
-    return [(name, found[name]) for name in pieces if name in found]
+            found[name] = _text(functions()[name], features)
+            waiting += functions().keys() & set(re.findall(r"\w+", found[name]))
+    return [(name, found[name]) for name in functions() if name in found]
 
 
 def names_used(text: str) -> list[str]:
-    """The names in a text that need an import, in order of first use."""
+    """The names in a text that need an import."""
     words = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-    return [name for name in IMPORTS if name in words]
+    return [name for name in origins() if name in words]
 
 
-def _defined(piece: str) -> list[str]:
-    return re.findall(r"^(?:def|class) (\w+)", piece, re.MULTILINE)
+def _text(function: Function, features: Collection[str]) -> str:
+    """The text of a helper without the parameters that are not needed and the `if` statements that test them."""
+    own_lines = {one.arg: one.lineno for one in all_parameters(function.args) if one.lineno > function.lineno}
+    unwanted = FEATURES & own_lines.keys() - set(features)
+    left_out: set[int] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.If) and _names(node.test) & unwanted:
+            left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and node.lineno not in left_out}
+    if unwanted:  # else all are kept: FSDP1 settings that nothing reads are accepted
+        left_out.update(line for name, line in own_lines.items() if name not in {*used, *features})
+    first = min([function.lineno, *(one.lineno for one in function.decorator_list)])
+    numbers = range(first, (function.end_lineno or first) + 1)
+    return "\n".join(_helpers().positions.line(number) for number in numbers if number not in left_out)
 
 
-def _select(text: str, features: frozenset[str]) -> str:
-    lines = []
-    for line in text.split("\n"):
-        mark = _MARK.search(line)
-        if mark is None:
-            lines.append(line)
-        elif _holds(mark["condition"], features):
-            lines.append(line[: mark.start()])
-    return re.sub(r":\n\n(?! +def )", ":\n", "\n".join(lines))
-
-
-def _holds(condition: str, features: frozenset[str]) -> bool:
-    """`a&!b|c` of features, brackets allowed: our own text, so small a language needs no parser."""
-    python = _NAME.sub(lambda word: str(word.group() in features), condition)
-    python = python.replace("!", " not ").replace("&", " and ").replace("|", " or ")
-    return bool(_evaluate(ast.parse(python.strip(), mode="eval").body))
-
-
-def _evaluate(node: ast.expr) -> bool:
-    match node:
-        case ast.Constant(value=bool(value)):
-            return value
-        case ast.UnaryOp(operand=operand):
-            return not _evaluate(operand)
-        case ast.BoolOp(op=ast.And(), values=values):
-            return all(map(_evaluate, values))
-        case ast.BoolOp(values=values):
-            return any(map(_evaluate, values))
-    raise AssertionError(ast.dump(node))
+def _names(node: ast.expr) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}

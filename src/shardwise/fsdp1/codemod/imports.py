@@ -8,7 +8,7 @@ import re
 from shardwise.errors import SourceError
 from shardwise.findings import Edit
 from shardwise.fsdp1.codemod.draft import apply_edits, change
-from shardwise.fsdp1.codemod.emitted import AS, IMPORTS, assemble, is_ours, names_used
+from shardwise.fsdp1.codemod.emitted import assemble, is_ours, names_used, origins
 from shardwise.source.syntax import FileContext
 
 _FSDP = "torch.distributed.fsdp"
@@ -21,9 +21,9 @@ def finish(before: FileContext, text: str, names: set[str], helpers: set[str], f
     Args:
         before: The file as it was.
         text: The file with all edits made.
-        names: Of `support.IMPORTS`, those that emitted code uses.
-        helpers: Functions to carry along.
-        features: Which parts of those functions.
+        names: Those that emitted code uses and must be imported.
+        helpers: Functions to emit.
+        features: Their optional parameters that are needed.
 
     Raises:
         SourceError: The file uses one of the names for something else.
@@ -73,15 +73,14 @@ def _is_plain_import(after: FileContext, node: ast.AST) -> bool:
 
 def _statements(missing: list[str], renamed: dict[str, str]) -> list[str]:
     lines = []
-    for name in missing:
-        if not IMPORTS[name] or name in AS:
-            line = AS.get(name, f"import {name}")
-            lines.append(f"{line.partition(' as ')[0]} as {renamed[name]}" if name in renamed else line)
     grouped: dict[str, list[str]] = {}
     for name in missing:
-        if IMPORTS[name] and name not in AS:
-            own = f" as {renamed[name]}" if name in renamed else ""
-            grouped.setdefault(IMPORTS[name], []).append(f"{name}{own}")
+        origin, used = origins()[name], renamed.get(name, name)
+        module, _, last = origin.rpartition(".")
+        if last == name and module:
+            grouped.setdefault(module, []).append(name if used == name else f"{name} as {used}")
+        else:
+            lines.append(f"import {origin}" if used == origin else f"import {origin} as {used}")
     for module, names in sorted(grouped.items()):
         line = f"from {module} import {', '.join(names)}"
         if len(line) > 100:

@@ -309,7 +309,6 @@ def _move_up(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> 
     elif new_name and old_name and new_name != old_name:
         piece = re.sub(rf"(?<![\w.]){re.escape(new_name)}(?!\w)", old_name, piece)
     draft.edits = [change(place, place, piece), change(lead, stop, ""), *draft.edits]
-    draft.features.add("ac")
     draft.taken.update(ast.walk(moved))
     draft.rewritten(
         ORDER_CODE, call, "activation checkpointing moved before sharding: recomputed inside, sharded outside"

@@ -78,7 +78,7 @@ def convert_precision(wrap: Wrap, *, has_policy: bool) -> tuple[list[tuple[str, 
         argument = wrap.by_name["mixed_precision"]
         end = ", is_root=False)" if wrap.is_inner else ")"
         wrap.list.wrap(argument, f"**{wrap.draft.helper('_precision')}(", end)
-        return [], {"precision", "buffers"}
+        return [], {"mp_policy", "buffer_dtype", "cast_unit_inputs", "in_full"}
     listed = read_arguments(wrap.context, literal)
     options, features = _literal(wrap, literal, listed, has_policy)
     wrap.draft.edits += listed.edits()
@@ -126,7 +126,7 @@ def _literal(
         given[argument.name or _FIELDS[position]] = argument
     wrap.draft.replace(call.func, wrap.draft.name("MixedPrecisionPolicy"))
     options: list[tuple[str, str]] = []
-    features: set[str] = {"precision"} if has_policy else set()
+    features: set[str] = {"mp_policy"} if has_policy else set()
     values = {name: argument.value for name, argument in given.items()}
     if is_constant(values.get("keep_low_precision_grads"), True):
         raise Blocked(
@@ -142,7 +142,7 @@ def _literal(
         listed.drop(buffers)
         if not is_none(buffers.value):
             options.append(("buffer_dtype", listed.text(buffers)))
-            features |= {"buffers", "precision"}
+            features |= {"buffer_dtype", "mp_policy"}
     units, root = values.get("cast_forward_inputs"), values.get("cast_root_forward_inputs")
     for name in _FIELDS[3:6]:
         if name in given:
@@ -220,7 +220,6 @@ def _offload_text(wrap: Wrap, node: ast.expr) -> str | None:
 
 
 _WHERE = ("process_group", "device_mesh", "device_id")
-_FEATURE = {"process_group": "group", "device_mesh": "mesh", "device_id": "device"}
 _AXES = 'mesh_dim_names=("replicate", "shard")'
 
 
@@ -371,7 +370,7 @@ def _at_run_time(wrap: Wrap, member: str | None, kind: str) -> list[tuple[str, s
         given.remove("device_id")
         wrap.drop("device_id")
     more = "".join(f", {name}={wrap.text(name)}" for name in given)
-    wrap.draft.features.update(_FEATURE[name] for name in given)
+    wrap.draft.features.update(given)
     if member not in ("FULL_SHARD", "SHARD_GRAD_OP"):
         wrap.draft.features.add("strategy")
     told = wrap.by_name.get("sharding_strategy")

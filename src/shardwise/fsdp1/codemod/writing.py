@@ -10,6 +10,7 @@ from shardwise.errors import SourceError
 from shardwise.fsdp1.codemod import constructors, settings
 from shardwise.fsdp1.codemod.constructors import CODE, Blocked, Wrap, has_stars
 from shardwise.fsdp1.codemod.draft import Draft, apply_edits
+from shardwise.fsdp1.codemod.emitted import FEATURES
 from shardwise.fsdp1.codemod.order import refuse_early_optimizers
 from shardwise.fsdp1.codemod.program import Program, called_fsdp_name, is_constant, is_none, is_simple, single_value
 from shardwise.fsdp1.codemod.sharded import FLAT, built_subclasses
@@ -219,8 +220,10 @@ def _depends_on_rank(context: FileContext, node: ast.expr, hops: int = 0) -> boo
     return False
 
 
-ALL_FEATURES = ("policy", "precision", "buffers", "ignored", "init", "sync", "strategy", "group", "mesh", "device")
-_TORCH_ONLY = {"init", "ignored"}  # sw.shard averages gradients of ignored parameters, and fills models afterwards
+_TORCH_ONLY = {
+    "param_init_fn",
+    "ignored",
+}  # sw.shard averages gradients of ignored parameters, and fills models afterwards
 _TENSOR_PARALLEL = re.compile(r"\bparallelize_module\(|\bdistribute_module\(")  # sw.shard takes no DTensors
 _META = re.compile(r"""["']meta["']|init_empty_weights|deferred_init""")
 
@@ -282,7 +285,7 @@ def _as_told(wrap: Wrap) -> None:
     for name, argument in wrap.by_name.items():
         if argument.name and argument.name not in ("*", "**") and argument.name != name:
             wrap.list.rename(argument, name)
-    _callee(wrap, draft.helper("_shard_as_told", *ALL_FEATURES, *_recomputation(wrap)))
+    _callee(wrap, draft.helper("_shard_as_told", *FEATURES))
     _finish(wrap, "settings arrive at run time")
     draft.reported(
         "SW128",
@@ -320,12 +323,12 @@ def _prepare(wrap: Wrap) -> tuple[list[tuple[str, str]], set[str]]:
         wrap.drop("sync_module_states")
     else:
         wrap.list.rename(wrap.by_name["sync_module_states"], "sync_from_rank0")
-        features.add("sync")
+        features.add("sync_from_rank0")
     init = wrap.value("param_init_fn")
     if is_none(init):
         wrap.drop("param_init_fn")
     if not is_none(init) or _META.search(wrap.context.text):
-        features.add("init")
+        features.add("param_init_fn")
     for name in ("ignored_modules", "ignored_states"):
         if is_none(wrap.value(name)):
             wrap.drop(name)
@@ -422,25 +425,16 @@ def _call(
     if has_policy:
         features.add("policy")
         wrap.list.rename(wrap.by_name["auto_wrap_policy"], "policy")
-        features |= _recomputation(wrap)
     for key, text in [*options, *for_helper]:
         wrap.list.add(text if key == "**" else f"{key}={text}")
     what = "each unit of the policy and the root are sharded" if has_policy else "the whole is one unit"
     if draft.target == "shardwise" and not features & _TORCH_ONLY and not by_parts:
-        features |= set() if is_none(wrap.value("mixed_precision")) else {"precision"}
-        _callee(wrap, draft.helper("_sw_shard", *features, *_offload(wrap)))
+        features |= set() if is_none(wrap.value("mixed_precision")) else {"mp_policy"}
+        _callee(wrap, draft.helper("_sw_shard", *features))
         _finish(wrap, what, "sw.shard")
         return
     _callee(wrap, draft.helper("_shard_units", *features) if features else draft.name("fully_shard"))
     _finish(wrap, what)
-
-
-def _offload(wrap: Wrap) -> set[str]:
-    return {"offload"} if "cpu_offload" in wrap.by_name else set()
-
-
-def _recomputation(wrap: Wrap) -> set[str]:
-    return {"ac"} if "checkpoint_wrapper" in wrap.context.text else set()
 
 
 def _callee(wrap: Wrap, text: str) -> None:
@@ -477,7 +471,7 @@ def rewrite_chosen_class(draft: Draft, program: Program, call: ast.Call) -> None
         raise Blocked("the class is chosen at run time", "call fully_shard in the branch that means FSDP")
     for node in found:
         if node not in draft.taken:
-            draft.replace(node, draft.helper("_shard_as_told", *ALL_FEATURES))
+            draft.replace(node, draft.helper("_shard_as_told", *FEATURES))
     draft.taken.add(call)
     draft.rewritten(CODE, call, "where FSDP is chosen, a function now shards with fully_shard and returns the module")
 
@@ -519,7 +513,7 @@ def rewrite_enable_wrap(draft: Draft, program: Program) -> None:
             continue
         if "mixed_precision" in given or None in given:
             continue  # which inputs FSDP1 casts depends on which module is the root in the end
-        draft.replace(wrapper, draft.helper("_shard_as_told", *ALL_FEATURES))
+        draft.replace(wrapper, draft.helper("_shard_as_told", *FEATURES))
         draft.taken.add(call)
         draft.taken.update(one for one in draft.calls() if context.is_any(one.func, _WRAP))
         draft.rewritten(ENABLE_CODE, call, "wrap now calls a function that shards with fully_shard")
