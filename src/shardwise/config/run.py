@@ -140,7 +140,7 @@ class CheckpointConfig:
     """Number of steps between checkpoints; None: only at the end."""
     format: Literal["sharded", "full", "dcp"] = "sharded"
     """`sharded`: each rank writes its shards, in the background. `full`: one file of unsharded tensors, written by
-    rank 0. `dcp`: torch's distributed checkpoint, through its state-dict API."""
+    rank 0. `dcp`: the same as `sharded`, which torch's Distributed Checkpoint reads; older folders resume."""
     resume: Literal["auto", "never"] | str = "auto"
     """`auto`: the newest checkpoint in the run's folder, if there is one; `never`; or the path of a checkpoint."""
     keep_last: int | None = 2
@@ -150,7 +150,7 @@ class CheckpointConfig:
     keep_best: int | None = None
     """Also keep this number of checkpoints with the lowest evaluation loss."""
     asynchronous: bool = True
-    """Write in the background, in the `sharded` format; the other formats block training."""
+    """Write in the background; `full` blocks training."""
     export: bool = False
     """At the end, also write the weights as safetensors, in a folder that transformers can open."""
 

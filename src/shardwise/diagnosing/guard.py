@@ -23,8 +23,9 @@ from shardwise.diagnosing.peer_traces import open_traces
 from shardwise.diagnosing.tracer import CollectiveTracer
 from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
-from shardwise.sharding.forward_hooks import change_tensors, differentiable, wanting_gradient
+from shardwise.sharding.forward_hooks import differentiable, wanting_gradient
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
+from shardwise.sharding.nested_tensors import change_tensors
 from shardwise.sharding.registry import forget_when_recovered, sharded_state
 
 _REPAIRED = "_shardwise_repaired"
