@@ -145,6 +145,7 @@ EXPECTED = {
     "explain dumps": (0, "never came to it"),
     "explain SW": (0, "SW"),
     "ckpt diff": (1, "blocks.0"),
+    "ckpt diff checkpoints/step-00000004 export": (0, '"equal": true'),
     "migrate fsdp1_train.py": (0, "fully_shard"),
     "migrate fsdp1_train.py --target shardwise": (0, "sw.shard"),
     "plan": (0, "blocks.0"),
