@@ -1,7 +1,7 @@
 """An untouched script whose model returns its loss, as the skill's wrapper runs it."""
 
 import torch
-from my_project import Model, Tokens, loss_sum
+from my_project import Model, Tokens, loss_sum  # pyrefly: ignore[missing-import]
 
 
 class WithLoss(Model):
