@@ -254,8 +254,8 @@ def _is_of_shards(usage: Usage, state: StateDict, event: Event) -> bool:
 def collective_on_some_ranks(reading: Reading) -> Iterator[Hit]:
     """A call that all ranks must make together stands under `if rank == 0`.
 
-    Why: collectives, gathered state dicts and full tensors, checkpoints and the forward of a sharded model communicate; the
-    rank that is alone in one waits for the others until the watchdog ends the run.
+    Why: collectives, gathered state dicts, full tensors, checkpoints and the forward of a sharded model communicate;
+    the rank that is alone in one waits for the others until the watchdog ends the run.
     """
     for usage in reading.usages:
         for event in usage.events:
