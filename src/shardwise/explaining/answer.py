@@ -304,10 +304,12 @@ def explain(problem: BaseException | str) -> Explanation:
         return Explanation(failure=failure, message=failure.patterns[0].pattern)
     lines, death = read_summary(read_lines(problem))
     events = find_events(lines)
+    own = _OWN.search(problem)  # without a traceback, as our command prints it
     if not events:
-        own = _OWN.search(problem)  # as our command prints it, without a traceback
         return Explanation(failure=None, message=own[0] if own else "")
     first = _first(events, death)
+    if own and first.failure is None and own[0].partition("\n")[0] == first.message:
+        first = replace(first, message=own[0])
     echoes = {event.failure.code for event in events if event.failure and event.failure.kind == "echo"}
     return Explanation(
         failure=first.failure,
