@@ -59,6 +59,7 @@ def commands_of(text: str) -> list[str]:
 
 def run_script(path: Path, rank: int, port: int, log: Path) -> None:
     """One rank, as torchrun would start it."""
+    multiprocessing.set_start_method("fork", force=True)  # a script's default, not that of who started the rank
     os.chdir(path.parent)
     sys.path.insert(0, str(path.parent))
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
