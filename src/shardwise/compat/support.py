@@ -75,7 +75,7 @@ NEEDED: dict[str, str] = {
 
 @functools.cache
 def check_torch() -> None:
-    """Look once, where this torch is none of the tested ones, for everything private that shardwise needs of it.
+    """Look once for everything private that shardwise needs of torch; warn about a torch outside the tested range.
 
     Raises:
         EnvironmentProblem: Something is missing.
@@ -83,8 +83,6 @@ def check_torch() -> None:
     Ranks:
         Local. All ranks of a run have the same torch.
     """
-    if SpecifierSet(TESTED).contains(torch.__version__, prereleases=True):
-        return
     if missing := list(missing_attributes()):
         raise EnvironmentProblem(
             f"shardwise does not work with torch {torch.__version__}, which lacks {len(missing)} private attributes",
@@ -92,8 +90,9 @@ def check_torch() -> None:
             why=f"shardwise is tested with torch{TESTED}, and FSDP2's private parts change between releases",
             fix=f'pip install "torch{TESTED}", or a newer shardwise',
         )
-    text = f"shardwise is tested with torch{TESTED}, and this is {torch.__version__}; nothing that it needs is missing"
-    warnings.warn(text, UserWarning, stacklevel=3)
+    if not SpecifierSet(TESTED).contains(torch.__version__, prereleases=True):
+        text = f"shardwise is tested with torch{TESTED}, and this is {torch.__version__}; nothing it needs is missing"
+        warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def missing_attributes() -> Iterator[str]:

@@ -139,7 +139,7 @@ class CheckpointConfig:
     """Steps between checkpoints; None: only at the end."""
     format: Literal["sharded", "full", "dcp"] = "sharded"
     """`sharded`: ours, in the background, each rank its part. `full`: one file of whole tensors, written by rank 0
-    (DTensor API). `dcp`: torch's own, through its state-dict API."""
+    (DTensor API). `dcp`: the same as `sharded`, which torch's Distributed Checkpoint reads; older folders resume."""
     resume: Literal["auto", "never"] | str = "auto"
     """`auto`: from the newest checkpoint in the run's folder, if there is one; `never`; or the path of another's."""
     keep_last: int | None = 2
@@ -149,7 +149,7 @@ class CheckpointConfig:
     keep_best: int | None = None
     """And so many with the lowest evaluation loss."""
     asynchronous: bool = True
-    """Write in the background. Only `sharded` can; the others keep training waiting."""
+    """Write in the background. `full` cannot: it keeps training waiting."""
     export: bool = False
     """At the end, write the weights as safetensors too, in a folder that transformers can open."""
 

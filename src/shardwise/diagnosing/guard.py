@@ -21,8 +21,9 @@ from shardwise.diagnosing.collective_trace import Kind, encode
 from shardwise.diagnosing.peer_traces import gather_from, open_boards
 from shardwise.diagnosing.tracer import Post, Witness
 from shardwise.errors import ShardError
-from shardwise.sharding.forward_hooks import change_tensors, differentiable, wanting_gradient
+from shardwise.sharding.forward_hooks import differentiable, wanting_gradient
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
+from shardwise.sharding.nested_tensors import change_tensors
 from shardwise.sharding.registry import forget_when_recovered, sharded_state
 
 _REPAIRED = "_shardwise_repaired"

@@ -273,8 +273,7 @@ def checkpoint_bytes(model: nn.Module, made: Plan, config: RunConfig) -> int:
     kinds = parameter_kinds(model)
     total = sum(each.tensor.nbytes for each in model_tensors(model) if not each.is_parameter)
     for planned in made.parameters:
-        names = 1 + len(planned.aliases) if config.checkpoint.format == "dcp" else 1  # DCP writes tied weights twice
-        total += names * planned.num_bytes
+        total += planned.num_bytes
         if planned.trainable:
             kind = kinds[model.get_parameter(planned.fqn)]
             total += _num_states(kind, config.optimizer) * planned.num_bytes
