@@ -22,6 +22,9 @@ from shardwise.explaining.logs import (
 
 _INNER_RANK = re.compile(r"\[(?:[^\]]*\s)?Rank[ :]+(\d+)\]|-- [Pp]rocess (\d+)|\btask (\d+):", re.IGNORECASE)
 LAUNCHER_SAYS = "SW558"
+_ABORTED_AT_EXIT = "SW587"
+_OWN = re.compile(r"^(?:shardwise\.errors\.\w+|error): .+(?:\n *(?:where|why|fix): .+(?:\n {9}.+)*)+", re.MULTILINE)
+_OWN_FIELD = re.compile(r"^ *(where|why|fix): +(.+(?:\n(?! *(?:where|why|fix):).+)*)", re.MULTILINE)
 _VARYING = re.compile(r"[0-9a-f]{4,}|\d{3,}|\d+\.\d+")
 
 
@@ -45,6 +48,8 @@ class FailureEvent:
             return 0 if self.raised else 1
         if self.failure.code == LAUNCHER_SAYS:
             return 3
+        if self.failure.code == _ABORTED_AT_EXIT:
+            return 1  # also after a failure, which then is what counts
         return {"cause": 0, "echo": 2, "warning": 4}[self.failure.kind]
 
 
@@ -91,7 +96,7 @@ def _of_chain(chain: list[Raised], hits: dict[str, _Hit], speaker: int | None) -
     unknown = [raised for raised in chain if raised not in echoes and not _is_wrapper(raised, chain)]
     if unknown:
         root = _root(unknown, wrapped=wrapped)
-        text = "\n".join(root.rows[:8])
+        text = "\n".join(root.rows if _OWN.match("\n".join(root.rows)) else root.rows[:8])
         return FailureEvent(None, text, root.rank, root.line.number, root.time, root.line.speaker, raised=True)
     if not known:
         return None
@@ -238,7 +243,7 @@ class Explanation:
         """For machines; `code` is None when nothing is known."""
         failure = self.failure
         known = (
-            {}
+            own_fields(self.message)
             if failure is None
             else {
                 "name": failure.name,
@@ -299,9 +304,12 @@ def explain(problem: BaseException | str) -> Explanation:
         return Explanation(failure=failure, message=failure.patterns[0].pattern)
     lines, death = read_summary(read_lines(problem))
     events = find_events(lines)
+    own = _OWN.search(problem)  # without a traceback, as our command prints it
     if not events:
-        return Explanation(failure=None, message="")
+        return Explanation(failure=None, message=own[0] if own else "")
     first = _first(events, death)
+    if own and first.failure is None and own[0].partition("\n")[0] == first.message:
+        first = replace(first, message=own[0])
     echoes = {event.failure.code for event in events if event.failure and event.failure.kind == "echo"}
     return Explanation(
         failure=first.failure,
@@ -340,7 +348,7 @@ def _rank(first: FailureEvent, events: list[FailureEvent], death: Death | None) 
         return rank
     launcher = first.failure is not None and first.failure.code == LAUNCHER_SAYS
     raised = first.raised and death.code > 0
-    killed = not first.raised and death.code < 0 and first.weight == 0
+    killed = not first.raised and death.code < 0 and first.failure is not None and first.weight <= 1
     return death.rank if launcher or raised or killed else None
 
 
@@ -361,12 +369,22 @@ def _unknown(explanation: Explanation) -> str:
     if not explanation.message:
         return "No error was found in this text: no traceback, and no message that is known."
     place = "" if explanation.rank is None else f" (rank {explanation.rank}, line {explanation.line})"
+    if own_fields(explanation.message):
+        return f"This is an error of shardwise's own{place}; it names its cause and its fix:\n  {explanation.message}"
     return (
         f"This error is not known{place}:\n  {explanation.message}\n"
         "It is the first failure in the text that is no echo of another, and nothing in the catalogue\n"
         "matches it. To have it added, report the text with the versions that `shardwise --version` and\n"
         "`python -m torch.utils.collect_env` print."
     )
+
+
+def own_fields(message: str) -> dict[str, str]:
+    """What shardwise's own error says: `what`, `where`, `why`, `fix`, those that it has; empty for another's."""
+    if not _OWN.match(message):
+        return {}
+    what = message.partition("\n")[0].partition(": ")[2]
+    return {"what": what, **{name: _flat(text) for name, text in _OWN_FIELD.findall(message)}}
 
 
 def _flat(text: str) -> str:
