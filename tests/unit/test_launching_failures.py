@@ -7,7 +7,7 @@ import torch
 
 from shardwise.distributed.launchers import Launch, first_host, read_launch, rendezvous_error
 from shardwise.distributed.local_ranks import ErrorReport, find_cause, is_lost_peer
-from shardwise.errors import ConfigError, EnvironmentProblem, ShardError
+from shardwise.errors import ConfigError, EnvironmentProblem, ShardError, TrainingError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8"}
 SLURM = {"SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "9"}
@@ -205,3 +205,11 @@ def test_ranks_that_cannot_meet(message: str, launch: Launch, what: str, why: st
     assert error.where == f"rank 1 of 4 ({launch.source})"
     assert why in error.why
     assert fix in error.fix
+
+
+def test_out_of_memory_is_tried_again_where_the_next_start_needs_less():
+    """As micro-batching says it after the first steps; with a single sequence nothing would change."""
+    again = TrainingError("rank 1 ran out of memory in step 9 of this process: full", where="training.micro_batch_size")
+    assert find_cause({1: 1}, [report(1, again, "Traceback\nTrainingError: full")]).may_pass
+    never = TrainingError("rank 1 ran out of memory with a single sequence: full", where="training.micro_batch_size")
+    assert not find_cause({1: 1}, [report(1, never, "Traceback\nTrainingError: full")]).may_pass
