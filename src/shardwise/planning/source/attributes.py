@@ -287,7 +287,7 @@ def _walk_atom(atom: Atom, value: Value, frame: Frame) -> Walk:
         consume(known(thing), frame)
         return Walk(TENSOR, None)
     if isinstance(thing, nn.Module) and _own(thing, "__iter__"):
-        return walk(result_of(type(thing).__iter__, thing, [], frame), frame)
+        return walk(result_of(getattr(type(thing), "__iter__", None), thing, [], frame), frame)
     return Walk(PLAIN, None)
 
 
@@ -324,7 +324,7 @@ def _item_of(atom: Atom, at: Any, index: Value, frame: Frame) -> Value:
         consume(known(thing), frame)
         return TENSOR
     if isinstance(thing, nn.Module) and _own(thing, "__getitem__"):
-        return result_of(type(thing).__getitem__, thing, [index], frame)
+        return result_of(getattr(type(thing), "__getitem__", None), thing, [index], frame)
     return PLAIN
 
 
