@@ -38,6 +38,11 @@ def param_groups(model: nn.Module) -> list[Any]:
     return [group for state in fsdp_states(model) for group in state_param_groups(state)]
 
 
+def parameter_records(groups: Iterable[Any]) -> list[Any]:
+    """FSDP2's record of each parameter that the groups shard."""
+    return [fsdp_param for group in groups for fsdp_param in group.fsdp_params]
+
+
 def sharded_parameters(group: Any) -> Iterator[nn.Parameter]:
     """The DTensor parameters that a group shards, whatever is registered on the modules right now."""
     for fsdp_param in group.fsdp_params:

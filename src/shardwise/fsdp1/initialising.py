@@ -464,5 +464,5 @@ class UnitEntry(Entry):
 def _fill_unused(group: Any) -> None:
     """A flat parameter has one gradient, with zeros where a part of it was not used; so have the parts here."""
     if compat.is_in_backward(group):
-        for param in group.fsdp_params:
+        for param in compat.parameter_records([group]):
             compat.fill_unused_gradient(group, param)
