@@ -163,7 +163,7 @@ def sync_left_off(subject: Subject) -> Iterator[Finding]:
 
 def left_gathered(subject: Subject) -> Iterator[Finding]:
     """SW417: a group stands gathered between steps: parameters() lists copies, a step would leave them stale."""
-    gathered = [name for name, group in subject.groups.items() if compat.is_gathered(group)]
+    gathered = [name for name, group in subject.groups.items() if compat.is_unsharded(group)]
     if gathered:
         yield Finding(
             code="SW417",
@@ -238,7 +238,7 @@ _SHORT = (torch.bfloat16, torch.float16)
 
 def unsharded(subject: Subject) -> Iterator[Finding]:
     """SW401: trainable parameters that no group shards and nobody averages."""
-    gathered = [group for group in subject.groups.values() if compat.is_gathered(group)]  # said elsewhere
+    gathered = [group for group in subject.groups.values() if compat.is_unsharded(group)]  # said elsewhere
     in_groups = {subject.name_of(param.sharded_param) for param in compat.parameter_records(gathered)}
     for name, parameter in subject.parameters.items():
         is_plain = parameter.requires_grad and not isinstance(parameter, DTensor)
@@ -259,7 +259,7 @@ def replaced(subject: Subject) -> Iterator[Finding]:
     for group_name, group in subject.groups.items():
         for fsdp_param in compat.parameter_records([group]):
             registered, shard = compat.registered_parameter(fsdp_param), fsdp_param.sharded_param
-            if compat.is_gathered(group) or registered is None:
+            if compat.is_unsharded(group) or registered is None:
                 continue  # said elsewhere
             if registered is not shard or registered.dtype != local_tensor(shard).dtype:
                 yield Finding(

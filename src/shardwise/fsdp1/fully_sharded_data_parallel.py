@@ -23,7 +23,7 @@ from shardwise.fsdp1.api import (
     ShardingStrategy,
     StateDictType,
 )
-from shardwise.fsdp1.initialising import UnitEntry, find_mesh, initialise_unit, plan_of, sync_from_first_rank
+from shardwise.fsdp1.initialising import UnitForwardHooks, find_mesh, initialise_unit, plan_of, sync_from_first_rank
 from shardwise.fsdp1.optimizer_state_dicts import OptimizerStates
 from shardwise.fsdp1.settings import Settings, auto_wrap, find_device, find_ignored, read_settings
 from shardwise.fsdp1.units import (
@@ -264,7 +264,7 @@ class FullyShardedDataParallel(OptimizerStates):
         )
         # FSDP2 gives the object a class of its own; scripts, printed models and messages know the old name.
         type(self).__name__ = type(self).__name__.removeprefix("FSDP")
-        UnitEntry(self)
+        UnitForwardHooks(self)
         compat.mend_accumulation(self)
         remember_replaced(places)
 

@@ -329,7 +329,7 @@ def reshard(model: nn.Module) -> None:
         Local.
     """
     for group in compat.param_groups(model):
-        compat.settle(group)
+        compat.wait_and_reshard(group)
 
 
 def _full_tensors(
