@@ -197,7 +197,7 @@ class ReferenceStep:
 
 
 @dataclass(slots=True)
-class Reference:
+class ReferenceRun:
     """The unsharded model with its optimizer, and each rank's own buffers.
 
     Batch statistics are per rank, as they are in training; weights are shared.
