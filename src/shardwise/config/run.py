@@ -139,7 +139,7 @@ class CheckpointConfig:
     """Steps between checkpoints; None: only at the end."""
     format: Literal["sharded", "full", "dcp"] = "sharded"
     """`sharded`: ours, in the background, each rank its part. `full`: one file of whole tensors, written by rank 0
-    (DTensor API). `dcp`: the same as `sharded`, which torch's Distributed Checkpoint reads; its older folders resume."""
+    (DTensor API). `dcp`: the same as `sharded`, which torch's Distributed Checkpoint reads; older folders resume."""
     resume: Literal["auto", "never"] | str = "auto"
     """`auto`: from the newest checkpoint in the run's folder, if there is one; `never`; or the path of another's."""
     keep_last: int | None = 2
