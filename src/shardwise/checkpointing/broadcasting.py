@@ -10,7 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.agreement import is_first, on_first, raise_over
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, portions
-from shardwise.checkpointing.reading import Problem, Request, check_requests, read_box, read_requests, verify_requests
+from shardwise.checkpointing.reading import (
+    Problem,
+    Request,
+    check_requests,
+    part_of,
+    read_box,
+    read_requests,
+    verify_requests,
+)
 from shardwise.checkpointing.storage.memory import bytes_of, counting
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import broadcast_from_first, values_of_ranks
@@ -122,14 +130,8 @@ def _read(contents: Contents, name: str, box: Box, data: torch.Tensor, verify: b
 
 @torch.no_grad()
 def _copy_overlap(request: Request, box: Box, rows: torch.Tensor) -> None:
-    shared = request.box.overlap(box)
-    if shared is None:
-        return
-    target, source = request.target, rows
-    for dim, (start, size) in enumerate(zip(shared.starts, shared.sizes, strict=True)):
-        target = target.narrow(dim, start - request.box.starts[dim], size)
-        source = source.narrow(dim, start - box.starts[dim], size)
-    target.copy_(source)
+    if (shared := request.box.overlap(box)) is not None:
+        part_of(request.target, request.box, shared).copy_(part_of(rows, box, shared))
 
 
 class Reader:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_CHUNK_BYTES = 64 << 20
+
 
 def copied_bytes(contents: Contents, targets: Mapping[str, str]) -> int:
     """Bytes of all tensors once they have the dtypes of `targets`."""
@@ -132,7 +134,7 @@ def _aliases(contents: Contents) -> dict[str, str]:
 def _parts(contents: Contents, tensor: StoredTensor, dtype: str) -> Iterator[tuple[Box, torch.Tensor]]:
     import torch
 
-    for box in portions(Box.whole(tensor.shape), ITEM_BYTES[tensor.dtype]):
+    for box in portions(Box.whole(tensor.shape), ITEM_BYTES[tensor.dtype], _CHUNK_BYTES):
         yield box, read_box(contents, tensor, box).to(getattr(torch, dtype)).contiguous()
 
 
