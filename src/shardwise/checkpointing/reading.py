@@ -153,8 +153,7 @@ class RangeReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._reader is not None:
-            self._reader.close()
+        self._close()
 
     def bring(self, item: Range) -> None:
         """Read the bytes to where they belong."""
@@ -203,10 +202,14 @@ class RangeReader:
 
     def _open(self, file: str) -> Reader:
         if self._reader is None or file != self._file:  # ranges are sorted by file
-            if self._reader is not None:
-                self._reader.close()
+            self._close()
             self._file, self._reader = file, open_reader(join(self._contents.folder, file))
         return self._reader
+
+    def _close(self) -> None:
+        reader, self._reader = self._reader, None  # opening the next may fail
+        if reader is not None:
+            reader.close()
 
     def _read(self, item: Range, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of the range.
