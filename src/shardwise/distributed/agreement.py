@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ShardError, ShardwiseError
 
@@ -61,11 +62,11 @@ def agree_on(value: str, what: str, *, fix: str = "", group: dist.ProcessGroup |
     """
     if not _is_distributed():
         return
-    digests = _gather(hashlib.sha256(value.encode()).hexdigest(), group)
+    digests = gather_objects(hashlib.sha256(value.encode()).hexdigest(), group=group)
     if len(set(digests)) == 1:
         return
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    values = _gather(value, group)
+    values = gather_objects(value, group=group)
     raise ShardError(
         f"ranks do not hold the same value of {what}",
         where=f"ranks {differing} differ from rank 0",
@@ -87,7 +88,7 @@ def raise_together(error: BaseException | None, *, group: dist.ProcessGroup | No
     Ranks:
         Collective. Call it after local work that can fail, before the next collective.
     """
-    raise_on_all(error, lambda value: _gather(value, group) if _is_distributed() else [value])
+    raise_on_all(error, lambda value: gather_objects(value, group=group) if _is_distributed() else [value])
 
 
 Gather = Callable[[Any], list[Any]]
@@ -179,10 +180,33 @@ def _result_of_rank_zero(group: dist.ProcessGroup | None) -> T:
     raise outcome
 
 
-def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of every rank, in the order of the ranks.
+
+    Args:
+        value: Picklable.
+        group: The ranks that take part; default: all.
+
+    Ranks:
+        Collective.
+    """
     values: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values  # pyrefly: ignore[bad-return]  # every place is filled
+
+
+def gather_over_mesh(mesh: DeviceMesh, value: T) -> list[T]:
+    """The value of every rank of a mesh, in the mesh's order.
+
+    Ranks:
+        Collective over the mesh.
+    """
+    if dist.get_backend() == "fake":
+        return [value] * mesh.size()  # rank 0 of a world that does not exist: benchmarks and estimates
+    gathered = [value]
+    for axis in reversed(range(mesh.ndim)):
+        gathered = [item for part in gather_objects(gathered, group=mesh.get_group(axis)) for item in part]
+    return gathered
 
 
 def _portable(error: BaseException) -> BaseException:
