@@ -48,9 +48,7 @@ def holdings(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> list[Mem
     gradients = [p.grad for p in [*shards, *outside] if p.grad is not None]
     found = [
         MemoryUse("parameters (shards)", _bytes(shards) + _bytes(outside), "more ranks, or CPU offload"),
-        MemoryUse(
-            "gradients (shards)", _bytes(p.grad for p in [*shards, *outside] if p.grad is not None), "more ranks"
-        ),
+        MemoryUse("gradients (shards)", _bytes(gradients), "more ranks"),
         MemoryUse(
             "gradients (unsharded)",
             sum(compat.unsharded_gradient_bytes(group) for group in groups.values()),
