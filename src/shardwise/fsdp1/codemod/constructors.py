@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwise.findings import Edit
-from shardwise.fsdp1.codemod.draft import ROAD1, Draft, change
+from shardwise.fsdp1.codemod.draft import ROAD1, Draft
 from shardwise.fsdp1.codemod.program import Program, is_constant
+from shardwise.source.edits import change
 from shardwise.source.syntax import FSDP1, FileContext
 
 _REST = re.compile(r"[ \t]*(#[^\r\n]*)?(\r\n|\n|\r)")

@@ -11,8 +11,8 @@ import yaml
 
 from shardwise.findings import Edit, Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod import accelerate, composer
-from shardwise.fsdp1.codemod.draft import apply_edits
 from shardwise.fsdp1.codemod.framework_settings import COMPUTED, Become, Block, Conversion, Drop, Keep
+from shardwise.source.edits import apply
 from shardwise.source.syntax import FileContext
 
 _INTERPOLATED = re.compile(r"\$\{|\{\{")
@@ -158,7 +158,7 @@ def convert_yaml(text: str, path: str) -> tuple[str, list[SourceFinding]]:
         for node in mappings(root):
             found += _findings_in(text, path, root, node, seen)
     edits = [edit for finding in found for edit in finding.edits]
-    return apply_edits(text, edits), found
+    return apply(text, edits), found
 
 
 def _findings_in(

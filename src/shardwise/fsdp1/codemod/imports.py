@@ -7,8 +7,8 @@ import re
 
 from shardwise.errors import SourceError
 from shardwise.findings import Edit
-from shardwise.fsdp1.codemod.draft import apply_edits, change
 from shardwise.fsdp1.codemod.emitted import assemble, is_ours, names_used, origins
+from shardwise.source.edits import apply, change
 from shardwise.source.syntax import FileContext
 
 _FSDP = "torch.distributed.fsdp"
@@ -48,7 +48,7 @@ def finish(before: FileContext, text: str, names: set[str], helpers: set[str], f
         block = re.sub(rf"\b{old}\b", new, block)
     edits = _removals(before, after, (bool(carried) and block) or "")
     edits += _insertion(after, _statements(missing, renamed), block, newline, edits)
-    return apply_edits(text, edits)
+    return apply(text, edits)
 
 
 def _missing(after: FileContext, wanted: set[str]) -> tuple[list[str], dict[str, str]]:

@@ -8,10 +8,11 @@ from pathlib import PurePath
 
 from shardwise.fsdp1.codemod import constructors
 from shardwise.fsdp1.codemod.constructors import Blocked, Wrap
-from shardwise.fsdp1.codemod.draft import Draft, change
+from shardwise.fsdp1.codemod.draft import Draft
 from shardwise.fsdp1.codemod.emitted import is_ours
 from shardwise.fsdp1.codemod.program import Program, is_constant, is_simple
 from shardwise.fsdp1.codemod.sharded import INTERNAL
+from shardwise.source.edits import change
 from shardwise.source.syntax import FSDP1, FileContext, Function, all_parameters
 
 _SAYS = re.compile(r"fsdp_?v?[12]|fsdp_?version", re.IGNORECASE)

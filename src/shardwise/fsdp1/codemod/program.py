@@ -118,14 +118,6 @@ class Program:
             for start in range(len(parts)):
                 self._by_tail.setdefault(parts[start:], []).append(path)
 
-    def __getstate__(self) -> tuple[dict[str, str], Any, dict[str, Any]]:
-        # Syntax trees are cheaper to make again than to send to another process.
-        return self.texts, self._handed, self._remembered
-
-    def __setstate__(self, state: tuple[dict[str, str], Any, dict[str, Any]]) -> None:
-        self.__init__(state[0])
-        self._handed, self._remembered = state[1:]
-
     def file(self, path: str) -> FileContext:
         """A file by its path.
 

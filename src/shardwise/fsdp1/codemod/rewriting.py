@@ -10,7 +10,7 @@ from dataclasses import replace
 from shardwise.errors import SourceError
 from shardwise.findings import Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod import constructors
-from shardwise.fsdp1.codemod.draft import ROAD1, Draft, apply_edits
+from shardwise.fsdp1.codemod.draft import ROAD1, Draft
 from shardwise.fsdp1.codemod.framework_files import framework_findings
 from shardwise.fsdp1.codemod.imports import finish
 from shardwise.fsdp1.codemod.model_calls import (
@@ -29,6 +29,7 @@ from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.sharded import built_anywhere, report_leftovers, subclasses
 from shardwise.fsdp1.codemod.state_dicts import rewrite_state_dicts
 from shardwise.fsdp1.codemod.writing import rewrite_constructors, rewrite_enable_wrap
+from shardwise.source.edits import apply
 from shardwise.source.syntax import FSDP1, FileContext
 
 _NAMED = re.compile(r"FSDP|FullyShardedDataParallel")
@@ -186,7 +187,7 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
         if not draft.edits:
             return context.text, notes
         try:
-            text = finish(context, apply_edits(context.text, draft.edits), draft.names, draft.helpers, draft.features)
+            text = finish(context, apply(context.text, draft.edits), draft.names, draft.helpers, draft.features)
             ast.parse(text)
         except (SourceError, SyntaxError):
             continue  # with fewer rules
@@ -200,7 +201,7 @@ def _carry_out(rule: Rule, draft: Draft, program: Program, keeps: str) -> None:
     rule(draft, program)
     why = keeps
     try:
-        apply_edits(draft.context.text, draft.edits)
+        apply(draft.context.text, draft.edits)
     except SourceError:
         why = why or "another rewrite touches the same lines"
     if why:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.errors import SourceError
-from shardwise.fsdp1.codemod.draft import Draft, change
+from shardwise.fsdp1.codemod.draft import Draft
 from shardwise.fsdp1.codemod.program import Program, called_fsdp_name, fsdp_name, is_none, single_value
+from shardwise.source.edits import change
 from shardwise.source.syntax import FileContext
 
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"

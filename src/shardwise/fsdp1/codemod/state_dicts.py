@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from shardwise.errors import SourceError
-from shardwise.fsdp1.codemod.draft import ROAD1, Draft, apply_edits
+from shardwise.fsdp1.codemod.draft import ROAD1, Draft
 from shardwise.fsdp1.codemod.emitted import functions
 from shardwise.fsdp1.codemod.program import Program, fsdp_name, is_none
 from shardwise.fsdp1.codemod.sharded import Holds
@@ -30,6 +30,7 @@ from shardwise.fsdp1.codemod.state_calls import (
     sets_types_globally,
     under_rank_zero,
 )
+from shardwise.source.edits import apply
 from shardwise.source.syntax import FileContext
 
 _OWNER = "FullyShardedDataParallel."
@@ -343,7 +344,7 @@ def _attempt(draft: Draft, call: ast.Call, handled: set[ast.AST], name: str) -> 
 def _check(draft: Draft, call: ast.Call) -> None:
     """Raise if the edits so far cannot be made together."""
     try:
-        apply_edits(draft.context.text, draft.edits)
+        apply(draft.context.text, draft.edits)
     except SourceError:
         raise Unmovable(call, "another rewrite touches the same lines", "rewrite it by hand") from None
 

@@ -9,11 +9,12 @@ from pathlib import PurePath
 from shardwise.errors import SourceError
 from shardwise.fsdp1.codemod import constructors, settings
 from shardwise.fsdp1.codemod.constructors import CODE, Blocked, Wrap, has_stars
-from shardwise.fsdp1.codemod.draft import Draft, apply_edits
+from shardwise.fsdp1.codemod.draft import Draft
 from shardwise.fsdp1.codemod.emitted import FEATURES
 from shardwise.fsdp1.codemod.order import refuse_early_optimizers
 from shardwise.fsdp1.codemod.program import Program, called_fsdp_name, is_constant, is_none, is_simple, single_value
 from shardwise.fsdp1.codemod.sharded import FLAT, built_subclasses
+from shardwise.source.edits import apply
 from shardwise.source.syntax import FSDP1, Binding, FileContext, Function, all_parameters
 
 _PARTS = re.compile(r"\.(named_)?(modules|children)\(|\b\w*(layers|blocks)\b")
@@ -535,7 +536,7 @@ def rewrite_constructors(draft: Draft, program: Program) -> None:
             refuse_early_optimizers(draft, wrap)
             rewrite(wrap, program)
             refuse_local_names(wrap)
-            apply_edits(draft.context.text, draft.edits)
+            apply(draft.context.text, draft.edits)
         except Blocked as blocked:
             draft.restore(earlier)
             constructors.leave(draft, call, blocked)
