@@ -98,12 +98,12 @@ def _insertion(after: FileContext, statements: list[str], block: str, newline: s
     if statement is None:
         place, head = 0, ""
         if after.tree.body and ast.get_docstring(after.tree, clean=False) is not None:
-            place = _line_end(text, after.positions.span(after.tree.body[0])[1])
+            place = after.positions.line_end(after.positions.span(after.tree.body[0])[1])
             head = "\n"
         else:
             place = _after_comments(text)
     else:
-        place = _line_end(text, after.positions.span(statement)[1])
+        place = after.positions.line_end(after.positions.span(statement)[1])
         head = ""
     removed = next((edit for edit in removals if edit.start < place <= edit.end), None)
     if removed is not None:
@@ -124,12 +124,6 @@ def _after_comments(text: str) -> int:
     """Behind the comments at the top of a file: `#!`, coding, licence."""
     match = re.match(r"(?:[ \t]*#[^\n]*\n|[ \t]*\r?\n)*", text)
     return match.end() if match else 0
-
-
-def _line_end(text: str, offset: int) -> int:
-    """Behind the end of the line that `offset` is on."""
-    match = re.compile(r"[^\r\n]*(\r\n|\r|\n|$)").match(text, offset)
-    return match.end() if match else len(text)
 
 
 def _last_import(tree: ast.Module) -> ast.stmt | None:
@@ -208,8 +202,8 @@ def _without(after: FileContext, node: ast.ImportFrom, gone: list[ast.alias]) ->
     if len(gone) == len(node.names):
         line_start = after.positions.starts[node.lineno - 1]
         alone = text[line_start:start].strip() == ""
-        behind = _line_end(text, end)
-        body = _siblings(after, node)
+        behind = after.positions.line_end(end)
+        body = after.block(node)
         if alone and len(body) > 1 and text[end:behind].strip() == "":
             return [change(line_start, behind, "")]
         return [change(start, end, "pass")] if len(body) == 1 else []
@@ -235,12 +229,3 @@ def _without(after: FileContext, node: ast.ImportFrom, gone: list[ast.alias]) ->
             edits = [edit for edit in edits if edit.start < after.positions.span(previous)[0]]
             edits.append(change(after.positions.span(previous)[1], finish, ""))
     return edits
-
-
-def _siblings(after: FileContext, node: ast.stmt) -> list[ast.stmt]:
-    parent = after.parents.get(node, after.tree)
-    for name in ("body", "orelse", "finalbody"):
-        body = getattr(parent, name, [])
-        if isinstance(body, list) and node in body:
-            return body
-    return [node]

@@ -9,7 +9,7 @@ from shardwise.fsdp1.codemod.constructors import Argument, ArgumentList, read_ar
 from shardwise.fsdp1.codemod.draft import ROAD1, Draft
 from shardwise.fsdp1.codemod.program import Program, is_constant
 from shardwise.fsdp1.codemod.sharded import FLAT, Holds, Sharded
-from shardwise.source.syntax import FSDP1, FileContext, Function
+from shardwise.source.syntax import FSDP1, FileContext, Function, argument_of, given_to
 
 ACCUMULATION_CODE = "SW121"
 _OTHERS = re.compile(r"^self$|^cls$|accelerator|fabric|plugin|strategy", re.IGNORECASE)
@@ -311,8 +311,7 @@ def report_handed_out(draft: Draft, program: Program) -> None:
         name = context.source(call.func).rpartition(".")[2]
         if call in draft.taken or not _SAYS.search(name) or sharded.holds(call.func) is not Holds.NEVER:
             continue
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        models = [one for one in given if isinstance(one, ast.Name | ast.Attribute)]
+        models = [one for one in given_to(call) if isinstance(one, ast.Name | ast.Attribute)]
         if not any(sharded.holds(one) is Holds.ALWAYS for one in models) or _is_torchs(context, call):
             continue
         found = program.function(context, call.func)
@@ -382,16 +381,11 @@ def _is_guarded(context: FileContext, node: ast.Attribute, program: Program) -> 
             isinstance(one, ast.Call)
             and isinstance(one.func, ast.Name)
             and one.func.id in ("hasattr", "isinstance", "getattr")
-            and not _names_fsdp(context, one, program)
+            and not program.names_fsdp(context, one)
             for one in ast.walk(parent.test)
         ):
             return True
     return False
-
-
-def _names_fsdp(context: FileContext, call: ast.Call, program: Program) -> bool:
-    kinds = [one for given in call.args[1:] for one in ast.walk(given) if isinstance(one, ast.Name | ast.Attribute)]
-    return any(program.is_any(context, one, {FSDP1}) for one in kinds)
 
 
 OFFLOADING_CODE = "SW129"
@@ -403,7 +397,7 @@ def rewrite_backends(draft: Draft, program: Program) -> None:
     if not _offloads(draft, program):
         return
     for call in context.calls_to("torch.distributed.init_process_group"):
-        backend = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "backend"), None)
+        backend = argument_of(call, 0, "backend")
         if isinstance(backend, ast.Constant) and backend.value == "nccl":
             draft.replace(backend, '"cpu:gloo,cuda:nccl"')
             draft.rewritten(OFFLOADING_CODE, call, "gloo joins nccl: offloaded gradients are on the CPU")
@@ -502,9 +496,7 @@ def _report_reductions(draft: Draft, program: Program) -> None:
     """Note branches for FSDP1's models that add something up over ranks."""
     context = draft.context
     for branch in draft.nodes():
-        if not isinstance(branch, ast.If) or not any(
-            _checks_fsdp(context, one, program) for one in ast.walk(branch.test)
-        ):
+        if not isinstance(branch, ast.If) or not any(program.names_fsdp(context, one) for one in ast.walk(branch.test)):
             continue
         calls = [one for statement in branch.body for one in ast.walk(statement) if isinstance(one, ast.Call)]
         added = [one for one in calls if context.is_any(one.func, _REDUCTIONS)]
@@ -515,13 +507,6 @@ def _report_reductions(draft: Draft, program: Program) -> None:
                 "what FSDP1's models had in parts is added up over ranks here; numbers from DTensors are of the whole",
                 "leave the reduction out if it is of sizes or norms of parameters and gradients",
             )
-
-
-def _checks_fsdp(context: FileContext, node: ast.AST, program: Program) -> bool:
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"):
-        return False
-    kinds = [one for given in node.args[1:] for one in ast.walk(given) if isinstance(one, ast.Name | ast.Attribute)]
-    return any(program.is_any(context, one, {FSDP1}) for one in kinds)
 
 
 def _lists_parameters(node: ast.expr) -> bool:

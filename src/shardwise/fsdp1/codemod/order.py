@@ -13,7 +13,7 @@ from shardwise.fsdp1.codemod.emitted import is_ours
 from shardwise.fsdp1.codemod.program import Program, is_constant, is_simple
 from shardwise.fsdp1.codemod.sharded import INTERNAL
 from shardwise.source.edits import change
-from shardwise.source.syntax import FSDP1, FileContext, Function, all_parameters
+from shardwise.source.syntax import FSDP1, FileContext, Function, all_parameters, argument_of, checked_types, given_to
 
 _SAYS = re.compile(r"fsdp_?v?[12]|fsdp_?version", re.IGNORECASE)
 _FOLDER = re.compile(r"fsdp_?v?2", re.IGNORECASE)
@@ -59,9 +59,7 @@ def _checked(draft: Draft, program: Program) -> list[int]:
     """Lines of checks for FSDP2's class, in a file that also checks for FSDP1's alone."""
     context, first, second = draft.context, False, []
     for call in draft.calls():
-        if not (isinstance(call.func, ast.Name) and call.func.id == "isinstance" and len(call.args) == 2):
-            continue
-        kinds = [one for one in ast.walk(call.args[1]) if isinstance(one, ast.Name | ast.Attribute)]
+        kinds = checked_types(call)
         has_new = any(_is_fsdp2(context, one, program) for one in kinds)
         first |= not has_new and any(program.is_any(context, one, {FSDP1}) for one in kinds)
         second += [call.lineno] if has_new else []
@@ -219,7 +217,7 @@ def rewrite_order(draft: Draft, program: Program) -> None:
 def model_names(draft: Draft, wrap: ast.Call) -> set[str]:
     """The names by which the wrapped model is known."""
     context = draft.context
-    module = module_of(wrap)
+    module = argument_of(wrap, 0, "module")
     names = {context.source(module)} if module is not None else set()
     statement = context.statement(wrap)
     if isinstance(statement, ast.Assign):
@@ -227,15 +225,10 @@ def model_names(draft: Draft, wrap: ast.Call) -> set[str]:
     return names
 
 
-def module_of(wrap: ast.Call) -> ast.expr | None:
-    """The module that a constructor call is given."""
-    return wrap.args[0] if wrap.args else next((k.value for k in wrap.keywords if k.arg == "module"), None)
-
-
 def _recomputes(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> bool:
     """Whether a call applies activation checkpointing to the wrapped model, itself or through a function."""
     context, names = draft.context, model_names(draft, wrap)
-    if not any(context.source(one) in names for one in _given(call)):
+    if not any(context.source(one) in names for one in given_to(call)):
         return False
     if context.is_any(call.func, _APPLY):
         return True
@@ -245,10 +238,6 @@ def _recomputes(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) 
         for inner in ast.walk(function)
         if isinstance(inner, ast.Call)
     )
-
-
-def _given(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def _reached(
@@ -262,7 +251,7 @@ def _reached(
     handed = _parameters(context, call, function, names)
     reached: list[tuple[FileContext, ast.AST]] = [found]
     for inner in ast.walk(function):
-        if isinstance(inner, ast.Call) and any(other.source(one) in handed for one in _given(inner)):
+        if isinstance(inner, ast.Call) and any(other.source(one) in handed for one in given_to(inner)):
             reached += _reached(program, other, inner, handed, hops + 1)
     return reached
 
@@ -295,17 +284,16 @@ def _move_up(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> 
         return
     text, end = context.text, context.positions.span(moved)[1]
     line_start = context.positions.starts[moved.lineno - 1]
-    behind = re.compile(r"[^\r\n]*(\r\n|\r|\n|$)").match(text, end)
-    stop = behind.end() if behind else end
+    stop = context.positions.line_end(end)
     lead = _comments_above(text, line_start, draft.indent(moved))
     place = context.positions.starts[target.lineno - 1]
     piece = with_types_changed(draft, program, moved, lead, stop)
-    given = module_of(wrap)
+    module = argument_of(wrap, 0, "module")
     new_name = context.source(target.targets[0]) if isinstance(target, ast.Assign) else ""
-    old_name = context.source(given) if given is not None else ""
-    if given is not None and new_name and not is_simple(given):
+    old_name = context.source(module) if module is not None else ""
+    if module is not None and new_name and not is_simple(module):
         # The model is built in the call itself: it gets its name first.
-        draft.replace(given, new_name)
+        draft.replace(module, new_name)
         piece = f"{draft.indent(target)}{new_name} = {old_name}{draft.newline}{piece}"
     elif new_name and old_name and new_name != old_name:
         piece = re.sub(rf"(?<![\w.]){re.escape(new_name)}(?!\w)", old_name, piece)
@@ -332,7 +320,7 @@ def _looks_like_it(draft: Draft, program: Program, call: ast.Call, wrap: ast.Cal
     found = program.function(context, call.func)
     if not _APPLIES.search(name) or (found is not None and "checkpoint_wrapper" not in found[0].source(found[1])):
         return False
-    return any(context.source(one) in model_names(draft, wrap) for one in _given(call))
+    return any(context.source(one) in model_names(draft, wrap) for one in given_to(call))
 
 
 def _comments_above(text: str, line_start: int, indent: str) -> int:
@@ -356,13 +344,7 @@ def _block_member(draft: Draft, node: ast.AST, target: ast.stmt) -> ast.stmt | N
         if not isinstance(parent, ast.If) or parent.orelse:
             return None
         current = parent
-    siblings = next((body for body in bodies(block) if target in body), [])
-    return current if current in siblings else None
-
-
-def bodies(node: ast.AST) -> list[list[ast.stmt]]:
-    """The blocks of statements that a node has."""
-    return [body for name in ("body", "orelse", "finalbody") if isinstance(body := getattr(node, name, None), list)]
+    return current if current in context.block(target) else None
 
 
 def _can_move(draft: Draft, moved: ast.stmt, target: ast.stmt, wrap: ast.Call) -> bool:
@@ -370,7 +352,7 @@ def _can_move(draft: Draft, moved: ast.stmt, target: ast.stmt, wrap: ast.Call) -
     context = draft.context
     if not draft.starts_line(moved) or not draft.starts_line(target) or moved in draft.taken:
         return False
-    siblings = next(body for body in bodies(context.parents[target]) if target in body)
+    siblings = context.block(target)
     between = siblings[siblings.index(target) + 1 : siblings.index(moved)]
     read = {node.id for node in ast.walk(moved) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     given = {
@@ -441,7 +423,7 @@ def _handed_out(draft: Draft, wrap: ast.Call) -> list[int]:
         is_bound = isinstance(node.ctx, ast.Store) and "optim" in node.id.lower() and node.lineno < wrap.lineno
         if not is_bound or not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
             continue
-        if node.id not in used or node.id in bound_later or _in_other_branch(draft, statement.value, wrap):
+        if node.id not in used or node.id in bound_later or context.are_exclusive(statement.value, wrap):
             continue
         if any(_OPTIMIZER.search(origin) for origin in context.origins(statement.value.func)):
             continue  # `_early` has it
@@ -474,28 +456,16 @@ def _early(draft: Draft, wrap: ast.Call) -> list[ast.Call]:
             continue
         asked = [node for node in ast.walk(call) if isinstance(node, ast.Attribute)]
         given = {context.source(node.value) for node in asked if node.attr in ("parameters", "named_parameters")}
-        if given & names and not _in_other_branch(draft, call, wrap):
+        if given & names and not context.are_exclusive(call, wrap):
             found.append(call)
     return found
-
-
-def _in_other_branch(draft: Draft, call: ast.Call, wrap: ast.Call) -> bool:
-    """Whether the two are in branches of one `if` that exclude each other."""
-    around = {id(one): one for one in draft.context.ancestors(call)}
-    for parent in draft.context.ancestors(wrap):
-        if isinstance(parent, ast.If) and id(parent) in around:
-            first = any(call in ast.walk(one) for one in parent.body)
-            second = any(wrap in ast.walk(one) for one in parent.body)
-            return first != second
-    return False
 
 
 def _to_move(draft: Draft, call: ast.Call, wrap: ast.Call) -> list[ast.stmt] | None:
     """The optimizer's statement and those up to the constructor that need it; None where that is not possible."""
     context = draft.context
     first, target = context.statement(call), context.statement(wrap)
-    blocks: list[list[ast.stmt]] = [body for body in bodies(context.parents[target]) if target in body]
-    block = blocks[0] if blocks else []
+    block = context.block(target)
     if first not in block or not isinstance(first, ast.Assign) or not all(map(draft.starts_line, (first, target))):
         return None
     moved: list[ast.stmt] = [first]
@@ -522,17 +492,12 @@ def _move(draft: Draft, call: ast.Call, wrap: ast.Call) -> None:
     context = draft.context
     statements = _to_move(draft, call, wrap) or []
     text, target = context.text, context.statement(wrap)
-    place = _line_end(text, context.positions.span(target)[1])
+    place = context.positions.line_end(context.positions.span(target)[1])
     for statement in statements:
         start = context.positions.starts[statement.lineno - 1]
-        end = _line_end(text, context.positions.span(statement)[1])
+        end = context.positions.line_end(context.positions.span(statement)[1])
         draft.edits += [change(start, end, ""), change(place, place, text[start:end])]
         draft.taken.update(ast.walk(statement))
     draft.rewritten(
         OPTIMIZER_ORDER_CODE, call, "the optimizer moved behind the sharding, whose parameters it must update"
     )
-
-
-def _line_end(text: str, offset: int) -> int:
-    match = re.compile(r"[^\r\n]*(\r\n|\r|\n|$)").match(text, offset)
-    return match.end() if match else len(text)

@@ -61,16 +61,10 @@ def why_it_stays(draft: Draft, program: Program) -> str:
 
 def _framework_stays(program: Program) -> str:
     """The place where a framework is told to wrap models by FSDP1, if a person must decide about that."""
-    for path, text in program.texts.items():
-        if not _FRAMEWORK.search(text):
-            continue
-        try:
-            found = framework_findings(program.file(path))
-        except SourceError:
-            continue
-        for finding in found:
+    for context in program.files(_FRAMEWORK.search):
+        for finding in framework_findings(context):
             if finding.status is Status.NEEDS_DECISION:
-                return f"the framework's setting at {path}:{finding.line}"
+                return f"the framework's setting at {finding.path}:{finding.line}"
     return ""
 
 
@@ -81,13 +75,8 @@ def stays_everywhere(program: Program) -> str:
 
 def _stays_everywhere(program: Program) -> str:
     stays = ""
-    for path, text in program.texts.items():
-        if not _NAMED.search(text):
-            continue
-        try:
-            draft = Draft(program.file(path), "torch")
-        except SourceError:
-            continue
+    for context in program.files(_NAMED.search):
+        draft = Draft(context, "torch")
         rewrite_constructors(draft, program)
         for note in draft.notes:
             if note.code == constructors.CODE and note.status is Status.REWRITTEN:
@@ -126,17 +115,9 @@ def report_wrapped_elsewhere(draft: Draft, program: Program) -> None:
 
 def _wraps(program: Program) -> bool:
     """Whether the program has an FSDP(...) call, or `fully_shard`."""
-    texts = [(path, text) for path, text in program.texts.items() if _NAMED.search(text) or "fully_shard" in text]
-    for path, text in texts:
-        if "fully_shard(" in text or "sw.shard(" in text:
-            return True
-        try:
-            context = program.file(path)
-        except SourceError:
-            continue
-        if next(constructors.find(context, program), None) is not None:
-            return True
-    return False
+    if any("fully_shard(" in text or "sw.shard(" in text for text in program.texts.values()):
+        return True
+    return any(next(constructors.find(one, program), None) is not None for one in program.files(_NAMED.search))
 
 
 Rule = Callable[[Draft, Program], None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import enum
-import itertools
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -13,7 +12,7 @@ from shardwise.errors import SourceError
 from shardwise.fsdp1.codemod import constructors
 from shardwise.fsdp1.codemod.draft import ROAD1, Draft
 from shardwise.fsdp1.codemod.program import Program, fsdp_name
-from shardwise.source.syntax import FSDP1, FileContext, Function, all_parameters
+from shardwise.source.syntax import FSDP1, FileContext, Function, all_parameters, checked_types
 
 _FSDP = "FullyShardedDataParallel"
 _STATIC = ("state_dict_type", "set_state_dict_type", "optim_state_dict", "summon_full_params", "fsdp_modules")
@@ -181,8 +180,7 @@ class Sharded:
             owner, _, method = name.partition(".")
             if owner == _FSDP and method in _STATIC and call.args and (key := self._key(call.args[0])) is not None:
                 found.add(key)
-            is_check = isinstance(call.func, ast.Name) and call.func.id == "isinstance" and len(call.args) == 2
-            if is_check and self._names_fsdp(call.args[1]) and (key := self._key(call.args[0])) is not None:
+            if checked_types(call) and self._names_fsdp(call.args[1]) and (key := self._key(call.args[0])) is not None:
                 found.add(key)
         for function in self.context.functions:
             for parameter in all_parameters(function.args):
@@ -209,23 +207,11 @@ class Sharded:
             return True
         if _line(bound) > _line(used):
             return self._in_same_loop(bound, used)
-        return not self._in_other_branch(bound, used)
+        return not self.context.are_exclusive(bound, used)
 
     def _in_same_loop(self, bound: ast.AST, used: ast.AST) -> bool:
         loops = {one for one in self.context.ancestors(bound) if isinstance(one, ast.For | ast.While)}
         return any(one in loops for one in self.context.ancestors(used))
-
-    def _in_other_branch(self, bound: ast.AST, used: ast.AST) -> bool:
-        """Whether they are in the two branches of one `if`."""
-        around = {id(one): one for one in [bound, *self.context.ancestors(bound)]}
-        chain = [used, *self.context.ancestors(used)]
-        for inner, outer in itertools.pairwise(chain):
-            if isinstance(outer, ast.If) and id(outer) in around:
-                in_body = any(id(one) in around for one in outer.body)
-                used_in_body = any(one is inner for one in outer.body)
-                in_test = inner is outer.test
-                return in_body != used_in_body and not in_test
-        return False
 
     def _always_reaches(self, bound: ast.AST, used: ast.AST) -> bool:
         """Whether the assignment happens on every way to the use, within one function."""
@@ -365,15 +351,8 @@ def built_anywhere(program: Program) -> str:
 
 
 def _built_anywhere(program: Program) -> str:
-    for path, text in program.texts.items():
-        if _INHERITS.search(text):
-            try:
-                found = built_subclasses(program.file(path), program)
-            except SourceError:
-                continue
-            if found:
-                return found[0]
-    return ""
+    found = (name for one in program.files(_INHERITS.search) for name in built_subclasses(one, program))
+    return next(found, "")
 
 
 def report_leftovers(draft: Draft, program: Program) -> None:

@@ -9,11 +9,10 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.errors import SourceError
 from shardwise.fsdp1.codemod.draft import Draft
 from shardwise.fsdp1.codemod.program import Program, called_fsdp_name, fsdp_name, is_none, single_value
 from shardwise.source.edits import change
-from shardwise.source.syntax import FileContext
+from shardwise.source.syntax import FileContext, argument_of
 
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
 _PARAMETERS = ("module", "state_dict_type", "state_dict_config", "optim_state_dict_config")
@@ -48,13 +47,6 @@ class Settings:
 
 DEFAULT = Settings(Gather(FULL), Gather(FULL, offload=True))
 """Where nothing was said: whole tensors on every rank, an optimizer's on the CPU."""
-
-
-def model_argument(call: ast.Call) -> ast.expr | None:
-    """The model that a call of `state_dict_type` or `set_state_dict_type` is about."""
-    if call.args:
-        return call.args[0]
-    return next((keyword.value for keyword in call.keywords if keyword.arg == "module"), None)
 
 
 def read_settings(context: FileContext, call: ast.Call) -> Settings | None:
@@ -256,21 +248,15 @@ def sets_types_globally(program: Program) -> bool:
 
 
 def _sets_types_globally(program: Program) -> bool:
-    for path, text in program.texts.items():
-        if ".set_state_dict_type" not in text:
-            continue
-        try:
-            context = program.file(path)
-        except SourceError:
-            continue
-        for call in context.calls:
-            if fsdp_name(context, call.func) == _SETTER and not _used_nearby(context, call):
-                return True
-    return False
+    return any(
+        fsdp_name(context, call.func) == _SETTER and not _used_nearby(context, call)
+        for context in program.files(lambda text: ".set_state_dict_type" in text)
+        for call in context.calls
+    )
 
 
 def _used_nearby(context: FileContext, call: ast.Call) -> bool:
-    model, function = model_argument(call), context.enclosing_function(call)
+    model, function = argument_of(call, 0, "module"), context.enclosing_function(call)
     text = ast.unparse(model) if model is not None else ""
     for one in context.calls:
         if one.lineno > call.lineno and context.enclosing_function(one) is function:
@@ -321,7 +307,7 @@ def remove_statement(draft: Draft, statement: ast.stmt) -> None:
     """Take a statement away with its line; `pass` stays where it was the only one."""
     context = draft.context
     start, end = context.positions.span(statement)
-    siblings = _siblings(context.parents.get(statement), statement)
+    siblings = context.block(statement)
     rest = re.compile(r"[ \t]*(#[^\r\n]*)?(\r?\n|$)").match(context.text, end)
     if len(siblings) < 2 or rest is None or not draft.starts_line(statement):
         draft.edits.append(change(start, end, "pass"))
@@ -403,11 +389,3 @@ def _string_lines(text: str) -> set[int]:
     except (tokenize.TokenError, IndentationError):
         pass
     return found
-
-
-def _siblings(parent: ast.AST | None, statement: ast.stmt) -> list[ast.stmt]:
-    for name in ("body", "orelse", "finalbody", "handlers"):
-        body = getattr(parent, name, [])
-        if isinstance(body, list) and statement in body:
-            return body
-    return [statement]

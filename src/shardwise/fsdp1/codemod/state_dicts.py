@@ -23,7 +23,6 @@ from shardwise.fsdp1.codemod.state_calls import (
     Writer,
     dissolve,
     drop_dead_configs,
-    model_argument,
     read_settings,
     remove_statement,
     rules_out,
@@ -31,7 +30,7 @@ from shardwise.fsdp1.codemod.state_calls import (
     under_rank_zero,
 )
 from shardwise.source.edits import apply
-from shardwise.source.syntax import FileContext
+from shardwise.source.syntax import FileContext, argument_of, given_to
 
 _OWNER = "FullyShardedDataParallel."
 _GETS = {
@@ -228,17 +227,15 @@ def _is_sibling(context: FileContext, one: ast.Call, call: ast.Call, name: str) 
 
 def _uses_after(context: FileContext, target: ast.Name, call: ast.Call) -> Iterator[ast.Name]:
     function = context.enclosing_function(call)
-    for node in context.parents:
-        if isinstance(node, ast.Name) and node.id == target.id and isinstance(node.ctx, ast.Load):
-            is_later = (node.lineno, node.col_offset) > (call.end_lineno or 0, call.end_col_offset or 0)
-            if is_later and context.enclosing_function(node) is function:
-                yield node
+    for node in context.loads(target.id):
+        is_later = (node.lineno, node.col_offset) > (call.end_lineno or 0, call.end_col_offset or 0)
+        if is_later and context.enclosing_function(node) is function:
+            yield node
 
 
-def _loads(parent: ast.Call, argument: ast.expr) -> bool:
+def _loads(parent: ast.Call, loaded: ast.expr) -> bool:
     is_load = isinstance(parent.func, ast.Attribute) and parent.func.attr == "load_state_dict"
-    given = [*parent.args, *(keyword.value for keyword in parent.keywords)]
-    return is_load and len(given) == 1 and given[0] is argument and bool(parent.args)
+    return is_load and len(parent.args) == 1 and not parent.keywords and parent.args[0] is loaded
 
 
 def _arguments(context: FileContext, call: ast.Call, name: str) -> dict[str, ast.expr]:
@@ -357,7 +354,7 @@ _BY_HAND = "call get_model_state_dict(model, options=StateDictOptions(...)) wher
 
 def _governed(context: FileContext, call: ast.Call, name: str) -> list[ast.Call]:
     """The calls whose outcome a setting decides, as far as the function around it goes."""
-    model = model_argument(call)
+    model = argument_of(call, 0, "module")
     if model is None:
         return []
     text, block = ast.unparse(model), _block(context, call)
@@ -397,7 +394,7 @@ def _nearest(context: FileContext, call: ast.Call, model: str) -> ast.With | Non
             for item in one.items:
                 inner = item.context_expr
                 if isinstance(inner, ast.Call) and fsdp_name(context, inner.func) == f"{_OWNER}state_dict_type":
-                    given = model_argument(inner)
+                    given = argument_of(inner, 0, "module")
                     if given is not None and ast.unparse(given) == model:
                         return one
     return None
@@ -405,16 +402,15 @@ def _nearest(context: FileContext, call: ast.Call, model: str) -> ast.With | Non
 
 def _refuse_leaks(context: FileContext, call: ast.Call, block: ast.With | None) -> None:
     """Raise if the model goes to a function inside the block, which may take a state dict there."""
-    model = model_argument(call)
+    model = argument_of(call, 0, "module")
     if block is None or model is None:
         return
     text = ast.unparse(model)
     for one in context.calls:
         if one is call or block not in set(context.ancestors(one)) or method(context, one):
             continue
-        given = [*one.args, *(keyword.value for keyword in one.keywords)]
         name = ast.unparse(one.func).rsplit(".", 1)[-1]
-        if name not in _HARMLESS and any(ast.unparse(value) == text for value in given):
+        if name not in _HARMLESS and any(ast.unparse(value) == text for value in given_to(one)):
             raise Unmovable(one, f"{name}() gets the model, and may take its state dict", _BY_HAND)
 
 
