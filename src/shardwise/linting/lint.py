@@ -18,7 +18,7 @@ from shardwise.linting.files import (
     read_settings,
     with_codes,
 )
-from shardwise.linting.registry import UNREADABLE, Reading, all_rules
+from shardwise.linting.registry import UNREADABLE, LintContext, all_rules
 from shardwise.progress import NoProgress, Progress
 from shardwise.source.edits import apply, choose
 from shardwise.source.files import STDIN, find_files, map_files, read_bytes, write_bytes
@@ -145,7 +145,7 @@ def lint_text(text: str, path: str, settings: LintSettings, *, fixes: frozenset[
 def _find(text: str, path: str, settings: LintSettings) -> list[SourceFinding]:
     rules = [one for one in all_rules().values() if settings.enables(one.code, preview=one.preview)]
     try:
-        reading = Reading(FileContext(text, path))
+        reading = LintContext(FileContext(text, path))
         found = [finding for rule in rules for finding in rule.run(reading)]
     except SourceError as error:
         unreadable = _unreadable(path, error, settings)

@@ -16,9 +16,9 @@ from shardwise.fsdp1.codemod.framework_settings import (
     COMPOSER_KEYS,
     COMPUTED,
     Become,
-    Block,
-    Conversion,
+    ConfigConversion,
     Drop,
+    Undecided,
     convert_accelerate,
     convert_composer,
     strategy_name,
@@ -72,7 +72,7 @@ def entry(node: yaml.MappingNode, name: str) -> tuple[yaml.Node, yaml.Node] | No
     return next(((key, value) for key, value in node.value if str(key.value) == name), None)
 
 
-def conversion_edits(text: str, node: yaml.MappingNode, conversion: Conversion, prefix: str) -> list[Edit]:
+def conversion_edits(text: str, node: yaml.MappingNode, conversion: ConfigConversion, prefix: str) -> list[Edit]:
     """The edits that carry out a conversion on a block mapping; `prefix` goes before the keys it writes."""
     edits = []
     written: set[str] = set()
@@ -215,7 +215,7 @@ def _converted(
     code: str,
     node: yaml.MappingNode,
     config: yaml.MappingNode,
-    conversion: Conversion,
+    conversion: ConfigConversion,
     prefix: str,
 ) -> list[SourceFinding]:
     """Findings for one config: its edits if every setting converts, otherwise what a person must decide."""
@@ -235,13 +235,13 @@ def _converted(
     edits += [mapping_insertion(text, node, name, values) for name, values in conversion.beside.items()]
     found = [_yaml_finding(path, code, config, _summary(conversion, prefix), Status.REWRITTEN, edits=edits)]
     for key, step in conversion.steps.items():
-        if not isinstance(step, Block) and step.note:
+        if not isinstance(step, Undecided) and step.note:
             message = f"{prefix}{key}: {step.note}"
             found.append(_yaml_finding(path, code, lines.get(key, config), message, Status.REPORTED))
     return found + [_yaml_finding(path, code, config, note, Status.REPORTED) for note in conversion.notes]
 
 
-def _reason(key: str, block: Block) -> str:
+def _reason(key: str, block: Undecided) -> str:
     return f"{key}: {block.why}" if key else block.why
 
 
@@ -252,7 +252,7 @@ def _cannot_edit(text: str, node: yaml.MappingNode, config: yaml.MappingNode) ->
     return bool(config.flow_style or node.flow_style or has_merge or len(starts) < len(keys))
 
 
-def _summary(conversion: Conversion, prefix: str) -> str:
+def _summary(conversion: ConfigConversion, prefix: str) -> str:
     dropped = [prefix + key for key, step in conversion.steps.items() if isinstance(step, Drop)]
     became = [
         f"{prefix}{key} -> {prefix}{step.key}"
@@ -392,7 +392,7 @@ def _plugin(file: FileContext, call: ast.Call) -> Iterator[SourceFinding]:
     yield _keyword_finding(file, call, ACCELERATE, message, Status.REWRITTEN, edits=edits)
 
 
-def _keyword_edits(file: FileContext, call: ast.Call, conversion: Conversion) -> Iterator[Edit]:
+def _keyword_edits(file: FileContext, call: ast.Call, conversion: ConfigConversion) -> Iterator[Edit]:
     """Drop and rename keywords; `fsdp_version=2` goes where the strategy was."""
     spans = [file.positions.span(keyword) for keyword in call.keywords]
     steps = [conversion.steps.get(str(keyword.arg).removeprefix("fsdp_")) for keyword in call.keywords]
@@ -446,14 +446,14 @@ def _composer(file: FileContext, call: ast.Call) -> Iterator[SourceFinding]:
         yield _keyword_finding(file, given.value, COMPOSER, message, DECIDE, fix=f"pass {shown}")
 
 
-def _as_config(file: FileContext, config: ast.Dict, conversion: Conversion) -> str:
+def _as_config(file: FileContext, config: ast.Dict, conversion: ConfigConversion) -> str:
     """The call of FSDP2Config that a dict of FSDP1 settings becomes."""
     parts = []
     for key, value in _items(config):
         match conversion.steps.get(key):
             case Become(new_key, new_value):
                 parts.append(f"{new_key}={new_value!r}")
-            case Drop() | Block():
+            case Drop() | Undecided():
                 pass
             case _:
                 parts.append(f"{key}={file.source(value)}")

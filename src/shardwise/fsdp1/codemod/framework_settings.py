@@ -41,21 +41,21 @@ class Become:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Undecided:
     """A person has to decide; the whole config stays as it is."""
 
     why: str
     fix: str
 
 
-Step = Keep | Drop | Become | Block
+Step = Keep | Drop | Become | Undecided
 Settings = Mapping[str, Any]
 Rule = Step | Callable[[Any, Settings], Step]
 """A step, or a function from a setting's value and all the settings around it to one."""
 
 
 @dataclass(slots=True)
-class Conversion:
+class ConfigConversion:
     """What becomes of one config: a step for each of its keys, and what is added."""
 
     steps: dict[str, Step]
@@ -63,14 +63,14 @@ class Conversion:
     """New settings of the same mapping."""
     beside: dict[str, dict[str, Any]] = field(default_factory=dict)
     """New mappings next to it."""
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[Undecided] = field(default_factory=list)
     """Reasons that belong to no single key."""
     notes: list[str] = field(default_factory=list)
 
     @property
-    def blocked(self) -> list[tuple[str, Block]]:
+    def blocked(self) -> list[tuple[str, Undecided]]:
         """Each key that a person must decide about; an empty key stands for the config as a whole."""
-        keyed = [(key, step) for key, step in self.steps.items() if isinstance(step, Block)]
+        keyed = [(key, step) for key, step in self.steps.items() if isinstance(step, Undecided)]
         return keyed + [("", block) for block in self.blocks]
 
 
@@ -93,9 +93,11 @@ def _name(value: Any) -> str:
     return str(value).rsplit(".", 1)[-1].upper()
 
 
-def _decide(rules: Mapping[str, Rule], settings: Settings, unknown: Block) -> Conversion:
+def _decide(rules: Mapping[str, Rule], settings: Settings, unknown: Undecided) -> ConfigConversion:
     found = {key: rules.get(key, unknown) for key in settings}
-    return Conversion({key: rule(settings[key], settings) if callable(rule) else rule for key, rule in found.items()})
+    return ConfigConversion(
+        {key: rule(settings[key], settings) if callable(rule) else rule for key, rule in found.items()}
+    )
 
 
 def _drop_noting(note: str, when: Callable[[Any], bool] = is_true) -> Rule:
@@ -105,7 +107,7 @@ def _drop_noting(note: str, when: Callable[[Any], bool] = is_true) -> Rule:
 
 def _unless(is_fine: Callable[[Any], bool], why: str, fix: str, otherwise: Step = Drop()) -> Rule:  # noqa: B008
     """A person decides, unless the value is fine."""
-    return lambda value, settings: otherwise if is_fine(value) else Block(why, fix)
+    return lambda value, settings: otherwise if is_fine(value) else Undecided(why, fix)
 
 
 _FLATTENED = _drop_noting(
@@ -130,14 +132,14 @@ def _accelerate_strategy(value: Any, settings: Settings) -> Step:
     name = strategy_name(value)
     if value is COMPUTED:
         fix = "write the strategy out, or convert by hand where it is chosen"
-        return Block("the sharding strategy is only known at run time", fix)
+        return Undecided("the sharding strategy is only known at run time", fix)
     if name == "NO_SHARD":
-        return Block(
+        return Undecided(
             "NO_SHARD replicates the parameters, and FSDP2 always shards them",
             "use distributed_type: MULTI_GPU (DistributedDataParallel), which NO_SHARD does, or choose a strategy",
         )
     if name is None:
-        return Block(f"{value!r} is no sharding strategy", f"write one of {', '.join(STRATEGIES)}")
+        return Undecided(f"{value!r} is no sharding strategy", f"write one of {', '.join(STRATEGIES)}")
     return Become("reshard_after_forward", _RESHARDS[name])
 
 
@@ -147,7 +149,7 @@ def _accelerate_reshard(value: Any, settings: Settings) -> Step:
         return Drop()
     if strategy_name(value) == "FULL_SHARD" or is_true(value):
         return Become("reshard_after_forward", True)
-    return Block(
+    return Undecided(
         f"under FSDP1 the launcher ignores fsdp_reshard_after_forward ({value}) and shards fully",
         "write fsdp_sharding_strategy: FULL_SHARD to keep what runs today, or the strategy that was meant",
     )
@@ -219,7 +221,7 @@ ACCELERATE_KEYS = frozenset(_ACCELERATE) | frozenset(_ACCELERATE_LAUNCHED)
 """What a YAML config may say, without the prefix."""
 
 
-def convert_accelerate(settings: Settings, *, launched: bool, around: Settings) -> Conversion:
+def convert_accelerate(settings: Settings, *, launched: bool, around: Settings) -> ConfigConversion:
     """Decide on every setting of an accelerate FSDP1 config, keys without their `fsdp_` prefix.
 
     Args:
@@ -227,14 +229,14 @@ def convert_accelerate(settings: Settings, *, launched: bool, around: Settings) 
         launched: Whether `accelerate launch` reads it from YAML, which has other defaults than the plugin in Python.
         around: The mapping that holds the config: `num_machines`, `num_processes`, `mixed_precision`.
     """
-    unknown = Block("this setting is not known to be FSDP2's", "remove it, or convert by hand")
+    unknown = Undecided("this setting is not known to be FSDP2's", "remove it, or convert by hand")
     conversion = _decide(_ACCELERATE | (_ACCELERATE_LAUNCHED if launched else _ACCELERATE_PLUGIN), settings, unknown)
     new: dict[str, Any] = {"version": 2}
     if is_none(settings.get("state_dict_type")) and launched:
         new["state_dict_type"] = "FULL_STATE_DICT"  # FSDP1's default; FSDP2's is SHARDED_STATE_DICT
     elif is_none(settings.get("state_dict_type")):
         conversion.blocks.append(
-            Block(
+            Undecided(
                 "no state_dict_type is given, and its default changes from FULL_STATE_DICT to SHARDED_STATE_DICT",
                 "write the state_dict_type that checkpoints should have, then migrate again",
             )
@@ -253,13 +255,13 @@ def convert_accelerate(settings: Settings, *, launched: bool, around: Settings) 
     return conversion
 
 
-def _weights_from_rank_zero(conversion: Conversion, settings: Settings, *, launched: bool) -> None:
+def _weights_from_rank_zero(conversion: ConfigConversion, settings: Settings, *, launched: bool) -> None:
     """FSDP1 broadcast weights with `sync_module_states`; under FSDP2 only efficient loading does."""
     syncs = settings.get("sync_module_states", launched)
     loads_on_rank_zero = settings.get("cpu_ram_efficient_loading", launched)
     if is_true(loads_on_rank_zero) or (syncs is not COMPUTED and not is_true(syncs)):
         return
-    block = Block(
+    block = Undecided(
         "FSDP1 broadcast the weights of rank 0; under FSDP2 accelerate does so only with cpu_ram_efficient_loading",
         "set cpu_ram_efficient_loading to true, or sync_module_states to false if all ranks build equal weights",
     )
@@ -269,7 +271,7 @@ def _weights_from_rank_zero(conversion: Conversion, settings: Settings, *, launc
         conversion.blocks.append(block)
 
 
-def _hybrid_mesh(conversion: Conversion, settings: Settings, around: Settings) -> None:
+def _hybrid_mesh(conversion: ConfigConversion, settings: Settings, around: Settings) -> None:
     """HYBRID_SHARD shards inside a machine and replicates across machines: that is a 2-D mesh under FSDP2."""
     name = strategy_name(settings.get("sharding_strategy"))
     if name not in {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}:
@@ -283,7 +285,7 @@ def _hybrid_mesh(conversion: Conversion, settings: Settings, around: Settings) -
             "a launch with other numbers must change parallelism_config too"
         )
     else:
-        conversion.steps["sharding_strategy"] = Block(
+        conversion.steps["sharding_strategy"] = Undecided(
             f"{name} replicates across machines, and the config does not say over how many",
             "add parallelism_config with parallelism_config_dp_replicate_size (machines) and "
             "parallelism_config_dp_shard_size (processes of one machine), fsdp_version: 2 and "
@@ -302,15 +304,15 @@ def _composer_strategy(value: Any, settings: Settings) -> Step:
         case "FULL_SHARD" | "SHARD_GRAD_OP" as name:
             return Become("reshard_after_forward", _RESHARDS[name])
         case "NO_SHARD":
-            return Block("NO_SHARD replicates the parameters, and FSDP2 always shards them", "leave fsdp out: DDP")
+            return Undecided("NO_SHARD replicates the parameters, and FSDP2 always shards them", "leave fsdp out: DDP")
         case "HYBRID_SHARD" | "_HYBRID_SHARD_ZERO2" | "HYBRID_SHARD_ZERO2":
-            return Block(f"{value} replicates across machines, which takes a 2-D device mesh", _MESH_FIX)
-    return Block("the sharding strategy is only known at run time", "write the strategy out, or convert by hand")
+            return Undecided(f"{value} replicates across machines, which takes a 2-D device mesh", _MESH_FIX)
+    return Undecided("the sharding strategy is only known at run time", "write the strategy out, or convert by hand")
 
 
 def _composer_precision(value: Any, settings: Settings) -> Step:
     if str(value).upper() not in {"DEFAULT", "PURE", "FULL"}:
-        return Block("mixed_precision is not one of DEFAULT, PURE and FULL", "choose one of these")
+        return Undecided("mixed_precision is not one of DEFAULT, PURE and FULL", "choose one of these")
     cast = "buffers keep their own dtype under FSDP2; FSDP1 cast them as well"
     return Keep("" if str(value).upper() == "FULL" else cast)
 
@@ -358,14 +360,14 @@ COMPOSER_FSDP2_KEYS = frozenset({"reshard_after_forward", "device_mesh"})
 """A config that says one of these is FSDP2Config's already."""
 
 
-def convert_composer(settings: Settings, *, around: Settings) -> Conversion:
+def convert_composer(settings: Settings, *, around: Settings) -> ConfigConversion:
     """Decide on every setting of a Composer FSDP1 config.
 
     Args:
         settings: The config's keys and values.
         around: The whole file: `model.init_device` says whether ranks start from the same weights.
     """
-    unknown = Block("this setting is not known to be FSDP2Config's", "remove it, or convert by hand")
+    unknown = Undecided("this setting is not known to be FSDP2Config's", "remove it, or convert by hand")
     conversion = _decide(_COMPOSER, settings, unknown)
     if "sharding_strategy" not in settings:
         conversion.added["reshard_after_forward"] = True
@@ -376,7 +378,7 @@ def convert_composer(settings: Settings, *, around: Settings) -> Conversion:
     model = around.get("model") if isinstance(around, dict) else None
     starts_on = model.get("init_device") if isinstance(model, dict) else None
     if is_true(settings.get("sync_module_states", False)) and starts_on not in ("mixed", "meta"):
-        conversion.steps["sync_module_states"] = Block(
+        conversion.steps["sync_module_states"] = Undecided(
             "FSDP1 broadcast the weights of rank 0; under FSDP2 Composer does so only when other ranks start on meta",
             "set the model's init_device to mixed, or remove sync_module_states if all ranks build equal weights",
         )

@@ -30,10 +30,10 @@ def finish(before: FileContext, text: str, names: set[str], helpers: set[str], f
     """
     after = FileContext(text, before.path)
     newline = "\r\n" if "\r\n" in text else "\n"
-    carried = [] if not helpers else assemble(helpers, features)
-    carried = [(name, piece) for name, piece in carried if name not in after.scopes[after.tree].names]
+    there = after.scopes[after.tree].names
+    emitted = [(name, piece) for name, piece in assemble(helpers, features) if name not in there]
     wanted = set(names)
-    for _, piece in carried:
+    for _, piece in emitted:
         wanted |= set(names_used(piece))
     missing, renamed = _missing(after, wanted)
     if clash := sorted(names & renamed.keys()):
@@ -43,10 +43,10 @@ def finish(before: FileContext, text: str, names: set[str], helpers: set[str], f
             why="emitted code uses the name as torch does",
             fix="rename it",
         )
-    block = "\n\n\n".join(piece for _, piece in carried)
+    block = "\n\n\n".join(piece for _, piece in emitted)
     for old, new in renamed.items():
         block = re.sub(rf"\b{old}\b", new, block)
-    edits = _removals(before, after, (bool(carried) and block) or "")
+    edits = _removals(before, after, block)
     edits += _insertion(after, _statements(missing, renamed), block, newline, edits)
     return apply(text, edits)
 
@@ -155,11 +155,11 @@ def _imports_only(statement: ast.stmt) -> bool:
     )
 
 
-def _removals(before: FileContext, after: FileContext, carried: str) -> list[Edit]:
+def _removals(before: FileContext, after: FileContext, helpers_text: str) -> list[Edit]:
     """Imports of FSDP1 names that were used before and are not now."""
     if after.path.endswith("__init__.py"):
         return []
-    was, now = _used(before.tree), _used(after.tree) | set(re.findall(r"\b\w+\b", carried))
+    was, now = _used(before.tree), _used(after.tree) | set(re.findall(r"\b\w+\b", helpers_text))
     exported = _exported(after.tree)
     edits: list[Edit] = []
     for node in after.parents:

@@ -14,7 +14,7 @@ from shardwise.findings import Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod.draft import KINDS
 from shardwise.fsdp1.codemod.framework_files import convert_yaml, may_hold_config
 from shardwise.fsdp1.codemod.program import Program
-from shardwise.fsdp1.codemod.rewriting import rewrite, stays_everywhere
+from shardwise.fsdp1.codemod.rewriting import rewrite, skipped_everywhere
 from shardwise.progress import NoProgress, Progress
 from shardwise.source.files import find_files, map_files, read_bytes, write_bytes
 from shardwise.source.syntax import decode
@@ -127,7 +127,7 @@ def migrate(
     jobs = [path for path, (text, _) in texts.items() if _is_concerned(path, text) or program.handed(path)]
     heard = progress or NoProgress()
     heard.start(len(jobs), "files")
-    stays_everywhere(program)  # read once, before there are several processes that would each find out
+    skipped_everywhere(program)  # read once, before there are several processes that would each find out
 
     def work(path: str) -> MigratedFile:
         return _migrate_file(path, *texts[path], program, target)

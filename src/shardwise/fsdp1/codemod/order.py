@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from shardwise.fsdp1.codemod import constructors
 from shardwise.fsdp1.codemod.constructors import Blocked, Wrap
-from shardwise.fsdp1.codemod.draft import Draft
+from shardwise.fsdp1.codemod.draft import FileDraft
 from shardwise.fsdp1.codemod.emitted import is_ours
 from shardwise.fsdp1.codemod.program import Program, is_constant, is_simple
 from shardwise.fsdp1.codemod.sharded import INTERNAL
@@ -20,7 +20,7 @@ _FOLDER = re.compile(r"fsdp_?v?2", re.IGNORECASE)
 _NOTHING = re.compile(r"^fsdp2_[A-Z]|^FSDP1$")  # as `imports` calls a class of ours; as some call FSDP1's class
 
 
-def tells_apart(draft: Draft, program: Program) -> int | None:
+def tells_apart(draft: FileDraft, program: Program) -> int | None:
     """The line on which a file tells FSDP1 from FSDP2, by a name or by a check of both types; None if it does not."""
     context = draft.context
     if any(_FOLDER.search(part) for part in PurePath(context.path).parts[-2:]):
@@ -55,7 +55,7 @@ def _named(node: ast.AST) -> list[int]:
     return [node.lineno] if _SAYS.search(name) and not _NOTHING.match(name) else []  # pyrefly: ignore
 
 
-def _checked(draft: Draft, program: Program) -> list[int]:
+def _checked(draft: FileDraft, program: Program) -> list[int]:
     """Lines of checks for FSDP2's class, in a file that also checks for FSDP1's alone."""
     context, first, second = draft.context, False, []
     for call in draft.calls():
@@ -76,7 +76,7 @@ TYPE_CHECK_CODE = "SW123"
 _BECAME = "the class became FSDPModule, which every sharded module is"
 
 
-def rewrite_type_checks(draft: Draft, program: Program) -> None:
+def rewrite_type_checks(draft: FileDraft, program: Program) -> None:
     """Rewrite every use of the class as a type."""
     context = draft.context
     for call in draft.calls():
@@ -95,7 +95,7 @@ def rewrite_type_checks(draft: Draft, program: Program) -> None:
             draft.rewritten(TYPE_CHECK_CODE, node, _BECAME)
 
 
-def with_types_changed(draft: Draft, program: Program, statement: ast.stmt, start: int, stop: int) -> str:
+def with_types_changed(draft: FileDraft, program: Program, statement: ast.stmt, start: int, stop: int) -> str:
     """The text from `start` to `stop`, which holds a statement that is moved, with its uses of the class rewritten."""
     context = draft.context
     piece = context.text[start:stop]
@@ -135,7 +135,7 @@ def is_type_use(context: FileContext, node: ast.expr) -> bool:
     return False
 
 
-def _modules(draft: Draft, call: ast.Call) -> None:
+def _modules(draft: FileDraft, call: ast.Call) -> None:
     """`FSDP.fsdp_modules(m, root_only=...)`."""
     if len(call.args) != 1 or call.keywords:
         draft.undecided(
@@ -162,7 +162,7 @@ def _modules(draft: Draft, call: ast.Call) -> None:
     draft.rewritten(TYPE_CHECK_CODE, call, "fsdp_modules became a walk over the modules")
 
 
-def _reaches_inside(draft: Draft, call: ast.Call) -> bool:
+def _reaches_inside(draft: FileDraft, call: ast.Call) -> bool:
     """Whether a call is what a loop goes over, which reaches into FSDP1's internals."""
     loop = draft.context.parents[call]
     if not (isinstance(loop, ast.For) and loop.iter is call and isinstance(loop.target, ast.Name)):
@@ -171,7 +171,7 @@ def _reaches_inside(draft: Draft, call: ast.Call) -> bool:
     return any(one.attr in INTERNAL and one.value.id == loop.target.id for one in used)  # pyrefly: ignore
 
 
-def _quoted(draft: Draft, program: Program, node: ast.Constant) -> None:
+def _quoted(draft: FileDraft, program: Program, node: ast.Constant) -> None:
     """An annotation in quotes."""
     context, value = draft.context, node.value
     if not isinstance(value, str) or not re.fullmatch(r"[\w.\[\], |]+", value) or not is_type_use(context, node):
@@ -197,7 +197,7 @@ _TRAINS = {"backward", "step", "zero_grad", "load_state_dict"}
 """Methods that a function which only prepares a model does not call."""
 
 
-def rewrite_order(draft: Draft, program: Program) -> None:
+def rewrite_order(draft: FileDraft, program: Program) -> None:
     """Move recomputation before sharding where nothing stands in between."""
     context = draft.context
     wraps = [call for call, is_partial in constructors.find(context, program) if not is_partial]
@@ -214,7 +214,7 @@ def rewrite_order(draft: Draft, program: Program) -> None:
                 _leave(draft, call)
 
 
-def model_names(draft: Draft, wrap: ast.Call) -> set[str]:
+def model_names(draft: FileDraft, wrap: ast.Call) -> set[str]:
     """The names by which the wrapped model is known."""
     context = draft.context
     module = argument_of(wrap, 0, "module")
@@ -225,7 +225,7 @@ def model_names(draft: Draft, wrap: ast.Call) -> set[str]:
     return names
 
 
-def _recomputes(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> bool:
+def _recomputes(draft: FileDraft, program: Program, call: ast.Call, wrap: ast.Call) -> bool:
     """Whether a call applies activation checkpointing to the wrapped model, itself or through a function."""
     context, names = draft.context, model_names(draft, wrap)
     if not any(context.source(one) in names for one in given_to(call)):
@@ -273,7 +273,7 @@ def _only_prepares(program: Program, context: FileContext, call: ast.Call, names
     )
 
 
-def _move_up(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> None:
+def _move_up(draft: FileDraft, program: Program, call: ast.Call, wrap: ast.Call) -> None:
     """Put the statement in front of the one that shards, if both are in one block and nothing between minds."""
     context = draft.context
     target = context.statement(wrap)
@@ -304,7 +304,7 @@ def _move_up(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> 
     )
 
 
-def _leave(draft: Draft, call: ast.Call) -> None:
+def _leave(draft: FileDraft, call: ast.Call) -> None:
     draft.undecided(
         ORDER_CODE,
         call,
@@ -313,7 +313,7 @@ def _leave(draft: Draft, call: ast.Call) -> None:
     )
 
 
-def _looks_like_it(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> bool:
+def _looks_like_it(draft: FileDraft, program: Program, call: ast.Call, wrap: ast.Call) -> bool:
     """A function with a name that says what it does to the model, of a file not given or in a way not known."""
     context = draft.context
     name = context.source(call.func).rpartition(".")[2]
@@ -334,7 +334,7 @@ def _comments_above(text: str, line_start: int, indent: str) -> int:
     return line_start
 
 
-def _block_member(draft: Draft, node: ast.AST, target: ast.stmt) -> ast.stmt | None:
+def _block_member(draft: FileDraft, node: ast.AST, target: ast.stmt) -> ast.stmt | None:
     """The statement around `node` that stands in the same block as `target`; alone in its `if`, or none."""
     context = draft.context
     block = context.parents[target]
@@ -347,7 +347,7 @@ def _block_member(draft: Draft, node: ast.AST, target: ast.stmt) -> ast.stmt | N
     return current if current in context.block(target) else None
 
 
-def _can_move(draft: Draft, moved: ast.stmt, target: ast.stmt, wrap: ast.Call) -> bool:
+def _can_move(draft: FileDraft, moved: ast.stmt, target: ast.stmt, wrap: ast.Call) -> bool:
     """Whether nothing between the two gives a name that the moved statement reads, and nothing in it is rewritten."""
     context = draft.context
     if not draft.starts_line(moved) or not draft.starts_line(target) or moved in draft.taken:
@@ -382,7 +382,7 @@ _OPTIMIZER = re.compile(
 )
 
 
-def refuse_early_optimizers(draft: Draft, wrap: Wrap) -> None:
+def refuse_early_optimizers(draft: FileDraft, wrap: Wrap) -> None:
     """Refuse a constructor that comes after its optimizer, where the optimizer cannot be moved.
 
     Raises:
@@ -410,7 +410,7 @@ def _handed_in(wrap: Wrap) -> list[int]:
     return [function.lineno] if given and (parameters & _HANDED) - rebuilt else []
 
 
-def _handed_out(draft: Draft, wrap: ast.Call) -> list[int]:
+def _handed_out(draft: FileDraft, wrap: ast.Call) -> list[int]:
     """Lines before the constructor on which a function hands out an optimizer of the model, used behind it."""
     context, names = draft.context, model_names(draft, wrap)
     home = context.enclosing_function(wrap)
@@ -435,7 +435,7 @@ def _handed_out(draft: Draft, wrap: ast.Call) -> list[int]:
     return lines
 
 
-def move_optimizers(draft: Draft, program: Program) -> None:
+def move_optimizers(draft: FileDraft, program: Program) -> None:
     """Move each optimizer built too early, and what depends on it, behind the constructor."""
     for wrap, is_partial in constructors.find(draft.context, program):
         if is_partial or wrap not in draft.taken:
@@ -444,7 +444,7 @@ def move_optimizers(draft: Draft, program: Program) -> None:
             _move(draft, call, wrap)
 
 
-def _early(draft: Draft, wrap: ast.Call) -> list[ast.Call]:
+def _early(draft: FileDraft, wrap: ast.Call) -> list[ast.Call]:
     """Optimizers of the wrapped model that the same function builds before it wraps."""
     context, names = draft.context, model_names(draft, wrap)
     home = context.enclosing_function(wrap)
@@ -461,7 +461,7 @@ def _early(draft: Draft, wrap: ast.Call) -> list[ast.Call]:
     return found
 
 
-def _to_move(draft: Draft, call: ast.Call, wrap: ast.Call) -> list[ast.stmt] | None:
+def _to_move(draft: FileDraft, call: ast.Call, wrap: ast.Call) -> list[ast.stmt] | None:
     """The optimizer's statement and those up to the constructor that need it; None where that is not possible."""
     context = draft.context
     first, target = context.statement(call), context.statement(wrap)
@@ -488,7 +488,7 @@ def _names(statement: ast.stmt, kind: type[ast.expr_context]) -> set[str]:
     return {node.id for node in found}
 
 
-def _move(draft: Draft, call: ast.Call, wrap: ast.Call) -> None:
+def _move(draft: FileDraft, call: ast.Call, wrap: ast.Call) -> None:
     context = draft.context
     statements = _to_move(draft, call, wrap) or []
     text, target = context.text, context.statement(wrap)

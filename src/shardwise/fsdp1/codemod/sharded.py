@@ -10,7 +10,7 @@ from functools import cached_property
 
 from shardwise.errors import SourceError
 from shardwise.fsdp1.codemod import constructors
-from shardwise.fsdp1.codemod.draft import ROAD1, Draft
+from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, FileDraft
 from shardwise.fsdp1.codemod.program import Program, fsdp_name
 from shardwise.source.syntax import FSDP1, FileContext, Function, all_parameters, checked_types
 
@@ -355,14 +355,14 @@ def _built_anywhere(program: Program) -> str:
     return next(found, "")
 
 
-def report_leftovers(draft: Draft, program: Program) -> None:
+def report_leftovers(draft: FileDraft, program: Program) -> None:
     """Note every use of FSDP1 that is still there."""
     _classes(draft, program)
     _wraps(draft)
     _internals(draft, program)
 
 
-def _classes(draft: Draft, program: Program) -> None:
+def _classes(draft: FileDraft, program: Program) -> None:
     context = draft.context
     inherited = subclasses(context, program)
     for node in draft.nodes():
@@ -376,7 +376,7 @@ def _classes(draft: Draft, program: Program) -> None:
                 "SW102",
                 node,
                 f"{parent.name} is a subclass of FSDP: FSDP2 has no wrapper class to inherit from",
-                f"keep its methods as functions of the sharded model; or {ROAD1}",
+                f"keep its methods as functions of the sharded model; or {KEEP_FSDP1_API}",
             )
         elif isinstance(parent, ast.Attribute):
             if parent not in draft.taken and not any(_has_note(draft, one) for one in context.ancestors(node)):
@@ -392,47 +392,47 @@ def _classes(draft: Draft, program: Program) -> None:
                 "SW101",
                 call,
                 f"{name}(...) is left alone: it is a subclass of FSDP",
-                f"shard with fully_shard and keep {name}'s methods as functions; or {ROAD1}",
+                f"shard with fully_shard and keep {name}'s methods as functions; or {KEEP_FSDP1_API}",
             )
 
 
-def _has_note(draft: Draft, node: ast.AST) -> bool:
+def _has_note(draft: FileDraft, node: ast.AST) -> bool:
     line = getattr(node, "lineno", None)
     return isinstance(node, ast.stmt | ast.expr) and any(
         note.line == line and note.status.value != "reported" for note in draft.notes
     )
 
 
-def _static(draft: Draft, node: ast.expr, parent: ast.Attribute) -> None:
+def _static(draft: FileDraft, node: ast.expr, parent: ast.Attribute) -> None:
     draft.undecided(
         "SW131",
         node,
         f"FSDP.{parent.attr} works on FSDP1's models only",
-        f"replace it by what it is used for; or {ROAD1}",
+        f"replace it by what it is used for; or {KEEP_FSDP1_API}",
     )
 
 
-def _value(draft: Draft, node: ast.expr) -> None:
+def _value(draft: FileDraft, node: ast.expr) -> None:
     draft.undecided(
         "SW102",
         node,
         "FSDP's class is used as a value here: passed on, stored or chosen at run time",
-        f"pass a function that calls fully_shard and returns the module; or {ROAD1}",
+        f"pass a function that calls fully_shard and returns the module; or {KEEP_FSDP1_API}",
     )
 
 
-def _wraps(draft: Draft) -> None:
+def _wraps(draft: FileDraft) -> None:
     for call in draft.calls():
         if call not in draft.taken and draft.context.is_any(call.func, _WRAP):
             draft.undecided(
                 "SW103",
                 call,
                 "enable_wrap and wrap make FSDP1 units while the model is built",
-                f"build the model first, then call fully_shard on the same modules, children first; or {ROAD1}",
+                f"build the model first, then call fully_shard on the same modules, inner first; or {KEEP_FSDP1_API}",
             )
 
 
-def _internals(draft: Draft, program: Program) -> None:
+def _internals(draft: FileDraft, program: Program) -> None:
     sharded = program.sharded(draft.context)
     for node in draft.nodes():
         if isinstance(node, ast.ImportFrom) and _PRIVATE.match(node.module or ""):
@@ -446,30 +446,30 @@ def _internals(draft: Draft, program: Program) -> None:
                 "SW127",
                 node,
                 f".{node.attr} is a part of FSDP1's flat parameters, which FSDP2 does not have",
-                f"work on the DTensors that model.parameters() gives; or {ROAD1}",
+                f"work on the DTensors that model.parameters() gives; or {KEEP_FSDP1_API}",
             )
         if node.attr in _ATTRIBUTES and sharded.holds(node.value) is not Holds.NEVER:
             draft.undecided(
                 "SW127",
                 node,
                 f".{node.attr} is an attribute of FSDP1's wrapper, which FSDP2 does not have",
-                f"take it from the mesh or the settings that the model is sharded with; or {ROAD1}",
+                f"take it from the mesh or the settings that the model is sharded with; or {KEEP_FSDP1_API}",
             )
         if node.attr in _HOOKS and sharded.holds(node.value) is not Holds.NEVER:
             draft.undecided(
                 "SW130",
                 node,
                 f"{node.attr} has no direct counterpart in FSDP2",
-                f"set_all_reduce_hook, or a custom communication class; or {ROAD1}",
+                f"set_all_reduce_hook, or a custom communication class; or {KEEP_FSDP1_API}",
             )
 
 
-def _private(draft: Draft, node: ast.AST, name: str) -> None:
+def _private(draft: FileDraft, node: ast.AST, name: str) -> None:
     draft.undecided(
         "SW127",
         node,
         f"{name} is private to FSDP1",
-        f"remove what uses it, or write it anew on DTensor; or {ROAD1}",
+        f"remove what uses it, or write it anew on DTensor; or {KEEP_FSDP1_API}",
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from shardwise.errors import SourceError
 from shardwise.fsdp1.codemod import constructors, settings
 from shardwise.fsdp1.codemod.constructors import CODE, Blocked, Wrap, has_stars
-from shardwise.fsdp1.codemod.draft import Draft
+from shardwise.fsdp1.codemod.draft import FileDraft
 from shardwise.fsdp1.codemod.emitted import FEATURES
 from shardwise.fsdp1.codemod.order import refuse_early_optimizers
 from shardwise.fsdp1.codemod.program import Program, called_fsdp_name, is_constant, is_none, is_simple, single_value
@@ -448,7 +448,7 @@ _WRAP = {"torch.distributed.fsdp.wrap.wrap"}
 _ENABLE = {"torch.distributed.fsdp.wrap.enable_wrap"}
 
 
-def rewrite_chosen_class(draft: Draft, program: Program, call: ast.Call) -> None:
+def rewrite_chosen_class(draft: FileDraft, program: Program, call: ast.Call) -> None:
     """`wrapper = FSDP if sharded else DDP` and `wrapper(model, ...)`: the choice changes, the call stays.
 
     Raises:
@@ -467,7 +467,7 @@ def rewrite_chosen_class(draft: Draft, program: Program, call: ast.Call) -> None
     draft.rewritten(CODE, call, "where FSDP is chosen, a function now shards with fully_shard and returns the module")
 
 
-def _classes(draft: Draft, program: Program, binding: Binding) -> list[ast.expr]:
+def _classes(draft: FileDraft, program: Program, binding: Binding) -> list[ast.expr]:
     """The mentions of the class in what a name is given, if it is chosen between values there."""
     if not isinstance(binding.value, ast.IfExp | ast.Name | ast.Attribute):
         return []
@@ -476,7 +476,7 @@ def _classes(draft: Draft, program: Program, binding: Binding) -> list[ast.expr]
     return [node for node in mentions if program.origins(draft.context, node) == {FSDP1}]
 
 
-def _is_only_called(draft: Draft, call: ast.Call) -> bool:
+def _is_only_called(draft: FileDraft, call: ast.Call) -> bool:
     """Whether the name of the chosen class serves for nothing but calls."""
     context = draft.context
     if not isinstance(call.func, ast.Name):
@@ -490,7 +490,7 @@ def _is_only_called(draft: Draft, call: ast.Call) -> bool:
     return True
 
 
-def rewrite_enable_wrap(draft: Draft, program: Program) -> None:
+def rewrite_enable_wrap(draft: FileDraft, program: Program) -> None:
     """`enable_wrap(wrapper_cls=FSDP, ...)` takes any function: `wrap` keeps working, on FSDP2."""
     context = draft.context
     for call in draft.calls():
@@ -508,7 +508,7 @@ def rewrite_enable_wrap(draft: Draft, program: Program) -> None:
         draft.rewritten(ENABLE_CODE, call, "wrap now calls a function that shards with fully_shard")
 
 
-def rewrite_constructors(draft: Draft, program: Program) -> None:
+def rewrite_constructors(draft: FileDraft, program: Program) -> None:
     """Rewrite every constructor call of a file that can be, and note why the others cannot."""
     inherited = built_subclasses(draft.context, program)
     for call, is_partial in constructors.find(draft.context, program):
