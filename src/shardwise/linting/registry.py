@@ -11,7 +11,7 @@ from importlib import import_module
 from shardwise.findings import Edit, Safety, Severity, SourceFinding
 from shardwise.source.statements import read_program
 from shardwise.source.syntax import FileContext
-from shardwise.source.usage import Usage
+from shardwise.source.usage import Shard, Usage
 from shardwise.source.values import ProgramEvent
 
 UNREADABLE = "SW200"
@@ -45,11 +45,19 @@ class LintContext:
             self._usages = [Usage(trace) for trace in read_program(self.file)]
         return self._usages
 
+    @property
+    def events(self) -> Iterator[tuple[Usage, ProgramEvent]]:
+        """Every event of every run."""
+        return ((usage, event) for usage in self.usages for event in usage.events)
+
+    @property
+    def shards(self) -> Iterator[tuple[Usage, Shard]]:
+        """Every module that is sharded, in every run."""
+        return ((usage, shard) for usage in self.usages for shard in usage.shards)
+
     def events_of(self, *names: str) -> Iterator[tuple[Usage, ProgramEvent]]:
         """Every call of one of these public names, in every run."""
-        for usage in self.usages:
-            for event in usage.trace.calls_to(*names):
-                yield usage, event
+        return ((usage, event) for usage, event in self.events if event.is_call_to(*names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

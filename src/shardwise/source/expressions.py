@@ -247,7 +247,7 @@ def _subscript(walk: Interpreter, node: ast.Subscript) -> Values:
             case ObjectRef() | PartRef() if isinstance(key, int | str):
                 found.append(walk.load(owner, f"[{key!r}]"))  # `layers[0]` is not any of `layers`
             case ObjectRef() | PartRef():
-                found.append(_items_of(walk, owner))
+                found.append(walk.load(owner, ITEM))
             case Items():
                 found.append(owner.element)
             case TupleValue() if isinstance(key, int) and -len(owner.items) <= key < len(owner.items):
@@ -260,10 +260,6 @@ def _subscript(walk: Interpreter, node: ast.Subscript) -> Values:
             case DictValue():
                 found.append(join(*(entry.values for entry in owner.entries)))
     return join(*found)
-
-
-def _items_of(walk: Interpreter, owner: ObjectRef | PartRef) -> Values:
-    return walk.load(owner, ITEM)
 
 
 def _display(walk: Interpreter, node: ast.Tuple | ast.List | ast.Set) -> Values:
@@ -363,7 +359,7 @@ def iterate(walk: Interpreter, values: Values) -> Values:
             case Params():
                 found.append(frozenset({Param(value.owner)}))
             case ObjectRef() | PartRef():
-                found.append(_items_of(walk, value))
+                found.append(walk.load(value, ITEM))
             case StateDict():
                 found.append(frozenset({value}))  # a tensor of it is as full as the whole
     return join(*found)
@@ -440,10 +436,6 @@ def _update(walk: Interpreter, call: ast.Call, event: ProgramEvent, table: DictV
         walk.env[owner.id] = frozenset({DictValue((*table.entries, *added), is_open)})
 
 
-def _elements_of_argument(walk: Interpreter, one: ObjectRef | PartRef) -> Values:
-    return walk.load(one, ITEM)
-
-
 def _pairs(values: Values) -> Values:
     return frozenset({Items(frozenset({TupleValue((UNKNOWN, values))}))})
 
@@ -453,10 +445,10 @@ _MODULE_METHODS: dict[str, Callable[[Interpreter, ObjectRef | PartRef], Values]]
     "named_parameters": lambda walk, one: _pairs(frozenset({Param(one)})),
     "modules": lambda walk, one: frozenset({Items(frozenset({attribute(one, DESCENDANT)}))}),
     "named_modules": lambda walk, one: _pairs(frozenset({attribute(one, DESCENDANT)})),
-    "children": lambda walk, one: frozenset({Items(_elements_of_argument(walk, one))}),
-    "named_children": lambda walk, one: _pairs(_elements_of_argument(walk, one)),
-    "values": lambda walk, one: frozenset({Items(_elements_of_argument(walk, one))}),
-    "items": lambda walk, one: _pairs(_elements_of_argument(walk, one)),
+    "children": lambda walk, one: frozenset({Items(walk.load(one, ITEM))}),
+    "named_children": lambda walk, one: _pairs(walk.load(one, ITEM)),
+    "values": lambda walk, one: frozenset({Items(walk.load(one, ITEM))}),
+    "items": lambda walk, one: _pairs(walk.load(one, ITEM)),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,36 +157,28 @@ def attribute(value: ObjectRef | PartRef, name: str) -> PartRef:
     return PartRef(value.owner, (*value.path, name))
 
 
-def owners_of_params(values: Values, depth: int = 4) -> set[ObjectRef | PartRef]:
+def nested(values: Values, depth: int = 4) -> Iterator[Value]:
+    """Values, and what is inside those that are iterables or dictionaries."""
+    for value in values if depth else ():
+        match value:
+            case Items():
+                yield from nested(value.element, depth - 1)
+            case TupleValue():
+                yield from nested(frozenset().union(*value.items), depth - 1)
+            case DictValue():
+                yield from nested(frozenset().union(*(entry.values for entry in value.entries)), depth - 1)
+            case _:
+                yield value
+
+
+def owners_of_params(values: Values) -> set[ObjectRef | PartRef]:
     """The modules whose parameters are somewhere inside these values."""
-    found: set[ObjectRef | PartRef] = set()
-    for value in values if depth else ():
-        match value:
-            case Params() | Param():
-                found.add(value.owner)
-            case Items():
-                found |= owners_of_params(value.element, depth - 1)
-            case TupleValue():
-                found |= owners_of_params(frozenset().union(*value.items), depth - 1)
-            case DictValue():
-                found |= owners_of_params(frozenset().union(*(e.values for e in value.entries)), depth - 1)
-    return found
+    return {value.owner for value in nested(values) if isinstance(value, Params | Param)}
 
 
-def state_dicts_in(values: Values, depth: int = 4) -> set[StateDict]:
+def state_dicts_in(values: Values) -> set[StateDict]:
     """The state dicts somewhere inside these values."""
-    found: set[StateDict] = set()
-    for value in values if depth else ():
-        match value:
-            case StateDict():
-                found.add(value)
-            case Items():
-                found |= state_dicts_in(value.element, depth - 1)
-            case TupleValue():
-                found |= state_dicts_in(frozenset().union(*value.items), depth - 1)
-            case DictValue():
-                found |= state_dicts_in(frozenset().union(*(e.values for e in value.entries)), depth - 1)
-    return found
+    return {value for value in nested(values) if isinstance(value, StateDict)}
 
 
 _OPERATIONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {

@@ -207,21 +207,20 @@ def root_reshards_after_forward(reading: LintContext) -> Iterator[Hit]:
 
     Why: the root's parameters are the first that backward needs; by default they stay gathered.
     """
-    for usage in reading.usages:
-        for shard in usage.shards:
-            given = shard.event.keywords.get("reshard_after_forward")
-            holds_others = any(usage.trace.is_part_of(other.subject, shard.subject) for other in usage.shards)
-            if (
-                given is not None
-                and given.values == {Constant(True)}
-                and holds_others
-                and not _is_inner(usage, shard.subject)
-            ):
-                yield Hit(
-                    node=given.node,
-                    message="the root is freed after forward and gathered again at the start of backward",
-                    fix="leave reshard_after_forward out on the root",
-                )
+    for usage, shard in reading.shards:
+        given = shard.event.keywords.get("reshard_after_forward")
+        holds_others = any(usage.trace.is_part_of(other.subject, shard.subject) for other in usage.shards)
+        if (
+            given is not None
+            and given.values == {Constant(True)}
+            and holds_others
+            and not _is_inner(usage, shard.subject)
+        ):
+            yield Hit(
+                node=given.node,
+                message="the root is freed after forward and gathered again at the start of backward",
+                fix="leave reshard_after_forward out on the root",
+            )
 
 
 def _is_inner(usage: Usage, subject: ObjectRef | PartRef) -> bool:

@@ -47,26 +47,25 @@ def full_checkpoint_into_shards(reading: LintContext) -> Iterator[Hit]:
 
     Symptom: `got mixed torch.Tensor and DTensor`, when loading or at the next optimizer step.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            if event.is_call_to(*_SETTERS) and not event.is_open:
-                options = event.keywords.get("options")
-                whole = options is not None and (
-                    facts.option(options.values, "full_state_dict") is not False
-                    or facts.option(options.values, "broadcast_from_rank0") is True  # SW224 tells what is missing
-                )
-                targets, given = event.argument(0, "model"), _state_given(event)
-            elif event.method == "load_state_dict":
-                whole, targets, given = False, event.receiver, event.argument(0, "state_dict")
-            else:
-                continue
-            if not whole and any(map(_is_whole_file, given)) and _is_for_shards(usage, targets, event):
-                yield Hit(
-                    node=event.node,
-                    message="the checkpoint has whole tensors, the sharded model has DTensors",
-                    fix="set_model_state_dict(model, state_dict, options=StateDictOptions(full_state_dict=True)), "
-                    "and set_optimizer_state_dict for the optimizer",
-                )
+    for usage, event in reading.events:
+        if event.is_call_to(*_SETTERS) and not event.is_open:
+            options = event.keywords.get("options")
+            whole = options is not None and (
+                facts.option(options.values, "full_state_dict") is not False
+                or facts.option(options.values, "broadcast_from_rank0") is True  # SW224 tells what is missing
+            )
+            targets, given = event.argument(0, "model"), _state_given(event)
+        elif event.method == "load_state_dict":
+            whole, targets, given = False, event.receiver, event.argument(0, "state_dict")
+        else:
+            continue
+        if not whole and any(map(_is_whole_file, given)) and _is_for_shards(usage, targets, event):
+            yield Hit(
+                node=event.node,
+                message="the checkpoint has whole tensors, the sharded model has DTensors",
+                fix="set_model_state_dict(model, state_dict, options=StateDictOptions(full_state_dict=True)), "
+                "and set_optimizer_state_dict for the optimizer",
+            )
 
 
 def _state_given(event: ProgramEvent) -> Values:
@@ -244,16 +243,15 @@ def collective_on_some_ranks(reading: LintContext) -> Iterator[Hit]:
     Why: gathering a state dict, a full tensor or a forward of a sharded model communicates; the rank that is alone in
     it waits for the others until the watchdog ends the run.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            what = _collective(reading, usage, event)
-            test = parting_test(reading.file, event) if what else None
-            if test is not None and not _others_do_it_too(reading, usage, event):
-                yield Hit(
-                    node=event.node,
-                    message=f"{what} needs every rank, but the test on line {test.lineno} lets only some through",
-                    fix="call it on every rank and keep only the writing under the test",
-                )
+    for usage, event in reading.events:
+        what = _collective(reading, usage, event)
+        test = parting_test(reading.file, event) if what else None
+        if test is not None and not _others_do_it_too(reading, usage, event):
+            yield Hit(
+                node=event.node,
+                message=f"{what} needs every rank, but the test on line {test.lineno} lets only some through",
+                fix="call it on every rank and keep only the writing under the test",
+            )
 
 
 def _collective(reading: LintContext, usage: Usage, event: ProgramEvent) -> str:

@@ -20,20 +20,19 @@ def forward_called_directly(reading: LintContext) -> Iterator[Hit]:
 
     Symptom: `got mixed torch.Tensor and DTensor`.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            function = event.node.func if isinstance(event.node, ast.Call) else None
-            if event.method != "forward" or not isinstance(function, ast.Attribute):
-                continue
-            if any(_is_hooked(usage, module, event) for module in modules(event.receiver)):
-                start = reading.file.positions.span(function.value)[1]
-                end = reading.file.positions.span(function)[1]
-                yield Hit(
-                    node=event.node,
-                    message="forward() does not run FSDP's hooks; the parameters stay sharded",
-                    fix="call the model itself",
-                    edits=(Edit(start=start, end=end, text=""),),
-                )
+    for usage, event in reading.events:
+        function = event.node.func if isinstance(event.node, ast.Call) else None
+        if event.method != "forward" or not isinstance(function, ast.Attribute):
+            continue
+        if any(_is_hooked(usage, module, event) for module in modules(event.receiver)):
+            start = reading.file.positions.span(function.value)[1]
+            end = reading.file.positions.span(function)[1]
+            yield Hit(
+                node=event.node,
+                message="forward() does not run FSDP's hooks; the parameters stay sharded",
+                fix="call the model itself",
+                edits=(Edit(start=start, end=end, text=""),),
+            )
 
 
 def _is_hooked(usage: Usage, module: Module, event: ProgramEvent) -> bool:

@@ -162,20 +162,19 @@ def fsdp1_call_on_fsdp2_model(reading: LintContext) -> Iterator[Hit]:
 
     Symptom: `AttributeError`; `FSDP.state_dict_type` silently does nothing.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            if event.method in _FSDP1_METHODS and not event.is_store and _is_on_fsdp2(usage, event):
-                yield Hit(
-                    node=event.node,
-                    message=f"{event.method} is FSDP1's; the model is sharded by fully_shard",
-                    fix=_FSDP1_METHODS[event.method],
-                )
-            elif event.is_call_to(_SCALER) and usage.shards and not _uses_fsdp1(reading):
-                yield Hit(
-                    node=event.node,
-                    message="ShardedGradScaler is FSDP1's",
-                    fix='torch.amp.GradScaler("cuda") handles DTensors',
-                )
+    for usage, event in reading.events:
+        if event.method in _FSDP1_METHODS and not event.is_store and _is_on_fsdp2(usage, event):
+            yield Hit(
+                node=event.node,
+                message=f"{event.method} is FSDP1's; the model is sharded by fully_shard",
+                fix=_FSDP1_METHODS[event.method],
+            )
+        elif event.is_call_to(_SCALER) and usage.shards and not _uses_fsdp1(reading):
+            yield Hit(
+                node=event.node,
+                message="ShardedGradScaler is FSDP1's",
+                fix='torch.amp.GradScaler("cuda") handles DTensors',
+            )
 
 
 def _uses_fsdp1(reading: LintContext) -> bool:
@@ -205,16 +204,15 @@ def fsdp1_isinstance(reading: LintContext) -> Iterator[Hit]:
 
     Why: sharding makes it an `FSDPModule`; the branch is silently skipped.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            call = event.node
-            if event.method != "isinstance" or event.receiver or not isinstance(call, ast.Call) or len(call.args) != 2:
-                continue
-            if reading.file.is_any(call.args[1], {FSDP1}) and any(
-                usage.is_sharded(module, event) for module in modules(event.args[0])
-            ):
-                yield Hit(
-                    node=call,
-                    message="the model is an FSDPModule, never FSDP1's FullyShardedDataParallel",
-                    fix="isinstance(model, FSDPModule)",
-                )
+    for usage, event in reading.events:
+        call = event.node
+        if event.method != "isinstance" or event.receiver or not isinstance(call, ast.Call) or len(call.args) != 2:
+            continue
+        if reading.file.is_any(call.args[1], {FSDP1}) and any(
+            usage.is_sharded(module, event) for module in modules(event.args[0])
+        ):
+            yield Hit(
+                node=call,
+                message="the model is an FSDPModule, never FSDP1's FullyShardedDataParallel",
+                fix="isinstance(model, FSDPModule)",
+            )

@@ -137,20 +137,19 @@ def buffers_lost_by_to_empty(reading: LintContext) -> Iterator[Hit]:
     Why: a state dict does not contain them. Rotary tables and masks have to be computed again after `to_empty`.
     Symptom: NaN or bad losses, often on some ranks only.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            if event.method != "to_empty":
+    for usage, event in reading.events:
+        if event.method != "to_empty":
+            continue
+        for model in event.receiver:
+            if not (isinstance(model, ObjectRef) and model.on_meta and _has_lost_buffers(reading, model)):
                 continue
-            for model in event.receiver:
-                if not (isinstance(model, ObjectRef) and model.on_meta and _has_lost_buffers(reading, model)):
-                    continue
-                writers = [one for one in usage.events if _may_write(usage, one, model, event.order)]
-                if writers and all(_only_loads(one) for one in writers):
-                    yield Hit(
-                        node=event.node,
-                        message="non-persistent buffers stay uninitialised: loading a checkpoint skips them",
-                        fix="recompute them after to_empty, or call sw.materialize(model) instead",
-                    )
+            writers = [one for one in usage.events if _may_write(usage, one, model, event.order)]
+            if writers and all(_only_loads(one) for one in writers):
+                yield Hit(
+                    node=event.node,
+                    message="non-persistent buffers stay uninitialised: loading a checkpoint skips them",
+                    fix="recompute them after to_empty, or call sw.materialize(model) instead",
+                )
 
 
 def _only_loads(event: ProgramEvent) -> bool:

@@ -181,26 +181,25 @@ def sharded_twice(reading: LintContext) -> Iterator[Hit]:
     Why: the first call has already replaced its parameters and installed its hooks.
     Symptom: `fully_shard has already been applied to the module`.
     """
-    for usage in reading.usages:
-        for second in usage.shards:
-            for first in usage.shards:
-                if (
-                    first.subject == second.subject
-                    and usage.trace.precedes(first.event, second.event)
-                    and _is_one_module(reading, first, second)
-                ):
-                    yield Hit(
-                        node=second.event.node,
-                        message=f"this module is already sharded (line {first.event.node.lineno})",
-                        fix="remove one of the two calls",
-                    )
-                    break
-            if _is_in_a_loop_of_its_own(second):
+    for usage, second in reading.shards:
+        for first in usage.shards:
+            if (
+                first.subject == second.subject
+                and usage.trace.precedes(first.event, second.event)
+                and _is_one_module(reading, first, second)
+            ):
                 yield Hit(
                     node=second.event.node,
-                    message="every turn of the loop shards the same module",
-                    fix="shard it once, before the loop",
+                    message=f"this module is already sharded (line {first.event.node.lineno})",
+                    fix="remove one of the two calls",
                 )
+                break
+        if _is_in_a_loop_of_its_own(second):
+            yield Hit(
+                node=second.event.node,
+                message="every turn of the loop shards the same module",
+                fix="shard it once, before the loop",
+            )
 
 
 def _is_in_a_loop_of_its_own(shard: Shard) -> bool:

@@ -134,25 +134,24 @@ def zero_grad_after_forward(reading: LintContext) -> Iterator[Hit]:
     Why: the root group stays unsharded after forward. What is registered then are temporary parameters; the sharded
     ones, which the optimizer steps, keep their gradients, and these add up from step to step. No error is raised.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            for module in _cleared(reading, event):
-                last = max(
-                    (e.order for e, m in usage.forwards if m == module and usage.trace.precedes(e, event)), default=None
+    for usage, event in reading.events:
+        for module in _cleared(reading, event):
+            last = max(
+                (e.order for e, m in usage.forwards if m == module and usage.trace.precedes(e, event)), default=None
+            )
+            if last is None or not usage.is_sharded_by_hand(module, event):
+                continue
+            forward, is_trained = (
+                usage.events[last],
+                any(e.method == "backward" for e in usage.events[event.order :]),
+            )
+            if is_trained and not _is_resharded(usage, module, forward, event):
+                yield Hit(
+                    node=event.node,
+                    message=f"since the forward on line {forward.node.lineno} the root's unsharded parameters are "
+                    "registered; the gradients of its shards stay and add up",
+                    fix="clear gradients before the forward, or with optimizer.zero_grad()",
                 )
-                if last is None or not usage.is_sharded_by_hand(module, event):
-                    continue
-                forward, is_trained = (
-                    usage.events[last],
-                    any(e.method == "backward" for e in usage.events[event.order :]),
-                )
-                if is_trained and not _is_resharded(usage, module, forward, event):
-                    yield Hit(
-                        node=event.node,
-                        message=f"since the forward on line {forward.node.lineno} the root's unsharded parameters are "
-                        "registered; the gradients of its shards stay and add up",
-                        fix="clear gradients before the forward, or with optimizer.zero_grad()",
-                    )
 
 
 def _cleared(reading: LintContext, event: ProgramEvent) -> list[Module]:

@@ -40,17 +40,16 @@ def data_assigned_after_shard(reading: LintContext) -> Iterator[Hit]:
 
     Why: FSDP keeps the shard it made and gathers from that; the new tensor is never used.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            if not (event.is_store and event.method == "data"):
-                continue
-            for value in event.receiver:
-                if _is_of_shards(usage, value, event):
-                    yield Hit(
-                        node=event.node,
-                        message="FSDP2 goes on using the shard it has; this assignment changes nothing",
-                        fix="write in place under torch.no_grad(): p.copy_(...), or change the model before sharding",
-                    )
+    for usage, event in reading.events:
+        if not (event.is_store and event.method == "data"):
+            continue
+        for value in event.receiver:
+            if _is_of_shards(usage, value, event):
+                yield Hit(
+                    node=event.node,
+                    message="FSDP2 goes on using the shard it has; this assignment changes nothing",
+                    fix="write in place under torch.no_grad(): p.copy_(...), or change the model before sharding",
+                )
 
 
 def _is_of_shards(usage: Usage, value: Value, event: ProgramEvent) -> bool:

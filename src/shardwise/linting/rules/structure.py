@@ -28,14 +28,13 @@ def root_only_sharding(reading: LintContext) -> Iterator[Hit]:
     """
     if not _every_call_is_read(reading):
         return
-    for usage in reading.usages:
-        for shard in usage.shards:
-            if _is_whole_model(reading, usage, shard) and not _has_groups_inside(usage, shard):
-                yield Hit(
-                    node=shard.event.node,
-                    message="the whole model is one group: every parameter is gathered at once, nothing overlaps",
-                    fix="call fully_shard on each block first, then on the model",
-                )
+    for usage, shard in reading.shards:
+        if _is_whole_model(reading, usage, shard) and not _has_groups_inside(usage, shard):
+            yield Hit(
+                node=shard.event.node,
+                message="the whole model is one group: every parameter is gathered at once, nothing overlaps",
+                fix="call fully_shard on each block first, then on the model",
+            )
 
 
 def _every_call_is_read(reading: LintContext) -> bool:
@@ -108,15 +107,14 @@ def container_sharded(reading: LintContext) -> Iterator[Hit]:
 
     Symptom: `fully_shard does not support containers that do not implement forward`.
     """
-    for usage in reading.usages:
-        for shard in usage.shards:
-            kind = _kind_of_list(shard.subject)
-            if kind and not shard.is_automatic:
-                yield Hit(
-                    node=shard.event.node,
-                    message=f"{kind} has no forward, so fully_shard refuses it",
-                    fix="shard each module in it: for block in blocks: fully_shard(block)",
-                )
+    for _, shard in reading.shards:
+        kind = _kind_of_list(shard.subject)
+        if kind and not shard.is_automatic:
+            yield Hit(
+                node=shard.event.node,
+                message=f"{kind} has no forward, so fully_shard refuses it",
+                fix="shard each module in it: for block in blocks: fully_shard(block)",
+            )
 
 
 def _kind_of_list(subject: Value) -> str:
@@ -226,21 +224,20 @@ def ignored_params_on_some_calls(reading: LintContext) -> Iterator[Hit]:
 
     Why: a block that is sharded without it takes the parameters that the root's call was told to leave alone.
     """
-    for usage in reading.usages:
-        for root in usage.shards:
-            ignored = root.event.keywords.get("ignored_params")
-            if ignored is None:
-                continue
-            owners = owners_of_params(ignored.values)
-            for shard in usage.shards:
-                if (
-                    usage.trace.is_part_of(shard.subject, root.subject)
-                    and "ignored_params" not in shard.event.keywords
-                    and not shard.event.is_open
-                    and any(usage.trace.are_related(owner, shard.subject) for owner in owners)
-                ):
-                    yield Hit(
-                        node=shard.event.node,
-                        message=f"this call shards what the call on line {root.event.node.lineno} ignores",
-                        fix="pass the same ignored_params to every fully_shard call",
-                    )
+    for usage, root in reading.shards:
+        ignored = root.event.keywords.get("ignored_params")
+        if ignored is None:
+            continue
+        owners = owners_of_params(ignored.values)
+        for shard in usage.shards:
+            if (
+                usage.trace.is_part_of(shard.subject, root.subject)
+                and "ignored_params" not in shard.event.keywords
+                and not shard.event.is_open
+                and any(usage.trace.are_related(owner, shard.subject) for owner in owners)
+            ):
+                yield Hit(
+                    node=shard.event.node,
+                    message=f"this call shards what the call on line {root.event.node.lineno} ignores",
+                    fix="pass the same ignored_params to every fully_shard call",
+                )
