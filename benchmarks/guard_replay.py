@@ -1,18 +1,25 @@
 """What `guard` adds on the training thread, without the step: its wrappers around collectives that do nothing."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.measuring import median
-from shardwise.diagnosing.collective_trace import Kind, Slot, create_board, group_of, kind_of, open_board
+from shardwise.diagnosing.collective_trace import (
+    CollectiveKind,
+    RankTrace,
+    create_shared_trace,
+    group_of,
+    kind_of,
+    open_shared_trace,
+)
 from shardwise.diagnosing.guard import watch_group
 from shardwise.diagnosing.peer_traces import group_by_machine
-from shardwise.diagnosing.tracer import Post, Witness
+from shardwise.diagnosing.tracer import CollectiveTracer
 
-Event = tuple[Kind, int]
+Event = tuple[CollectiveKind, int]
 _ROUNDS = 200
 
 
@@ -38,9 +45,9 @@ class _Group:
         self._reduce_scatter_comm(output_tensor=self._sent, input_tensor=self._sent, group=None)
 
 
-def last_events(slot: Slot, num_events: int) -> list[Event]:
+def last_events(trace: RankTrace, num_events: int) -> list[Event]:
     """Kind and group of a rank's last events."""
-    events = [slot.event(index) for index in range(slot.count - num_events, slot.count)]
+    events = [trace.event(index) for index in range(trace.count - num_events, trace.count)]
     return [(kind_of(event), group_of(event)) for event in events if event is not None]
 
 
@@ -52,17 +59,15 @@ def replay(events: Sequence[Event], num_ranks: int, device: str) -> float:
     """
     names = tuple(f"group {number}" for number in range(1 + max(group for _, group in events)))
     plain, watched = ([_Group(device) for _ in names] for _ in range(2))
-    path = create_board(num_ranks)
-    board = open_board(path, num_ranks)
+    path = create_shared_trace(num_ranks)
+    traces = open_shared_trace(path, num_ranks)
     path.unlink()
     machines = group_by_machine(["here"] * num_ranks, 0)
-    witness = Witness(
-        Post(board=board, machines=machines, rank=0, groups=names, patience=60.0, report=print, abort=lambda: None)
-    )
-    undo = [watch_group(group, number, witness) for number, group in enumerate(watched)]
+    tracer = CollectiveTracer(traces, machines, 0, names, patience=60.0, report=print, abort=lambda: None)
+    undo = [watch_group(group, number, tracer) for number, group in enumerate(watched)]
     _time(watched, events)
-    written = [event for index in range(len(events)) if (event := witness.slot.event(index)) is not None]
-    others = board.slots[1:]
+    written = [event for index in range(len(events)) if (event := tracer.trace.event(index)) is not None]
+    others = [trace.writer([]) for trace in traces.ranks[1:]]
     _write_all(others, written)
     extra = []
     for _ in range(_ROUNDS):
@@ -74,16 +79,16 @@ def replay(events: Sequence[Event], num_ranks: int, device: str) -> float:
     return median(extra)
 
 
-def _write_all(slots: Sequence[Slot], events: Sequence[int]) -> None:
-    for slot in slots:
+def _write_all(writers: Sequence[Callable[[int], bool]], events: Sequence[int]) -> None:
+    for write in writers:
         for event in events:
-            slot.write(event)
+            write(event)
 
 
 def _time(groups: Sequence[_Group], events: Sequence[Event]) -> float:
     start = time.perf_counter()
     for kind, number in events:
-        if kind is Kind.REDUCE:
+        if kind is CollectiveKind.REDUCE:
             groups[number].reduce()
         else:
             groups[number].unshard()

@@ -126,7 +126,7 @@ def slow_tokens(config: DataConfig) -> RandomTokens:
 def steps_of(run: Run, count: int) -> None:
     """Make some more steps of a run, by the loop that `shardwise train` runs."""
     run.config = replace(run.config, training=replace(run.config.training, steps=run.step + count))
-    run.tally.clock.restart()
+    run.step_metrics.restart_clock()
     train(run, StopRequest())
 
 
@@ -181,8 +181,8 @@ def _rewound(run: Run) -> dict[str, Any]:
 
 
 def _last_loss(run: Run) -> float:
-    run.teller.tell(run.tally.settle())
-    return run.teller.last_loss or float("nan")
+    run.step_logger.log(run.step_metrics.flush())
+    return run.step_logger.last_loss or float("nan")
 
 
 def _time_starts(setup: Setup, folder: Path, mesh: Any) -> Timed:
@@ -215,9 +215,9 @@ def _waiting(folder: Path, workers: int) -> float:
     config = replace(config, data=data, folder=str(folder / f"workers-{workers}"))
     with open_run(config, NoProgress()) as run:
         steps_of(run, 5)
-        seconds, waited = run.teller.seconds, run.teller.data_wait_s
+        seconds, waited = run.step_logger.seconds, run.step_logger.data_wait_s
         steps_of(run, 40)
-        return (run.teller.data_wait_s - waited) / (run.teller.seconds - seconds)
+        return (run.step_logger.data_wait_s - waited) / (run.step_logger.seconds - seconds)
 
 
 def write_data(folder: Path) -> None:

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from shardwise.sharding.blocks import compile_blocks as compile_blocks
     from shardwise.sharding.full_params import full_params as full_params
     from shardwise.sharding.full_params import iter_full_tensors as iter_full_tensors
-    from shardwise.sharding.input_casting import cast_inputs as cast_inputs
     from shardwise.sharding.materialize import materialize as materialize
+    from shardwise.sharding.nested_tensors import cast_inputs as cast_inputs
     from shardwise.sharding.prepare import prepare_fully_shard as prepare_fully_shard
     from shardwise.sharding.registry import recover as recover
     from shardwise.training.ema import EMA as EMA
@@ -93,7 +93,7 @@ _HOMES = {
     "shardwise.sharding.apply": ("shard",),
     "shardwise.sharding.blocks": ("checkpoint_activations", "compile_blocks"),
     "shardwise.sharding.full_params": ("full_params", "iter_full_tensors"),
-    "shardwise.sharding.input_casting": ("cast_inputs",),
+    "shardwise.sharding.nested_tensors": ("cast_inputs",),
     "shardwise.sharding.materialize": ("materialize",),
     "shardwise.sharding.prepare": ("prepare_fully_shard",),
     "shardwise.sharding.registry": ("recover",),

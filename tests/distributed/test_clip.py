@@ -44,8 +44,9 @@ def check(parameters: list[nn.Parameter], wholes: list[torch.Tensor], norm_type:
     norm = clip_grad_norm_(parameters, max_norm, norm_type)
     assert type(norm) is torch.Tensor
     assert norm.shape == ()
-    assert norm.dtype == torch.float32
-    torch.testing.assert_close(norm, expected.float(), rtol=1e-5, atol=1e-6)
+    wide = any(whole.dtype in (torch.float64, torch.complex128) for whole in wholes)
+    assert norm.dtype == (torch.float64 if wide else torch.float32)
+    torch.testing.assert_close(norm, expected.to(norm.dtype), rtol=1e-5, atol=1e-6)
     norms = [torch.zeros_like(norm) for _ in range(dist.get_world_size())]
     dist.all_gather(norms, norm)
     assert all(torch.equal(other, norm) for other in norms), "the same on every rank"

@@ -34,7 +34,7 @@ def test_each_format_goes_on_to_the_last_bit(tmp_path: Path, format: str, optimi
     fit_on(2, changed(config, training={"steps": 3}))
     assert fit_on(2, config) == losses(whole)
     ours, theirs = (find_checkpoints(folder_of(run) / "checkpoints")[-1] for run in (config, whole))
-    assert (ours.step, ours.kind) == (theirs.step, theirs.kind) == (6, format)
+    assert (ours.step, ours.kind) == (theirs.step, theirs.kind) == (6, "full" if format == "full" else "sharded")
     differences = diff_checkpoints(ours.path, theirs.path)
     assert differences.is_empty, str(differences)
     names = [tensor.name for tensor in inspect_checkpoint(ours.path).tensors]
@@ -73,7 +73,7 @@ def test_run_that_changes_its_format_goes_on_from_the_newest_of_any(tmp_path: Pa
         fit_on(2, changed(config, training={"steps": steps}, checkpoint={"format": format}))
     assert losses(config) == whole
     kinds = [found.kind for found in find_checkpoints(folder_of(config) / "checkpoints")]
-    assert kinds == ["full", "dcp", "sharded"]
+    assert kinds == ["full", "sharded", "sharded"]
 
 
 @pytest.mark.slow

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.checkpointing.background_writer import StrikeAt
-from shardwise.checkpointing.formats import sharded
+from shardwise.checkpointing import saving
 from shardwise.checkpointing.formats.sharded_commit import committed_steps, sweep
 from shardwise.checkpointing.manager import Checkpointer
 from shardwise.checkpointing.staging import wait_for_copies
 from tests.by_hand import mesh_1d, shard_module
+from tests.faults.kill_points import kill_at
 from tests.ranks import start_fork_server
 
 _WIDTH = 160
@@ -144,12 +144,20 @@ def _train(folder: Path, kind: Kind, rank: int, store: Path, connection: Connect
 def _save_for_ever(
     folder: Path, kind: Kind, model: nn.Module, optimizer: Any, rank: int, connection: Connection
 ) -> None:
+    signal = folder.with_name(f"{folder.name}-strike")
+    strikes = bool(kind.point) and rank == kind.strikes_rank
+    in_writer = kind.asynchronous and kind.point not in ("folder-made", "retired", "removed")
+    if strikes and in_writer:
+        _arm_writer(kind, signal)
     checkpointer = Checkpointer(folder, keep_last=2, asynchronous=kind.asynchronous, rng=False)
     latest = checkpointer.latest()
     first = 0 if latest is None else latest + 1
     for step in range(first, first + 10_000):
-        if kind.point and step == first + kind.safe_saves and rank == kind.strikes_rank:
-            _arm(checkpointer, kind)
+        if strikes and step == first + kind.safe_saves:
+            checkpointer.wait()
+            signal.touch()
+            if not in_writer:
+                kill_at(kind.point)
         _fill(model, optimizer, step)
         checkpointer.save(step, model=model, optimizers=optimizer, extra={"step": step})
         _tell(connection, rank, step - 1, if_=kind.asynchronous and step > first)
@@ -162,14 +170,13 @@ def _tell(connection: Connection, rank: int, step: int, *, if_: bool) -> None:
         connection.send(step)
 
 
-def _arm(checkpointer: Checkpointer, kind: Kind) -> None:
-    if not kind.asynchronous or kind.point in ("folder-made", "retired", "removed"):
-        sharded.kill_at(kind.point)
-        return
-    checkpointer.wait()
-    writer = checkpointer._saver._writer
-    assert writer is not None
-    writer.run(StrikeAt(kind.point))
+def _arm_writer(kind: Kind, signal: Path) -> None:
+    """Let the process that writes watch for the point from its start, and strike once the file `signal` is there."""
+    watching = (
+        "import os; from tests.faults.kill_points import kill_at; "
+        f"kill_at({kind.point!r}, when=lambda: os.path.exists({str(signal)!r}), with_parent=True); "
+    )
+    saving._PROGRAM = saving._PROGRAM.replace("main(int", watching + "main(int")  # pyrefly: ignore[bad-assignment]
 
 
 @torch.no_grad()

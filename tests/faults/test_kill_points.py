@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpointing.formats.sharded import POINTS
+from tests.faults.kill_points import POINTS
 from tests.faults.killed_run import Kind, Running, assert_intact, assert_swept
 
 FEW = ("file-half-written", "manifest-half-written", "partial-synced", "renamed", "retired")

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from shardwise.distributed.launchers import Launch, cannot_meet
+from shardwise.distributed.launchers import Launch, rendezvous_error
 from shardwise.errors import EnvironmentProblem
 
 JOIN = """
@@ -86,7 +86,7 @@ def test_ranks_that_do_not_come_are_counted():
 @pytest.mark.parametrize("source", ["torchrun", "slurm", "mpi"])
 def test_what_torch_says_becomes_one_error(text: str, what: str, source: str):
     launch = Launch(rank=1, world_size=8, local_world_size=8, master_addr="host", master_port=7, source=source)
-    error = cannot_meet(RuntimeError(text), launch, 600.0)
+    error = rendezvous_error(RuntimeError(text), launch, 600.0)
     assert isinstance(error, EnvironmentProblem)
     assert what in error.what
     assert f"rank 1 of 8 ({source})" == error.where

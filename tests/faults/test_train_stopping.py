@@ -203,16 +203,3 @@ def test_ranks_that_cannot_stop_end_with_the_launcher(tmp_path: Path):
         process.wait()
         wait_for(lambda: not any(rank.is_running() for rank in ranks), "the ranks end", 20)
         assert saved(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_ranks_that_have_finished_outlive_no_launcher(tmp_path: Path):
-    """One rank has returned and waits for the launcher to read it when the launcher dies."""
-    with launcher("step_until_stopped", tmp_path, 0) as process:
-        wait_until_started(tmp_path)
-        process.send_signal(signal.SIGSTOP)  # it reads nothing any more
-        time.sleep(0.5)
-        ranks = [psutil.Process(int((tmp_path / f"started-{rank}").read_text())) for rank in range(2)]
-        process.kill()
-        process.wait()
-        wait_for(lambda: not any(rank.is_running() for rank in ranks), "the ranks end", 20)

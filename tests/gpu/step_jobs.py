@@ -64,9 +64,9 @@ def _run_out(rank: int, world_size: int) -> dict[str, float]:
     if rank == 1:
         limit = (peaks[1] + peaks[2]) / 2
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
-    with Microbatches(model, ROWS, report=lambda _: None) as micro:
-        micro.run(work, batch)
-        size, halvings = micro.size, micro.num_halvings
+    micro = Microbatches(model, ROWS, report=lambda _: None)
+    micro.run(work, batch)
+    size, halvings = micro.size, micro.num_halvings
     # Slices, not full_tensor(): DTensor's gather over gloo crashes on CUDA tensors.
     differences = [
         p.grad.to_local() - local_part(expected[name], p)
@@ -83,8 +83,7 @@ def _run_out(rank: int, world_size: int) -> dict[str, float]:
 def _peak(model: nn.Module, work: Callable[[list[Batch]], None], batch: Batch, size: int) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    with Microbatches(model, ROWS, size) as given:
-        given.run(work, batch)
+    Microbatches(model, ROWS, size).run(work, batch)
     model.zero_grad()
     peak = torch.cuda.max_memory_allocated()  # what is reserved beyond it is given back before memory runs out
     torch.cuda.empty_cache()

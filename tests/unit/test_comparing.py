@@ -23,7 +23,7 @@ from shardwise.diagnosing.parity_criteria import (
     tolerance_for,
 )
 from shardwise.diagnosing.parity_runs import (
-    Reference,
+    ReferenceRun,
     Task,
     average,
     bind_batch,
@@ -110,6 +110,7 @@ def test_default_loss_prefers_the_models_own():
     assert loss_of_output({"loss": own, "logits": other}) == 3
     assert loss_of_output(SimpleNamespace(loss=own, logits=other)) == 3
     assert loss_of_output(own) == 3
+    assert loss_of_output((other, own)) == 3
     assert loss_of_output([other, {"x": 2 * other}, torch.tensor([1, 2])]) == 5
 
     @dataclass
@@ -188,7 +189,7 @@ def test_one_process_keeps_each_ranks_statistics_apart():
         num_ranks=2,
         device=torch.device("cpu"),
     )
-    reference = Reference(model, torch.optim.SGD(model.parameters(), lr=0.1), task, rank=0)
+    reference = ReferenceRun(model, torch.optim.SGD(model.parameters(), lr=0.1), task, rank=0)
     reference.step(0)
     assert [float(buffers["0.running_mean"]) for buffers in reference.buffers] == [1.0, 3.0]  # pyrefly: ignore
     assert [int(buffers["0.num_batches_tracked"]) for buffers in reference.buffers] == [1, 1]  # pyrefly: ignore

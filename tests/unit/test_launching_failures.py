@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.distributed.launchers import Launch, cannot_meet, first_host, read_launch
+from shardwise.distributed.launchers import Launch, first_host, read_launch, rendezvous_error
 from shardwise.distributed.local_ranks import ErrorReport, find_cause, is_lost_peer
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardError
 
@@ -200,7 +200,7 @@ THERE = Launch(rank=1, world_size=4, master_addr="host", master_port=4321, sourc
     ids=["in-use", "in-use-slurm", "listen", "joined", "no-answer", "silent"],
 )  # fmt: skip
 def test_ranks_that_cannot_meet(message: str, launch: Launch, what: str, why: str, fix: str):
-    error = cannot_meet(RuntimeError(message), launch, 31.0)
+    error = rendezvous_error(RuntimeError(message), launch, 31.0)
     assert error.what == what
     assert error.where == f"rank 1 of 4 ({launch.source})"
     assert why in error.why

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise import compat
 from shardwise.checkpointing.contents import ITEM_BYTES, Box
 from shardwise.checkpointing.storage.memory import bytes_of
-from shardwise.distributed.agreement import on_rank_zero, raise_together
+from shardwise.distributed.agreement import (
+    as_shardwise_error,
+    on_rank_zero,
+    raise_on_all,
+    run_and_gather,
+    run_on_all,
+)
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.sharding.inventory import take_inventory, values_of_ranks
 from shardwise.sharding.materialize import mesh_of
@@ -197,14 +204,13 @@ class Channel:
             compat.broadcast_on(self._group, data)
         return value if self.rank == 0 else _from_bytes(data)
 
-    def fail_together(self, error: BaseException | None) -> None:
+    def run_on_all(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; if it fails on one, raise on all. `work` must not communicate."""
+        return run_on_all(work, self.all_gather, CheckpointError)
+
+    def raise_on_all(self, error: BaseException | None) -> None:
         """Raise on every rank if any brings an error: its own where a rank has one, else the first rank's."""
-        errors = self.all_gather(None if error is None else as_shardwise_error(error))
-        if error is not None:
-            raise error
-        for rank, other in enumerate(errors):
-            if other is not None:
-                raise type(other)(f"rank {rank}: {other.what}", where=other.where, why=other.why, fix=other.fix)
+        raise_on_all(error, self.all_gather, CheckpointError)
 
     def close(self) -> None:
         """Leave. The other ranks may stay a moment longer."""
@@ -222,13 +228,6 @@ class Channel:
     def _values(self, own: T, parts: list[torch.Tensor], lengths: list[int]) -> list[T]:
         pairs = enumerate(zip(parts, lengths, strict=True))
         return [own if rank == self.rank else _from_bytes(part[:length]) for rank, (part, length) in pairs]
-
-
-def as_shardwise_error(error: BaseException) -> ShardwiseError:
-    """The error itself if it is one of ours, else one that says the same and can travel."""
-    if isinstance(error, ShardwiseError):
-        return error
-    return CheckpointError(f"{type(error).__name__}: {error}", why="see the traceback of the rank that raised it")
 
 
 @contextmanager
@@ -296,16 +295,7 @@ def all_values(channel: Channel, values: dict[str, Any], digests: Sequence[int])
 
 def portable(error: BaseException | None) -> ShardwiseError | None:
     """An error that can be sent to other ranks."""
-    return None if error is None else as_shardwise_error(error)
-
-
-def first_error(errors: Sequence[ShardwiseError | None]) -> ShardwiseError | None:
-    """The first rank's error, under its number where there are several ranks."""
-    for rank, error in enumerate(errors):
-        if error is not None:
-            what = f"rank {rank}: {error.what}" if len(errors) > 1 else error.what
-            return type(error)(what, where=error.where, why=error.why, fix=error.fix)
-    return None
+    return None if error is None else as_shardwise_error(error, CheckpointError)
 
 
 S = TypeVar("S")
@@ -323,46 +313,21 @@ def is_first(mesh: DeviceMesh | None) -> bool:
 
 
 def together(work: Callable[[], T], mesh: DeviceMesh | None) -> T:
-    """Do `work` on every rank; if it fails on one, raise on all.
+    """Run `work` on every rank of the mesh; if it fails on one, raise on all.
 
     Ranks:
         Collective over the mesh. `work` must not communicate.
     """
-    result: list[T] = []
-    error: BaseException | None = None
-    try:
-        result.append(work())
-    except Exception as caught:
-        error = caught
-    raise_over(mesh, error)
-    return result[0]
+    return together_with(lambda: (work(), None), mesh)[0]
 
 
 def together_with(work: Callable[[], tuple[T, S]], mesh: DeviceMesh | None) -> tuple[T, list[S]]:
-    """Do `work` on every rank; if it fails on one, raise on all. One exchange between the ranks instead of two.
-
-    Args:
-        work: Returns what this rank keeps, and a small value that all ranks get to know. Must not communicate.
-        mesh: The ranks.
-
-    Returns:
-        What this rank keeps, and every rank's value, the first rank's first.
+    """As `run_and_gather`, over a mesh.
 
     Ranks:
-        Collective over the mesh.
+        Collective over the mesh. `work` must not communicate.
     """
-    results: list[tuple[T, S]] = []
-    error: BaseException | None = None
-    try:
-        results.append(work())
-    except Exception as caught:
-        error = caught
-    told = values_of_ranks((portable(error), [value for _, value in results]), mesh)
-    if error is not None:
-        raise error
-    if (failed := first_error([other for other, _ in told])) is not None:
-        raise failed
-    return results[0][0], [value for _, values in told for value in values]
+    return run_and_gather(work, lambda value: values_of_ranks(value, mesh), CheckpointError)
 
 
 def raise_over(mesh: DeviceMesh | None, error: BaseException | None) -> None:
@@ -371,14 +336,7 @@ def raise_over(mesh: DeviceMesh | None, error: BaseException | None) -> None:
     Ranks:
         Collective over the mesh.
     """
-    # Along one axis after the other: an error reaches its own row first, then everybody.
-    for group in _groups(mesh):
-        try:
-            raise_together(error, group=group)
-        except Exception as caught:
-            error = caught
-    if error is not None:
-        raise error
+    raise_on_all(error, lambda value: values_of_ranks(value, mesh), CheckpointError)
 
 
 def on_first(work: Callable[[], T], mesh: DeviceMesh | None) -> T:
@@ -387,14 +345,7 @@ def on_first(work: Callable[[], T], mesh: DeviceMesh | None) -> T:
     Ranks:
         Collective over the mesh.
     """
-    for group in _groups(mesh):
-        work = _on_first_of(group, work)
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)] if mesh is not None else []
+    for group in groups:
+        work = partial(on_rank_zero, work, group=group)
     return work()
-
-
-def _on_first_of(group: dist.ProcessGroup, work: Callable[[], T]) -> Callable[[], T]:
-    return lambda: on_rank_zero(work, group=group)
-
-
-def _groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    return [mesh.get_group(axis) for axis in range(mesh.ndim)] if mesh is not None else []

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.formats.sharded import FileRecord, Header, Item, arm, write_rank_file
+from shardwise.checkpointing.formats.sharded import FileRecord, Header, Item, write_rank_file
 from shardwise.checkpointing.formats.sharded_commit import commit_checkpoint
 from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.pickles.zip_files import value_stream
@@ -75,14 +75,6 @@ class Commit:
     records: tuple[FileRecord, ...]
     header: Header
     fsync: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StrikeAt:
-    """Die when a point is reached; for tests."""
-
-    point: str
-    with_parent: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +185,6 @@ def serve(connection: socket.socket) -> None:
             if isinstance(job, UseArena):
                 memory = _map(descriptors[0], job.num_bytes)
                 answer: Any = None
-            elif isinstance(job, StrikeAt):
-                answer = _strike(job)
             else:
                 tells = isinstance(job, WriteFile) and job.tells
                 progress = Telling(lambda advanced: send(connection, advanced)) if tells else None
@@ -241,16 +231,6 @@ def _map(descriptor: int, num_bytes: int) -> memoryview:
         return memoryview(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
     finally:
         os.close(descriptor)
-
-
-def _strike(job: StrikeAt) -> None:
-    def strike(point: str) -> None:
-        if point == job.point:
-            if job.with_parent:
-                os.kill(os.getppid(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    arm(strike)
 
 
 def _receive_exactly(connection: socket.socket, length: int) -> bytes:

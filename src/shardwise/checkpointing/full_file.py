@@ -44,7 +44,7 @@ def save_full(
     """Write `{"model": ..., "optim": ..., "extra": ..., ...}` with full tensors, for `torch.load(weights_only=True)`.
 
     Optimizer state stands under parameter names, as `get_optimizer_state_dict` gives it. Of values that differ
-    between ranks (batch statistics) the first rank's are kept.
+    between ranks (batch statistics) the first rank's are kept. Tied parameters stand under each of their names.
 
     Args:
         path: The file.
@@ -53,7 +53,7 @@ def save_full(
         extra: Plain values and tensors to keep beside them, such as the step.
         overwrite: Replace a file that is there already. It stays until the new one is whole and on the disk.
         progress: Is told the bytes that are written.
-        objects: Anything with `state_dict`, by name: `scheduler=...`.
+        objects: Anything with `state_dict` and `load_state_dict`, by name: `scheduler=...`.
 
     Raises:
         CheckpointError: Something cannot be stored, or the file cannot be written.

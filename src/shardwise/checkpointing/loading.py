@@ -185,31 +185,30 @@ def load_run(
     """
     reader = reader or OwnReader()
     view = view_for(contents, channel.rank, channel.size)
-    plan = LoadPlan()
 
     def make_plan() -> LoadPlan:
-        return make_load_plan(run, view, channel.rank, strict=strict, rng=rng)
-
-    error: BaseException | None = None
-    try:
-        plan = make_plan()
+        plan = make_load_plan(run, view, channel.rank, strict=strict, rng=rng)
         _refuse(plan.restoring.problems, view, strict)
-    except Exception as caught:
-        error = caught
-    channel.fail_together(error)  # a reader may communicate: nobody enters it alone
-    try:
-        _prove(plan, view, run, reader, strict=strict, verify=verify, progress=progress)
-    except Exception as caught:
-        error = caught
-    channel.fail_together(error)
+        return plan
+
+    plan = channel.run_on_all(make_plan)  # a reader may communicate: nobody enters it alone
+    channel.run_on_all(lambda: _prove(plan, view, run, reader, strict=strict, verify=verify, progress=progress))
     wait_for_copies()  # bytes that arrive are no change that torch counts
+
+    def read() -> LoadPlan:
+        # Optimizer states were planned where the parameters were: on meta, perhaps.
+        final = make_plan() if _allocate(plan, run) else plan
+        reader.read(view.contents, final.requests(run), verify=verify != "no", progress=progress)
+        return final
+
     try:
-        if _allocate(plan, run):
-            plan = make_plan()  # optimizer states were planned where the parameters were: on meta
-        reader.read(view.contents, plan.requests(run), verify=verify != "no", progress=progress)
-    except Exception as caught:
-        error = caught
-    _judge(run, channel, error)
+        plan = channel.run_on_all(read)
+    except BaseException as error:  # on any rank: no rank may use the models
+        for model in run.models.values():
+            mark_unusable(model, str(getattr(error, "where", "") or error))
+        raise
+    for model in run.models.values():
+        mark_usable(model)
     _settle(plan, view, run, channel)
     return Loaded(contents.step or 0, plan.extra.get("extra"), tuple(plan.restoring.notes))
 
@@ -258,28 +257,15 @@ def _allocate(plan: LoadPlan, run: Run) -> bool:
     return found
 
 
-def _judge(run: Run, channel: Channel, error: BaseException | None) -> None:
-    """If reading failed on any rank, no rank may use the models."""
-    try:
-        channel.fail_together(error)
-    except Exception as caught:
-        for model in run.models.values():
-            mark_unusable(model, str(getattr(caught, "where", "") or caught))
-        raise
-    for model in run.models.values():
-        mark_usable(model)
-
-
 def _settle(plan: LoadPlan, view: RankView, run: Run, channel: Channel) -> None:
     """What is left once the bytes are there."""
-    error: BaseException | None = None
-    try:
-        with torch.no_grad():
-            for finish in plan.restoring.finish:
-                finish()
-    except Exception as caught:
-        error = caught
-    channel.fail_together(error)
+
+    @torch.no_grad()
+    def finish_all() -> None:
+        for finish in plan.restoring.finish:
+            finish()
+
+    channel.run_on_all(finish_all)
     for model in run.models.values():
         if any(entry.pending for entry in take_inventory(model)):
             materialize(model)  # tables that the model computes itself, and with strict=False what was not stored

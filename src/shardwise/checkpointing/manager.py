@@ -378,16 +378,14 @@ class Checkpointer:
         self._check_usable()
         self.wait()
         chosen = self.latest() if step is None and path is None else step
-        opened: list[tuple[Run, Contents]] = []
-        error: BaseException | None = None
-        try:
+
+        def open_run() -> tuple[Run, Contents]:
             run = Run(model, optimizers, objects)
-            opened.append((run, self._open(chosen) if path is None else _open_elsewhere(path, run)))
-        except Exception as caught:
-            error = caught
-        self._channel.fail_together(error)
+            return run, self._open(chosen) if path is None else _open_elsewhere(path, run)
+
+        run, contents = self._channel.run_on_all(open_run)
         loaded = load_run(
-            *opened[0], self._channel, strict=strict, verify=verify, rng=self._rng, progress=self._progress
+            run, contents, self._channel, strict=strict, verify=verify, rng=self._rng, progress=self._progress
         )
         self.extra, self.notes = loaded.extra, loaded.notes
         for note in loaded.notes:
@@ -401,13 +399,7 @@ class Checkpointer:
             Collective: rank 0 looks, so that all see the same.
         """
         self._check_usable()
-        steps: list[int] = []
-        error: BaseException | None = None
-        try:
-            steps = committed_steps(self.folder) if self._channel.rank == 0 else []
-        except Exception as caught:
-            error = caught
-        self._channel.fail_together(error)
+        steps = self._channel.run_on_all(lambda: committed_steps(self.folder) if self._channel.rank == 0 else [])
         return self._channel.broadcast(steps[-1] if steps else None)
 
     def path(self, step: int) -> Place:
@@ -487,16 +479,9 @@ class Checkpointer:
 
     def _sweep(self) -> None:
         """Remove what an earlier run left half done, once."""
-        if self._is_swept:
-            return
-        error: BaseException | None = None
-        try:
-            if self._channel.rank == 0:
-                sweep(self.folder)
-        except Exception as caught:
-            error = caught
-        self._channel.fail_together(error)
-        self._is_swept = True
+        if not self._is_swept:
+            self._channel.run_on_all(lambda: sweep(self.folder) if self._channel.rank == 0 else None)
+            self._is_swept = True
 
     def _check_usable(self) -> None:
         if self._is_closed:

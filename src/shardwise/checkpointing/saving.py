@@ -26,7 +26,6 @@ from shardwise.checkpointing.agreement import (
     HeldTensor,
     all_values,
     digest,
-    first_error,
     names_to_write,
     portable,
     share_boxes,
@@ -51,6 +50,7 @@ from shardwise.checkpointing.state.run import Collected, Leaf, Run
 from shardwise.checkpointing.state.slices import dtype_name, parts_of
 from shardwise.checkpointing.storage.files import Place, join, remove_tree
 from shardwise.checkpointing.storage.memory import bytes_of, checksum, counting
+from shardwise.distributed.agreement import first_error, run_and_gather
 from shardwise.errors import CheckpointError, EnvironmentProblem, ShardwiseError
 from shardwise.planning.plan import Plan, encode_plan
 from shardwise.progress import Progress
@@ -367,14 +367,13 @@ class Saver:
 
     def prepare(self, collect: Callable[[], Collected]) -> None:
         """Do now what the first save in the background would else do: start the writer, get the memory."""
-        error: BaseException | None = None
-        holdings: list[Holding] = []
-        try:
+
+        def look() -> list[Holding]:
             holdings = self._holdings.of(collect().leaves)
             self._ensure_writer()
-        except Exception as caught:
-            error = caught
-        self._reserve(self._share(0, holdings, error))
+            return holdings
+
+        self._reserve(self._share(0, look))
         self._arena.touch()
 
     @torch.no_grad()  # a switch that thousands of small calls would else flip one by one
@@ -390,18 +389,19 @@ class Saver:
         Raises:
             ShardwiseError: The same on every rank: something cannot be stored, or the folder cannot be written.
         """
-        error: BaseException | None = None
-        collected, holdings = Collected(), []
-        try:
-            collected = collect()
-            holdings = self._holdings.of(collected.leaves)
+        found: list[Collected] = []
+
+        def look() -> list[Holding]:
+            found.append(collect())
+            holdings = self._holdings.of(found[0].leaves)
             if background:
                 self._ensure_writer()
             if self._front.rank == 0:
                 begin_checkpoint(folder)
-        except Exception as caught:
-            error = caught
-        mine = self._share(step, holdings, error)
+            return holdings
+
+        mine = self._share(step, look)
+        collected = found[0]
         started = Started(step, folder, collected, [])
         try:  # from here on the others count on this rank to take part in `finish`
             if background or any(holding.memory.device.type != "cpu" for holding in mine):
@@ -473,15 +473,16 @@ class Saver:
         if self._writer is None:
             self._writer = WriterProcess()
 
-    def _share(self, step: int, holdings: list[Holding], error: BaseException | None) -> list[Holding]:
-        """Agree with the other ranks; return what this one may have to write."""
+    def _share(self, step: int, look: Callable[[], list[Holding]]) -> list[Holding]:
+        """Agree with the other ranks; return what this one may have to write, of what `look` finds."""
+
+        def work() -> tuple[list[Holding], tuple[int, tuple[int, int]]]:
+            holdings = look()
+            return holdings, (step, self._holdings.mark(each for each in holdings if each.kind == "box"))
+
+        holdings, signs = run_and_gather(work, self._front.all_gather, CheckpointError)
         boxes = [holding for holding in holdings if holding.kind == "box"]
         others = [holding for holding in holdings if holding.kind != "box"]
-        signs = self._front.all_gather((step, self._holdings.mark(boxes), portable(error)))
-        if error is not None:
-            raise error
-        if (failed := first_error([sign[2] for sign in signs])) is not None:
-            raise failed
         if len({sign[0] for sign in signs}) > 1:
             raise CheckpointError(
                 f"ranks save different steps: {[sign[0] for sign in signs]}",

@@ -319,11 +319,11 @@ def _damaged_in(stream: Stream, reader: files.Reader, where: str) -> Iterator[Da
     for name, record in index.records.items():
         offset, num_bytes = index.locate(name)
         crc = 0
-        for start in range(0, num_bytes if record.crc else 0, _CHUNK_BYTES):
+        for start in range(0, num_bytes if record.CRC else 0, _CHUNK_BYTES):
             chunk = buffer[: min(_CHUNK_BYTES, num_bytes - start)]
             reader.read_into(stream.offset + offset + start, [chunk])
             crc = zlib.crc32(chunk, crc)
-        if crc != record.crc:
+        if crc != record.CRC:
             yield DamagedRecord(stream, name)
 
 

@@ -39,8 +39,9 @@ def explain(
         _explain_dumps(Path(target), format)
         return
     explanation = find_explanation(_text_of(target))
-    typer.echo(json.dumps(explanation.to_dict()) if format is Format.JSON else str(explanation))
-    raise typer.Exit(0 if explanation.failure is not None else 1)
+    found = explanation.to_dict()
+    typer.echo(json.dumps(found) if format is Format.JSON else str(explanation))
+    raise typer.Exit(0 if "fix" in found else 1)
 
 
 def _explain_dumps(folder: Path, format: Format) -> None:

@@ -30,6 +30,8 @@ def parity(
 ) -> None:
     """Train a model sharded and in one process, and name the first thing that differs.
 
+    It runs the model, not a training script: on the loss that the model returns, else the mean of squares.
+    A `module:callable` is built as it stands, reference models and Hugging Face configs on the meta device.
     `training.batch_size` counts the sequences of all ranks, as in a run; the default is two a rank.
     """
     from shardwise.cli.running import number_of_ranks, run_on_ranks
@@ -56,7 +58,7 @@ def compare_on_rank(config: RunConfig, steps: int, batch: str | None) -> Parity:
     from shardwise.diagnosing.parity import parity as compare
     from shardwise.distributed.mesh import data_parallel_mesh, init_distributed, shutdown
     from shardwise.models.batches import make_batch
-    from shardwise.models.load import find_callable, load_model
+    from shardwise.models.load import find_callable, is_callable_name, load_model
     from shardwise.training.requirements import check_batch
 
     mesh = init_distributed(config.mesh)
@@ -74,8 +76,9 @@ def compare_on_rank(config: RunConfig, steps: int, batch: str | None) -> Parity:
             sequence_length=config.data.sequence_length,
         )
 
+    device = "cpu" if is_callable_name(config.model) else "meta"
     verdict = compare(
-        lambda: load_model(config.model, options=config.model_options),
+        lambda: load_model(config.model, device=device, options=config.model_options),
         find_callable(batch) if batch else invent,
         config=config.shard,
         steps=steps,

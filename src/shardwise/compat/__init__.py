@@ -1,100 +1,15 @@
-"""The only folder that names private torch; `support` checks the installed torch."""
+"""The only folder that names private torch, by subject; `support` checks the installed torch."""
 
-from shardwise.compat.support import check_torch as check_torch
+# ruff: noqa: F403
+from shardwise.compat.support import check_torch
 
 try:
-    from shardwise.compat.collectives import CollectiveTap as CollectiveTap
-    from shardwise.compat.collectives import aborter as aborter
-    from shardwise.compat.collectives import all_gather_flat as all_gather_flat
-    from shardwise.compat.collectives import broadcast_on as broadcast_on
-    from shardwise.compat.collectives import collective_numels as collective_numels
-    from shardwise.compat.collectives import flight_record as flight_record
-    from shardwise.compat.collectives import gather_on as gather_on
-    from shardwise.compat.collectives import gathers_among_fewer as gathers_among_fewer
-    from shardwise.compat.collectives import is_data_parallel as is_data_parallel
-    from shardwise.compat.collectives import join_gather as join_gather
-    from shardwise.compat.collectives import join_reduction as join_reduction
-    from shardwise.compat.collectives import largest_on as largest_on
-    from shardwise.compat.collectives import num_shards as num_shards
-    from shardwise.compat.collectives import private_gloo_group as private_gloo_group
-    from shardwise.compat.collectives import reduce_scatter_flat as reduce_scatter_flat
-    from shardwise.compat.collectives import store_connector as store_connector
-    from shardwise.compat.collectives import wait_in_slices as wait_in_slices
-    from shardwise.compat.collectives import watch_collectives as watch_collectives
-    from shardwise.compat.dtensor import allocate_shard as allocate_shard
-    from shardwise.compat.dtensor import axes_in_cutting_order as axes_in_cutting_order
-    from shardwise.compat.dtensor import base_of_view as base_of_view
-    from shardwise.compat.dtensor import dtensor_like as dtensor_like
-    from shardwise.compat.dtensor import is_aliased as is_aliased
-    from shardwise.compat.dtensor import replace_in_place as replace_in_place
-    from shardwise.compat.dtensor import shard_device as shard_device
-    from shardwise.compat.dtensor import split_rows as split_rows
-    from shardwise.compat.dtensor import storage_id as storage_id
-    from shardwise.compat.dtensor import watch_data_assignment as watch_data_assignment
-    from shardwise.compat.fsdp import compute_device as compute_device
-    from shardwise.compat.fsdp import enter_forward as enter_forward
-    from shardwise.compat.fsdp import fsdp_state as fsdp_state
-    from shardwise.compat.fsdp import fsdp_states as fsdp_states
-    from shardwise.compat.fsdp import gather_group as gather_group
-    from shardwise.compat.fsdp import initialise as initialise
-    from shardwise.compat.fsdp import is_gathered as is_gathered
-    from shardwise.compat.fsdp import is_in_backward as is_in_backward
-    from shardwise.compat.fsdp import is_nested_state as is_nested_state
-    from shardwise.compat.fsdp import is_recomputing as is_recomputing
-    from shardwise.compat.fsdp import is_root as is_root
-    from shardwise.compat.fsdp import is_settled as is_settled
-    from shardwise.compat.fsdp import leave_forward as leave_forward
-    from shardwise.compat.fsdp import named_groups as named_groups
-    from shardwise.compat.fsdp import on_backward_end as on_backward_end
-    from shardwise.compat.fsdp import on_backward_start as on_backward_start
-    from shardwise.compat.fsdp import param_groups as param_groups
-    from shardwise.compat.fsdp import places_in_group as places_in_group
-    from shardwise.compat.fsdp import pre_backward as pre_backward
-    from shardwise.compat.fsdp import real_and_padded_numel as real_and_padded_numel
-    from shardwise.compat.fsdp import registered_parameter as registered_parameter
-    from shardwise.compat.fsdp import reset_iteration as reset_iteration
-    from shardwise.compat.fsdp import reshard_group as reshard_group
-    from shardwise.compat.fsdp import settle as settle
-    from shardwise.compat.fsdp import sharded_parameters as sharded_parameters
-    from shardwise.compat.fsdp import start_gather as start_gather
-    from shardwise.compat.fsdp import state_param_groups as state_param_groups
-    from shardwise.compat.fsdp import states_under as states_under
-    from shardwise.compat.fsdp import take_over_hooks as take_over_hooks
-    from shardwise.compat.fsdp import unsharded_parameters as unsharded_parameters
-    from shardwise.compat.fsdp import untouched_by_fsdp as untouched_by_fsdp
-    from shardwise.compat.fsdp import was_left_midway as was_left_midway
-    from shardwise.compat.fsdp1 import default_comm_hooks as default_comm_hooks
-    from shardwise.compat.fsdp1 import flat_param_entries as flat_param_entries
-    from shardwise.compat.fsdp1 import flat_param_numel as flat_param_numel
-    from shardwise.compat.fsdp1 import flat_param_ties as flat_param_ties
-    from shardwise.compat.fsdp1 import fsdp1_flat_params as fsdp1_flat_params
-    from shardwise.compat.fsdp1 import private_policy as private_policy
-    from shardwise.compat.gradients import LocalGradScaler as LocalGradScaler
-    from shardwise.compat.gradients import allow_holding_back as allow_holding_back
-    from shardwise.compat.gradients import before_post_backward as before_post_backward
-    from shardwise.compat.gradients import clear_gradients as clear_gradients
-    from shardwise.compat.gradients import drop_gradients as drop_gradients
-    from shardwise.compat.gradients import fill_unused_gradient as fill_unused_gradient
-    from shardwise.compat.gradients import gradient_sync as gradient_sync
-    from shardwise.compat.gradients import has_fused_kernels as has_fused_kernels
-    from shardwise.compat.gradients import hold_back_step as hold_back_step
-    from shardwise.compat.gradients import is_reduced_over_replicas as is_reduced_over_replicas
-    from shardwise.compat.gradients import mend_accumulation as mend_accumulation
-    from shardwise.compat.gradients import reduce_after_backward_of as reduce_after_backward_of
-    from shardwise.compat.gradients import reduce_when_backward_ends as reduce_when_backward_ends
-    from shardwise.compat.gradients import reduces_gradients as reduces_gradients
-    from shardwise.compat.gradients import replace_post_backward_hook as replace_post_backward_hook
-    from shardwise.compat.gradients import set_reduce_dtype as set_reduce_dtype
-    from shardwise.compat.gradients import unsharded_gradient_bytes as unsharded_gradient_bytes
-    from shardwise.compat.runtime import fake_tensor_mode as fake_tensor_mode
-    from shardwise.compat.runtime import in_backward as in_backward
-    from shardwise.compat.runtime import is_called_by_dcp as is_called_by_dcp
-    from shardwise.compat.runtime import pin_host_memory as pin_host_memory
-    from shardwise.compat.runtime import sequence_number as sequence_number
-    from shardwise.compat.runtime import sequence_number_of as sequence_number_of
-    from shardwise.compat.runtime import unpin_host_memory as unpin_host_memory
-    from shardwise.compat.runtime import watch_operators as watch_operators
-    from shardwise.compat.runtime import watched_agent as watched_agent
+    from shardwise.compat.collectives import *
+    from shardwise.compat.dtensor import *
+    from shardwise.compat.fsdp import *
+    from shardwise.compat.fsdp1 import *
+    from shardwise.compat.gradients import *
+    from shardwise.compat.runtime import *
 except ImportError:
     check_torch()  # says which private names are missing, and what to install
     raise

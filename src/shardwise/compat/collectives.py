@@ -1,10 +1,11 @@
-"""Collectives beside FSDP2's: private gloo groups, watching, joining, the flight recorder."""
+"""Collectives beside FSDP2's: private gloo groups, watching, trial steps without communication, the flight recorder."""
 
 import ctypes
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -57,13 +58,6 @@ def gather_on(group: Any, tensor: torch.Tensor, parts: list[torch.Tensor]) -> No
     options = dist.GatherOptions()
     options.rootRank = 0
     group.gather([parts] if parts else [], [tensor], options).wait()
-
-
-def largest_on(group: Any, tensor: torch.Tensor) -> None:
-    """Overwrite each element of `tensor` with the largest that any rank has, on a group that torch does not know of."""
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
-    group.allreduce([tensor], options).wait()
 
 
 def watch_collectives(
@@ -187,84 +181,39 @@ def collective_numels(group: Any) -> tuple[int, int]:
     return gathered, gathered * group.fsdp_params[0].mesh_info.shard_mesh_size if group.fsdp_params else 0
 
 
-class CollectiveTap:
-    """Calls `before` ahead of each gather and reduction of an FSDP2 group, while it is open; it may raise.
-
-    It stands outside of whatever else watches the group at the time, and must be shut before that is.
-
-    Args:
-        group: An FSDP2 parameter group.
-        before: Gets whether it is a reduction, what is sent, and the process group.
-    """
-
-    def __init__(self, group: Any, before: Callable[[bool, torch.Tensor, Any], None]) -> None:
-        self._group, self._before = group, before
-        self._tapped: dict[tuple[type, bool], type] = {}
-        self._plain: list[tuple[Any, type]] = []
-
-    def open(self) -> None:
-        """Begin to listen."""
-        for comm, is_reduction in ((self._group._all_gather_comm, False), (self._group._reduce_scatter_comm, True)):
-            plain = type(comm)
-            tapped = self._tapped.get((plain, is_reduction)) or self._make(plain, is_reduction)
-            self._plain.append((comm, plain))
-            comm.__class__ = tapped
-
-    def shut(self) -> None:
-        """Leave the group as it was."""
-        while self._plain:
-            comm, plain = self._plain.pop()
-            comm.__class__ = plain
-
-    def _make(self, plain: type, is_reduction: bool) -> type:
-        before, call = self._before, plain.__call__
-
-        def start(comm: Any, *args: Any, **kwargs: Any) -> Any:
-            sent = kwargs["input_tensor"] if "input_tensor" in kwargs else args[1]
-            before(is_reduction, sent, kwargs["group"] if "group" in kwargs else args[2])
-            return call(comm, *args, **kwargs)
-
-        # A subclass, since FSDP2 asks for the class when its own settings change it.
-        tapped = type(plain.__name__, (plain,), {"__call__": start})
-        self._tapped[plain, is_reduction] = tapped
-        return tapped
-
-
-def gathers_among_fewer(group: Any, process_group: Any) -> bool:
-    """Whether it is the smaller group in which `reshard_after_forward=N` gathers for backward."""
-    return process_group is not group.mesh_info.shard_process_group
-
-
-def num_shards(group: Any) -> int:
-    """Among how many ranks a group's parameters are cut; FSDP2 gathers nothing where it is 1."""
-    return getattr(group.mesh_info, "shard_mesh_size", 1)
-
-
 def is_data_parallel(group: Any) -> bool:
     """Whether nothing but FSDP2 cuts a group's parameters: no tensor parallelism, which communicates in between."""
     num_axes = group.mesh_info.mesh.ndim
     return all(isinstance(p, DTensor) and p.device_mesh.ndim == num_axes for p in sharded_parameters(group))
 
 
-def join_gather(group: Any, num_elements: int, dtype: torch.dtype, *, among_fewer: bool) -> None:
-    """Take part in a gather of the others, with zeros, and forget what comes."""
-    info = group.post_forward_mesh_info if among_fewer else group.mesh_info
-    sent = torch.zeros(num_elements, dtype=dtype, device=group.device)
-    process_group = info.shard_process_group
-    all_gather_flat(sent.new_empty(num_elements * process_group.size()), sent, process_group)
+@contextmanager
+def local_collectives() -> Iterator[None]:
+    """Within the block, FSDP2's and shardwise's collectives only fill their outputs, from this rank's own data."""
 
+    def all_gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        for part in output_tensor.view(-1).split(max(input_tensor.numel(), 1)):
+            if part.data_ptr() != input_tensor.data_ptr():  # FSDP2 gathers in place
+                part.copy_(input_tensor.view(-1))
 
-def join_reduction(group: Any, num_elements: int, dtype: torch.dtype, *, over_replicas: bool) -> None:
-    """Take part in a reduction of the others, with zeros, and forget what comes."""
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+    def reduce_scatter(output: torch.Tensor, input: torch.Tensor, *_: Any, **__: Any) -> None:
+        output.view(-1).copy_(input.reshape(-1)[: output.numel()])
 
-    shards, replicas = group._reduce_scatter_process_group, group._all_reduce_process_group if group._is_hsdp else None
-    # The same operation as the others: a backend may choose its algorithm by it.
-    *_, scatter_op, reduce_op = _get_gradient_divide_factors(
-        shards, replicas, dtype, group.device.type, group.gradient_divide_factor, group.force_sum_reduction_for_comms
-    )
-    sent = torch.zeros(num_elements, dtype=dtype, device=group.device)
-    part = sent.new_empty(num_elements // shards.size())
-    reduce_scatter_flat(part, sent, shards, scatter_op)
-    if over_replicas:
-        dist.all_reduce(part, op=reduce_op, group=replicas)
+    def all_reduce(*_: Any, **__: Any) -> None:
+        pass
+
+    replaced = {
+        "all_gather_into_tensor": all_gather,
+        "all_gather_single": all_gather,  # torch >= 2.13
+        "reduce_scatter_tensor": reduce_scatter,
+        "reduce_scatter_single": reduce_scatter,  # torch >= 2.13
+        "all_reduce": all_reduce,
+    }
+    real = {name: getattr(dist, name) for name in replaced if hasattr(dist, name)}
+    for name in real:
+        setattr(dist, name, replaced[name])
+    try:
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)

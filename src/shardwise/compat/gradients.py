@@ -256,8 +256,3 @@ def hold_back_step(optimizer: torch.optim.Optimizer, is_bad: torch.Tensor) -> bo
         return False
     optimizer.grad_scale, optimizer.found_inf = None, is_bad  # pyrefly: ignore[missing-attribute]
     return True
-
-
-def is_reduced_over_replicas(group: Any) -> bool:
-    """Whether a reduction of this group goes on, right after, with a sum over replicas."""
-    return bool(group._is_hsdp and group.all_reduce_grads)

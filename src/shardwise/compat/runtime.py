@@ -74,22 +74,3 @@ def is_called_by_dcp() -> bool:
             return name == "torch.distributed.checkpoint.state_dict"
         frame = frame.f_back
     return False
-
-
-def watched_agent(watch: Callable[[dict[int, Any]], None], **settings: Any) -> Any:
-    """Torch's elastic agent of local processes, which shows them to `watch` at each look that it takes at them.
-
-    Args:
-        watch: Called with the processes by rank; what it raises ends the agent.
-        settings: Of `LocalElasticAgent`, whose entry point is a function.
-    """
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
-    class WatchedAgent(LocalElasticAgent):
-        def _monitor_workers(self, worker_group: Any) -> Any:
-            context: Any = self._pcontext
-            processes = context._pc.processes
-            watch({worker.global_rank: processes[worker.local_rank] for worker in worker_group.workers})
-            return super()._monitor_workers(worker_group)
-
-    return WatchedAgent(**settings)

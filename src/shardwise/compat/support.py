@@ -22,11 +22,11 @@ NEEDED: dict[str, str] = {
     "to_accumulated_grad_if_needed reset_sharded_param reduce_dtype padded_sharded_param_size sharded_size "
     "fsdp_placement _sharded_param_data= pin_memory offload_to_cpu device mesh_info _module_info _orig_size",
     f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules",
-    f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info post_forward_mesh_info device device_handle "
-    "mp_policy= comm_ctx reduce_grads= all_reduce_grads= gradient_divide_factor force_sum_reduction_for_comms "
+    f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info device device_handle "
+    "mp_policy= comm_ctx reduce_grads= all_reduce_grads= "
     "is_sharded unshard wait_for_unshard post_backward _to_sharded _init_mp_dtypes _record_post_forward _is_hsdp "
     "_training_state= _register_post_backward_hook _partial_reduce_output= _all_gather_result _all_gather_comm "
-    "_reduce_scatter_comm _reduce_scatter_process_group _all_reduce_process_group",
+    "_reduce_scatter_comm",
     f"{_FSDP2}._fsdp_param_group:FSDPCommContext": "reduce_scatter_stream",
     f"{_FSDP2}._fsdp_param_group": "RegisterPostBackwardFunction",
     f"{_FSDP2}._fsdp_state:FSDPState": "_fsdp_param_groups|_fsdp_param_group _is_root _state_ctx _device _lazy_init "
@@ -35,7 +35,6 @@ NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_state:FSDPStateContext": "all_states is_last_backward= post_backward_final_callback_queued",
     f"{_FSDP2}._fsdp_common:TrainingState": "IDLE PRE_BACKWARD POST_BACKWARD",
     f"{_FSDP2}._fsdp_common:FSDPMeshInfo": "mesh shard_mesh_size shard_process_group",
-    f"{_FSDP2}._fsdp_collectives": "_get_gradient_divide_factors",
     "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
     "torch.distributed.fsdp:FullyShardedDataParallel": "_handle",
     "torch.distributed.fsdp:ShardingStrategy": "_HYBRID_SHARD_ZERO2",
@@ -45,8 +44,6 @@ NEEDED: dict[str, str] = {
     "torch.distributed.algorithms._comm_hooks": "default_hooks",
     "torch.distributed.distributed_c10d": "_get_default_store",
     "torch._C._distributed_c10d:Store": "clone",
-    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": "_monitor_workers _pcontext",
-    "torch.distributed.elastic.multiprocessing.api:MultiprocessContext": "_pc",
     "torch.distributed.tensor:DTensor": "_spec",
     "torch.distributed.tensor:Shard": "_split_tensor",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta",
@@ -75,7 +72,7 @@ NEEDED: dict[str, str] = {
 
 @functools.cache
 def check_torch() -> None:
-    """Look once, where this torch is none of the tested ones, for everything private that shardwise needs of it.
+    """Look once for everything private that shardwise needs of torch; warn about a torch outside the tested range.
 
     Raises:
         EnvironmentProblem: Something is missing.
@@ -83,8 +80,6 @@ def check_torch() -> None:
     Ranks:
         Local. All ranks of a run have the same torch.
     """
-    if SpecifierSet(TESTED).contains(torch.__version__, prereleases=True):
-        return
     if missing := list(missing_attributes()):
         raise EnvironmentProblem(
             f"shardwise does not work with torch {torch.__version__}, which lacks {len(missing)} private attributes",
@@ -92,8 +87,9 @@ def check_torch() -> None:
             why=f"shardwise is tested with torch{TESTED}, and FSDP2's private parts change between releases",
             fix=f'pip install "torch{TESTED}", or a newer shardwise',
         )
-    text = f"shardwise is tested with torch{TESTED}, and this is {torch.__version__}; nothing that it needs is missing"
-    warnings.warn(text, UserWarning, stacklevel=3)
+    if not SpecifierSet(TESTED).contains(torch.__version__, prereleases=True):
+        text = f"shardwise is tested with torch{TESTED}, and this is {torch.__version__}; nothing it needs is missing"
+        warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def missing_attributes() -> Iterator[str]:

@@ -8,7 +8,7 @@ from shardwise.config.schema import STRICT, MeshConfig, ShardConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """What is learnt from, and how it becomes sequences of tokens."""
+    """The training data, and how it becomes sequences of tokens."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -19,159 +19,160 @@ class DataConfig:
     evaluation: str | tuple[str, ...] | None = None
     """Held-out data, read like `source`. None: see `evaluation_fraction`."""
     evaluation_fraction: float = 0.0
-    """How much of `source` is held out for evaluation when `evaluation` names nothing."""
+    """Fraction of `source` held out for evaluation when `evaluation` is None."""
     tokenizer: str = "bytes"
-    """`bytes` (256 of them and an end of document), or a `tokenizer.json` of the tokenizers library, or its folder."""
+    """`bytes` (256 bytes and an end-of-document token), a `tokenizer.json` of the tokenizers library, or its folder."""
     sequence_length: int = 128
-    """Tokens in a sequence."""
+    """Number of tokens in a sequence."""
     pack: bool = True
-    """Fill sequences with several documents. False: one document a sequence, cut or padded."""
+    """Pack several documents into a sequence. False: one document per sequence, truncated or padded."""
     keep_apart: bool = True
-    """Documents of one sequence do not see each other. False: they do, as in much pretraining, and attention needs
-    no mask, which is faster on GPUs."""
+    """Mask attention between documents of one sequence. False: no mask, as in much pretraining, which is faster on
+    GPUs."""
     text_field: str = "text"
-    """Where a line of JSON or a row of a dataset holds plain text."""
+    """Field of a JSON line or dataset row that holds plain text."""
     prompt_field: str = "prompt"
-    """Where it holds a prompt, which is read but not learnt."""
+    """Field that holds a prompt, which is excluded from the loss."""
     response_field: str = "response"
-    """Where it holds the answer to the prompt, which is learnt."""
+    """Field that holds the response to the prompt."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
-    """How .bin files hold tokens."""
+    """Dtype of the tokens in .bin files."""
     shuffle: bool = True
-    """Another order of samples in every epoch. False: as they lie."""
+    """Shuffle the samples in every epoch. False: in the order of the source."""
     workers: int = 1
-    """Threads that make batches ahead of the step; 0 makes them when asked."""
+    """Number of threads that prepare batches ahead of the step; 0 prepares them on demand."""
     prefetch: int = 2
-    """Batches held ready for each worker."""
+    """Number of batches prefetched by each worker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """How weights are changed."""
+    """The optimizer."""
 
     __pydantic_config__: ClassVar = STRICT
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
-    """`muon` changes the matrices of the blocks with Muon, everything else with AdamW."""
+    """`muon` updates the matrices of the blocks with Muon, everything else with AdamW."""
     learning_rate: float = 6e-3
-    """The peak; the schedule scales it."""
+    """Peak learning rate; the schedule scales it."""
     weight_decay: float = 0.1
-    """Of matrices; vectors (norms, biases) and embeddings are not decayed."""
+    """Weight decay of matrices; vectors (norms, biases) and embeddings are not decayed."""
     decay_everything: bool = False
-    """Decay vectors and embeddings too."""
+    """Apply weight decay to vectors and embeddings too."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's averages."""
+    """Coefficients of AdamW's running averages."""
     eps: float = 1e-8
-    """AdamW's smallest denominator."""
+    """Term added to AdamW's denominator."""
     momentum: float = 0.95
-    """Of SGD and Muon."""
+    """Momentum of SGD and Muon."""
     nesterov: bool = True
-    """Of SGD and Muon."""
+    """Use Nesterov momentum in SGD and Muon."""
     muon_learning_rate: float = 0.02
-    """Muon's own peak, for the matrices it changes."""
+    """Peak learning rate of the matrices that Muon updates."""
     fused: Literal["auto"] | bool = "auto"
-    """One kernel for all parameters, where the device has it."""
+    """Use the fused optimizer kernel; `auto`: where the device has one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """How the learning rate moves."""
+    """The learning-rate schedule."""
 
     __pydantic_config__: ClassVar = STRICT
 
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """After the warm-up; `wsd` stays at the peak and falls at the end (warm-up, stable, decay)."""
+    """Schedule after the warm-up; `wsd` (warm-up, stable, decay) stays at the peak and decays at the end."""
     warmup_steps: int = 20
-    """Steps in which it rises from 0."""
+    """Number of steps in which the learning rate rises from 0 to the peak."""
     decay_steps: int | None = None
-    """Of `wsd`: steps in which it falls at the end; None: a fifth of all."""
+    """Number of decay steps at the end of `wsd`; None: a fifth of all steps."""
     final_ratio: float = 0.1
-    """The last learning rate, as a part of the peak."""
+    """Final learning rate as a fraction of the peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """The loop."""
+    """The training loop."""
 
     __pydantic_config__: ClassVar = STRICT
 
     steps: int = 700
-    """Optimizer steps in all, those before a resume among them."""
+    """Total number of optimizer steps, including those before a resume."""
     batch_size: int = 16
-    """Sequences of one optimizer step, over all ranks: the same on any number of ranks."""
+    """Number of sequences per optimizer step over all ranks; independent of the number of ranks."""
     micro_batch_size: int | None = None
-    """Sequences that one rank runs at once; None: all its part, halved on all ranks when one runs out of memory."""
+    """Number of sequences that a rank runs at once; None: all of its part of the batch, halved on all ranks until the
+    first steps fit into memory."""
     accumulation: Literal["comm", "memory", "hsdp"] = "comm"
-    """When gradients of micro-steps are communicated; see `accumulate`."""
+    """When the gradients of micro-batches are communicated; see `accumulate`."""
     max_grad_norm: float = 1.0
-    """Gradients are clipped to this norm; 0 leaves them."""
+    """Clip gradients to this norm; 0: no clipping."""
     objective: str = "auto"
     """`auto`: next token where batches have labels, else the loss that the model returns; or `module:callable`,
     called with model and batch, which returns the loss summed over the tokens and their number."""
     ema_decay: float | None = None
-    """Keep a moving average of the weights, and evaluate it."""
+    """Decay of a moving average of the weights, which is evaluated in their place; None: no average."""
     evaluate_every: int | None = None
-    """Steps between evaluations; None: only at the end, if there is held-out data."""
+    """Number of steps between evaluations; None: only at the end, if there is held-out data."""
     evaluation_batches: int | None = None
-    """At most so many batches of held-out data; None: all."""
+    """Maximum number of held-out batches per evaluation; None: all."""
     on_bad_loss: Literal["stop", "skip", "rewind"] = "stop"
-    """What to do when a loss or a gradient is NaN or infinite: stop, leave the step out, or go back to the last
-    checkpoint and leave the batch out."""
+    """Action when a loss or gradient is NaN or infinite: stop, skip the step, or return to the last checkpoint and skip
+    the batch."""
     max_bad_steps: int = 10
-    """Stop after so many of them in one run, whatever `on_bad_loss` says."""
+    """Maximum number of such steps in a run; one more stops it, whatever `on_bad_loss` is."""
     max_restarts: int = 3
-    """How often local ranks are started again from the last checkpoint after one of them died."""
+    """Maximum number of times that local ranks are restarted from the last checkpoint after one of them died."""
     stop_signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGUSR1")
-    """Signals that make the run save and end with status 4; a second SIGINT ends it at once."""
+    """Signals on which the run saves a checkpoint and exits with status 4; a second SIGINT ends it at once."""
     sample: str | None = "def "
-    """Continue this text after training, to see what was learnt; null: do not."""
+    """Prompt to generate a sample from after training; null: no sample."""
     sample_tokens: int = 200
-    """How far."""
+    """Number of tokens to generate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """What is kept of the run."""
+    """Checkpoints of the run."""
 
     __pydantic_config__: ClassVar = STRICT
 
     every: int | None = 100
-    """Steps between checkpoints; None: only at the end."""
+    """Number of steps between checkpoints; None: only at the end."""
     format: Literal["sharded", "full", "dcp"] = "sharded"
-    """`sharded`: ours, in the background, each rank its part. `full`: one file of whole tensors, written by rank 0
-    (DTensor API). `dcp`: torch's own, through its state-dict API."""
+    """`sharded`: each rank writes its shards, in the background. `full`: one file of unsharded tensors, written by
+    rank 0. `dcp`: the same as `sharded`, which torch's Distributed Checkpoint reads; older folders resume."""
     resume: Literal["auto", "never"] | str = "auto"
-    """`auto`: from the newest checkpoint in the run's folder, if there is one; `never`; or the path of another's."""
+    """`auto`: the newest checkpoint in the run's folder, if there is one; `never`; or the path of a checkpoint."""
     keep_last: int | None = 2
-    """The newest so many are kept; None keeps all."""
+    """Number of most recent checkpoints to keep; None: all."""
     keep_every: int | None = None
-    """Those whose step is a multiple of this are kept too."""
+    """Also keep checkpoints whose step is a multiple of this."""
     keep_best: int | None = None
-    """And so many with the lowest evaluation loss."""
+    """Also keep this number of checkpoints with the lowest evaluation loss."""
     asynchronous: bool = True
-    """Write in the background. Only `sharded` can; the others keep training waiting."""
+    """Write in the background; `full` blocks training."""
     export: bool = False
-    """At the end, write the weights as safetensors too, in a folder that transformers can open."""
+    """At the end, also write the weights as safetensors, in a folder that transformers can open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsConfig:
-    """What is told about the run; metrics.jsonl in its folder is always written."""
+    """Metrics and trackers; metrics.jsonl in the run's folder is always written."""
 
     __pydantic_config__: ClassVar = STRICT
 
     every: int = 1
-    """Steps between records."""
+    """Number of steps between records."""
     tensorboard: bool = False
     """Write TensorBoard events too."""
     wandb: str | None = None
     """Send records to this project of Weights & Biases too."""
     peak_flops: float | None = None
-    """What one device can do in a second, for MFU; None: known GPUs by name, no MFU elsewhere."""
+    """Peak FLOP/s of one device, for MFU; None: known GPUs by name, no MFU elsewhere."""
     profile_step: int | None = None
-    """Record a torch profile from this step on."""
+    """First step of a torch profile; None: no profile."""
     profile_steps: int = 3
-    """For so many steps."""
+    """Number of steps to profile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,26 +186,26 @@ class RunConfig:
     model_options: dict[str, Any] = field(default_factory=dict)
     """Changes to a reference model's shape, as in `{num_layers: 8}`; arguments of a `module:callable`."""
     weights: str = "auto"
-    """Weights to start from: a file or folder; `auto`: those in the model's own folder; `none`: new ones."""
+    """Initial weights: a file or folder; `auto`: those in the model's folder; `none`: random initialisation."""
     data: DataConfig = field(default_factory=DataConfig)
-    """What is learnt from."""
+    """The training data."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """How ranks are laid out."""
     shard: ShardConfig = field(default_factory=ShardConfig)
     """How the model is sharded."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """How weights are changed."""
+    """The optimizer."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """How the learning rate moves."""
+    """The learning-rate schedule."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    """The loop."""
+    """The training loop."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What is kept."""
+    """Checkpoints."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    """What is told."""
+    """Metrics and trackers."""
     folder: str | None = None
-    """Where checkpoints, metrics and a copy of this config go; None: a new folder in `runs`."""
+    """Folder of checkpoints, metrics and a copy of this config; None: a new folder in `runs`."""
     seed: int = 0
-    """Of weights, order of samples, dropout."""
+    """Seed of weights, sample order and dropout."""
     deterministic: bool = False
-    """Only kernels that give the same bits every time."""
+    """Use only deterministic kernels."""

@@ -46,11 +46,11 @@ class MeshConfig:
     __pydantic_config__: ClassVar = STRICT
 
     shard: int | None = None
-    """Ranks that hold one copy of the parameters between them; None means all that are left."""
+    """Number of ranks that share one copy of the parameters; None: all remaining ranks."""
     replicate: int = 1
-    """Copies of the parameters. More than one is hybrid sharding (HSDP)."""
+    """Number of copies of the parameters; more than one is hybrid sharding (HSDP)."""
     tensor: int = 1
-    """Ranks that share one layer's matrices. Only 1: tensor parallelism is refused."""
+    """Number of tensor-parallel ranks; must be 1: tensor parallelism is not supported."""
     device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mtia", "npu"] = "auto"
     """Device of the shards; `auto` takes the accelerator when there is one."""
 
@@ -85,39 +85,39 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """In which dtypes a group is gathered, computed and reduced. Storage is the model's own dtype."""
+    """Dtypes in which a group is unsharded, computed and reduced. Storage is the model's own dtype."""
 
     __pydantic_config__: ClassVar = STRICT
 
     param_dtype: Literal["auto", "storage"] | DtypeName = "auto"
-    """Dtype of gathered parameters. `auto`: bfloat16 on GPUs that have it, float16 on older ones,
+    """Dtype of unsharded parameters. `auto`: bfloat16 on GPUs that have it, float16 on older ones,
     storage on CPU. `storage`: as the model holds them."""
     reduce_dtype: Literal["auto", "storage"] | DtypeName = "auto"
-    """Dtype of the gradient reduction. `auto` is float32 (float64 for float64 models). `storage`: as gradients come, in
-    16 bits where parameters are stored or gathered so."""
+    """Dtype of the gradient reduction. `auto` is float32 (float64 for float64 models). `storage`: the dtype
+    of the gradients, which is 16 bits where parameters are stored or unsharded in 16 bits."""
     output_dtype: DtypeName | None = None
-    """Dtype a group's floating-point outputs are cast to; None leaves them."""
+    """Dtype that a group's floating-point outputs are cast to; None: no cast."""
     cast_inputs: bool = True
     """Cast a group's floating-point inputs to its `param_dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchConfig:
-    """How many groups ahead parameters are gathered explicitly. 0 leaves it to FSDP2's implicit prefetch."""
+    """Number of groups to prefetch explicitly; 0 uses FSDP2's implicit prefetch."""
 
     __pydantic_config__: ClassVar = STRICT
 
     forward: int = 0
-    """Groups gathered ahead of the running one in forward."""
+    """Number of groups all-gathered ahead of the running one in forward."""
     backward: int = 0
-    """Groups gathered ahead of the running one in backward."""
+    """Number of groups all-gathered ahead of the running one in backward."""
     early_root: bool = False
-    """Gather the root's parameters as soon as `optimizer.step()` ends instead of when `model(...)` starts."""
+    """Unshard the root's parameters when `optimizer.step()` ends instead of when `model(...)` starts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupOverride:
-    """Settings for the modules a pattern matches; fields left at None keep what they would have been."""
+    """Settings for the modules that a pattern matches; None keeps the setting."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -125,7 +125,7 @@ class GroupOverride:
     """Module FQN with `*`, or a class name: `*.router`, `model.norm`, `LlamaRMSNorm`. `(root)` is the root's own group,
     without those inside it."""
     param_dtype: Literal["storage"] | DtypeName | None = None
-    """As in `precision.param_dtype`. A module inside a group becomes an island group of its own."""
+    """As in `precision.param_dtype`. A module inside a group becomes a group of its own."""
     reduce_dtype: DtypeName | None = None
     """As in `precision.reduce_dtype`."""
     output_dtype: DtypeName | None = None
@@ -144,20 +144,20 @@ class GroupOverride:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardConfig:
-    """How a model is sharded. The default decides everything and says why in the plan."""
+    """How a model is sharded. The default decides everything; the plan gives the reasons."""
 
     __pydantic_config__: ClassVar = STRICT
 
     group_by: Literal["auto", "children", "attribute", "root"] = "auto"
     """Where groups come from when no class, pattern, size or predicate is given: `auto` finds repeated
     blocks and big leaves, `children` takes the root's direct children, `attribute` modules marked with
-    `_fsdp_wrap`, `root` makes a single group (seldom wise)."""
+    `_fsdp_wrap`, `root` makes a single group (rarely useful)."""
     block_classes: tuple[str, ...] = ()
     """Class names whose instances are groups."""
     block_patterns: tuple[str, ...] = ()
     """Module FQN patterns (`model.layers.*`) that are groups. `*` stays within one name, `**` spans dots."""
     min_group_params: int | None = None
-    """Make a group of each smallest module that holds at least this many parameters."""
+    """Make a group of each smallest module with at least this many parameters."""
     wrap_if: Callable[..., Any] | None = None
     """`wrap_if(module)` or `wrap_if(fqn, module)`: truthy makes it a group. Python only, not YAML."""
     ignored: tuple[str, ...] = ()
@@ -167,8 +167,8 @@ class ShardConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Dtypes of every group unless overridden."""
     reshard_after_forward: bool | int | None = None
-    """Free gathered parameters after forward. None: yes, except in the root. An int: keep them sharded over
-    that many ranks until backward; all ranks of the axis are the same as True, except in the root."""
+    """Reshard parameters after forward. None: yes, except in the root. An int: keep them sharded over that many ranks
+    until backward; all ranks of the axis are the same as True, except in the root."""
     offload: bool = False
     """Keep shards, gradients and optimizer state in CPU memory."""
     pin_memory: bool | None = None
@@ -188,8 +188,8 @@ class ShardConfig:
     allow_16bit_storage: bool = False
     """Silence the warning about trainable parameters stored in 16 bits."""
     unused_parameters: Literal["auto", "reduce", "skip"] = "auto"
-    """Parameters without a gradient on some rank: `reduce` sends zeros so that ranks stay in step, `skip` leaves
-    them out (torch's behaviour), `auto` reduces where the model's code can leave one out."""
+    """Parameters without a gradient on some rank: `reduce` sends zeros so that ranks stay in lockstep, `skip` skips
+    them (torch's behaviour), `auto` reduces where the model's code can leave one out."""
 
 
 def _check_positive(where: str, value: int) -> None:

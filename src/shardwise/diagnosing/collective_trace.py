@@ -7,6 +7,7 @@ import enum
 import json
 import mmap
 import os
+import struct
 import tempfile
 import time
 import zlib
@@ -17,7 +18,7 @@ from pathlib import Path
 from shardwise.errors import ShardError
 
 
-class Kind(enum.IntEnum):
+class CollectiveKind(enum.IntEnum):
     """What a rank is about to do together with the others."""
 
     GATHER_FORWARD = 0
@@ -28,21 +29,21 @@ class Kind(enum.IntEnum):
 
 
 _NAMES = {
-    Kind.GATHER_FORWARD: "gather of {} for a forward",
-    Kind.GATHER_EVALUATION: "gather of {} for a forward without gradients",
-    Kind.GATHER_BACKWARD: "gather of {} for backward",
-    Kind.REDUCE: "reduction of the gradients of {}",
+    CollectiveKind.GATHER_FORWARD: "gather of {} for a forward",
+    CollectiveKind.GATHER_EVALUATION: "gather of {} for a forward without gradients",
+    CollectiveKind.GATHER_BACKWARD: "gather of {} for backward",
+    CollectiveKind.REDUCE: "reduction of the gradients of {}",
 }
 
 
-def encode(kind: Kind, group: int, num_elements: int) -> int:
+def encode(kind: CollectiveKind, group: int, num_elements: int) -> int:
     """Two bits of kind, fourteen of the group, sixteen that tell buffers of different sizes apart."""
     return kind << 30 | (group & 0x3FFF) << 16 | zlib.crc32(num_elements.to_bytes(8, "little")) & 0xFFFF
 
 
-def kind_of(event: int) -> Kind:
+def kind_of(event: int) -> CollectiveKind:
     """What kind of collective it is."""
-    return Kind(event >> 30)
+    return CollectiveKind(event >> 30)
 
 
 def group_of(event: int) -> int:
@@ -58,7 +59,7 @@ def in_words(event: int, groups: Sequence[str]) -> str:
 def comes_first(event: int, other: int) -> bool:
     """Whether, in a usual step, `event` would happen before `other`; groups are numbered as the modules stand."""
     kinds = kind_of(event), kind_of(other)
-    forward = {Kind.GATHER_FORWARD, Kind.GATHER_EVALUATION}
+    forward = {CollectiveKind.GATHER_FORWARD, CollectiveKind.GATHER_EVALUATION}
     if kinds[0] in forward and kinds[1] in forward:
         return group_of(event) < group_of(other)
     if kinds[0] in forward or kinds[1] in forward:
@@ -73,23 +74,24 @@ _RING = 2 * HISTORY
 _MASK = _RING - 1
 _HEAD_WORDS = 16
 _TEXT_BYTES = 8192 - 8 * _HEAD_WORDS
-_SLOT_BYTES = 8192 + 4 * _RING
-_COUNT, _STEP, _PID, _ENDED, _MOVED_AT, _TEXT_LENGTH, _ASKED, _SAID, _CONCLUDED, _WANTS_ALL = range(10)
-_HEARD_AT, _IS_GONE, _FIRST = range(10, 13)  # of copies only
+_TRACE_BYTES = 8192 + 4 * _RING
+_COUNT, _STEP, _PID, _ENDED, _MOVED_AT, _TEXT_LENGTH, _TEXT_COUNT, _CONCLUDED, _WANTS_ALL = range(9)
+_HEARD_AT, _IS_GONE, _FIRST = range(9, 12)  # of copies only
+_MESSAGE = struct.Struct("<QQQQ3BI")  # count, step, microseconds still, count at the text; flags; bytes of events
 
 
-class Slot:
-    """One rank's part of the board."""
+class RankTrace:
+    """One rank's trace: its last collectives, its state, and where its training thread is or what it found."""
 
     def __init__(self, memory: memoryview) -> None:
         head_bytes = 8 * _HEAD_WORDS
         self._head = memory[:head_bytes].cast("Q")
         self._text = memory[head_bytes : head_bytes + _TEXT_BYTES]
-        self._ring = memory[8192:_SLOT_BYTES].cast("I")
+        self._ring = memory[8192:_TRACE_BYTES].cast("I")
 
     @property
     def count(self) -> int:
-        """How many events the rank has written."""
+        """Number of events the rank has written."""
         return self._head[_COUNT]
 
     @property
@@ -99,65 +101,61 @@ class Slot:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it said that no more events will come."""
+        """Whether the rank's guard was closed: no more events will come."""
         return bool(self._head[_ENDED])
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether the rank runs on another machine, and this is what was last heard of it."""
-        return bool(self._head[_HEARD_AT])
 
     @property
     def is_alive(self) -> bool:
         """Whether its process still runs, as far as is known."""
-        if self.is_copy:
+        if self._head[_HEARD_AT]:  # on another machine
             return not self._head[_IS_GONE]
         return self._head[_PID] == 0 or _runs(self._head[_PID])
 
     @property
+    def has_left(self) -> bool:
+        """Whether no more events will come."""
+        return self.has_ended or not self.is_alive
+
+    @property
     def seconds_still(self) -> float:
-        """How long ago it was seen to write an event."""
+        """Seconds since it was seen to write an event."""
         return time.monotonic() - self._head[_MOVED_AT] / 1e6
 
     @property
     def seconds_unheard(self) -> float:
-        """How long ago its machine was last heard of; 0 for a rank of this one."""
-        return time.monotonic() - self._head[_HEARD_AT] / 1e6 if self.is_copy else 0.0
+        """Seconds since its machine was last heard of; 0 for a rank of this machine."""
+        return time.monotonic() - self._head[_HEARD_AT] / 1e6 if self._head[_HEARD_AT] else 0.0
 
     @property
-    def times_asked(self) -> int:
-        """How often somebody on this machine asked what it is doing."""
-        return self._head[_ASKED]
-
-    @property
-    def times_said(self) -> int:
-        """How often it has answered."""
-        return self._head[_SAID]
-
-    @property
-    def said(self) -> str:
-        """What the rank said last."""
+    def text(self) -> str:
+        """The stack of its training thread when it last stood still, or what it found to be wrong."""
         return bytes(self._text[: self._head[_TEXT_LENGTH]]).decode(errors="replace")
 
     @property
+    def is_text_current(self) -> bool:
+        """Whether the text was written where the rank is now, or is final."""
+        return bool(self._head[_CONCLUDED]) or (
+            self._head[_TEXT_LENGTH] > 0 and self._head[_TEXT_COUNT] == self._head[_COUNT]
+        )
+
+    @property
     def verdict(self) -> str | None:
-        """What the rank found to be wrong, if it did; it stands in place of answers."""
-        return self.said if self._head[_CONCLUDED] else None
+        """What the rank found to be wrong, if it did."""
+        return self.text if self._head[_CONCLUDED] else None
 
     @property
     def wants_all(self) -> bool:
-        """Whether the rank needs to know of every machine, not only of those next to its own."""
+        """Whether the rank needs the traces of all machines, not only of those next to its own."""
         return bool(self._head[_WANTS_ALL])
-
-    def event(self, index: int) -> int | None:
-        """The event of that index; None when it has not come to it, or it is long past."""
-        count = self.count
-        return self._ring[index & _MASK] if max(count - HISTORY, self._head[_FIRST]) <= index < count else None
 
     @property
     def first(self) -> int:
-        """The first event that can be read."""
+        """Index of the first event that can be read."""
         return max(self.count - HISTORY, self._head[_FIRST])
+
+    def event(self, index: int) -> int | None:
+        """The event of that index; None when the rank has not reached it, or it is no longer kept."""
+        return self._ring[index & _MASK] if self.first <= index < self.count else None
 
     def events(self, start: int, end: int) -> bytes:
         """The events from one index up to another, four bytes each; they must be among the last HISTORY."""
@@ -171,12 +169,6 @@ class Slot:
         self._head[_PID], self._head[_STEP] = os.getpid(), 1
         self.touch()
 
-    def write(self, event: int) -> None:
-        """Add an event."""
-        count = self._head[_COUNT]
-        self._ring[count & _MASK] = event
-        self._head[_COUNT] = count + 1  # last: whoever sees it finds the event
-
     def touch(self, seconds_ago: float = 0.0) -> None:
         """Note when the rank was last seen to move."""
         self._head[_MOVED_AT] = int((time.monotonic() - seconds_ago) * 1e6)
@@ -189,49 +181,47 @@ class Slot:
         """Say that no more events will come."""
         self._head[_ENDED] = 1
 
-    def ask(self) -> None:
-        """Ask the rank to say what it is doing."""
-        self._head[_ASKED] += 1
-
     def want_all(self) -> None:
-        """Let whoever talks to the other machines know that this rank needs to see all of them."""
+        """Ask for the traces of all machines."""
         self._head[_WANTS_ALL] = 1
 
-    def say(self, text: str, *, times: int = 0) -> None:
-        """Answer: replaces what was said before. `times`: how often it has said something, where this is a copy."""
+    def set_text(self, text: str, *, at_count: int | None = None, is_verdict: bool = False) -> None:
+        """Replace the text; a verdict is kept for all to read, also when this process is gone."""
         data = text.encode()[:_TEXT_BYTES]
         self._head[_TEXT_LENGTH] = 0
         self._text[: len(data)] = data
         self._head[_TEXT_LENGTH] = len(data)
-        self._head[_SAID] = times or self._head[_SAID] + 1
+        self._head[_TEXT_COUNT] = self.count if at_count is None else at_count
+        self._head[_CONCLUDED] = is_verdict
 
-    def conclude(self, verdict: str) -> None:
-        """Say what is wrong with the run, for all to read, also when this process is gone."""
-        self.say(verdict)
-        self._head[_CONCLUDED] = 1
+    def to_bytes(self) -> bytes:
+        """The trace as other machines read it."""
+        # A rank that moves is alive; to ask the system costs more.
+        flags = self.has_ended, self.seconds_still > _GONE_SECONDS and not self.is_alive, self._head[_CONCLUDED]
+        count, text = self.count, self.text.encode()
+        events = self.events(max(count - HISTORY, 0), count)
+        still = int(max(self.seconds_still, 0) * 1e6)
+        return _MESSAGE.pack(count, self.step, still, self._head[_TEXT_COUNT], *flags, len(events)) + events + text
 
-    def become_copy(self, *, count: int, step: int, last: bytes) -> None:
-        """Show what was heard of a rank on another machine; `last` are its last events, at most HISTORY."""
-        events = memoryview(last).cast("I")
-        if count - len(events) > self.count:
-            self._head[_FIRST] = count - len(events)  # what was between has not been heard
-        start = (count - len(events)) & _MASK
-        up_to_edge = min(len(events), _RING - start)
-        self._ring[start : start + up_to_edge] = events[:up_to_edge]
-        self._ring[: len(events) - up_to_edge] = events[up_to_edge:]
-        self._head[_STEP], self._head[_COUNT] = step, count
-
-    def note_state(self, *, has_ended: bool, is_gone: bool, has_concluded: bool) -> None:
-        """Show how a rank on another machine is now, after its events and what it said."""
+    def copy_from(self, message: bytes) -> None:
+        """Show the trace of a rank on another machine."""
+        count, step, still, at_count, has_ended, is_gone, concluded, num_bytes = _MESSAGE.unpack_from(message)
+        events_at, text_at = _MESSAGE.size, _MESSAGE.size + num_bytes
+        self.set_text(message[text_at:].decode(errors="replace"), at_count=at_count, is_verdict=bool(concluded))
+        self.touch(seconds_ago=still / 1e6)
+        if (count, step) > (self.count, self.step):
+            events = memoryview(message[events_at:text_at]).cast("I")
+            if count - len(events) > self.count:
+                self._head[_FIRST] = count - len(events)  # events in between were not received
+            start = (count - len(events)) & _MASK
+            up_to_edge = min(len(events), _RING - start)
+            self._ring[start : start + up_to_edge] = events[:up_to_edge]
+            self._ring[: len(events) - up_to_edge] = events[up_to_edge:]
+            self._head[_STEP], self._head[_COUNT] = step, count
         self._head[_HEARD_AT] = int(time.monotonic() * 1e6)
-        self._head[_CONCLUDED], self._head[_ENDED], self._head[_IS_GONE] = has_concluded, has_ended, is_gone
+        self._head[_ENDED], self._head[_IS_GONE] = has_ended, is_gone
 
-    def release(self) -> None:
-        """Let go of the memory."""
-        for view in (self._head, self._text, self._ring):
-            view.release()
-
-    def writer(self, others: Sequence[Slot]) -> Callable[[int], bool]:
+    def writer(self, others: Sequence[RankTrace]) -> Callable[[int], bool]:
         """A function that adds an event, and says whether one of the others seems to have another at its place.
 
         It runs before each collective of a training step, so it does nothing else.
@@ -244,7 +234,7 @@ class Slot:
             nonlocal count
             index, place = count, count & _MASK
             ring[place] = event
-            head[_COUNT] = count = index + 1
+            head[_COUNT] = count = index + 1  # last: whoever sees it finds the event
             for their_head, their_ring in near:  # noqa: SIM110 - any() would take as long as all the rest
                 if their_head[_COUNT] > index and their_ring[place] != event:
                     return True
@@ -252,53 +242,58 @@ class Slot:
 
         return write
 
+    def release(self) -> None:
+        """Release the memory."""
+        for view in (self._head, self._text, self._ring):
+            view.release()
+
 
 @dataclass(slots=True)
-class Board:
-    """The slots of all ranks."""
+class SharedTrace:
+    """The traces of all ranks, in memory that the ranks of a machine share."""
 
-    slots: Sequence[Slot]
+    ranks: Sequence[RankTrace]
     memory: mmap.mmap
     view: memoryview
 
     def close(self) -> None:
-        """Let go of the memory; the last process to do so frees it."""
-        for slot in self.slots:
-            slot.release()
+        """Release the memory; the last process to do so frees it."""
+        for trace in self.ranks:
+            trace.release()
         self.view.release()
         with contextlib.suppress(BufferError):
             self.memory.close()
 
 
-def create_board(num_ranks: int) -> Path:
-    """Make the file of a board, in memory where the machine has a place for that.
+def create_shared_trace(num_ranks: int) -> Path:
+    """Make the file, in memory where the machine has a place for that.
 
     Ranks:
         Local: one rank of each machine makes it, all open it, and that rank removes the name.
     """
-    descriptor, name = tempfile.mkstemp(prefix="shardwise-board-", dir=board_folder())
+    descriptor, name = tempfile.mkstemp(prefix="shardwise-trace-", dir=shared_folder())
     try:
-        os.truncate(descriptor, num_ranks * _SLOT_BYTES)
+        os.truncate(descriptor, num_ranks * _TRACE_BYTES)
     finally:
         os.close(descriptor)
     return Path(name)
 
 
-def board_folder() -> str:
-    """Where boards are kept: shared memory, or the place of temporary files."""
+def shared_folder() -> str:
+    """Where shared traces are kept: shared memory, or the folder of temporary files."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 
-def open_board(path: Path, num_ranks: int) -> Board:
-    """Open a board that exists."""
+def open_shared_trace(path: Path, num_ranks: int) -> SharedTrace:
+    """Open a file that exists."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        memory = mmap.mmap(descriptor, num_ranks * _SLOT_BYTES)
+        memory = mmap.mmap(descriptor, num_ranks * _TRACE_BYTES)
     finally:
         os.close(descriptor)
     view = memoryview(memory)
-    slots = [Slot(view[rank * _SLOT_BYTES : (rank + 1) * _SLOT_BYTES]) for rank in range(num_ranks)]
-    return Board(slots, memory, view)
+    traces = [RankTrace(view[rank * _TRACE_BYTES : (rank + 1) * _TRACE_BYTES]) for rank in range(num_ranks)]
+    return SharedTrace(traces, memory, view)
 
 
 def _runs(pid: int) -> bool:
@@ -319,11 +314,12 @@ _FIX = (
 )
 
 _SILENT_SECONDS = 3.0
-_MAX_TEXT = 1500  # five of them, quoted, fit on the board
+_GONE_SECONDS = 0.3
+_MAX_TEXT = 1500  # five of them, quoted, fit into a trace
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TraceDifference:
     """Ranks that came to different collectives at the same place."""
 
     error: ShardError
@@ -331,11 +327,13 @@ class Difference:
     """The ranks that did not do what the others did."""
 
 
-def describe_difference(slots: Sequence[Slot], index: int, step: int, groups: Sequence[str]) -> Difference | None:
+def describe_difference(
+    traces: Sequence[RankTrace], index: int, step: int, groups: Sequence[str]
+) -> TraceDifference | None:
     """What differs at a place that belongs to `step`; None where nothing does."""
     ranks_at: dict[int, list[int]] = {}
-    for rank, slot in enumerate(slots):
-        if (event := slot.event(index)) is not None:
+    for rank, trace in enumerate(traces):
+        if (event := trace.event(index)) is not None:
             ranks_at.setdefault(event, []).append(rank)
     if len(ranks_at) < 2:
         return None
@@ -343,12 +341,12 @@ def describe_difference(slots: Sequence[Slot], index: int, step: int, groups: Se
     odd = sorted(rank for event in others for rank in ranks_at[event])
     rows = [f"{_ranks(ranks)}: {in_words(event, groups)}" for event, ranks in sorted(ranks_at.items(), key=_first_rank)]
     sentence = _sentence(skipped, others[0], odd, groups, step)
-    return Difference(ShardError(sentence, where="; ".join(rows), why=_WHY, fix=_FIX), tuple(odd))
+    return TraceDifference(ShardError(sentence, where="; ".join(rows), why=_WHY, fix=_FIX), tuple(odd))
 
 
-def describe_absence(slots: Sequence[Slot], rank: int, absent: int, groups: Sequence[str]) -> ShardError:
+def describe_absence(traces: Sequence[RankTrace], rank: int, absent: int, groups: Sequence[str]) -> ShardError:
     """The error for a rank that will not come to the collective in which `rank` waits."""
-    waiting, missing = slots[rank], slots[absent]
+    waiting, missing = traces[rank], traces[absent]
     event = waiting.event(waiting.count - 1)
     doing = f"is in the {in_words(event, groups)}" if event is not None else "waits"
     if not missing.is_alive:
@@ -381,13 +379,13 @@ def describe_absence(slots: Sequence[Slot], rank: int, absent: int, groups: Sequ
 
 
 def to_text(error: ShardError, stack: str) -> str:
-    """An error as a rank leaves it on the board, with where that rank was."""
+    """An error as a rank leaves it in its trace, with its stack."""
     parts = [error.what, error.where, error.why, error.fix, stack[-_MAX_TEXT:]]
     return json.dumps([part[:_MAX_TEXT] for part in parts])
 
 
 def from_text(text: str, rank: int) -> tuple[ShardError, str] | None:
-    """The error that `rank` left on the board, and where it was; None if only a part of it has arrived."""
+    """The error that `rank` left in its trace, and its stack; None if only a part of it has arrived."""
     try:
         what, where, why, fix, stack = json.loads(text)
     except ValueError:
@@ -422,14 +420,14 @@ def _sentence(skipped: int, other: int, odd: list[int], groups: Sequence[str], s
     if group_of(skipped) == group_of(other):
         if kinds[0] == kinds[1]:
             return f"{_ranks(odd)} brought other gradients or shapes of `{name}` than the rest at step {step}"
-        if Kind.GATHER_EVALUATION in kinds:
+        if CollectiveKind.GATHER_EVALUATION in kinds:
             return f"{_ranks(odd)} ended an evaluation, or began one, without the others at step {step}"
-    done = "reduce the gradients of" if kinds[0] is Kind.REDUCE else "run"
+    done = "reduce the gradients of" if kinds[0] is CollectiveKind.REDUCE else "run"
     return f"{_ranks(odd)} did not {done} `{name}` at step {step}"
 
 
-def _last(slot: Slot, rank: int, groups: Sequence[str]) -> str:
-    event = slot.event(slot.count - 1) if slot.count else None
+def _last(trace: RankTrace, rank: int, groups: Sequence[str]) -> str:
+    event = trace.event(trace.count - 1) if trace.count else None
     return f"last on rank {rank}: {in_words(event, groups)}" if event is not None else f"nothing yet on rank {rank}"
 
 

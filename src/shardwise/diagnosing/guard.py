@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -17,12 +18,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import compat
-from shardwise.diagnosing.collective_trace import Kind, encode
-from shardwise.diagnosing.peer_traces import gather_from, open_boards
-from shardwise.diagnosing.tracer import Post, Witness
+from shardwise.diagnosing.collective_trace import CollectiveKind, encode
+from shardwise.diagnosing.peer_traces import open_traces
+from shardwise.diagnosing.tracer import CollectiveTracer
+from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
-from shardwise.sharding.forward_hooks import change_tensors, differentiable, wanting_gradient
+from shardwise.sharding.forward_hooks import differentiable, wanting_gradient
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
+from shardwise.sharding.nested_tensors import change_tensors
 from shardwise.sharding.registry import forget_when_recovered, sharded_state
 
 _REPAIRED = "_shardwise_repaired"
@@ -60,7 +63,7 @@ def repair_towers(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> 
 
 
 def _check(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> None:
-    lists = gather_from(mesh, tuple(towers))
+    lists = gather_over_mesh(mesh, tuple(towers))
     known = {name for name, _ in model.named_modules() if name}
     if any(other != lists[0] for other in lists):
         raise ShardError(
@@ -113,7 +116,7 @@ def _reduce_unused(model: nn.Module, mesh: DeviceMesh, groups: list[Any]) -> Non
     planned = set() if state is None else {id(g) for g in _groups_that_send_zeros(model, state.plan)}
     unused = UnusedParameters([group for group in groups if id(group) not in planned])
     forget_when_recovered(model, unused.forget)
-    BackwardEnd(model, mesh, [], unused, () if state is None else state.before_sum)
+    BackwardEnd(model, mesh, [], unused)
 
 
 def _groups_that_send_zeros(model: nn.Module, plan: Any) -> list[Any]:
@@ -127,8 +130,8 @@ _ATTRIBUTE = "_shardwise_guard"
 class Guard:
     """What `guard` returns: watches until it is closed, the model is gone, or the process ends."""
 
-    def __init__(self, model: nn.Module, witness: Witness, stop: Callable[[], None]) -> None:
-        self.witness = witness
+    def __init__(self, model: nn.Module, tracer: CollectiveTracer, stop: Callable[[], None]) -> None:
+        self.tracer = tracer
         self._model, self._stop = weakref.ref(model), stop
 
     def __enter__(self) -> Guard:
@@ -159,23 +162,26 @@ class Guard:
             model.__dict__.pop(_ATTRIBUTE, None)
 
     def _raise_late(self) -> None:
-        if self.witness.found_at_end is not None:
-            raise self.witness.found_at_end
+        if self.tracer.found_at_end is not None:
+            raise self.tracer.found_at_end
 
 
-def catch_up(model: nn.Module, num_events: int) -> None:
-    """Write down what others did while this rank took part in another way, if the model is guarded.
-
-    Args:
-        model: Guarded or not.
-        num_events: How many gathers and reductions it took part in unseen.
+@contextmanager
+def paused(model: nn.Module) -> Iterator[None]:
+    """Within the block, a guard of the model traces no collectives: they are not real ones.
 
     Ranks:
         Local.
     """
     existing: Guard | None = model.__dict__.get(_ATTRIBUTE)
-    if existing is not None:
-        existing.witness.catch_up(num_events)
+    if existing is None:
+        yield
+        return
+    existing.tracer.is_paused = True
+    try:
+        yield
+    finally:
+        existing.tracer.is_paused = False
 
 
 def guard(
@@ -219,79 +225,78 @@ def guard(
     existing = model.__dict__.get(_ATTRIBUTE)
     if existing is not None:
         return existing
-    board, machines, mirror, rank = open_boards(mesh, machine)
-    witness = Witness(
-        Post(
-            board=board,
-            machines=machines,
-            rank=rank,
-            groups=tuple(groups),
-            patience=patience,
-            report=report or _print,
-            abort=compat.aborter(list(groups.values())),
-            mirror=mirror,
-        )
+    traces, machines, exchange, rank = open_traces(mesh, machine)
+    tracer = CollectiveTracer(
+        traces,
+        machines,
+        rank,
+        tuple(groups),
+        patience=patience,
+        report=report or _print,
+        abort=compat.aborter(list(groups.values())),
+        exchange=exchange,
+        publishes_events=mesh.device_type == "cpu",
     )
-    unwire = [watch_group(group, number, witness) for number, group in enumerate(groups.values())]
-    steps = _StepCounter(witness, list(groups.values()))
+    unwire = [watch_group(group, number, tracer) for number, group in enumerate(groups.values())]
+    steps = _StepCounter(tracer, list(groups.values()))
     hooks = register_optimizer_step_pre_hook(steps.before), register_optimizer_step_post_hook(steps.after)
-    witness.start()
+    tracer.start()
 
     def stop() -> None:
         for undo in (*unwire, *(hook.remove for hook in hooks)):
             undo()
         unwire.clear()
-        witness.close()
+        tracer.close()
         atexit.unregister(stop)
 
     atexit.register(stop)
     weakref.finalize(model, stop)
-    model.__dict__[_ATTRIBUTE] = Guard(model, witness, stop)
+    model.__dict__[_ATTRIBUTE] = Guard(model, tracer, stop)
     return model.__dict__[_ATTRIBUTE]
 
 
-def watch_group(group: Any, number: int, witness: Witness) -> Callable[[], None]:
+def watch_group(group: Any, number: int, tracer: CollectiveTracer) -> Callable[[], None]:
     """Have a group's collectives written down; returns what undoes it."""
-    events: dict[tuple[Kind, int], int] = {}
-    write = witness.write
+    events: dict[tuple[CollectiveKind, int], int] = {}
+    write = tracer.write
 
     def event(is_reduction: bool, num_elements: int, with_gradient: bool) -> None:
         if is_reduction:
-            kind = Kind.REDUCE
+            kind = CollectiveKind.REDUCE
         elif compat.in_backward():
-            kind = Kind.GATHER_BACKWARD
+            kind = CollectiveKind.GATHER_BACKWARD
         else:
-            kind = Kind.GATHER_FORWARD if with_gradient else Kind.GATHER_EVALUATION
+            kind = CollectiveKind.GATHER_FORWARD if with_gradient else CollectiveKind.GATHER_EVALUATION
         key = kind, num_elements
         if key not in events:
             events[key] = encode(kind, number, num_elements)
         write(events[key])
 
     def failed(error: Exception) -> None:
-        verdict = witness.alarm if error is witness.alarm else witness.explain_failure()
+        verdict = tracer.error if error is tracer.error else tracer.explain_failure()
         if verdict is not None and verdict is not error:
             raise verdict from error
 
-    return compat.watch_collectives(group, before=event, failed=failed, waiting=witness.raise_alarm)
+    return compat.watch_collectives(group, before=event, failed=failed, waiting=tracer.raise_error)
 
 
 class _StepCounter:
     """Counts the steps of optimizers that hold this model's parameters, and keeps known mix-ups out of the weights."""
 
-    def __init__(self, witness: Witness, groups: list[Any]) -> None:
-        self._witness = witness
+    def __init__(self, tracer: CollectiveTracer, groups: list[Any]) -> None:
+        self._tracer = tracer
         self._groups = [weakref.ref(group) for group in groups]
         self._is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise rather than step with gradients that ranks have mixed up."""
-        if self._witness.alarm is not None and self._holds(optimizer):
-            self._witness.raise_alarm()
+        if self._tracer.error is not None and self._holds(optimizer):
+            self._tracer.raise_error()
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a step."""
         if self._holds(optimizer):
-            self._witness.next_step()
+            self._tracer.next_step()
 
     def _holds(self, optimizer: Optimizer) -> bool:
         if optimizer not in self._is_ours:

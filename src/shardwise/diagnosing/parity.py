@@ -15,11 +15,17 @@ from shardwise.diagnosing.parity_criteria import (
     Findings,
     Parity,
     earliest,
-    gather_objects,
     tolerance_for,
 )
-from shardwise.diagnosing.parity_runs import Reference, Task, bind_batch, bind_loss, random_state_kept, seed_everything
-from shardwise.distributed.agreement import agree_on
+from shardwise.diagnosing.parity_runs import (
+    ReferenceRun,
+    Task,
+    bind_batch,
+    bind_loss,
+    random_state_kept,
+    seed_everything,
+)
+from shardwise.distributed.agreement import agree_on, gather_over_mesh
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh
 from shardwise.errors import ConfigError
 from shardwise.planning.plan import Plan
@@ -90,7 +96,7 @@ def parity(
         state = sharded_state(model)
         assert state is not None
         _upcast(unsharded, state.plan)
-        reference = Reference(unsharded, make_optimizer(unsharded.parameters()), task, _position(ranks))
+        reference = ReferenceRun(unsharded, make_optimizer(unsharded.parameters()), task, _position(ranks))
         accuracy = tolerance_for(state.plan, tolerance)
         comparison = Comparison(reference, model, make_optimizer(model.parameters()), accuracy, ranks)
         comparison.compare_start()
@@ -185,7 +191,7 @@ def _verdict(comparison: Comparison, plan: Plan) -> Parity:
     Ranks:
         Collective.
     """
-    seen: list[Findings] = gather_objects(comparison.found, comparison.mesh)
+    seen: list[Findings] = gather_over_mesh(comparison.mesh, comparison.found)
     first = earliest([f.first for f in seen if f.first is not None], comparison.reference.parameter_order)
     worst = [[found.worst[quantity] for found in seen if quantity in found.worst] for quantity in ORDER]
     mesh = " x ".join(f"{name} {size}" for name, size in plan.axes) or "one rank"

@@ -7,12 +7,11 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardwise.diagnosing.parity_runs import Reference, ReferenceStep, registered_buffers
+from shardwise.diagnosing.parity_runs import ReferenceRun, ReferenceStep, registered_buffers
 from shardwise.planning.plan import Group, Plan
 from shardwise.sharding.inventory import local_part, local_tensor
 
@@ -414,7 +413,7 @@ class Findings:
 class Comparison:
     """The sharded model next to the one process."""
 
-    reference: Reference
+    reference: ReferenceRun
     model: nn.Module
     optimizer: Optimizer
     tolerance: Tolerance
@@ -575,18 +574,6 @@ def own_part(ours: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | None,
         return ours, theirs
     mine = local_tensor(ours)
     return mine, local_part(theirs.detach(), ours).to(mine.device)
-
-
-def gather_objects(value: object, mesh: DeviceMesh) -> list:
-    """`value` of every rank of the mesh.
-
-    Ranks:
-        Collective.
-    """
-    group = mesh.get_group() if mesh.ndim == 1 else None  # a mesh of several axes covers the world
-    values: list[object] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def ties(model: nn.Module) -> dict[str, tuple[str, ...]]:

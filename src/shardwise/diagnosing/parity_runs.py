@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
-from shardwise.sharding.input_casting import cast_inputs
+from shardwise.sharding.nested_tensors import cast_inputs, find_tensors
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 
@@ -124,12 +124,14 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of_output(output: Any) -> Tensor:
-    """The loss a model computed itself, or the mean of squares of everything floating-point it returned."""
+    """The loss a model computed itself (`.loss`, or its only scalar), or the mean of squares of what it returned."""
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor) and own.ndim == 0:
         return own
-    if isinstance(output, Tensor) and output.ndim == 0:
-        return output
+    parts = output if isinstance(output, (tuple, list)) else [output]
+    scalars = [part for part in parts if isinstance(part, Tensor) and part.ndim == 0 and part.is_floating_point()]
+    if len(scalars) == 1:  # the model's loss, alone or as in `return logits, loss`
+        return scalars[0]
     squares = [tensor.float().square().mean() for tensor in floating_tensors(output)]
     if not squares:
         raise ConfigError(
@@ -143,20 +145,9 @@ def loss_of_output(output: Any) -> Tensor:
 
 def floating_tensors(value: Any) -> Iterator[Tensor]:
     """Every floating-point or complex tensor in nested containers and objects, in a fixed order."""
-    if isinstance(value, Tensor):
-        if value.is_complex():
-            yield torch.view_as_real(value)
-        elif value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from floating_tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from floating_tensors(item)
-    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
-        for item in vars(value).values():
-            yield from floating_tensors(item)
+    for tensor in find_tensors(value, objects=-1):
+        if tensor.is_floating_point() or tensor.is_complex():
+            yield torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -206,7 +197,7 @@ class ReferenceStep:
 
 
 @dataclass(slots=True)
-class Reference:
+class ReferenceRun:
     """The unsharded model with its optimizer, and each rank's own buffers.
 
     Batch statistics are per rank, as they are in training; weights are shared.

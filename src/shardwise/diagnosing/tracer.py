@@ -8,66 +8,38 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from shardwise.diagnosing.collective_trace import (
     HISTORY,
-    Board,
-    Difference,
-    Slot,
+    RankTrace,
+    SharedTrace,
+    TraceDifference,
     describe_absence,
     describe_difference,
     from_text,
     to_text,
 )
-from shardwise.diagnosing.peer_traces import Machines, Mirror
+from shardwise.diagnosing.peer_traces import Machines, StoreExchange
 from shardwise.errors import ShardError
 
+LOOK_SECONDS = 0.25
+_TROUBLE_SECONDS = 0.1
+_STACK_SECONDS = 0.5  # a rank that stands still this long shows its stack
+_DEAD_SECONDS = 1.0
+_STUCK_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
-_MAX_RANKS_ASKED = 8
+_CLOSE_SECONDS = 3.0
+_EXPLAIN_SECONDS = 5.0
+_SILENT_SECONDS = 3.5
+_MAX_STACKS = 8
 _MAX_FRAMES = 6
 
 
-class Inquiry:
-    """A question to some ranks, and their answers as they come."""
-
-    def __init__(self, slots: Sequence[Slot], ranks: Sequence[int]) -> None:
-        able = [rank for rank in ranks if slots[rank].is_alive and not slots[rank].has_ended]
-        wanted = able[:_MAX_RANKS_ASKED]
-        self._slots = slots
-        self._said_before = {rank: slots[rank].times_said for rank in wanted}
-        for rank in wanted:
-            slots[rank].ask()
-        self._deadline = time.monotonic() + _ANSWER_SECONDS
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all have answered, or had long enough."""
-        return time.monotonic() > self._deadline or len(self._answered()) == len(self._said_before)
-
-    def wait(self) -> None:
-        """Wait until it is over; for a thread that need not answer itself."""
-        while not self.is_over:
-            time.sleep(0.02)
-
-    def add_notes(self, error: BaseException) -> None:
-        """Add to an error where each rank is that has answered."""
-        for rank in self._answered():
-            note_place(error, rank, self._slots[rank])
-
-    def _answered(self) -> list[int]:
-        return [
-            rank
-            for rank, before in self._said_before.items()
-            if self._slots[rank].times_said > before or self._slots[rank].verdict is not None
-        ]
-
-
-def note_place(error: BaseException, rank: int, slot: Slot) -> None:
-    """Add to an error where a rank is, by what it said last."""
-    verdict = slot.verdict
+def note_stack(error: BaseException, rank: int, trace: RankTrace) -> None:
+    """Add to an error where a rank is."""
+    verdict = trace.verdict
     found = None if verdict is None else from_text(verdict, rank)
-    stack = slot.said if verdict is None else found[1] if found else ""
+    stack = trace.text if verdict is None else found[1] if found else ""
     note = f"rank {rank} is here:\n{stack}"
     if stack and note not in getattr(error, "__notes__", []):
         error.add_note(note)
@@ -83,81 +55,78 @@ def stack_of(thread: int) -> str:
     return "".join(traceback.format_list((own or frames)[-_MAX_FRAMES:]))
 
 
-_SILENT_SECONDS = 3.5
-
-
-class Outlook:
-    """The board as seen from one rank; reads only.
+class PeerView:
+    """The traces of all ranks as seen from one rank; reads only.
 
     Args:
-        board: Of this rank's machine.
-        rank: This rank's place on it.
+        traces: The traces of all ranks.
+        rank: This rank.
         groups: Names of the groups that events are about.
     """
 
-    def __init__(self, board: Board, rank: int, groups: tuple[str, ...]) -> None:
-        self.slots, self.rank, self._groups = board.slots, rank, groups
-        self.slot = board.slots[rank]
+    def __init__(self, traces: Sequence[RankTrace], rank: int, groups: tuple[str, ...]) -> None:
+        self.traces, self.rank, self._groups = traces, rank, groups
+        self.own = traces[rank]
         self._steps: deque[tuple[int, int]] = deque([(0, 1)], maxlen=HISTORY)
-        self._compared = [0] * len(self.slots)
+        self._compared = [0] * len(self.traces)
 
     def note_step(self) -> None:
         """Remember at which event this rank's step began."""
-        self._steps.append((self.slot.count, self.slot.step))
+        self._steps.append((self.own.count, self.own.step))
 
     def first_difference(self) -> int | None:
         """The first place at which another rank, by what has newly arrived, did something else."""
-        own = self.slot.count
+        end_of_own = self.own.count
         found: list[int] = []
-        for rank, slot in enumerate(self.slots):
-            end = min(own, slot.count)
-            start = max(self._compared[rank], end - HISTORY, slot.first)
+        for rank, trace in enumerate(self.traces):
+            end = min(end_of_own, trace.count)
+            start = max(self._compared[rank], end - HISTORY, trace.first)
             if start < end:
-                if self.slot.events(start, end) != slot.events(start, end):
-                    differing = (i for i in range(start, end) if self.slot.event(i) != slot.event(i))
+                if self.own.events(start, end) != trace.events(start, end):
+                    differing = (i for i in range(start, end) if self.own.event(i) != trace.event(i))
                     found.append(next(differing, end))
                 else:
                     self._compared[rank] = end
-        first = min(found, default=own)
-        return first if first < own else None
+        first = min(found, default=end_of_own)
+        return first if first < end_of_own else None
 
-    def difference_at(self, index: int) -> Difference | None:
+    def difference_at(self, index: int) -> TraceDifference | None:
         """What ranks did at a place, if not all did the same."""
         step = next((step for count, step in reversed(list(self._steps)) if count <= index), self._steps[0][1])
-        return describe_difference(self.slots, index, step, self._groups)
+        return describe_difference(self.traces, index, step, self._groups)
 
     def verdict_of_others(self) -> ShardError | None:
         """What another rank found to be wrong."""
-        found = ((rank, slot.verdict) for rank, slot in enumerate(self.slots) if rank != self.rank)
+        found = ((rank, trace.verdict) for rank, trace in enumerate(self.traces) if rank != self.rank)
         read = (from_text(text, rank) for rank, text in found if text)
         return next((verdict[0] for verdict in read if verdict is not None), None)
 
-    def note_places(self, error: ShardError) -> None:
+    def note_stacks_of_finders(self, error: ShardError) -> None:
         """Add to an error where those ranks are that have found something themselves."""
-        for rank, slot in enumerate(self.slots):
-            if rank != self.rank and slot.verdict is not None:
-                note_place(error, rank, slot)
+        for rank, trace in enumerate(self.traces):
+            if rank != self.rank and trace.verdict is not None:
+                note_stack(error, rank, trace)
 
     def missing(self) -> int | None:
         """A rank that will never come to where this one is: dead, or out of the loop."""
-        lost = [rank for rank, slot in enumerate(self.slots) if slot.has_ended or not slot.is_alive]
-        return next((rank for rank in lost if self.slots[rank].count < self.slot.count), None)
+        lost = [rank for rank, trace in enumerate(self.traces) if trace.has_left]
+        return next((rank for rank in lost if self.traces[rank].count < self.own.count), None)
 
     def dead(self) -> int | None:
         """A rank that is dead, or on a machine that is silent, wherever it was."""
-        for rank, slot in enumerate(self.slots):
-            if not slot.is_alive or (not slot.has_ended and slot.seconds_unheard > _SILENT_SECONDS):
+        for rank, trace in enumerate(self.traces):
+            if not trace.is_alive or (not trace.has_ended and trace.seconds_unheard > _SILENT_SECONDS):
                 return rank
         return None
 
     def late(self, patience: float) -> int | None:
         """A rank that has not come to where this one is, and has not moved for so long."""
-        behind = (rank for rank, slot in enumerate(self.slots) if slot.count < self.slot.count)
-        return next((rank for rank in behind if self.slots[rank].seconds_still > patience), None)
+        behind = (rank for rank, trace in enumerate(self.traces) if trace.count < self.own.count)
+        return next((rank for rank in behind if self.traces[rank].seconds_still > patience), None)
 
     def absence_of(self, rank: int) -> ShardError:
         """The error for a rank that does not come to where this one waits."""
-        return describe_absence(self.slots, self.rank, rank, self._groups)
+        return describe_absence(self.traces, self.rank, rank, self._groups)
 
     def cause_of_failure(self) -> ShardError | None:
         """Which rank is the reason that a collective of this one failed, if one is."""
@@ -172,296 +141,220 @@ class Outlook:
         return None if culprit is None else self.absence_of(culprit)
 
 
-LOOK_SECONDS = 0.25
-_DEAD_SECONDS = 1.0
-_STUCK_SECONDS = 2.0
-
-
-class Alarm:
-    """Why this rank cannot go on, once that is known. Made by the training thread."""
-
-    def __init__(self, slot: Slot) -> None:
-        self.error: ShardError | None = None
-        self.was_raised = False
-        """Whether the training thread has got it."""
-        self._slot, self.main = slot, threading.get_ident()
-
-    def ring(self, error: ShardError) -> None:
-        """Set it, and let the other ranks know, and where the training thread is."""
-        self.error = error
-        self._slot.conclude(to_text(error, stack_of(self.main)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """Something the thread has found, while it waits for answers."""
-
-    error: ShardError
-    inquiry: Inquiry
-    differs_at: int | None = None
-    """The place of a difference."""
-    waits_at: int | None = None
-    """Where this rank waits; once it moves on, nothing was wrong."""
-    is_final: bool = True
-    """Whether nothing can mend it."""
-
-
-class Watcher:
-    """Looks at the board four times a second.
+class CollectiveTracer:
+    """Writes this rank's events, compares them with the other ranks', and raises or reports what is wrong.
 
     Args:
-        outlook: On the board.
-        alarm: What it rings.
-        patience: Seconds without progress after which it speaks of late ranks.
-        report: What it speaks with.
-        abort: Called when the training thread is stuck in something that will not end.
+        traces: The traces of all ranks.
+        machines: Which ranks are on which machine.
+        rank: This rank.
+        groups: Names of the groups that events are about.
+        patience: Seconds without progress after which late ranks are reported.
+        report: Called with a message about ranks that are late or diverge.
+        abort: Called, from the thread, when the training thread is stuck in something that will not end.
+        exchange: The exchange with other machines, if there are any.
+        publishes_events: Publish each event before its collective starts: gloo ends the process where ranks bring
+            buffers of different sizes, before the thread could publish it.
     """
 
     def __init__(
         self,
-        outlook: Outlook,
-        alarm: Alarm,
+        traces: SharedTrace,
+        machines: Machines,
+        rank: int,
+        groups: tuple[str, ...],
         *,
         patience: float,
         report: Callable[[str], None],
         abort: Callable[[], None],
+        exchange: StoreExchange | None = None,
+        publishes_events: bool = False,
     ) -> None:
-        self._outlook, self._slot, self._alarm = outlook, outlook.slot, alarm
-        self._patience, self._report, self._abort = patience, report, abort
-        self._case: _Case | None = None
-        self._answered, self._moved_to, self._spoke_at = self._slot.times_asked, 0, -1
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shardwise-guard", daemon=True)
-
-    def start(self) -> None:
-        """Begin to watch."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop."""
-        self._closed.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def say(self, error: ShardError) -> None:
-        """Report it, with the stacks that belong to it."""
-        self._report("\n".join([str(error), *getattr(error, "__notes__", [])]))
-
-    def _run(self) -> None:
-        while not self._closed.wait(LOOK_SECONDS):
-            self._note_progress()
-            if self._alarm.error is not None:
-                self._abort_if_stuck()
-            elif self._case is not None:
-                self._conclude(self._case)
-            elif (index := self._outlook.first_difference()) is not None:
-                self._meet_difference(index)
-            elif self._slot.count and self._slot.seconds_still > _DEAD_SECONDS:
-                self._look_for_absent()
-
-    def _note_progress(self) -> None:
-        if self._slot.count != self._moved_to:
-            self._moved_to = self._slot.count
-            self._slot.touch()
-        if self._slot.times_asked > self._answered:
-            self._answered = self._slot.times_asked
-            if self._alarm.error is None:
-                self._slot.say(stack_of(self._alarm.main))
-
-    def _abort_if_stuck(self) -> None:
-        if not self._alarm.was_raised and self._slot.seconds_still > _STUCK_SECONDS:
-            self._alarm.was_raised = True
-            self._abort()
-
-    def _meet_difference(self, index: int) -> None:
-        difference = self._outlook.difference_at(index)
-        if difference is None:
-            return
-        self._slot.want_all()
-        if self._slot.seconds_still < LOOK_SECONDS:
-            # It goes on with data that are mixed up: stop it at once.
-            self._ring(difference.error)
-        else:
-            self._case = _Case(difference.error, ask_about(difference, self._outlook), differs_at=index)
-
-    def _look_for_absent(self) -> None:
-        is_late, here = self._slot.seconds_still > self._patience, self._slot.count
-        missing, slots = self._outlook.missing(), self._outlook.slots
-        if (verdict := self._outlook.verdict_of_others()) is not None:
-            self._case = _Case(verdict, Inquiry(slots, []), waits_at=here)
-        elif missing is not None:
-            if is_late or not slots[missing].is_alive:
-                self._case = _Case(self._outlook.absence_of(missing), Inquiry(slots, []), waits_at=here)
-        elif is_late and self._spoke_at != here and (late := self._outlook.late(self._patience)) is not None:
-            error = self._outlook.absence_of(late)
-            self._case = _Case(error, Inquiry(slots, [late]), waits_at=here, is_final=False)  # it may still come
-
-    def _conclude(self, case: _Case) -> None:
-        """Say what is wrong once the answers are there, and ring the alarm if this rank cannot go on."""
-        if not case.inquiry.is_over:
-            return
-        self._case = None
-        if case.waits_at is not None and case.waits_at != self._slot.count:
-            return  # whom it waited for has come
-        error = case.error
-        if case.differs_at is not None and (seen := self._outlook.difference_at(case.differs_at)) is not None:
-            error = seen.error  # by now other machines have been heard
-        case.inquiry.add_notes(error)
-        if case.is_final:
-            self._ring(error)
-        else:
-            self._spoke_at = self._slot.count
-            self.say(error)
-
-    def _ring(self, error: ShardError) -> None:
-        self.say(error)
-        self._alarm.ring(error)
-
-
-def ask_about(difference: Difference, outlook: Outlook) -> Inquiry:
-    """Ask the other ranks where they are, first those that are odd."""
-    ranks = sorted(range(len(outlook.slots)), key=lambda rank: rank not in difference.odd)
-    return Inquiry(outlook.slots, [rank for rank in ranks if rank != outlook.rank])
-
-
-_EXPLAIN_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Post:
-    """Where a witness stands, and how it speaks."""
-
-    board: Board
-    machines: Machines
-    rank: int
-    """Its place on the board."""
-    groups: tuple[str, ...]
-    """Names of the groups that events are about."""
-    patience: float
-    """Seconds without progress after which the thread speaks up."""
-    report: Callable[[str], None]
-    """What it speaks with."""
-    abort: Callable[[], None]
-    """Called, from the thread, when this rank is stuck in something that will not end."""
-    mirror: Mirror | None = None
-    """Where there are other machines."""
-
-
-class Witness:
-    """Writes this rank's events and tells what is wrong with the others'."""
-
-    def __init__(self, post: Post) -> None:
-        self.slot = post.board.slots[post.rank]
-        self._outlook = Outlook(post.board, post.rank, post.groups)
-        self._alarm = Alarm(self.slot)
-        self._watcher = Watcher(
-            self._outlook, self._alarm, patience=post.patience, report=post.report, abort=post.abort
-        )
-        self._mirror = post.mirror
-        self._announce = None if post.mirror is None else post.mirror.announce
-        self._write = self.slot.writer([post.board.slots[rank] for rank in _neighbours(post.machines, post.rank)])
-        self.is_closed = False
+        self.trace = traces.ranks[rank]
+        self.error: ShardError | None = None
+        """Why this rank cannot go on: the next event raises it."""
         self.found_at_end: ShardError | None = None
         """A difference that was seen only when the guard was closed."""
-
-    @property
-    def alarm(self) -> ShardError | None:
-        """Why this rank cannot go on: the next event raises it."""
-        return self._alarm.error
+        self.is_closed = self.is_paused = False
+        self._view = PeerView(traces.ranks, rank, groups)
+        self._patience, self._report, self._abort, self._exchange = patience, report, abort, exchange
+        self._publish = exchange.publish if exchange is not None and publishes_events else None
+        self._write = self.trace.writer([traces.ranks[other] for other in _neighbours(machines, rank)])
+        self._training_thread = threading.get_ident()
+        self._was_raised = False
+        """Whether the training thread has got the error."""
+        self._moved_to, self._reported_at, self._suspected_at = 0, -1, -1
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="shardwise-guard", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
-        self._watcher.start()
-        if self._mirror is not None:
-            self._mirror.start()
+        """Start the thread."""
+        self._thread.start()
 
     def close(self) -> None:
         """Stop watching, and tell the others that this rank will not come any more."""
         if self.is_closed:
             return
         self.is_closed = True
-        self.slot.end()
-        self._watcher.close()
-        if self._mirror is not None:
-            self._mirror.close()
-            self._compare_once_more()
-
-    def _compare_once_more(self) -> None:
-        """What other machines did last may have arrived only now."""
-        index = self._outlook.first_difference() if self.alarm is None else None
-        difference = None if index is None else self._outlook.difference_at(index)
-        if difference is not None:
-            self.found_at_end = difference.error
-            self._watcher.say(difference.error)
+        self.trace.end()
+        self._stopped.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(None if self._exchange is None else _CLOSE_SECONDS)  # the store may not answer
+        if self._exchange is not None and self.error is None:
+            index = self._view.first_difference()  # the last events of other machines may have arrived only now
+            difference = None if index is None else self._view.difference_at(index)
+            if difference is not None:
+                self.found_at_end = difference.error
+                self._say(difference.error)
 
     def write(self, event: int) -> None:
-        """Write an event, and raise if somebody did something else at the same place."""
-        if self._alarm.error is not None:
-            self.raise_alarm()
+        """Write an event, and raise if another rank did something else at the same place."""
+        if self.is_paused:
+            return
+        if self.error is not None:
+            self.raise_error()
         if self._write(event):
-            self._raise_difference(self.slot.count - 1)
-        if self._announce is not None:
-            self._announce()
-
-    def catch_up(self, num_events: int) -> None:
-        """Write the next events as others have written them: this rank took part in them in another way."""
-        end = self.slot.count + num_events
-        slots = self._outlook.slots
-        deadline = time.monotonic() + _EXPLAIN_SECONDS
-        while (furthest := max(slots, key=lambda slot: slot.count)).count < end and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS / 10)  # word from another machine takes a moment
-        for index in range(self.slot.count, end):
-            if (event := furthest.event(index)) is not None:
-                self.write(event)
+            self._raise_difference(self.trace.count - 1)
+        if self._publish is not None:
+            self._publish()
 
     def next_step(self) -> None:
         """Note that a step has ended."""
-        self.slot.set_step(self.slot.step + 1)
-        self._outlook.note_step()
-        if self._announce is not None:
-            self._announce()
+        self.trace.set_step(self.trace.step + 1)
+        self._view.note_step()
 
-    def raise_alarm(self) -> None:
+    def raise_error(self) -> None:
         """Raise what the thread has found, if anything."""
-        if self._alarm.error is not None and not self.is_closed:
-            self._alarm.was_raised = True
-            self._outlook.note_places(self._alarm.error)
-            raise self._alarm.error
+        if self.error is not None and not self.is_closed:
+            self._was_raised = True
+            self._view.note_stacks_of_finders(self.error)
+            raise self.error
 
     def explain_failure(self) -> ShardError | None:
         """Why a collective of this rank failed, where another rank is the reason."""
-        deadline = time.monotonic() + (_EXPLAIN_SECONDS if self._mirror is not None else 0)
-        self.slot.want_all()
+        deadline = time.monotonic() + (_EXPLAIN_SECONDS if self._exchange is not None else 0)
+        self.trace.want_all()
         verdict = None
         while not self.is_closed and verdict is None:
-            time.sleep(LOOK_SECONDS)  # a dying process needs a moment, and so does word from another machine
-            verdict = self.alarm or self._outlook.cause_of_failure()
+            time.sleep(LOOK_SECONDS)  # a dying process needs a moment, and so do traces of another machine
+            verdict = self.error or self._view.cause_of_failure()
             if time.monotonic() > deadline:
                 break
         if verdict is not None:
-            self._alarm.was_raised = True
-            self._alarm.ring(verdict)
-            self._outlook.note_places(verdict)
+            self._was_raised = True
+            self._conclude(verdict)
+            self._view.note_stacks_of_finders(verdict)
         return verdict
-
-    def _earliest_difference(self, index: int) -> Difference | None:
-        """What differs at a place, or before it, where word from another machine has come late."""
-        first = self._outlook.first_difference()
-        earlier = self._outlook.difference_at(first) if first is not None and first < index else None
-        return earlier or self._outlook.difference_at(index)
 
     def _raise_difference(self, index: int) -> None:
         difference = self._earliest_difference(index)
         if difference is None:
             return  # what seemed to differ was long past
-        self.slot.want_all()
-        inquiry = ask_about(difference, self._outlook)
-        inquiry.wait()
-        difference = self._earliest_difference(index) or difference  # by now other machines may have been heard
-        inquiry.add_notes(difference.error)
-        self._alarm.was_raised = True
-        self._alarm.ring(difference.error)
+        self.trace.want_all()
+        self._wait_for_stacks(self._by_interest(difference))
+        difference = self._earliest_difference(index) or difference  # other machines may have been heard by now
+        self._note_stacks(difference.error, self._by_interest(difference))
+        self._was_raised = True
+        self._conclude(difference.error)
         raise difference.error
+
+    def _earliest_difference(self, index: int) -> TraceDifference | None:
+        """What differs at a place, or before it, where the trace of another machine has arrived late."""
+        first = self._view.first_difference()
+        earlier = self._view.difference_at(first) if first is not None and first < index else None
+        return earlier or self._view.difference_at(index)
+
+    def _watch(self) -> None:
+        """The thread: looks at the traces four times a second, more often while something is wrong."""
+        while not self._stopped.wait(
+            _TROUBLE_SECONDS if self._exchange is not None and self._exchange.in_trouble else LOOK_SECONDS
+        ):
+            self._refresh()
+            if self.error is not None:
+                if not self._was_raised and self.trace.seconds_still > _STUCK_SECONDS:
+                    self._was_raised = True
+                    self._abort()
+            elif (index := self._view.first_difference()) is not None:
+                self._handle_difference(index)
+            elif self.trace.count and self.trace.seconds_still > _DEAD_SECONDS:
+                self._look_for_absent()
+        if self._exchange is not None:
+            self._exchange.exchange()
+
+    def _refresh(self) -> None:
+        """Note whether the training thread moves, show its stack if not, and exchange traces with other machines."""
+        if self.trace.count != self._moved_to:
+            self._moved_to = self.trace.count
+            self.trace.touch()
+        elif self.error is None and self.trace.seconds_still > _STACK_SECONDS:
+            self.trace.set_text(stack_of(self._training_thread))
+        if self._exchange is not None:
+            self._exchange.exchange()
+
+    def _handle_difference(self, index: int) -> None:
+        difference = self._view.difference_at(index)
+        if difference is None:
+            return
+        self.trace.want_all()
+        if self.trace.seconds_still >= LOOK_SECONDS:  # otherwise it goes on with mixed-up data: stop it at once
+            self._wait_for_stacks(self._by_interest(difference), refresh=True)
+            difference = self._view.difference_at(index) or difference
+            self._note_stacks(difference.error, self._by_interest(difference))
+        if self.error is None:
+            self._say(difference.error)
+            self._conclude(difference.error)
+
+    def _look_for_absent(self) -> None:
+        view, here = self._view, self.trace.count
+        is_late, missing = self.trace.seconds_still > self._patience, view.missing()
+        found, late, error = view.verdict_of_others(), None, None
+        if missing is not None:
+            error = view.absence_of(missing) if is_late or not view.traces[missing].is_alive else None
+        elif found is not None:
+            error = found
+        elif is_late and self._reported_at != here:
+            late = view.late(self._patience)
+        if (error is not None or late is not None) and self._suspected_at != here:
+            self._suspected_at = here  # confirmed at the next look: the other ranks find it too, and name themselves
+            return
+        if late is not None:
+            error = view.absence_of(late)
+            self._wait_for_stacks([late], refresh=True)
+            self._note_stacks(error, [late])
+        if error is None or self.trace.count != here or self.error is not None:
+            return  # nothing is wrong, or the rank it waited for has come
+        self._say(error)
+        if late is None:
+            self._conclude(error)
+        else:
+            self._reported_at = here  # it may still come
+
+    def _by_interest(self, difference: TraceDifference) -> list[int]:
+        """The other ranks that may show a stack, first those that differ."""
+        traces = self._view.traces
+        ranks = [r for r in range(len(traces)) if r != self._view.rank and not traces[r].has_left]
+        return sorted(ranks, key=lambda rank: rank not in difference.odd)[:_MAX_STACKS]
+
+    def _wait_for_stacks(self, ranks: Sequence[int], *, refresh: bool = False) -> None:
+        """Wait until the ranks stand still and show where, but not for long."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < deadline and not all(self._view.traces[rank].is_text_current for rank in ranks):
+            time.sleep(_TROUBLE_SECONDS)
+            if refresh:
+                self._refresh()
+
+    def _note_stacks(self, error: ShardError, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            if self._view.traces[rank].is_text_current:
+                note_stack(error, rank, self._view.traces[rank])
+
+    def _conclude(self, error: ShardError) -> None:
+        """Set the error of this rank, and show it and the stack to the others."""
+        self.error = error
+        self.trace.set_text(to_text(error, stack_of(self._training_thread)), is_verdict=True)
+
+    def _say(self, error: ShardError) -> None:
+        self._report("\n".join([str(error), *getattr(error, "__notes__", [])]))
 
 
 def _neighbours(machines: Machines, rank: int) -> list[int]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import hashlib
 import pickle
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ShardError, ShardwiseError
 
 T = TypeVar("T")
+S = TypeVar("S")
 _MAX_DIFF_LINES = 40
 
 
@@ -60,11 +62,11 @@ def agree_on(value: str, what: str, *, fix: str = "", group: dist.ProcessGroup |
     """
     if not _is_distributed():
         return
-    digests = _gather(hashlib.sha256(value.encode()).hexdigest(), group)
+    digests = gather_objects(hashlib.sha256(value.encode()).hexdigest(), group=group)
     if len(set(digests)) == 1:
         return
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    values = _gather(value, group)
+    values = gather_objects(value, group=group)
     raise ShardError(
         f"ranks do not hold the same value of {what}",
         where=f"ranks {differing} differ from rank 0",
@@ -86,16 +88,82 @@ def raise_together(error: BaseException | None, *, group: dist.ProcessGroup | No
     Ranks:
         Collective. Call it after local work that can fail, before the next collective.
     """
-    if not _is_distributed():
-        if error is not None:
-            raise error
-        return
-    errors = _gather(None if error is None else pickle.dumps(_portable(error)), group)
-    failed = [rank for rank, other in enumerate(errors) if other is not None]
+    raise_on_all(error, lambda value: gather_objects(value, group=group) if _is_distributed() else [value])
+
+
+Gather = Callable[[Any], list[Any]]
+"""Gives every rank's value, by rank. Collective."""
+
+
+def raise_on_all(error: BaseException | None, gather: Gather, kind: type[ShardwiseError] = ShardError) -> None:
+    """As `raise_together`, over the ranks that `gather` reaches.
+
+    Args:
+        error: What went wrong here, or None.
+        gather: The ranks.
+        kind: What the others raise for an error that is none of ours.
+    """
+    errors = gather(None if error is None else as_shardwise_error(error, kind))
     if error is not None:
         raise error
-    if failed:
-        raise _under_rank(failed[0], pickle.loads(errors[failed[0]] or b""))
+    if (failed := first_error(errors)) is not None:
+        raise failed
+
+
+def run_on_all(work: Callable[[], T], gather: Gather, kind: type[ShardwiseError] = ShardError) -> T:
+    """Run `work` on every rank; if it fails on one, raise on all.
+
+    Ranks:
+        Collective over the ranks that `gather` reaches. `work` must not communicate.
+    """
+    return run_and_gather(lambda: (work(), None), gather, kind)[0]
+
+
+def run_and_gather(
+    work: Callable[[], tuple[T, S]], gather: Gather, kind: type[ShardwiseError] = ShardError
+) -> tuple[T, list[S]]:
+    """Run `work` on every rank; if it fails on one, raise on all. One exchange between the ranks instead of two.
+
+    Args:
+        work: Returns what this rank keeps, and a small value that all ranks get to know. Must not communicate.
+        gather: The ranks.
+        kind: What the others raise for an error that is none of ours.
+
+    Returns:
+        What this rank keeps, and every rank's value, by rank.
+
+    Ranks:
+        Collective over the ranks that `gather` reaches.
+    """
+    try:
+        kept, told = work()
+    except BaseException as error:  # DCP's CheckpointException is no Exception
+        gather((as_shardwise_error(error, kind), None))
+        raise
+    told_by_all = gather((None, told))
+    if (failed := first_error([error for error, _ in told_by_all])) is not None:
+        raise failed
+    return kept, [value for _, value in told_by_all]
+
+
+def as_shardwise_error(error: BaseException, kind: type[ShardwiseError] = ShardError) -> ShardwiseError:
+    """The error itself if it is one of ours, else one that says the same and can be sent to other ranks."""
+    if isinstance(error, ShardwiseError):
+        return error
+    return kind(
+        f"{type(error).__name__}: {error}",
+        why="a step that every rank must finish failed on one of them",
+        fix="see the traceback of the rank that raised it",
+    )
+
+
+def first_error(errors: Sequence[ShardwiseError | None]) -> ShardwiseError | None:
+    """The first rank's error, under its number where there are several ranks."""
+    for rank, error in enumerate(errors):
+        if error is not None:
+            what = f"rank {rank}: {error.what}" if len(errors) > 1 else error.what
+            return type(error)(what, where=error.where or f"rank {rank}", why=error.why, fix=error.fix)
+    return None
 
 
 def _is_distributed() -> bool:
@@ -112,10 +180,33 @@ def _result_of_rank_zero(group: dist.ProcessGroup | None) -> T:
     raise outcome
 
 
-def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of every rank, in the order of the ranks.
+
+    Args:
+        value: Picklable.
+        group: The ranks that take part; default: all.
+
+    Ranks:
+        Collective.
+    """
     values: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values  # pyrefly: ignore[bad-return]  # every place is filled
+
+
+def gather_over_mesh(mesh: DeviceMesh, value: T) -> list[T]:
+    """The value of every rank of a mesh, in the mesh's order.
+
+    Ranks:
+        Collective over the mesh.
+    """
+    if dist.get_backend() == "fake":
+        return [value] * mesh.size()  # rank 0 of a world that does not exist: benchmarks and estimates
+    gathered = [value]
+    for axis in reversed(range(mesh.ndim)):
+        gathered = [item for part in gather_objects(gathered, group=mesh.get_group(axis)) for item in part]
+    return gathered
 
 
 def _portable(error: BaseException) -> BaseException:
@@ -123,20 +214,8 @@ def _portable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        text = f"{type(error).__name__}: {error}"
-        return ShardError(text, fix="see the traceback of the rank that raised it")
+        return as_shardwise_error(error)
     return error
-
-
-def _under_rank(rank: int, error: BaseException) -> ShardwiseError:
-    if isinstance(error, ShardwiseError):
-        return type(error)(f"rank {rank}: {error.what}", where=error.where, why=error.why, fix=error.fix)
-    return ShardError(
-        f"rank {rank}: {type(error).__name__}: {error}",
-        where=f"rank {rank}",
-        why="a step that every rank must finish failed on one of them",
-        fix=f"see the traceback of rank {rank}",
-    )
 
 
 def _difference(ours: str, theirs: str, their_name: str) -> str:

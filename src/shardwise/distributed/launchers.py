@@ -150,9 +150,18 @@ def _number(env: Mapping[str, str], name: str, *, default: int | None = None) ->
     return int(value)
 
 
-def set_num_restarts(count: int) -> None:
-    """Say in this process's environment how often its group was started before, as torchrun does."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
+def local_environment(rank: int, num_ranks: int, port: int, num_restarts: int) -> dict[str, str]:
+    """The environment of a rank on this machine, as torchrun sets it, where the launcher keeps the store."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(num_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 _IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
@@ -160,7 +169,7 @@ _CANNOT_LISTEN = re.compile(r"failed to listen", re.IGNORECASE)
 _JOINED = re.compile(r"(\d+)/(\d+) clients joined")
 
 
-def cannot_meet(error: BaseException, launch: Launch, timeout_s: float) -> EnvironmentProblem:
+def rendezvous_error(error: BaseException, launch: Launch, timeout_s: float) -> EnvironmentProblem:
     """The error of ranks that did not come together.
 
     Args:

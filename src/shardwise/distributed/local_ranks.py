@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -18,12 +17,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shardwise.distributed.launchers import Launch, read_launch, set_num_restarts
+from shardwise.distributed.launchers import Launch, local_environment, read_launch
 from shardwise.distributed.stop_requests import StopRequest, handlers, listen_for_good, signal_numbers
 from shardwise.errors import EnvironmentProblem, ShardwiseError
 
@@ -31,7 +31,7 @@ _ORPHAN_S = 600.0  # how long ranks without a launcher may take to save
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class RankJob:
     """What each rank of a local group does."""
 
     target: str
@@ -66,35 +66,42 @@ def resolve_target(target: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def run_rank(job: Job) -> object:
-    """Call the target; leave an error where the launcher finds it, and exit so that the others are stopped.
+def run_rank(job: RankJob, environment: Mapping[str, str]) -> None:
+    """Call the target; leave its result, or an error, where the launcher finds it.
 
     Ranks:
-        What torch's agent calls on every rank.
+        The main function of every rank's process.
     """
     import torch
 
+    os.environ.update(environment)
     if "OMP_NUM_THREADS" not in os.environ:
         # Ranks share this machine's cores; torch would give all of them to each.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // read_launch().local_world_size))
-    set_num_restarts(job.num_restarts)
     sys.path[:] = job.path
     listener = _Listener(job)
     try:
-        result = resolve_target(job.target)(*job.args)
+        _write(_result_file(Path(job.folder), read_launch().rank), resolve_target(job.target)(*job.args))
         listener.finish()
-        return result
     except BaseException as error:
         report = ErrorReport(
             at_s=time.time(), rank=read_launch().rank, error=_portable(error), text=traceback.format_exc()
         )
-        temporary = Path(job.folder, f"{os.getpid()}.writing")
-        temporary.write_bytes(pickle.dumps(report))
-        temporary.rename(temporary.with_suffix(".error"))
+        _write(Path(job.folder, f"{os.getpid()}.error"), report)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not re-raised: the agent would print it too, and exit handlers may wait for other ranks.
+        # Not re-raised: the launcher reports it, and exit handlers may wait for other ranks.
         os._exit(1)
+
+
+def _write(path: Path, value: object) -> None:
+    temporary = path.with_suffix(".writing")
+    temporary.write_bytes(pickle.dumps(value))
+    temporary.rename(path)
+
+
+def _result_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.result"
 
 
 def is_listening(folder: Path, pid: int) -> bool:
@@ -115,7 +122,7 @@ class _Listener:
     When the launcher dies, nobody reads a result any more: a job that can stop is asked to, any other is ended.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: RankJob) -> None:
         self._request, self._finished, self._can_stop = StopRequest(), threading.Event(), bool(job.stop_signals)
         if self._can_stop:
             numbers = {*signal_numbers(job.stop_signals), signal.SIGINT}
@@ -124,7 +131,7 @@ class _Listener:
         threading.Thread(target=self._watch_launcher, name="shardwise-launcher-watch", daemon=True).start()
 
     def finish(self) -> None:
-        """The target has returned; torch will wait until the launcher has read the result."""
+        """The target has returned."""
         self._finished.set()
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
@@ -159,6 +166,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _DEAD_RANK = re.compile(r"rank \d+ died in step")  # how `guard` says it
+_OUT_OF_MEMORY = re.compile(r"rank \d+ ran out of memory in step")  # as training says where a restart needs less
 _UNSURE = (signal.SIGABRT,)  # also how C++ ends a process whose peers have gone
 
 
@@ -200,7 +208,8 @@ def find_cause(exit_codes: Mapping[int, int], reports: Sequence[ErrorReport]) ->
             return _death(rank, code)
     for report in reports:
         if not is_lost_peer(report.error, report.text):
-            return _raised(report, may_pass=False)
+            is_smaller_next_time = _OUT_OF_MEMORY.match(getattr(report.error, "what", "")) is not None
+            return _raised(report, may_pass=is_smaller_next_time)
     for rank, code in silent.items():
         return _death(rank, code)
     return _raised(reports[0], may_pass=True)
@@ -269,10 +278,11 @@ _PRELOAD = [
     "torch._dynamo",
 ]
 _SETTLE_S = 0.3  # ranks that die of the same thing do so within this
+_LOOK_S = 0.1
 _KILLED_S = 30.0  # a process in the kernel, as of a lost file system, may not even die of SIGKILL
 
 
-class Group:
+class RankGroup:
     """Local ranks, from their start to their end.
 
     Args:
@@ -283,81 +293,71 @@ class Group:
 
     def __init__(self, num_ranks: int, stop: StopRequest, on_stop: Callable[[], None]) -> None:
         self._num_ranks, self._stop, self._on_stop = num_ranks, stop, on_stop
-        self._processes: Mapping[int, BaseProcess] = {}
+        self._processes: dict[int, BaseProcess] = {}
         self._told: set[int] = set()
         self._folder = Path()
-        self._is_running = False
+        self._is_starting = False
         self._ending: BaseException | None = None
 
-    def run(self, job: Job) -> list[Any]:
+    def run(self, job: RankJob) -> list[Any]:
         """Start the ranks and wait for what they return, by rank.
 
         Raises:
             GroupDied: A rank ended early. All have ended by then.
         """
-        from torch.distributed.elastic.agent.server import WorkerSpec
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-
-        from shardwise.compat import watched_agent
+        from torch.distributed import TCPStore
 
         self._folder = Path(job.folder)
         self._told.clear()
-        self._processes, self._is_running = {}, True
-        rendezvous = _local_rendezvous()
-        spec = WorkerSpec(
-            role="rank",
-            local_world_size=self._num_ranks,
-            entrypoint=run_rank,
-            args=(job,),
-            rdzv_handler=rendezvous,
-            max_restarts=0,  # whether to start again is decided by what died, in local.py
-            monitor_interval=0.1,
-            local_addr="127.0.0.1",
-        )
-        agent = watched_agent(
-            self._watch, spec=spec, logs_specs=DefaultLogsSpecs(log_dir=job.folder), start_method="forkserver"
-        )
+        self._processes, self._is_starting = {}, True
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank
+        forkserver = multiprocessing.get_context("forkserver")
         try:
-            outcome = agent.run()
+            for rank in range(self._num_ranks):
+                environment = local_environment(rank, self._num_ranks, store.port, job.num_restarts)
+                self._processes[rank] = forkserver.Process(target=run_rank, args=(job, environment))
+                self._processes[rank].start()
+            self._is_starting = False
+            while running := self._watch():
+                connection.wait([process.sentinel for process in running], _LOOK_S)
+            return [pickle.loads(_result_file(self._folder, rank).read_bytes()) for rank in range(self._num_ranks)]
         finally:
+            self._is_starting = False
             self.kill()
-            self._is_running = False
-            rendezvous.shutdown()
-        if outcome.is_failed():  # a rank died between our look and the agent's
-            raise GroupDied({rank: failure.exitcode for rank, failure in outcome.failures.items()})
-        return [outcome.return_values[rank] for rank in range(self._num_ranks)]
 
     def end(self, error: BaseException) -> None:
-        """End every rank at once and raise; while they are being started, as soon as they are known."""
+        """End every rank at once and raise; while they are being started, as soon as all are."""
         self._ending = error
-        if self._processes or not self._is_running:
+        if not self._is_starting:
             self.kill()
             raise error
 
     def kill(self) -> None:
         """End every rank at once; nothing happens when they have ended."""
-        for process in self._processes.values():
+        started = [process for process in self._processes.values() if process.pid is not None]
+        for process in started:
             if process.exitcode is None:
                 process.kill()
-        for process in self._processes.values():
+        for process in started:
             process.join(_KILLED_S)
 
-    def _watch(self, processes: Mapping[int, BaseProcess]) -> None:
-        """Called by the agent, ten times a second, before it looks at the ranks itself.
-
-        A rank that has returned waits for the agent to take its result: one that is gone has failed. The agent would
-        end the others by SIGTERM, which asks them to stop; they may wait for the dead one.
-        """
-        self._processes = processes
+    def _watch(self) -> list[BaseProcess]:
+        """The processes that still run; if a rank has ended without a result, end the others and raise."""
         if self._ending is not None:
             self.end(self._ending)
-        if any(process.exitcode is not None for process in processes.values()):
+        if self._failed():
             time.sleep(_SETTLE_S)
-            exit_codes = {rank: process.exitcode for rank, process in processes.items() if process.exitcode is not None}
+            failed = self._failed()
             self.kill()
-            raise GroupDied(exit_codes)
+            raise GroupDied(failed)
         if self._stop.asked:
             self._pass_on()
+        return [process for process in self._processes.values() if process.exitcode is None]
+
+    def _failed(self) -> dict[int, int]:
+        """Exit codes of ranks that ended without a result."""
+        ended = {rank: process.exitcode for rank, process in self._processes.items() if process.exitcode is not None}
+        return {rank: code for rank, code in ended.items() if not _result_file(self._folder, rank).exists()}
 
     def _pass_on(self) -> None:
         if not self._told:
@@ -372,22 +372,6 @@ def start_fork_server() -> None:
     """Start the process from which ranks are forked; it imports torch while this one does."""
     multiprocessing.set_forkserver_preload(_PRELOAD)
     multiprocessing.forkserver.ensure_running()
-
-
-def _local_rendezvous() -> Any:
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint="127.0.0.1:0",
-            run_id=f"shardwise-{os.getpid()}-{time.monotonic_ns()}",
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="127.0.0.1",
-        )
-    )
 
 
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -428,11 +412,13 @@ def start_local(
     start_fork_server()  # imports torch while we do
     tell = tell or _print_line
     stop = StopRequest()
-    group = Group(num_ranks, stop, lambda: tell(f"{stop.why}: the ranks stop after this step; Ctrl-C ends them now"))
-    with _undisturbed(), _signals_to(group, stop, stop_signals):
+    group = RankGroup(
+        num_ranks, stop, lambda: tell(f"{stop.why}: the ranks stop after this step; Ctrl-C ends them now")
+    )
+    with _signals_to(group, stop, stop_signals):
         for num_restarts in range(max_restarts + 1):
             with tempfile.TemporaryDirectory(prefix="shardwise-launch-") as folder:
-                job = Job(
+                job = RankJob(
                     target=target,
                     args=tuple(args),
                     folder=folder,
@@ -460,7 +446,7 @@ def _with_history(cause: Cause, num_restarts: int) -> BaseException:
 
 
 @contextmanager
-def _signals_to(group: Group, stop: StopRequest, stop_signals: Sequence[str]) -> Iterator[None]:
+def _signals_to(group: RankGroup, stop: StopRequest, stop_signals: Sequence[str]) -> Iterator[None]:
     """Signals ask to stop where the target can; a second Ctrl-C, and the others, end the ranks and this process."""
     asking = set(signal_numbers(stop_signals))
 
@@ -479,21 +465,3 @@ def _print_line(line: str) -> None:
     # A rank that was drawing a progress bar may have died with the cursor hidden.
     prefix = "\r\x1b[?25h\x1b[K" if sys.stderr.isatty() else ""
     print(f"{prefix}shardwise: {line}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Give back the environment and log levels that the elastic agent takes, and keep its hands off signals."""
-    environment = dict(os.environ)
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)  # we report the failure ourselves, once
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "none"  # they are ours
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        os.environ.clear()
-        os.environ.update(environment)

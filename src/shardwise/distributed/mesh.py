@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config.schema import MODEL_PARALLEL_AXES, PIPELINE_AXES, MeshConfig, refuse_model_parallel
-from shardwise.distributed.launchers import Launch, cannot_meet, read_launch
+from shardwise.distributed.agreement import gather_objects
+from shardwise.distributed.launchers import Launch, read_launch, rendezvous_error
 from shardwise.errors import EnvironmentProblem, PlanError, ShardError
 
 
@@ -57,8 +58,6 @@ def data_parallel_sizes(mesh: DeviceMesh) -> dict[str, int]:
     refuse_model_parallel(sizes, where=f"mesh axes {', '.join(names)}", fix=fix)
     return {name: size for name, size in sizes.items() if name not in MODEL_PARALLEL_AXES | PIPELINE_AXES}
 
-
-DATA_PARALLEL_AXES = ("replicate", "shard")
 
 _MADE: dict[tuple[object, ...], DeviceMesh] = {}
 _LATEST: DeviceMesh | None = None
@@ -159,9 +158,8 @@ def ranks_per_machine() -> int | None:
     """
     launch = read_launch()
     is_launched = launch.world_size == dist.get_world_size()
-    machines = [""] * dist.get_world_size()
     # The first rank of this machine, as its launcher counts; without a launcher, its host.
-    dist.all_gather_object(machines, str(launch.rank - launch.local_rank) if is_launched else socket.gethostname())
+    machines = gather_objects(str(launch.rank - launch.local_rank) if is_launched else socket.gethostname())
     sizes = [len(list(ranks)) for _, ranks in groupby(machines)]
     return sizes[0] if len(set(sizes)) == 1 and len(sizes) == len(set(machines)) else None
 
@@ -226,13 +224,11 @@ def _start_group(launch: Launch, device_type: str, timeout_s: float) -> None:
             store=None if launch.init_method else dist.HashStore(),
         )
     except dist.DistError as error:
-        raise cannot_meet(error, launch, timeout_s) from None
+        raise rendezvous_error(error, launch, timeout_s) from None
     if device_type == "cuda" and launch.world_size > 1:
         card = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        cards: list[str] = [""] * launch.world_size
-        dist.all_gather_object(cards, f"{socket.gethostname()} GPU {card}")
         try:
-            refuse_shared_cards(cards)
+            refuse_shared_cards(gather_objects(f"{socket.gethostname()} GPU {card}"))
         except EnvironmentProblem:
             dist.destroy_process_group()
             raise

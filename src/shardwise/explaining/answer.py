@@ -22,11 +22,14 @@ from shardwise.explaining.logs import (
 
 _INNER_RANK = re.compile(r"\[(?:[^\]]*\s)?Rank[ :]+(\d+)\]|-- [Pp]rocess (\d+)|\btask (\d+):", re.IGNORECASE)
 LAUNCHER_SAYS = "SW558"
+_ABORTED_AT_EXIT = "SW587"
+_OWN = re.compile(r"^(?:shardwise\.errors\.\w+|error): .+(?:\n *(?:where|why|fix): .+(?:\n {9}.+)*)+", re.MULTILINE)
+_OWN_FIELD = re.compile(r"^ *(where|why|fix): +(.+(?:\n(?! *(?:where|why|fix):).+)*)", re.MULTILINE)
 _VARYING = re.compile(r"[0-9a-f]{4,}|\d{3,}|\d+\.\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class FailureEvent:
     """Something that went wrong, at a place in the log."""
 
     failure: Failure | None
@@ -45,22 +48,24 @@ class Event:
             return 0 if self.raised else 1
         if self.failure.code == LAUNCHER_SAYS:
             return 3
+        if self.failure.code == _ABORTED_AT_EXIT:
+            return 1  # also after a failure, which then is what counts
         return {"cause": 0, "echo": 2, "warning": 4}[self.failure.kind]
 
 
 _Hit = tuple[Failure, str]
 
 
-def find_events(lines: list[Line]) -> list[Event]:
+def find_events(lines: list[Line]) -> list[FailureEvent]:
     """Every failure in the log that somebody did not survive."""
     alive = last_progress(lines)
-    found: list[Event] = []
+    found: list[FailureEvent] = []
     for speaker, own in by_speaker(lines).items():
         found += [event for event in _of_speaker(own) if event.line >= alive.get(speaker, 0)]
     return found
 
 
-def _of_speaker(own: list[Line]) -> Iterator[Event]:
+def _of_speaker(own: list[Line]) -> Iterator[FailureEvent]:
     reading = read_tracebacks(own)
     hits = _hits([line for line in own if line.number not in reading.quoted])
     told: set[int] = set()
@@ -74,10 +79,10 @@ def _of_speaker(own: list[Line]) -> Iterator[Event]:
             yield _event(hits[line.text], line, line.rank, line.time)
     for line in bare_exceptions(own):
         if line.number not in told | reading.quoted and line.text not in hits:
-            yield Event(None, line.text, line.rank, line.number, line.time, line.speaker)
+            yield FailureEvent(None, line.text, line.rank, line.number, line.time, line.speaker)
 
 
-def _of_chain(chain: list[Raised], hits: dict[str, _Hit], speaker: int | None) -> Event | None:
+def _of_chain(chain: list[Raised], hits: dict[str, _Hit], speaker: int | None) -> FailureEvent | None:
     """The one exception of a chain that tells most: a known cause, else the one at its root."""
     own = [raised for raised in chain if raised.rank == speaker and raised.link == "inner"]
     wrapped = any(raised.link == "inner" for raised in chain)
@@ -91,8 +96,8 @@ def _of_chain(chain: list[Raised], hits: dict[str, _Hit], speaker: int | None) -
     unknown = [raised for raised in chain if raised not in echoes and not _is_wrapper(raised, chain)]
     if unknown:
         root = _root(unknown, wrapped=wrapped)
-        text = "\n".join(root.rows[:8])
-        return Event(None, text, root.rank, root.line.number, root.time, root.line.speaker, raised=True)
+        text = "\n".join(root.rows if _OWN.match("\n".join(root.rows)) else root.rows[:8])
+        return FailureEvent(None, text, root.rank, root.line.number, root.time, root.line.speaker, raised=True)
     if not known:
         return None
     raised, hit = known[0]
@@ -125,10 +130,10 @@ def _known(raised: Raised, hits: dict[str, _Hit]) -> _Hit | None:
     return min(found, key=lambda hit: hit[0].kind != "cause", default=None)
 
 
-def _event(hit: _Hit, line: Line, rank: int | None, time: str | None, *, raised: bool = False) -> Event:
+def _event(hit: _Hit, line: Line, rank: int | None, time: str | None, *, raised: bool = False) -> FailureEvent:
     if rank is None and (named := _INNER_RANK.search(line.text)):
         rank = int(next(filter(None, named.groups())))
-    return Event(hit[0], hit[1], rank, line.number, time, line.speaker, raised)
+    return FailureEvent(hit[0], hit[1], rank, line.number, time, line.speaker, raised)
 
 
 def _hits(lines: list[Line]) -> dict[str, _Hit]:
@@ -179,7 +184,8 @@ def read_summary(lines: list[Line]) -> tuple[list[Line], Death | None]:
     """
     blocks = _blocks(lines)
     deaths = [_death(lines[start:stop]) for start, stop in blocks]
-    first = min((death for death in deaths if death), key=lambda death: death.time, default=None)
+    # Times are in seconds: a rank that the launcher ended (SIGTERM) was not the first to die within one.
+    first = min((death for death in deaths if death), key=lambda death: (death.time, death.code == -15), default=None)
     lines = list(lines)
     for (start, stop), death in zip(blocks, deaths, strict=True):
         for index in range(start, stop):
@@ -237,7 +243,7 @@ class Explanation:
         """For machines; `code` is None when nothing is known."""
         failure = self.failure
         known = (
-            {}
+            own_fields(self.message)
             if failure is None
             else {
                 "name": failure.name,
@@ -298,9 +304,12 @@ def explain(problem: BaseException | str) -> Explanation:
         return Explanation(failure=failure, message=failure.patterns[0].pattern)
     lines, death = read_summary(read_lines(problem))
     events = find_events(lines)
+    own = _OWN.search(problem)  # without a traceback, as our command prints it
     if not events:
-        return Explanation(failure=None, message="")
+        return Explanation(failure=None, message=own[0] if own else "")
     first = _first(events, death)
+    if own and first.failure is None and own[0].partition("\n")[0] == first.message:
+        first = replace(first, message=own[0])
     echoes = {event.failure.code for event in events if event.failure and event.failure.kind == "echo"}
     return Explanation(
         failure=first.failure,
@@ -311,7 +320,7 @@ def explain(problem: BaseException | str) -> Explanation:
     )
 
 
-def _first(events: list[Event], death: Death | None) -> Event:
+def _first(events: list[FailureEvent], death: Death | None) -> FailureEvent:
     """Causes before echoes; then by the clock where all have one, by who died first, by the order of the lines."""
     weight = min(event.weight for event in events)
     rivals = _once([event for event in events if event.weight == weight])
@@ -323,15 +332,15 @@ def _first(events: list[Event], death: Death | None) -> Event:
     return min(rivals, key=lambda event: (death is None or event.rank != death.rank, event.line))
 
 
-def _once(events: list[Event]) -> list[Event]:
+def _once(events: list[FailureEvent]) -> list[FailureEvent]:
     """A rank may say the same several times, with and without a clock: the first time counts."""
-    seen: dict[tuple[object, ...], Event] = {}
+    seen: dict[tuple[object, ...], FailureEvent] = {}
     for event in sorted(events, key=lambda event: event.line):
         seen.setdefault((event.rank, event.failure.code if event.failure else event.message), event)
     return list(seen.values())
 
 
-def _rank(first: Event, events: list[Event], death: Death | None) -> int | None:
+def _rank(first: FailureEvent, events: list[FailureEvent], death: Death | None) -> int | None:
     """The rank that the log gives the failure, there or where it tells of it again; else the first to die."""
     again = (event.rank for event in events if event.failure is first.failure is not None)
     rank = first.rank if first.rank is not None else next((rank for rank in again if rank is not None), None)
@@ -339,7 +348,7 @@ def _rank(first: Event, events: list[Event], death: Death | None) -> int | None:
         return rank
     launcher = first.failure is not None and first.failure.code == LAUNCHER_SAYS
     raised = first.raised and death.code > 0
-    killed = not first.raised and death.code < 0 and first.weight == 0
+    killed = not first.raised and death.code < 0 and first.failure is not None and first.weight <= 1
     return death.rank if launcher or raised or killed else None
 
 
@@ -360,12 +369,22 @@ def _unknown(explanation: Explanation) -> str:
     if not explanation.message:
         return "No error was found in this text: no traceback, and no message that is known."
     place = "" if explanation.rank is None else f" (rank {explanation.rank}, line {explanation.line})"
+    if own_fields(explanation.message):
+        return f"This is an error of shardwise's own{place}; it names its cause and its fix:\n  {explanation.message}"
     return (
         f"This error is not known{place}:\n  {explanation.message}\n"
         "It is the first failure in the text that is no echo of another, and nothing in the catalogue\n"
         "matches it. To have it added, report the text with the versions that `shardwise --version` and\n"
         "`python -m torch.utils.collect_env` print."
     )
+
+
+def own_fields(message: str) -> dict[str, str]:
+    """What shardwise's own error says: `what`, `where`, `why`, `fix`, those that it has; empty for another's."""
+    if not _OWN.match(message):
+        return {}
+    what = message.partition("\n")[0].partition(": ")[2]
+    return {"what": what, **{name: _flat(text) for name, text in _OWN_FIELD.findall(message)}}
 
 
 def _flat(text: str) -> str:

@@ -232,7 +232,7 @@ class Raised:
 
 
 @dataclass(slots=True)
-class Reading:
+class Tracebacks:
     """What one speaker's lines hold."""
 
     chains: list[list[Raised]] = field(default_factory=list)
@@ -254,13 +254,13 @@ class _Open:
     disturbed: bool = False
 
 
-def read_tracebacks(lines: list[Line]) -> Reading:
+def read_tracebacks(lines: list[Line]) -> Tracebacks:
     """Find the tracebacks in one speaker's lines.
 
     Args:
         lines: Of one rank or process; other output may stand between them.
     """
-    reading = Reading()
+    reading = Tracebacks()
     opened: _Open | None = None
     link, spawned = "", None
     for index, line in enumerate(lines):
@@ -286,7 +286,7 @@ def read_tracebacks(lines: list[Line]) -> Reading:
     return reading
 
 
-def _wrapped(text: str, header: re.Match[str], reading: Reading, spawned: int | None) -> bool:
+def _wrapped(text: str, header: re.Match[str], reading: Tracebacks, spawned: int | None) -> bool:
     """True where the exception before only carries this one."""
     return bool(header["rank"] or "Original Traceback" in text or "ray::" in text or spawned is not None) or (
         text.lstrip().startswith("|") and bool(reading.chains)
@@ -303,7 +303,7 @@ def _open(lines: list[Line], index: int, header: re.Match[str], rank: int | None
     return _Open(line, indent, rank, link, fatal, time)
 
 
-def _is_member(line: Line, text: str, reading: Reading) -> bool:
+def _is_member(line: Line, text: str, reading: Tracebacks) -> bool:
     """An exception of a group that was never raised by itself has no traceback of its own."""
     in_group = line.text.lstrip().startswith("|") and bool(reading.chains)
     return in_group and _NAMED.match(text) is not None and line.number not in reading.chains[-1][-1].numbers
@@ -320,7 +320,7 @@ def _ends(text: str, opened: _Open) -> bool:
     return bool(opened.frames) and not opened.disturbed and _ANY_NAME.match(text) is not None
 
 
-def _close(reading: Reading, opened: _Open, lines: list[Line], index: int) -> None:
+def _close(reading: Tracebacks, opened: _Open, lines: list[Line], index: int) -> None:
     line = lines[index]
     message = _message(lines, index)
     raised = Raised(

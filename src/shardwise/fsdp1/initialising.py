@@ -19,9 +19,10 @@ from shardwise.errors import ConfigError, ShardError
 from shardwise.fsdp1.units import Unit, clean_name
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.settings import dtype_name
-from shardwise.sharding.forward_hooks import Casts, Entry, cast_floating, register_post_backward
+from shardwise.sharding.forward_hooks import Casts, Entry, register_post_backward
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import broadcast_from_first
+from shardwise.sharding.nested_tensors import cast_floating
 from shardwise.sharding.registry import recover
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)

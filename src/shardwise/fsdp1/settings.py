@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise.errors import ConfigError, ShardError
-from shardwise.sharding.forward_hooks import cast_floating
+from shardwise.sharding.nested_tensors import cast_floating
 
 _SAID: set[str] = set()
 

@@ -74,7 +74,7 @@ def find_model(name: str, options: Mapping[str, Any] | None = None) -> Builder:
             return lambda: kind(shape)
     if Path(name).exists():
         return _from_config_file(Path(name), options)
-    if ":" in name:
+    if is_callable_name(name):
         return with_arguments(find_callable(name), options, name)
     if "/" in name or name.endswith(".json"):
         raise ConfigError(
@@ -84,6 +84,11 @@ def find_model(name: str, options: Mapping[str, Any] | None = None) -> Builder:
             fix=f"download it first, or name one of {', '.join(reference_names())}",
         )
     raise _unknown(name, reference_names(), "reference model", "MODEL")
+
+
+def is_callable_name(name: str) -> bool:
+    """Whether `name` has the form `module:callable`."""
+    return ":" in name and not Path(name).exists()
 
 
 def find_callable(name: str) -> Callable[..., Any]:

@@ -94,7 +94,7 @@ class RoutedFeedForward(nn.Module):
         return mixed.view_as(x), balance
 
 
-class Block(nn.Module):
+class MoeBlock(nn.Module):
     """Attention, then routed feed-forward, each normalised before and added after."""
 
     def __init__(self, config: MoeConfig) -> None:
@@ -115,7 +115,7 @@ class MoeDecoder(Decoder):
     """Llama's decoder over blocks that also tell their balance."""
 
     def __init__(self, config: MoeConfig) -> None:
-        super().__init__(config, Block)
+        super().__init__(config, MoeBlock)
 
     def forward(  # pyrefly: ignore[bad-override]
         self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None

@@ -30,7 +30,7 @@ class TransformerConfig:
 SHAPES: dict[str, TransformerConfig] = {"tutorial": TransformerConfig()}
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Causal attention over all heads at once."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-class FeedForward(nn.Module):
+class GeluFeedForward(nn.Module):
     """Two projections with a GELU between them."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -67,9 +67,9 @@ class Block(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width)
-        self.attention = Attention(config)
+        self.attention = SelfAttention(config)
         self.feed_forward_norm = nn.LayerNorm(config.width)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = GeluFeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -313,7 +313,7 @@ def _wire(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: Dev
     unused = UnusedParameters([g for group in plan.groups if group.reduce_unused for g in _fsdp_groups(group, modules)])
     state.forget.append(unused.forget)
     places = [_places(planned, modules)[0] for planned in (*plan.replicated, *plan.ignored)]
-    BackwardEnd(model, mesh, places, unused, state.before_sum)
+    BackwardEnd(model, mesh, places, unused)
     set_prefetch(plan, modules)
 
 

@@ -1,10 +1,9 @@
 """What happens when a sharded module is called: inputs cast, parameters unsharded, outputs watched for backward."""
 
-import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import compat
+from shardwise.sharding.nested_tensors import cast_floating, change_tensors, find_tensors
 from shardwise.sharding.notes import annotate
 from shardwise.sharding.registry import recover
-
-Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,65 +36,15 @@ class Casts:
         return output if self.output_dtype is None else cast_floating(output, self.output_dtype)
 
 
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors in `dtype`."""
-    return change_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
 def register_post_backward(group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Reduce the group's gradients once those of these inputs are known."""
-    tensors: list[torch.Tensor] = []
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            tensors.append(tensor)
-        return tensor
-
     if not torch.is_grad_enabled():
         return args, kwargs
-    change_tensors((args, kwargs), collect)
+    tensors = [tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad]
     if not tensors:
         return args, kwargs
     replaced = dict(zip(map(id, tensors), compat.reduce_after_backward_of(group, tensors), strict=False))
     return change_tensors((args, kwargs), lambda tensor: replaced.get(id(tensor), tensor))
-
-
-def change_tensors(value: Any, change: Change) -> Any:
-    """The same structure with changed tensors; parts in which nothing changed are shared."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        changed = {key: change_tensors(item, change) for key, item in value.items()}
-        if all(changed[key] is item for key, item in value.items()):
-            return value
-        result = copy.copy(value)
-        for key, item in changed.items():
-            result[key] = item
-        return result
-    if isinstance(value, list | tuple):
-        items = [change_tensors(item, change) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        if isinstance(value, list):
-            result = copy.copy(value)
-            result[:] = items
-            return result
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _changed_dataclass(value, change)
-    return value
-
-
-def _changed_dataclass(value: Any, change: Change) -> Any:
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    changed = {name: change_tensors(getattr(value, name), change) for name in names}
-    changed = {name: item for name, item in changed.items() if item is not getattr(value, name)}
-    if not changed:
-        return value
-    result = copy.copy(value)
-    for name, item in changed.items():
-        object.__setattr__(result, name, item)  # frozen dataclasses refuse the ordinary way
-    return result
 
 
 def gather_before_backward(module: nn.Module, output: Any, since: int) -> None:
@@ -129,37 +77,7 @@ def differentiable(output: Any) -> list[torch.Tensor]:
     """Every tensor in an output that backward can start from, also in plain objects."""
     if not torch.is_grad_enabled():
         return []
-    return [tensor for tensor in (*find_tensors(output), *_hidden(output)) if tensor.requires_grad]
-
-
-def find_tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Tensors in the containers that FSDP2 looks into."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from find_tensors(value)
-    elif isinstance(output, list | tuple | set):
-        for value in output:
-            yield from find_tensors(value)
-    elif hasattr(output, "__dataclass_fields__") and not isinstance(output, type):
-        for name in output.__dataclass_fields__:
-            yield from find_tensors(getattr(output, name, None))
-
-
-def _hidden(output: Any, find: Callable[[Any], Iterator[torch.Tensor]] = find_tensors) -> Iterator[torch.Tensor]:
-    """Tensors held by plain objects, which FSDP2 does not look into."""
-    if output is None or isinstance(output, torch.Tensor | nn.Module | str | bytes | int | float | type):
-        return
-    if isinstance(output, dict):
-        for value in output.values():
-            yield from _hidden(value)
-    elif isinstance(output, list | tuple | set):
-        for value in output:
-            yield from _hidden(value)
-    elif not hasattr(output, "__dataclass_fields__"):
-        for value in list(getattr(output, "__dict__", {}).values()):
-            yield from (tensor for tensor in find(value) if tensor.requires_grad)
+    return [tensor for tensor in find_tensors(output, objects=1) if tensor.requires_grad]
 
 
 class PartsEntry:

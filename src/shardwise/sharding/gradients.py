@@ -1,7 +1,7 @@
 """What FSDP2 leaves undone: gradients outside its groups, parameters that some ranks did not use, `zero_grad`."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,10 +69,8 @@ class BackwardEnd:
         mesh: DeviceMesh,
         places: Sequence[tuple[nn.Module, str]],
         unused: UnusedParameters,
-        before_sum: Sequence[Callable[[torch.Tensor], None]] = (),
     ) -> None:
         """`places` are the modules and names that register parameters outside the groups."""
-        self._before_sum = before_sum
         self._groups = compat.param_groups(model)
         self._process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self._num_ranks = mesh.size()
@@ -123,8 +121,6 @@ class BackwardEnd:
 
     def _sum(self, tensor: torch.Tensor) -> None:
         if tensor.numel():
-            for announce in self._before_sum:
-                announce(tensor)
             for group in self._process_groups:
                 dist.all_reduce(tensor, group=group)
 

@@ -33,6 +33,7 @@ from shardwise.sharding.inventory import (
     take_inventory,
     values_of_ranks,
 )
+from shardwise.sharding.nested_tensors import change_tensors, find_tensors
 from shardwise.sharding.registry import sharded_state
 from shardwise.sharding.repointing import watch_optimizers
 
@@ -193,11 +194,16 @@ class FullOnDemand(TorchFunctionMode):
         kwargs = kwargs or {}
         if _is_about_metadata(func):
             return func(*args, **kwargs)
-        used = list(self._entries_in((args, kwargs)))
+        used = [entry for tensor in find_tensors((args, kwargs)) if (entry := self._entry(tensor)) is not None]
         if used:
             self._close_unused(used)
             target = args[0] if args else kwargs.get("tensor", kwargs.get("self"))
-            args, kwargs = self._in_full((args, kwargs), func.__name__, target)
+
+            def in_full(tensor: torch.Tensor) -> torch.Tensor:
+                entry = self._entry(tensor)
+                return tensor if entry is None else self._stand_in(entry, func.__name__ if tensor is target else "")
+
+            args, kwargs = change_tensors((args, kwargs), in_full)
         return func(*args, **kwargs)
 
     def close(self) -> None:
@@ -214,27 +220,6 @@ class FullOnDemand(TorchFunctionMode):
         if entry is None or entry.tensor is not value:
             return None
         return entry if isinstance(value, DTensor) or self._is_protected(entry) else None
-
-    def _entries_in(self, value: Any) -> Iterator[Entry]:
-        if isinstance(value, torch.Tensor):
-            if (entry := self._entry(value)) is not None:
-                yield entry
-        elif type(value) in (tuple, list):
-            for item in value:
-                yield from self._entries_in(item)
-        elif type(value) is dict:
-            for item in value.values():
-                yield from self._entries_in(item)
-
-    def _in_full(self, value: Any, function: str, target: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            entry = self._entry(value)
-            return value if entry is None else self._stand_in(entry, function if value is target else "")
-        if type(value) in (tuple, list):
-            return type(value)(self._in_full(item, function, target) for item in value)
-        if type(value) is dict:
-            return {key: self._in_full(item, function, target) for key, item in value.items()}
-        return value
 
     def _stand_in(self, entry: Entry, function: str) -> torch.Tensor:
         if entry in self._open:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import compat
@@ -21,8 +21,6 @@ class ShardedState:
     """The data-parallel mesh: one or two axes."""
     forget: list[Callable[[], None]] = field(default_factory=list)
     """What drops our own notes on a step that failed."""
-    before_sum: list[Callable[[Tensor], None]] = field(default_factory=list)
-    """Called with what is about to be summed over all ranks of the mesh when a backward ends; may raise."""
 
 
 _ROOTS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in the order in which they were sharded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise import compat
 from shardwise.errors import ShardError
 from shardwise.sharding.inventory import class_name, local_part, local_tensor, unwrapped_name
+from shardwise.sharding.nested_tensors import find_tensors
 from shardwise.sharding.registry import sharded_roots
 
 _FOLLOWING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -348,7 +349,7 @@ def _not_of_model(where: str, foreign: list[torch.Tensor], num_params: int, mode
 
 def _refuse_state(where: str, name: str, state: dict[str, Any], parameter: torch.Tensor) -> None:
     for key, value in state.items():
-        for tensor in _tensors(value):
+        for tensor in find_tensors(value):
             carried = tensor is value and _is_split(key, tensor, parameter)
             if not carried and tensor.ndim > 0:
                 raise ShardError(
@@ -370,14 +371,3 @@ def _split(value: torch.Tensor, before: torch.Tensor, after: nn.Parameter) -> to
     if isinstance(after, DTensor):
         return shard_like(full, after)
     return full.to(after.device)
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

@@ -26,7 +26,7 @@ from shardwise.source.values import (
 
 _RANK = re.compile(r"^_?((global|world|local|node|process)_)?rank$|^(local_)?process_index$", re.IGNORECASE)
 _MAIN = re.compile(
-    r"^_?(is_)?(global_|local_)?(main|master|rank_?(0|zero)|chief|coordinator)(_process|_rank)?(_only)?$"
+    r"^_?(is_)?(global_|local_)?(main|master|rank_?(0|zero)|chief|coordinator)(_process|_rank)?$"
     r"|^is_(rank_zero|global_zero|main_process|local_main_process|world_process_zero|first_rank)$|^should_(save|log)_on_rank_0$"
 )
 _RANK_CALLS = frozenset({"torch.distributed.get_rank", "torch.distributed.get_node_local_rank"})
@@ -41,6 +41,11 @@ def asks_for_rank_zero(file: FileContext, test: ast.AST, hops: int = 4) -> bool 
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             inner = asks_for_rank_zero(file, operand, hops)
             return None if inner is None else not inner
+        case ast.Compare(
+            left=left, ops=[ast.In() | ast.NotIn() as operator], comparators=[ast.List() | ast.Tuple() as some]
+        ):
+            zero = all(ast.unparse(one) in ("0", "-1") for one in some.elts) and _is_rank(file, left)
+            return isinstance(operator, ast.In) if zero else None
         case ast.Compare(left=left, ops=[operator], comparators=[right]):
             if not (_is_rank(file, left) and isinstance(right, ast.Constant)):
                 return None

@@ -57,7 +57,7 @@ def fit(
             save(run)  # so that there is one to go back to
         raise_together(run.data.fetch_first())
         with guard(run.model), explained(run.model), frozen_garbage():
-            run.tally.clock.restart()
+            run.step_metrics.restart_clock()
             train(run, stop)
         progress.finish()
         return finish(run, stop)
@@ -72,27 +72,27 @@ def train(run: Run, stop: StopRequest) -> None:
     model, optimizer, settings, every = run.model, run.optimizer, run.config.training, run.config.checkpoint.every
     max_norm = settings.max_grad_norm or math.inf
     with Profile(run.config.metrics, run.folder, rank=run.mesh.get_rank(), steps_done=run.step) as profile:
-        while run.step < settings.steps and not run.tally.stop_agreed:
+        while run.step < settings.steps and not run.step_metrics.stop_agreed:
             seed_step(run.config.seed, run.rank, run.step)
             batch = run.data.next()  # this rank's rows of the next global batch
             run.step += 1
             part = forward_and_backward(run, batch)
-            loss = run.tally.mean(part, stop=stop.asked)
+            loss = run.step_metrics.mean(part, stop=stop.asked)
             norm = clip_grad_norm_(model, max_norm)
             if run.bad_losses.allows(optimizer, run.step, loss, norm):
                 optimizer.step()
                 if run.ema is not None:
                     run.ema.update()
             optimizer.zero_grad()
-            tell_of_step(run, loss, norm)
+            log_step(run, loss, norm)
             run.schedule.step()
             profile.step()
 
             is_last, is_kept = run.step == settings.steps, is_due(run.step, every)
-            bad = run.bad_losses.verdict(wait=is_last or is_kept or run.tally.stop_agreed)
+            bad = run.bad_losses.verdict(wait=is_last or is_kept or run.step_metrics.stop_agreed)
             if bad is not None and bad.action == "rewind":
                 go_back(run, bad.step)
-            elif not is_last and not run.tally.stop_agreed:  # what is due after the last step is done at the end
+            elif not is_last and not run.step_metrics.stop_agreed:  # what is due after the last step is done at the end
                 metric = evaluate_now(run) if is_due(run.step, settings.evaluate_every) else None
                 if is_kept:
                     save(run, metric)
@@ -104,8 +104,8 @@ def forward_and_backward(run: Run, batch: Batch) -> Tensor:
     FSDP2 averages gradients over ranks, so each rank's summed loss is divided by the tokens per rank.
     """
     has_none = run.data.failure is not None  # the batch is an old one then, and the step leads to an error on all ranks
-    num_tokens = run.tally.count(run.objective.count(batch), failed=has_none)
-    scale = run.tally.num_ranks / num_tokens.clamp(min=1)
+    num_tokens = run.step_metrics.count(run.objective.count(batch), failed=has_none)
+    scale = run.step_metrics.num_ranks / num_tokens.clamp(min=1)
 
     def each_part(parts: list[Batch]) -> Tensor:
         sums = torch.zeros(2, device=run.device)
@@ -120,20 +120,20 @@ def forward_and_backward(run: Run, batch: Batch) -> Tensor:
     loss, counted = run.microbatches.run(each_part, batch)  # again with smaller parts when memory runs out
     if run.objective.counts_ahead:
         return loss
-    true_number = run.tally.count(counted, failed=has_none)  # known only with the loss
+    true_number = run.step_metrics.count(counted, failed=has_none)  # known only with the loss
     factor = num_tokens / true_number.clamp(min=1)
     scale_grads_(run.model, factor)
     return loss * factor
 
 
-def tell_of_step(run: Run, loss: Tensor, norm: Tensor) -> None:
+def log_step(run: Run, loss: Tensor, norm: Tensor) -> None:
     """Pass on the numbers that have come; raise together if a rank had no batch."""
-    run.teller.expect(
+    run.step_logger.expect(
         run.step,
         learning_rate=run.schedule.learning_rate,
         data_wait_s=run.loader.wait_s,
         checkpoint_wait_s=run.checkpoints.take_wait_s(),
     )
-    run.teller.tell(run.tally.note(run.step, loss, norm))
-    if run.tally.failed:
+    run.step_logger.log(run.step_metrics.add(run.step, loss, norm))
+    if run.step_metrics.failed:
         raise_together(run.data.failure)

@@ -136,9 +136,7 @@ Value = Number | str | bool | None
 class Metrics:
     """Writes records to `metrics.jsonl` in the run's folder, and to the trackers that the config names.
 
-    Values may be 0-d tensors on an accelerator: they are copied in the background and written with the next record,
-    so that recording never waits for the device. NaN and infinity become the strings `nan`, `inf` and `-inf`, which
-    JSON has no numbers for and `float()` reads.
+    NaN and infinity become the strings `nan`, `inf` and `-inf`, which JSON has no numbers for and `float()` reads.
 
     Args:
         folder: Of the run; made if it is absent.
@@ -162,7 +160,6 @@ class Metrics:
         """The newest record that has been written; only rank 0 has any."""
         self.on_record: Callable[[int, Mapping[str, Any]], None] | None = None
         """Hears every record, with its step, on every rank."""
-        self._waiting: _Pending | None = None
         self._file: IO[str] | None = None
         self._trackers: list[Tracker] = []
         error: ShardwiseError | None = None
@@ -187,16 +184,19 @@ class Metrics:
             values: Numbers, strings, None, or 0-d tensors.
 
         Ranks:
-            Local; nothing waits for the device.
+            Local.
         """
         if self.on_record is not None:
             self.on_record(step, values)
         if self._file is None:
             return
-        self._flush()
-        self._waiting = _Pending(step, time.time(), values)
-        if not self._waiting.is_on_its_way:
-            self._flush()
+        plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        self.latest = {"step": step, "time": round(time.time(), 3), **plain}
+        # One write of a whole line: a reader never sees half a record, a killed run leaves at most one.
+        self._file.write(json.dumps({key: _encoded(value) for key, value in self.latest.items()}) + "\n")
+        self._file.flush()
+        for tracker in self._trackers:
+            tracker.write(step, plain)
 
     def rewind(self, steps_done: int) -> None:
         """Forget records of later steps, as when the run goes back to a checkpoint.
@@ -206,16 +206,14 @@ class Metrics:
         """
         if self._file is None:
             return
-        self._flush()
         self._file.close()
         keep_records(self.path, steps_done)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by `close`
 
     def close(self) -> None:
-        """Write what is waiting, and close everything."""
+        """Close the file and the trackers."""
         if self._file is None:
             return
-        self._flush()
         self._file.close()
         self._file = None
         for tracker in self._trackers:
@@ -226,18 +224,6 @@ class Metrics:
         self._trackers = open_trackers(self.config, self.path.parent, steps_done)
         keep_records(self.path, steps_done)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by `close`
-
-    def _flush(self) -> None:
-        if self._waiting is None or self._file is None:
-            return
-        pending, self._waiting = self._waiting, None
-        values = pending.wait()
-        self.latest = {"step": pending.step, "time": round(pending.time, 3), **values}
-        # One write of a whole line: a reader never sees half a record, a killed run leaves at most one.
-        self._file.write(json.dumps({key: _encoded(value) for key, value in self.latest.items()}) + "\n")
-        self._file.flush()
-        for tracker in self._trackers:
-            tracker.write(pending.step, values)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -263,32 +249,6 @@ def keep_records(path: Path, steps_done: int) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     os.replace(partial, path)
-
-
-class _Pending:
-    """A record whose tensors may still be on their way from the device."""
-
-    def __init__(self, step: int, at: float, values: dict[str, Any]) -> None:
-        self.step, self.time, self._values = step, at, values
-        self._ready: torch.cuda.Event | None = None
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.is_cuda:
-                host = torch.empty((), dtype=value.dtype, pin_memory=True)
-                values[name] = host.copy_(value.detach(), non_blocking=True)
-                self._ready = self._ready or torch.cuda.Event()
-        if self._ready is not None:
-            self._ready.record()
-
-    @property
-    def is_on_its_way(self) -> bool:
-        return self._ready is not None
-
-    def wait(self) -> dict[str, Value]:
-        if self._ready is not None:
-            self._ready.synchronize()
-        return {
-            name: value.item() if isinstance(value, torch.Tensor) else value for name, value in self._values.items()
-        }
 
 
 def _encoded(value: Value) -> Value:

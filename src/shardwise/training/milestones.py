@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.weights import save_weights
-from shardwise.distributed.agreement import on_rank_zero
+from shardwise.distributed.agreement import gather_objects, on_rank_zero
 from shardwise.distributed.stop_requests import StopRequest
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.models.modes import evaluation_mode
@@ -131,7 +131,7 @@ def evaluate_now(run: Run) -> float | None:
     """
     if run.evaluation is None:
         return None
-    run.teller.tell(run.tally.settle())
+    run.step_logger.log(run.step_metrics.flush())
     loss = evaluate(
         run.model,
         run.evaluation,
@@ -140,8 +140,8 @@ def evaluate_now(run: Run) -> float | None:
         max_batches=run.config.training.evaluation_batches,
         ema=run.ema,
     )
-    run.tally.clock.restart()  # the time since the last step is no step's
-    run.teller.tell_evaluation(run.step, loss)
+    run.step_metrics.restart_clock()  # the time since the last step is no step's
+    run.step_logger.log_evaluation(run.step, loss)
     return loss
 
 
@@ -172,12 +172,12 @@ def go_back(run: Run, bad_step: int) -> None:
             fix="set training.on_bad_loss = skip, which leaves the step out",
         )
     run.data.leave_out(bad_step - 1)
-    run.tally.settle()  # of steps that are undone
+    run.step_metrics.flush()  # of steps that are undone
     run.checkpoints.load(found, run.kept)
     run.schedule.apply()
-    run.teller.go_back(run.step, run.schedule.steps_done)
+    run.step_logger.go_back(run.step, run.schedule.steps_done)
     run.step = run.schedule.steps_done
-    run.tally.clock.restart()
+    run.step_metrics.restart_clock()
 
 
 def finish(run: Run, stop: StopRequest) -> Training:
@@ -186,7 +186,7 @@ def finish(run: Run, stop: StopRequest) -> Training:
     Ranks:
         Collective.
     """
-    run.teller.tell(run.tally.settle())
+    run.step_logger.log(run.step_metrics.flush())
     stopped = _why(stop) if run.step < run.config.training.steps else None
     metric = evaluate_now(run) if stopped is None else None
     save(run, metric)
@@ -198,7 +198,7 @@ def finish(run: Run, stop: StopRequest) -> Training:
             if run.config.checkpoint.export:
                 exported = str(run.folder / EXPORT)
                 export(run.model, run.folder / EXPORT, run.config.data.tokenizer)
-    told, latest = run.teller, run.checkpoints.latest
+    told, latest = run.step_logger, run.checkpoints.latest
     return Training(
         model=run.config.model,
         num_params=run.num_params,
@@ -241,6 +241,4 @@ def continue_sample(run: Run) -> str | None:
 
 def _why(stop: StopRequest) -> str:
     """Why the run stops, as the first rank that was asked knows."""
-    reasons: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(reasons, stop.why)
-    return next((why for why in reasons if why), "stopped")
+    return next((why for why in gather_objects(stop.why) if why), "stopped")

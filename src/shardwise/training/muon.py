@@ -24,7 +24,7 @@ BUCKET_BYTES = 256 * 1024**2
 Work = Callable[[Tensor], Tensor]
 
 
-def map_whole(
+def map_unsharded_matrices(
     parameters: Sequence[Tensor],
     parts: Sequence[Tensor],
     work: Work,
@@ -286,7 +286,7 @@ class Muon(Optimizer):
             return
         directions = [self._direction(parameter, group) for parameter in parameters]
         dtype = self.dtype or orthogonalizing_dtype(_compute_device(parameters[0]))
-        for index, update in map_whole(
+        for index, update in map_unsharded_matrices(
             parameters,
             directions,
             lambda matrix: orthogonalize(matrix, dtype),

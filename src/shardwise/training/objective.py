@@ -112,7 +112,7 @@ def _get(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """What `open_data` returns, as far as it is used here."""
 
     def __next__(self) -> Batch:
@@ -132,7 +132,7 @@ class Source(Protocol):
         ...
 
 
-class Feed:
+class StepBatches:
     """Hands out one batch a step.
 
     Args:
@@ -142,7 +142,7 @@ class Feed:
         Local; every rank calls the same.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: BatchSource) -> None:
         self.source = source
         self.steps = 0
         """Batches handed out."""

@@ -20,6 +20,7 @@ from shardwise.checkpointing.weights import load_weights
 from shardwise.config.load import to_yaml
 from shardwise.config.run import OptimizerConfig, RunConfig
 from shardwise.config.schema import MeshConfig, ShardConfig
+from shardwise.distributed.agreement import gather_objects
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
 from shardwise.models.load import load_model
 from shardwise.planning.plan import Plan
@@ -139,8 +140,7 @@ class Problems:
 
 def _of_all_ranks(errors: list[ShardwiseError]) -> list[ShardwiseError]:
     """What any rank has found, once; what only some have says on which."""
-    gathered: list[list[ShardwiseError]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, errors)
+    gathered = gather_objects(errors)
     found = {error.where: error for error in gathered[0]}
     for rank, others in enumerate(gathered):
         for error in others:
@@ -273,8 +273,7 @@ def checkpoint_bytes(model: nn.Module, made: Plan, config: RunConfig) -> int:
     kinds = parameter_kinds(model)
     total = sum(each.tensor.nbytes for each in model_tensors(model) if not each.is_parameter)
     for planned in made.parameters:
-        names = 1 + len(planned.aliases) if config.checkpoint.format == "dcp" else 1  # DCP writes tied weights twice
-        total += names * planned.num_bytes
+        total += planned.num_bytes
         if planned.trainable:
             kind = kinds[model.get_parameter(planned.fqn)]
             total += _num_states(kind, config.optimizer) * planned.num_bytes

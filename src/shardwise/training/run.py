@@ -28,7 +28,7 @@ from shardwise.training.data import Evaluation, Loader, open_data, open_evaluati
 from shardwise.training.ema import EMA
 from shardwise.training.metrics import Metrics
 from shardwise.training.microbatching import Microbatches
-from shardwise.training.objective import BadLosses, Feed, Objective
+from shardwise.training.objective import BadLosses, Objective, StepBatches
 from shardwise.training.optimizers import build_optimizer
 from shardwise.training.requirements import (
     Problems,
@@ -44,7 +44,7 @@ from shardwise.training.requirements import (
 from shardwise.training.run_folder import prepare_folder, refuse_other_model, with_folder, write_config
 from shardwise.training.saving import CHECKPOINTS, Checkpoints, Found, Kept, find_resumed, refuse_other_weights
 from shardwise.training.schedules import Schedule
-from shardwise.training.step_metrics import Tally, Teller
+from shardwise.training.step_metrics import StepLogger, StepMetrics
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class Run:
     num_params: int
     objective: Objective
     loader: Loader
-    data: Feed
+    data: StepBatches
     """The loader's batches, less those left out."""
     evaluation: Evaluation | None
     """Held-out data, if there is any."""
@@ -69,10 +69,10 @@ class Run:
     ema: EMA | None
     microbatches: Microbatches
     bad_losses: BadLosses
-    tally: Tally
+    step_metrics: StepMetrics
     checkpoints: Checkpoints
     metrics: Metrics
-    teller: Teller
+    step_logger: StepLogger
     kept: Kept
     """What a checkpoint holds."""
     step: int = 0
@@ -186,7 +186,7 @@ def _build(found: _Found, progress: Progress, stack: ExitStack) -> Run:
     optimizer = build_optimizer(model, config.optimizer)
     schedule = Schedule(optimizer, config.schedule, training.steps)
     ema = EMA(model, training.ema_decay) if training.ema_decay is not None else None
-    data, bad_losses = Feed(found.loader), BadLosses(training)
+    data, bad_losses = StepBatches(found.loader), BadLosses(training)
     raise_together(_error_of_check(model, optimizer))
     kept = Kept(model, optimizer, {"schedule": schedule, "data": data, "bad_losses": bad_losses})
     kept.objects.update({} if ema is None else {"ema": ema})
@@ -212,12 +212,12 @@ def _build(found: _Found, progress: Progress, stack: ExitStack) -> Run:
         optimizer=optimizer,
         schedule=schedule,
         ema=ema,
-        microbatches=stack.enter_context(Microbatches(model, rows, training.micro_batch_size)),
+        microbatches=Microbatches(model, rows, training.micro_batch_size, record=folder / "micro_batch_size"),
         bad_losses=bad_losses,
-        tally=Tally(mesh),
+        step_metrics=StepMetrics(mesh),
         checkpoints=checkpoints,
         metrics=metrics,
-        teller=Teller(model, metrics, progress, config=config, device=torch.device(mesh.device_type)),
+        step_logger=StepLogger(model, metrics, progress, config=config, device=torch.device(mesh.device_type)),
         kept=kept,
         step=schedule.steps_done,
         resumed_step=schedule.steps_done,

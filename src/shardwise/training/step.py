@@ -20,7 +20,7 @@ from shardwise.sharding.inventory import local_tensor, sharded_axes
 
 
 @dataclass(slots=True)
-class Piece:
+class GradientGroup:
     """Gradients whose local norms are summed over the same ranks."""
 
     mesh: DeviceMesh | None
@@ -32,7 +32,7 @@ class Piece:
 class Gradients:
     """All gradients of one norm. Pieces and dtype come from the parameters, so every rank finds the same."""
 
-    pieces: list[Piece]
+    pieces: list[GradientGroup]
     dtype: torch.dtype
     """In which norms are summed: at least 32 bits."""
 
@@ -51,11 +51,11 @@ def collect_gradients(parameters: torch.Tensor | Iterable[torch.Tensor] | nn.Mod
         Local.
     """
     given = _as_list(parameters)
-    pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], Piece] = {}
+    pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], GradientGroup] = {}
     for parameter in given:
         axes = sharded_axes(parameter) if isinstance(parameter, DTensor) else ()
         key = (parameter.device_mesh, axes) if isinstance(parameter, DTensor) and axes else (None, ())
-        piece = pieces.setdefault(key, Piece(*key))
+        piece = pieces.setdefault(key, GradientGroup(*key))
         if parameter.grad is not None:
             piece.grads.append(local_tensor(_laid_out_like(parameter, parameter.grad)))
     wide = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in given)
@@ -147,7 +147,7 @@ def _by_device_and_dtype(
     return groups
 
 
-def _home_device(pieces: list[Piece]) -> torch.device:
+def _home_device(pieces: list[GradientGroup]) -> torch.device:
     """Where scalars are summed: the mesh's device, as offloaded gradients may lie where none can be sent."""
     for piece in pieces:
         if piece.mesh is not None:
@@ -291,7 +291,7 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise instead of scaling. Waits for the device.
 
     Returns:
-        The norm before clipping: a plain 0-d float32 tensor, the same on every rank.
+        The norm before clipping: a plain 0-d tensor, the same on every rank; float64 where a gradient is, else float32.
 
     Raises:
         ConfigError: `norm_type` is not positive.
@@ -321,7 +321,7 @@ def clip_grad_norm_(
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for (device, _), grads in gradients.by_device_and_dtype().items():
             torch._foreach_mul_(grads, scale.to(device))  # a no-op by 1.0 is cheaper than asking the device
-    return norm.to(torch.float32)
+    return norm.to(gradients.dtype)
 
 
 def scale_grads_(model: nn.Module, factor: torch.Tensor) -> None:

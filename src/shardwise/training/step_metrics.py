@@ -25,63 +25,28 @@ from shardwise.units import format_bytes, format_count, format_seconds
 Moment = float | torch.Event
 
 
-@dataclass(frozen=True, slots=True)
-class Lap:
-    """From one moment to another, on the CPU or on an accelerator."""
-
-    start: Moment
-    end: Moment
-
-    def wait(self) -> None:
-        """Until the end is reached."""
-        if isinstance(self.end, torch.Event):
-            self.end.synchronize()
-
-    @property
-    def seconds(self) -> float:
-        """Its length, once the end is reached."""
-        if isinstance(self.start, torch.Event) and isinstance(self.end, torch.Event):
-            return self.start.elapsed_time(self.end) / 1e3
-        assert isinstance(self.start, float)
-        assert isinstance(self.end, float)
-        return self.end - self.start
+def _now(device: torch.device) -> Moment:
+    """The CPU's clock, or a mark in an accelerator's queue, which nothing waits for."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
 
 
-class StepClock:
-    """Laps of a loop, one after the other.
-
-    Args:
-        device: Whose time counts. On an accelerator a moment is a mark in its queue; nothing waits.
-
-    Ranks:
-        Local.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last = self._now()
-
-    def lap(self) -> Lap:
-        """From the end of the lap before, or the restart, until what is queued now is done."""
-        now = self._now()
-        lap, self._last = Lap(self._last, now), now
-        return lap
-
-    def restart(self) -> None:
-        """What was since the last lap belongs to none."""
-        self._last = self._now()
-
-    def _now(self) -> Moment:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
+def _seconds_between(start: Moment, end: Moment) -> float:
+    """Seconds between two moments; waits for an accelerator to reach the second."""
+    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    assert isinstance(start, float)
+    assert isinstance(end, float)
+    return end - start
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A step in numbers, the same on every rank."""
+class StepReading:
+    """The numbers of one step, the same on every rank."""
 
     step: int
     """From 1."""
@@ -95,7 +60,7 @@ class Reading:
     """That it took this rank."""
 
 
-class Tally:
+class StepMetrics:
     """Adds up tokens and losses over ranks, in two all-reduces of a few numbers a step.
 
     The sums stay on the device. From an accelerator, copies travel to the host meanwhile and are read a step later.
@@ -117,8 +82,8 @@ class Tally:
         self._device = torch.device(mesh.device_type)
         self._copies = mesh.size() // self.num_ranks
         self._tokens = self._stop = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._in_flight: tuple[int, Tensor, Lap] | None = None
-        self.clock = StepClock(self._device)
+        self._in_flight: tuple[int, Tensor, Moment, Moment] | None = None
+        self._start = _now(self._device)
 
     def count(self, num_tokens: Tensor, *, failed: bool = False) -> Tensor:
         """The tokens of this step on all ranks, from those on this one; on the device.
@@ -143,31 +108,36 @@ class Tally:
         self._stop = sums[1]
         return sums[0] / self.num_ranks
 
-    def note(self, step: int, loss: Tensor, grad_norm: Tensor) -> list[Reading]:
-        """Send the numbers of a step on their way; return those that have come.
+    def restart_clock(self) -> None:
+        """Count the time since the last step to no step."""
+        self._start = _now(self._device)
+
+    def add(self, step: int, loss: Tensor, grad_norm: Tensor) -> list[StepReading]:
+        """Start copying the numbers of a step to the host; return those that have arrived.
 
         Args:
             step: Which, from 1. On the CPU its numbers come at once, else with the next step.
             loss: From `mean`.
             grad_norm: The same on every rank.
         """
-        readings = self.settle()
+        readings = self.flush()
         row = torch.stack([number.detach().to(self._tokens) for number in (loss, grad_norm, self._tokens, self._stop)])
-        self._in_flight = (step, _to_host(row), self.clock.lap())
-        return readings + (self.settle() if self._device.type == "cpu" else [])
+        on_host, start, self._start = _to_host(row), self._start, _now(self._device)
+        self._in_flight = (step, on_host, start, self._start)
+        return readings + (self.flush() if self._device.type == "cpu" else [])
 
-    def settle(self) -> list[Reading]:
-        """The numbers that were not returned yet, if any. Waits for them."""
+    def flush(self) -> list[StepReading]:
+        """The numbers that were not returned yet, if any; waits for them."""
         if self._in_flight is None:
             return []
-        (step, row, lap), self._in_flight = self._in_flight, None
-        lap.wait()  # its end was marked after the copy
+        (step, row, start, end), self._in_flight = self._in_flight, None
+        seconds = _seconds_between(start, end)  # the end was marked after the copy
         loss, norm, tokens, stop = row.tolist()
         self.stop_agreed = self.stop_agreed or stop > 0
         if math.isnan(tokens):
             self.failed = True
             return []
-        return [Reading(step, loss, norm, round(tokens), lap.seconds)]
+        return [StepReading(step, loss, norm, round(tokens), seconds)]
 
     def _sum(self, numbers: Tensor) -> Tensor:
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -292,18 +262,18 @@ _SMOOTHING = 0.9
 """How much of the rate that is shown is the one shown before; records hold each step's own."""
 
 
-class Teller:
-    """Turns readings into records and notes.
+class StepLogger:
+    """Writes the numbers of each step to the metrics and the progress bar.
 
     Args:
         model: For the FLOPs of a token.
         metrics: Gets a record of each step that is due.
         progress: Is moved with every step.
         config: The run.
-        device: Whose memory and speed are told.
+        device: Device whose memory and speed are reported.
 
     Ranks:
-        Local. What is told is the same on every rank, but for times and memory.
+        Local. The numbers are the same on every rank, except times and memory.
     """
 
     def __init__(
@@ -337,7 +307,7 @@ class Teller:
         """Values that belong in the record of a step, whose reading comes later."""
         self._pending[step] = values
 
-    def tell(self, readings: list[Reading]) -> None:
+    def log(self, readings: list[StepReading]) -> None:
         """Record finished steps and move the bar."""
         for reading in readings:
             self._count(reading)
@@ -360,7 +330,7 @@ class Teller:
                 self._unrecorded_tokens, self._unrecorded_s = 0, 0.0
             self._progress.advance(note=self._note(reading, memory))
 
-    def tell_evaluation(self, step: int, loss: float) -> None:
+    def log_evaluation(self, step: int, loss: float) -> None:
         """Record an evaluation."""
         self.evaluation_loss = loss
         self._metrics.record(step, evaluation_loss=loss)
@@ -371,7 +341,7 @@ class Teller:
         self._pending.clear()
         self._progress.advance(to_step - step, note=f"back to step {to_step}")
 
-    def _count(self, reading: Reading) -> None:
+    def _count(self, reading: StepReading) -> None:
         took = reading.seconds
         self.first_loss = reading.loss if self.first_loss is None else self.first_loss
         self.last_loss = reading.loss
@@ -391,7 +361,7 @@ class Teller:
             self._memory, self._looked_up_s = used_memory(self._device), now
         return self._memory
 
-    def _note(self, reading: Reading, memory: int) -> str:
+    def _note(self, reading: StepReading, memory: int) -> str:
         left_s = round((self._num_steps - reading.step) * self._step_s)
         rate = format_count(reading.tokens / self._step_s) if self._step_s else "?"
         left = format_seconds(left_s) if left_s else "0 s"

@@ -22,8 +22,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, num_layers: int = 2) -> None:
+    def __init__(self, num_layers: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(num_layers))
         self.norm = nn.LayerNorm(WIDTH)
@@ -36,7 +37,7 @@ class Model(nn.Module):
         self.positions.copy_(torch.sin(angles))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.positions
+        x = self.dropout(self.embed(tokens) + self.positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.formats.dcp import read_dcp
-from shardwise.checkpointing.formats.sharded import POINTS, Header, Item, file_name, read_manifest, write_rank_file
+from shardwise.checkpointing.formats.sharded import Header, Item, file_name, read_manifest, write_rank_file
 from shardwise.checkpointing.formats.sharded_commit import (
     begin_checkpoint,
     commit_checkpoint,
@@ -25,19 +24,20 @@ from shardwise.checkpointing.formats.sharded_commit import (
 from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.storage.files import Place, join, names_in
 from shardwise.errors import CheckpointError
+from tests.faults.kill_points import POINTS, watch
 from tests.sharded_checkpoints import write_checkpoint
 
 SAVE = """
 import sys
 from pathlib import Path
-from shardwise.checkpointing.formats import sharded as faults
 from shardwise.checkpointing.formats.sharded_commit import *
 from shardwise.checkpointing.contents import Box
 from shardwise.checkpointing.formats.sharded import Header
 from shardwise.checkpointing.formats.sharded import Item, file_name, write_rank_file
+from tests.faults.kill_points import kill_at
 root, step, point = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if point:
-    faults.kill_at(point)
+    kill_at(point)
 data = bytes([step]) * (20 << 20)
 partial = begin_checkpoint(step_folder(root, step))
 item = Item("x", "uint8", (len(data),), Box.whole((len(data),)), data)
@@ -157,19 +157,21 @@ def test_removing(root: Place):
     remove_checkpoint(step_folder(root, 1))
 
 
-def test_a_removal_that_stops_midway_leaves_no_checkpoint(root: Place):
-    save(root, 1)
+def test_a_removal_that_stops_midway_leaves_no_checkpoint(root: Place, monkeypatch: pytest.MonkeyPatch):
+    folder = save(root, 1)
+    removed: list[Place] = []
 
-    def strike(point: str) -> None:
-        if point == "retired":
+    def remove_some(path: Place) -> None:
+        if removed or isinstance(root, Path):
             raise KeyboardInterrupt
+        removed.append(path)
+        fsspec.filesystem("memory").rm(path)
 
-    sharded.arm(strike)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            remove_checkpoint(step_folder(root, 1))
-    finally:
-        sharded.arm(None)
+    monkeypatch.setattr("shardwise.checkpointing.storage.remote_files.remove_tree", remove_some)
+    monkeypatch.setattr("shutil.rmtree", remove_some)
+    with pytest.raises(KeyboardInterrupt):
+        remove_checkpoint(folder)
+    monkeypatch.undo()
     assert committed_steps(root) == []
 
 
@@ -181,18 +183,13 @@ def test_a_store_holds_the_same_checkpoint(root: Place):
 
 def test_points_are_reached_in_their_order(tmp_path: Path):
     reached: list[str] = []
-    sharded.arm(reached.append)
+    end = watch(reached.append)
     try:
         write_checkpoint(tmp_path / "step-00000007", {"x": torch.zeros(10)}, num_files=1, fsync=True)
         remove_checkpoint(tmp_path / "step-00000007")
     finally:
-        sharded.arm(None)
+        end()
     assert tuple(reached) == POINTS
-
-
-def test_an_unknown_point_is_refused():
-    with pytest.raises(ValueError, match="no such point"):
-        sharded.kill_at("lunch")
 
 
 def test_ranks_that_disagree_on_a_tensor_are_refused(tmp_path: Path):

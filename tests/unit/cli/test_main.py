@@ -134,6 +134,45 @@ def test_parity_of_a_reference_model():
     assert json.loads(result.stdout)["equal"] is True
 
 
+MADE_IN_INIT = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.scale = nn.Parameter(torch.full((4,), 0.5))  # no reset_parameters: known only where __init__ runs
+
+    def forward(self, x, y):
+        out = self.block(x) * self.scale
+        return out, (out - y).square().mean()
+
+def batch(rank, step, seed):
+    generator = torch.Generator().manual_seed(rank + 10 * step + 100 * seed)
+    return torch.randn(2, 4, generator=generator), torch.randn(2, 4, generator=generator)
+"""
+
+
+def test_parity_builds_a_callable_as_it_stands_and_takes_its_loss(tmp_path: Path):
+    (tmp_path / "made.py").write_text(MADE_IN_INIT)
+    result = shardwise(
+        "parity",
+        "made:Model",
+        "--batch",
+        "made:batch",
+        "--nproc",
+        "2",
+        "--steps",
+        "1",
+        "--format",
+        "json",
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["equal"]
+
+
 def test_parity_of_a_wrong_model_exits_with_one_and_prints_only_the_verdict(tmp_path: Path):
     (tmp_path / "wrong.py").write_text(
         "import os, torch\n"

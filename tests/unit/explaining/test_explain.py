@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.errors import CheckpointError
 from shardwise.explaining import explain
 from shardwise.explaining.catalogue import catalogue
 
@@ -104,3 +105,27 @@ def test_command_reads_a_log_and_does_not_load_torch(tmp_path: Path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert "SW541 parameters-left-on-meta" in result.stdout
+
+
+def test_an_error_of_our_own_is_told_with_its_fix():
+    error = CheckpointError(
+        "step 3 is not there", where="checkpoints", why="it was removed", fix="pass step=4\nor none"
+    )
+    for text in (
+        f"[rank1]: Traceback (most recent call last):\n[rank1]:   File 'a.py', line 1, in f\n[rank1]: {_named(error)}",
+        _printed(error),
+    ):
+        explanation = explain(text)
+        assert "not known" not in str(explanation)
+        assert "shardwise's own" in str(explanation)
+        found = explanation.to_dict()
+        assert (found["code"], found["what"], found["fix"]) == (None, "step 3 is not there", "pass step=4 or none")
+    assert explain(error).to_dict()["why"] == "it was removed"
+
+
+def _named(error: CheckpointError) -> str:
+    return f"shardwise.errors.CheckpointError: {error}".replace("\n", "\n[rank1]: ")
+
+
+def _printed(error: CheckpointError) -> str:
+    return f"step 2 loss 3.1\nerror: {error}\n"

@@ -19,9 +19,9 @@ def batch(rows: int) -> Batch:
     [(7, 3, [3, 3, 1]), (7, None, [7]), (4, 9, [4]), (4, 2, [2, 2]), (1, 1, [1]), (3, 1, [1, 1, 1])],
 )
 def test_parts(rows: int, size: int | None, expected: list[int]):
-    with Microbatches(nn.Linear(1, 1), rows, size) as micro:
-        assert micro.size == expected[0]
-        parts = micro.run(lambda parts: parts, batch(rows))
+    micro = Microbatches(nn.Linear(1, 1), rows, size)
+    assert micro.size == expected[0]
+    parts = micro.run(lambda parts: parts, batch(rows))
     assert [len(part["ids"]) for part in parts] == expected
     assert torch.equal(torch.cat([part["ids"] for part in parts]), batch(rows)["ids"])
     assert torch.equal(torch.cat([part["pairs"] for part in parts]), batch(rows)["pairs"])
@@ -52,10 +52,10 @@ def test_parts_are_halved_until_they_fit(error: Exception):
             raise error
         return [len(part["ids"]) for part in parts]
 
-    with Microbatches(model, 7, report=said.append) as micro:
-        assert micro.run(work, batch(7)) == [2, 2, 2, 1]
-        assert (micro.size, micro.num_halvings) == (2, 2)
-        assert micro.run(lambda parts: len(parts), batch(7)) == 4
+    micro = Microbatches(model, 7, report=said.append)
+    assert micro.run(work, batch(7)) == [2, 2, 2, 1]
+    assert (micro.size, micro.num_halvings) == (2, 2)
+    assert micro.run(lambda parts: len(parts), batch(7)) == 4
     assert len(set(drawn)) == 1, "every attempt draws the same numbers"
     assert model.weight.grad is not None
     assert model.weight.grad.item() == 1.0, "what the failed attempts summed is gone"
@@ -71,7 +71,8 @@ def test_a_single_row_that_does_not_fit(capsys: pytest.CaptureFixture[str]):
     def work(parts: list[Batch]) -> None:
         raise MemoryError("no room")
 
-    with Microbatches(nn.Linear(1, 1), 2) as micro, pytest.raises(TrainingError) as caught:
+    micro = Microbatches(nn.Linear(1, 1), 2)
+    with pytest.raises(TrainingError) as caught:
         micro.run(work, batch(2))
     assert caught.value.what == "rank 0 ran out of memory with a single sequence: no room"
     assert capsys.readouterr().err.startswith("out of memory on rank 0: micro-batches of 1 rows from now on, not 2.")
@@ -89,7 +90,8 @@ def test_other_errors_leave_as_they_are(size: int | None, error: Exception):
         calls.append(len(parts))
         raise error
 
-    with Microbatches(nn.Linear(1, 1), 4, size) as micro, pytest.raises(type(error)) as caught:
+    micro = Microbatches(nn.Linear(1, 1), 4, size)
+    with pytest.raises(type(error)) as caught:
         micro.run(work, batch(4))
     assert caught.value is error
     assert len(calls) == 1

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpointing.contents import Box, Contents, StoredTensor, TensorInfo
-from shardwise.checkpointing.formats.safetensors import LARGE_BYTES
 from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.pickles.torch_files import RECORD, checksum_record, read_torch_file
 from shardwise.checkpointing.pickles.torch_objects import TensorRef
@@ -163,8 +162,7 @@ class FullWriter:
         self._next, self._left = 0, 0
         files.make_folder(self._path.parent)
         files.remove_tree(self._partial)
-        is_large = fsync and sum(tensor.num_bytes for tensor in self.order) >= LARGE_BYTES
-        self._file = files.create(self._partial, large=is_large)
+        self._file = files.create(self._partial)
         self._is_open = True
         self._file.append([self._stream.opening(self._pickled)])
 

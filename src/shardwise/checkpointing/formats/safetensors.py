@@ -285,8 +285,6 @@ def _broken(path: files.Place, what: str, why: str) -> CheckpointError:
     return CheckpointError(what, where=str(path), why=why, fix=_GET_AGAIN)
 
 
-LARGE_BYTES = 64 << 20
-"""From here on a file that is synced anyhow is written past the page cache."""
 NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
 """torch's names of dtypes, and the format's."""
 _ALIGNMENT = 64
@@ -306,8 +304,7 @@ class SafetensorsFile:
         self._checksums: dict[str, tuple[int, ...]] = {tensor.name: () for tensor in tensors}
         self._hasher = BlockHasher()
         self._waiting = [(tensor.name, tensor.num_bytes) for tensor in tensors if tensor.num_bytes]
-        is_large = fsync and sum(tensor.num_bytes for tensor in tensors) >= LARGE_BYTES
-        self._file = files.create(path, large=is_large)
+        self._file = files.create(path)
         self._is_open = True
         self._file.append([self._header(is_final=False)])
 

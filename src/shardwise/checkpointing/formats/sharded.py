@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,62 +13,14 @@ import xxhash
 
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor
 from shardwise.checkpointing.formats.values import decode_value
-from shardwise.checkpointing.pickles.zip_files import Call, Global, Instance, Pairs, dumps, tensor_frame
+from shardwise.checkpointing.pickles.zip_files import Call, Instance, Pairs, dumps, known_global, tensor_frame
 from shardwise.checkpointing.storage.files import Place, Writer, check_name, create, join, read_small, split
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum, counting, from_hex, to_hex
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
 
-POINTS = (
-    "folder-made",
-    "file-created",
-    "file-half-written",
-    "file-written",
-    "file-synced",
-    "metadata-written",
-    "manifest-half-written",
-    "manifest-written",
-    "partial-synced",
-    "renamed",
-    "parent-synced",
-    "retired",
-    "removed",
-)
-"""In the order in which a save, and the removal of an old checkpoint after it, reach them."""
-
-_strike: Callable[[str], None] | None = None
-
-
-def reach(point: str) -> None:
-    """Say that `point` is reached."""
-    if _strike is not None:
-        _strike(point)
-
-
-def arm(strike: Callable[[str], None] | None) -> None:
-    """Call `strike` with the name of every point reached from now on in this process; None disarms."""
-    global _strike
-    _strike = strike
-
-
-def kill_at(point: str, arrival: int = 1) -> None:
-    """Die by SIGKILL, as a machine does, on the `arrival`-th time that `point` is reached."""
-    if point not in POINTS:
-        raise ValueError(f"no such point: {point}")
-    arrivals = 0
-
-    def strike(reached: str) -> None:
-        nonlocal arrivals
-        arrivals += reached == point
-        if arrivals == arrival:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    arm(strike)
-
-
 _BATCH_BYTES = 8 << 20
 _BATCH_BUFFERS = 512
-_LARGE_BYTES = 32 << 20  # below, a thread and buffers of its own are not worth it
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +114,11 @@ def write_rank_file(
             _check(item)
         total = sum(map(_num_bytes, items))
     layout = _Layout(split(path)[1], block_bytes)
-    is_large = total is None or total >= _LARGE_BYTES
-    with contextlib.closing(create(path, large=fsync and is_large)) as writer:
-        reach("file-created")
+    with contextlib.closing(create(path)) as writer:
         with counting(progress, total or 0, "writing") as count:
-            _write(writer, layout.buffers(items, values or {}), (total or 0) // 2, count)
-        reach("file-written")
+            _write(writer, layout.buffers(items, values or {}), count)
         if fsync:
             writer.sync()
-    reach("file-synced")
     return layout.record()
 
 
@@ -217,27 +163,17 @@ class _Layout:
         return data
 
 
-def _write(writer: Writer, buffers: Iterator[memoryview | bytes], half: int, count: Callable[[int], None]) -> None:
+def _write(writer: Writer, buffers: Iterator[memoryview | bytes], count: Callable[[int], None]) -> None:
     """Hand the buffers on in batches, of which each is one system call."""
     batch: list[memoryview | bytes] = []
-    waiting = written = 0
-
-    def flush() -> None:
-        nonlocal waiting, written
-        writer.append(batch)
-        if written <= half < written + waiting:
-            reach("file-half-written")
-        written += waiting
-        count(waiting)
-        batch.clear()
-        waiting = 0
-
     for buffer in buffers:
         batch.append(buffer)
-        waiting += len(buffer)
-        if waiting >= _BATCH_BYTES or len(batch) >= _BATCH_BUFFERS:
-            flush()
-    flush()
+        if len(batch) >= _BATCH_BUFFERS or sum(map(len, batch)) >= _BATCH_BYTES:
+            writer.append(batch)
+            count(sum(map(len, batch)))
+            batch.clear()
+    writer.append(batch)
+    count(sum(map(len, batch)))
 
 
 def _check(item: Item) -> None:
@@ -310,9 +246,9 @@ def _tensor_entry(parts: list[WrittenTensor]) -> Instance:
         for part in parts
     ]
     # What TensorProperties.__getstate__ gives: dtype, layout, requires_grad, memory format, pinned.
-    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory_format = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-    properties = (Global("torch", parts[0].dtype), layout, False, memory_format, False)
+    layout = Call(known_global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = Call(known_global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    properties = (known_global("torch", parts[0].dtype), layout, False, memory_format, False)
     state = {"properties": _instance("TensorProperties", properties), "size": _size(parts[0].shape), "chunks": chunks}
     return _instance("TensorStorageMetadata", state)
 
@@ -323,16 +259,16 @@ def _index(name: str, starts: tuple[int, ...] | None, number: int | None) -> Ins
 
 
 def _place(file: str, offset: int, length: int) -> Instance:
-    kind = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    kind = known_global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
     return Instance(kind, {"relative_path": file, "offset": offset, "length": length})
 
 
 def _size(sizes: tuple[int, ...]) -> Call:
-    return Call(Global("torch", "Size"), (tuple(sizes),))
+    return Call(known_global("torch", "Size"), (tuple(sizes),))
 
 
 def _instance(name: str, state: Any) -> Instance:
-    return Instance(Global(_METADATA, name), state)
+    return Instance(known_global(_METADATA, name), state)
 
 
 MANIFEST_NAME = "manifest.json"

@@ -15,7 +15,6 @@ from shardwise.checkpointing.formats.sharded import (
     FileRecord,
     Header,
     manifest_bytes,
-    reach,
     torch_metadata,
 )
 from shardwise.checkpointing.storage.files import (
@@ -70,7 +69,6 @@ def begin_checkpoint(folder: Place) -> Place:
     partial = partial_of(folder)
     remove_tree(partial)  # left over from a save that was interrupted
     make_folder(partial)
-    reach("folder-made")
     return partial
 
 
@@ -95,22 +93,17 @@ def commit_checkpoint(folder: Place, records: Iterable[FileRecord], header: Head
     manifest = manifest_bytes(records, header, {METADATA_NAME: metadata})
     _refuse_uncovered(records, folder)
     _write_small(join(partial, METADATA_NAME), metadata, fsync=fsync)
-    reach("metadata-written")
-    _write_small(join(partial, MANIFEST_NAME), manifest, fsync=fsync, halfway="manifest-half-written")
-    reach("manifest-written")
+    _write_small(join(partial, MANIFEST_NAME), manifest, fsync=fsync)
     if isinstance(folder, str) or isinstance(partial, str):
         return
     if fsync:
         sync_folder(partial)
-    reach("partial-synced")
     with os_errors("give the checkpoint its name", folder):
         os.rename(partial, folder)
-    reach("renamed")
     if fsync:
         sync_folder(folder.parent)
         with contextlib.suppress(CheckpointError):  # the first save may have made the run's folder, in one not ours
             sync_folder(folder.parent.parent)
-    reach("parent-synced")
 
 
 def _refuse_uncovered(records: Iterable[FileRecord], folder: Place) -> None:
@@ -155,16 +148,13 @@ def remove_checkpoint(folder: Place) -> None:
     """
     if isinstance(folder, str):
         remove_tree(join(folder, MANIFEST_NAME))
-        reach("retired")
         remove_tree(folder)
     else:
         retired = folder.with_name(folder.name + _REMOVING)
         remove_tree(retired)
         with os_errors("remove the checkpoint", folder), contextlib.suppress(FileNotFoundError):
             os.rename(folder, retired)
-        reach("retired")
         remove_tree(retired)
-    reach("removed")
 
 
 def sweep(root: str | Place) -> list[Place]:
@@ -189,11 +179,8 @@ def sweep(root: str | Place) -> list[Place]:
     return leftovers
 
 
-def _write_small(path: Place, data: bytes, *, fsync: bool, halfway: str = "") -> None:
+def _write_small(path: Place, data: bytes, *, fsync: bool) -> None:
     with contextlib.closing(create(path)) as writer:
-        writer.append([data[: len(data) // 2]])
-        if halfway:
-            reach(halfway)
-        writer.append([data[len(data) // 2 :]])
+        writer.append([data])
         if fsync:
             writer.sync()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 from shardwise.errors import CheckpointError
 
+MAX_PICKLE_BYTES = 256 << 20
 _FREE_OBJECTS = 1 << 16
-_MAX_INT_BYTES = 16
 _KEYS = (str, int, float, bytes, type(None))
 
 
@@ -61,295 +63,152 @@ class Damaged(Exception):
     """The pickle is cut off or inconsistent."""
 
 
-def run_pickle(data: bytes, allowed: Mapping[str, Symbol], persistent_load: Callable[[Any], Any] | None = None) -> Any:
-    """Carry a pickle out and return what it leaves.
-
-    Args:
-        data: The pickle.
-        allowed: What each name stands for.
-        persistent_load: Turns a persistent id into a value.
-
-    Raises:
-        Refused: It asks for what no checkpoint needs.
-        Damaged: It is no whole pickle; as are IndexError, ValueError, TypeError, KeyError, AttributeError and
-            struct.error, which reading past the end or out of order gives.
-    """
-    return _Machine(data, allowed, persistent_load).run()
+# The unpickler in Python, whose instructions can be replaced; stubs know only the one in C.
+_PythonUnpickler: Any = vars(pickle)["_Unpickler"]
 
 
-class _Machine:
-    """One run over one pickle."""
+class _Unpickler(_PythonUnpickler):
+    """Python's own, without the instructions that no checkpoint needs, and with the ones that call replaced."""
 
     def __init__(
         self, data: bytes, allowed: Mapping[str, Symbol], persistent_load: Callable[[Any], Any] | None
     ) -> None:
-        self.data = data
-        self.at = 0
-        self.allowed = allowed
-        self.persistent_load = persistent_load
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+        super().__init__(_Whole(data))
+        self._allowed, self._persistent_load = allowed, persistent_load
         # A byte of pickle can ask for a container of 200; real ones have fewer than one object in four bytes.
-        self.objects_left = _FREE_OBJECTS + len(data) // 2
+        self.objects_left = _FREE_OBJECTS + len(data) // 3
 
-    def run(self) -> Any:
-        data, dispatch = self.data, _DISPATCH
-        while True:
-            opcode = data[self.at]
-            self.at += 1
-            if opcode == 0x2E:  # STOP
-                return self.stack.pop()
-            step = dispatch.get(opcode)
-            if step is None:
-                raise Refused(f"the pickle uses the instruction {opcode:#04x}, which no checkpoint needs")
-            step(self)
-
-    # Reading the program
-
-    def take(self, length: int) -> bytes:
-        end = self.at + length
-        if end > len(self.data):
-            raise Damaged(f"it ends after {len(self.data)} bytes, in the middle of a value")
-        part = self.data[self.at : end]
-        self.at = end
-        return part
-
-    def number(self, layout: struct.Struct) -> Any:
-        (value,) = layout.unpack_from(self.data, self.at)
-        self.at += layout.size
-        return value
-
-    def line(self) -> str:
-        end = self.data.index(b"\n", self.at)
-        text = self.data[self.at : end].decode()
-        self.at = end + 1
-        return text
-
-    # The stack
-
-    def count(self, objects: int = 1) -> None:
-        self.objects_left -= objects
-        if self.objects_left < 0:
-            raise Damaged(f"its {len(self.data)} bytes ask for too many objects")
-
-    def container(self, value: Any) -> None:
-        self.count()
-        self.stack.append(value)
-
-    def since_mark(self) -> list[Any]:
-        start = self.marks.pop()
-        values = self.stack[start:]
-        del self.stack[start:]
-        return values
-
-    def remember(self, index: int) -> None:
-        self.count()
-        self.memo[index] = self.stack[-1]
-
-    def recall(self, index: int) -> None:
-        self.stack.append(self.memo[index])
-
-    # What values do
-
-    def name(self, module: Any, qualified: Any) -> None:
-        name = f"{module}.{qualified}"
-        symbol = self.allowed.get(name)
+    def find_class(self, module: str, name: str) -> Symbol:
+        """The symbol that stands for a name; nothing is imported."""
+        symbol = self._allowed.get(f"{module}.{name}")
         if symbol is None:
-            raise Refused(f"the pickle asks for {name!r}, which no checkpoint needs")
-        self.stack.append(symbol)
+            raise Refused(f"the pickle asks for '{module}.{name}', which no checkpoint needs")
+        return symbol
 
-    def make(self, symbol: Any, args: Any, kwargs: Any = None) -> None:
+    def persistent_load(self, pid: Any) -> Any:
+        """What stands for a storage."""
+        if self._persistent_load is None:
+            raise Refused("the pickle refers to storages outside it, which this file cannot have")
+        return self._persistent_load(pid)
+
+    def make(self, symbol: Any, args: Any, kwargs: Any) -> None:
+        """What a call leaves: a record, or what our own function returns."""
         if not isinstance(symbol, Symbol) or symbol.make is None:
             raise Refused(f"the pickle calls {symbol!r}, which may only be named")
         if not isinstance(args, tuple):
             raise Damaged("arguments that are no tuple")
-        self.container(symbol.make(*args, **(kwargs or {})))
+        self.append(symbol.make(*args, **kwargs))
 
-    def set_pairs(self, target: Any, values: list[Any]) -> None:
-        if len(values) % 2:
-            raise Damaged("a key without a value")
-        pairs = zip(values[::2], values[1::2], strict=True)
+    def set_items(self, values: list[Any]) -> None:
+        """Set keys and values, one after another, in the dictionary or record on the stack."""
+        target = self.stack[-1]
+        pairs = list(zip(values[::2], values[1::2], strict=True))
         if isinstance(target, Record):
             target.pairs.extend(pairs)
-            return
-        if type(target) is not dict:
-            raise Damaged(f"items set in a {type(target).__name__}")
-        for key, value in pairs:
-            _check_key(key)
-            target[key] = value
-
-    def append(self, target: Any, values: list[Any]) -> None:
-        if isinstance(target, Record):
-            target.items.extend(values)
-        elif type(target) is list:
-            target.extend(values)
+        elif type(target) is dict:
+            target.update((_checked_key(key), value) for key, value in pairs)
         else:
+            raise Damaged(f"items set in a {type(target).__name__}")
+
+    def append_items(self, values: list[Any]) -> None:
+        """Append to the list or record on the stack."""
+        target = self.stack[-1]
+        if not isinstance(target, (Record, list)):
             raise Damaged(f"items appended to a {type(target).__name__}")
+        (target.items if isinstance(target, Record) else target).extend(values)
 
-    def build(self, target: Any, state: Any) -> None:
-        if isinstance(target, Record):
-            target.state = state
-        elif type(target) is not dict:  # an OrderedDict's attributes (`_metadata` of a state dict) are of no use
-            raise Damaged(f"state given to a {type(target).__name__}")
+    def add_items(self, values: list[Any]) -> None:
+        """Add to the set on the stack."""
+        if type(self.stack[-1]) is not set:
+            raise Damaged(f"elements added to a {type(self.stack[-1]).__name__}")
+        self.stack[-1].update(map(_checked_key, values))
 
-    def persistent(self, identity: Any) -> None:
-        if self.persistent_load is None:
-            raise Refused("the pickle refers to storages outside it, which this file cannot have")
-        self.container(self.persistent_load(identity))
+    def set_state(self, state: Any) -> None:
+        """Note the state of the record on the stack."""
+        if isinstance(self.stack[-1], Record):
+            self.stack[-1].state = state
+        elif type(self.stack[-1]) is not dict:  # an OrderedDict's attributes (`_metadata` of a state dict)
+            raise Damaged(f"state given to a {type(self.stack[-1]).__name__}")
+
+    def new_frozenset(self, values: list[Any]) -> None:
+        """A set of values."""
+        self.append(frozenset(map(_checked_key, values)))
+
+    def new_dict(self, values: list[Any]) -> None:
+        """A dictionary of keys and values, one after another."""
+        self.append({})
+        self.set_items(values)
 
 
-def _check_key(key: Any) -> None:
+class _Whole(io.BytesIO):
+    """Bytes that are never read beyond their end."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        if size is not None and len(data) < size:
+            raise Damaged("it ends in the middle of a value")
+        return data
+
+
+def _checked_key(key: Any) -> Any:
     # Hashing a tuple of tuples of tuples visits every path to every leaf: a few hundred bytes can take years.
-    if isinstance(key, tuple) and all(isinstance(part, _KEYS) for part in key):
-        return
-    if not isinstance(key, (*_KEYS, Symbol, Record)):
+    is_flat_tuple = isinstance(key, tuple) and all(isinstance(part, _KEYS) for part in key)
+    if not is_flat_tuple and not isinstance(key, (*_KEYS, Symbol, Record)):
         raise Damaged(f"a dictionary key that is a {type(key).__name__}")
+    return key
 
 
-def _set_of(machine: _Machine, values: list[Any]) -> list[Any]:
-    for value in values:
-        _check_key(value)
-    machine.count(len(values))
-    return values
-
-
-def _integer(machine: _Machine, length: int) -> None:
-    if not 0 <= length <= _MAX_INT_BYTES:
-        raise Damaged(f"an integer of {length} bytes")
-    machine.stack.append(int.from_bytes(machine.take(length), "little", signed=True))
-
-
-def _tuple_of_last(machine: _Machine, length: int) -> None:
-    values = tuple(machine.stack[-length:])
-    if len(values) < length:
-        raise Damaged("a tuple without its elements")
-    del machine.stack[-length:]
-    machine.container(values)
-
-
-def _named_by_stack(machine: _Machine) -> None:
-    qualified, module = machine.stack.pop(), machine.stack.pop()
-    if not (isinstance(module, str) and isinstance(qualified, str)):
-        raise Damaged("a name that is no text")
-    machine.name(module, qualified)
-
-
-def _reduce(machine: _Machine) -> None:
+def _reduce(machine: _Unpickler) -> None:
     args, symbol = machine.stack.pop(), machine.stack.pop()
-    machine.make(symbol, args)
+    machine.make(symbol, args, {})
 
 
-def _new_with_keywords(machine: _Machine) -> None:
+def _new_with_keywords(machine: _Unpickler) -> None:
     kwargs, args, symbol = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
     machine.make(symbol, args, kwargs)
 
 
-def _append_one(machine: _Machine) -> None:
-    value = machine.stack.pop()
-    machine.append(machine.stack[-1], [value])
+def _counted(step: Callable[[_Unpickler], None]) -> Callable[[_Unpickler], None]:
+    def counted(machine: _Unpickler) -> None:
+        machine.objects_left -= 1
+        if machine.objects_left < 0:
+            raise Damaged("it asks for too many objects")
+        step(machine)
+
+    return counted
 
 
-def _append_many(machine: _Machine) -> None:
-    values = machine.since_mark()
-    machine.append(machine.stack[-1], values)
+class _Instructions(dict[int, Callable[[Any], Any]]):
+    def __missing__(self, opcode: int) -> Any:
+        raise Refused(f"the pickle uses the instruction {opcode:#04x}, which no checkpoint needs")
 
 
-def _set_one(machine: _Machine) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    machine.set_pairs(machine.stack[-1], [key, value])
-
-
-def _set_many(machine: _Machine) -> None:
-    values = machine.since_mark()
-    machine.set_pairs(machine.stack[-1], values)
-
-
-def _dict_since_mark(machine: _Machine) -> None:
-    values = machine.since_mark()
-    machine.container({})
-    machine.set_pairs(machine.stack[-1], values)
-
-
-def _add_to_set(machine: _Machine) -> None:
-    values = machine.since_mark()
-    target = machine.stack[-1]
-    if type(target) is not set:
-        raise Damaged(f"elements added to a {type(target).__name__}")
-    target.update(_set_of(machine, values))
-
-
-def _build(machine: _Machine) -> None:
-    state = machine.stack.pop()
-    machine.build(machine.stack[-1], state)
-
-
-def _text(machine: _Machine, length: int) -> None:
-    machine.stack.append(machine.take(length).decode("utf-8", "surrogatepass"))
-
-
-def _push(value: Any) -> Callable[[_Machine], None]:
-    return lambda m: m.stack.append(value)
-
-
-_U1, _U2, _U4, _U8 = (struct.Struct(f"<{code}") for code in "BHIQ")
-_I4, _F8 = struct.Struct("<i"), struct.Struct(">d")
-
-_DISPATCH: dict[int, Callable[[_Machine], Any]] = {
-    ord("("): lambda m: m.marks.append(len(m.stack)),
-    ord("0"): lambda m: m.stack.pop(),
-    ord("1"): lambda m: m.since_mark(),
-    ord("2"): lambda m: m.stack.append(m.stack[-1]),
-    ord("N"): _push(None),
-    ord(")"): _push(()),
-    ord("}"): lambda m: m.container({}),
-    ord("]"): lambda m: m.container([]),
-    ord("J"): lambda m: m.stack.append(m.number(_I4)),
-    ord("K"): lambda m: m.stack.append(m.number(_U1)),
-    ord("M"): lambda m: m.stack.append(m.number(_U2)),
-    ord("G"): lambda m: m.stack.append(m.number(_F8)),
-    ord("X"): lambda m: _text(m, m.number(_U4)),
-    ord("B"): lambda m: m.stack.append(m.take(m.number(_U4))),
-    ord("C"): lambda m: m.stack.append(m.take(m.number(_U1))),
-    ord("a"): _append_one,
-    ord("e"): _append_many,
-    ord("s"): _set_one,
-    ord("u"): _set_many,
-    ord("d"): _dict_since_mark,
-    ord("l"): lambda m: m.container(m.since_mark()),
-    ord("t"): lambda m: m.container(tuple(m.since_mark())),
-    ord("b"): _build,
-    ord("R"): _reduce,
-    ord("Q"): lambda m: m.persistent(m.stack.pop()),
-    ord("c"): lambda m: m.name(m.line(), m.line()),
-    ord("h"): lambda m: m.recall(m.number(_U1)),
-    ord("j"): lambda m: m.recall(m.number(_U4)),
-    ord("q"): lambda m: m.remember(m.number(_U1)),
-    ord("r"): lambda m: m.remember(m.number(_U4)),
-    0x80: lambda m: m.number(_U1),  # PROTO
-    0x81: _reduce,  # NEWOBJ: the same for us
-    0x85: lambda m: _tuple_of_last(m, 1),
-    0x86: lambda m: _tuple_of_last(m, 2),
-    0x87: lambda m: _tuple_of_last(m, 3),
-    0x88: _push(True),
-    0x89: _push(False),
-    0x8A: lambda m: _integer(m, m.number(_U1)),
-    0x8B: lambda m: _integer(m, m.number(_I4)),
-    0x8C: lambda m: _text(m, m.number(_U1)),
-    0x8D: lambda m: _text(m, m.number(_U8)),
-    0x8E: lambda m: m.stack.append(m.take(m.number(_U8))),
-    0x8F: lambda m: (m.count(3), m.container(set())),
-    0x90: _add_to_set,
-    0x91: lambda m: m.container(frozenset(_set_of(m, m.since_mark()))),
-    0x92: _new_with_keywords,
-    0x93: _named_by_stack,
-    0x94: lambda m: m.remember(len(m.memo)),
-    0x95: lambda m: m.number(_U8),  # FRAME: a hint for buffered readers
-    0x96: lambda m: m.stack.append(m.take(m.number(_U8))),
+_TAKEN_OVER = b"(012N)}]JKMGXBCltQchjqr\x80\x85\x86\x87\x88\x89\x8a\x8c\x8d\x8e\x8f\x93\x94\x95."
+"""Instructions that only read data, make containers, and use the stack and the memo; and those that look names up."""
+_REPLACED: dict[str, Callable[[_Unpickler], None]] = {
+    "REDUCE": _reduce,
+    "NEWOBJ": _reduce,  # the same for us
+    "NEWOBJ_EX": _new_with_keywords,
+    "BUILD": lambda machine: machine.set_state(machine.stack.pop()),
+    "APPEND": lambda machine: machine.append_items([machine.stack.pop()]),
+    "APPENDS": lambda machine: machine.append_items(machine.pop_mark()),
+    "SETITEM": lambda machine: machine.set_items([machine.stack.pop(), machine.stack.pop()][::-1]),
+    "SETITEMS": lambda machine: machine.set_items(machine.pop_mark()),
+    "DICT": lambda machine: machine.new_dict(machine.pop_mark()),
+    "ADDITEMS": lambda machine: machine.add_items(machine.pop_mark()),
+    "FROZENSET": lambda machine: machine.new_frozenset(machine.pop_mark()),
 }
+_COUNTED = b"}]ltdQRqr\x81\x85\x86\x87\x8f\x91\x92\x94"
+"""Instructions that make an object, or a place in the memo."""
 
 
-MAX_PICKLE_BYTES = 256 << 20
+def _instructions() -> _Instructions:
+    steps = {opcode: _Unpickler.dispatch[opcode] for opcode in _TAKEN_OVER}
+    steps |= {getattr(pickle, name)[0]: step for name, step in _REPLACED.items()}
+    return _Instructions(steps | {opcode: _counted(steps[opcode]) for opcode in _COUNTED})
+
+
+_Unpickler.dispatch = _instructions()
 
 
 def record(name: str) -> Symbol:
@@ -404,7 +263,7 @@ def load_pickle(
     if len(data) > max_bytes:
         raise _damaged(where, f"a pickle of more than {max_bytes} bytes", "no checkpoint needs one so large")
     try:
-        return run_pickle(bytes(data), allowed, persistent_load)
+        return _Unpickler(bytes(data), allowed, persistent_load).load()
     except Refused as refusal:
         raise CheckpointError(
             str(refusal),
@@ -413,7 +272,16 @@ def load_pickle(
             fix="get the file again from a source you trust; if you trust it as it is, load it with torch yourself "
             "and save it anew (save_weights, or safetensors)",
         ) from None
-    except (Damaged, IndexError, struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (
+        Damaged,
+        pickle.UnpicklingError,
+        IndexError,
+        struct.error,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ) as error:
         raise _damaged(where, "a pickle that cannot be read", f"{error or type(error).__name__}") from None
 
 

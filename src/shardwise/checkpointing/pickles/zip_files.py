@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import io
+import pickle
 import struct
+import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from shardwise.checkpointing.contents import ITEM_BYTES
 from shardwise.errors import CheckpointError
@@ -18,16 +22,16 @@ MAX32 = 0xFFFFFFFF
 _MAX_DIRECTORY_BYTES = 1 << 28
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Where one record of a stream lies."""
-
-    header_offset: int
-    """The byte of the stream at which its local header starts."""
-    num_bytes: int
-    name: str
-    crc: int = 0
-    """CRC-32 of its data; torch writes it and never looks at it, ours is 0 for tensors."""
+_ZIP_ERRORS = (
+    OSError,
+    ValueError,
+    NotImplementedError,
+    RuntimeError,
+    EOFError,
+    OverflowError,
+    IndexError,
+    struct.error,
+)
 
 
 class ZipIndex:
@@ -41,14 +45,21 @@ class ZipIndex:
 
     def __init__(self, read: Callable[[int, int], bytes], num_bytes: int, *, where: str) -> None:
         self._read, self._num_bytes, self._where = read, num_bytes, where
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, zipfile.ZipInfo] = {}
         """By name, without the archive's own name in front."""
         self.archive = ""
         """That name: torch takes the name of the file it writes, without its ending."""
-        count, size, begin = self._find_directory()
-        if size > min(_MAX_DIRECTORY_BYTES, num_bytes) or begin + size > num_bytes or count * 46 > size:
-            raise self._damaged("its directory has an impossible size")
-        self._parse(read(begin, size), count)
+        try:
+            found = zipfile.ZipFile(_Stream(read, num_bytes)).infolist()
+        except (zipfile.BadZipFile, *_ZIP_ERRORS) as error:
+            raise self._damaged(f"its directory cannot be read: {error}") from None
+        for info in found:
+            self.archive, _, name = info.filename.partition("/")
+            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+                raise self._damaged(f"its record {name} is compressed, which torch.save never does")
+            if name in self.records:
+                raise self._damaged(f"it has two records {name}")
+            self.records[name] = info
 
     def read_record(self, name: str, limit: int) -> bytes:
         """All bytes of a small record."""
@@ -59,52 +70,16 @@ class ZipIndex:
 
     def locate(self, name: str) -> tuple[int, int]:
         """The byte of the stream at which a record's data start, and how many there are."""
-        if (record := self.records.get(name)) is None:
+        if (info := self.records.get(name)) is None:
             raise self._damaged(f"it has no record {name}")
-        head = self._read(record.header_offset, 30) if record.header_offset + 30 <= self._num_bytes else b""
+        start = info.header_offset
+        head = self._read(start, 30) if 0 <= start <= self._num_bytes - 30 else b""
         if head[:4] != LOCAL:
             raise self._damaged(f"its record {name} does not start where the directory says")
-        label_bytes, extra_bytes = struct.unpack_from("<HH", head, 26)
-        offset = record.header_offset + 30 + label_bytes + extra_bytes
-        if offset + record.num_bytes > self._num_bytes:
+        offset = start + 30 + sum(struct.unpack_from("<HH", head, 26))
+        if offset + info.file_size > self._num_bytes:
             raise self._damaged(f"its record {name} ends beyond the end")
-        return offset, record.num_bytes
-
-    def _find_directory(self) -> tuple[int, int, int]:
-        tail_bytes = min(self._num_bytes, 22 + 20 + 56)
-        tail = self._read(self._num_bytes - tail_bytes, tail_bytes)
-        at = tail.rfind(END)
-        if at < 0 or len(tail) - at < 22:
-            raise self._damaged("it has no end of a zip file")
-        count, size, begin = struct.unpack_from("<HII", tail, at + 10)
-        locator = tail[at - 20 : at] if at >= 20 else b""
-        if locator[:4] == LOCATOR64:
-            (at64,) = struct.unpack_from("<Q", locator, 8)
-            end64 = self._read(at64, 56) if at64 + 56 <= self._num_bytes else b""
-            if end64[:4] != END64:
-                raise self._damaged("its 64-bit directory is not where it should be")
-            count, size, begin = struct.unpack_from("<QQQ", end64, 32)
-        return count, size, begin
-
-    def _parse(self, directory: bytes, count: int) -> None:
-        at = 0
-        for _ in range(count):
-            if directory[at : at + 4] != CENTRAL or at + 46 > len(directory):
-                raise self._damaged("its directory is broken")
-            (method,) = struct.unpack_from("<H", directory, at + 10)
-            crc, packed, size = struct.unpack_from("<III", directory, at + 16)
-            label_bytes, extra_bytes, comment_bytes = struct.unpack_from("<HHH", directory, at + 28)
-            (offset,) = struct.unpack_from("<I", directory, at + 42)
-            label = directory[at + 46 : at + 46 + label_bytes].decode("utf-8", "replace")
-            extra = directory[at + 46 + label_bytes : at + 46 + label_bytes + extra_bytes]
-            size, packed, offset = _with_zip64(extra, size, packed, offset)
-            self.archive, _, name = label.partition("/")
-            if method != 0 or packed != size:
-                raise self._damaged(f"its record {name} is compressed, which torch.save never does")
-            if name in self.records:
-                raise self._damaged(f"it has two records {name}")
-            self.records[name] = Record(offset, size, name, crc)
-            at += 46 + label_bytes + extra_bytes + comment_bytes
+        return offset, info.file_size
 
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(
@@ -115,19 +90,31 @@ class ZipIndex:
         )
 
 
-def _with_zip64(extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:
-    """The three numbers, from the 64-bit field where the 32-bit ones are full."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<HH", extra, at)
-        if kind == 1:
-            field = extra[at + 4 : at + 4 + length]
-            wide = list(struct.unpack(f"<{len(field) // 8}Q", field[: len(field) // 8 * 8]))
-            size = wide.pop(0) if size == MAX32 and wide else size
-            packed = wide.pop(0) if packed == MAX32 and wide else packed
-            offset = wide.pop(0) if offset == MAX32 and wide else offset
-        at += 4 + length
-    return size, packed, offset
+class _Stream(io.BytesIO):
+    """Bytes of a file that are read when they are asked for, and never too many at once."""
+
+    def __init__(self, read: Callable[[int, int], bytes], num_bytes: int) -> None:
+        super().__init__()
+        self._read, self._num_bytes, self._at = read, num_bytes, 0
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        at = (0, self._at, self._num_bytes)[whence] + offset
+        if at < 0:
+            raise OSError("a place before the start")
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int | None = None, /) -> bytes:
+        left = max(self._num_bytes - self._at, 0)
+        size = left if size is None or size < 0 else min(size, left)
+        if size > _MAX_DIRECTORY_BYTES:
+            raise ValueError(f"a directory of {size:,} bytes")
+        data = self._read(self._at, size) if size else b""
+        self._at += size
+        return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +123,10 @@ class Global:
 
     module: str
     name: str
+
+
+known_global = functools.cache(Global)
+"""The same object for the same name, so that a pickle names it once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,135 +168,66 @@ def dumps(value: Any) -> bytes:
     Raises:
         CheckpointError: Something in it is of another type.
     """
-    encoder = _Encoder()
-    encoder.put(value)
-    return b"\x80\x02" + b"".join(encoder.parts) + b"."
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2, fix_imports=False).dump(value)
+    return buffer.getvalue()
 
 
-class _Encoder:
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self._memo: dict[Any, bytes] = {}
+# The pickler in Python, which can write names of what is not there; stubs know only the one in C.
+_PythonPickler: Any = vars(pickle)["_Pickler"]
 
-    def put(self, value: Any) -> None:
-        """Append the opcodes that leave `value` on the reader's stack."""
+
+class _Pickler(_PythonPickler):
+    """Python's own for plain values; classes and functions are written by name, and need not be there."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Refuse what is of another type than those known, which would run code when it is read."""
         # By exact type: an IntEnum or a str subclass would come back as something else.
-        if (method := _METHODS.get(type(value))) is None:
-            raise CheckpointError(
-                f"cannot store a value of type {type(value).__module__}.{type(value).__qualname__}",
-                why="a checkpoint holds tensors and plain Python values only, so that reading one runs no code",
-                fix="turn it into numbers, text, lists, dictionaries or tensors in your state_dict()",
-            )
-        method(self, value)
+        if type(obj) in self.dispatch:
+            return NotImplemented
+        raise CheckpointError(
+            f"cannot store a value of type {type(obj).__module__}.{type(obj).__qualname__}",
+            why="a checkpoint holds tensors and plain Python values only, so that reading one runs no code",
+            fix="turn it into numbers, text, lists, dictionaries or tensors in your state_dict()",
+        )
 
-    def _remembered(self, key: Any, write: Callable[[], None]) -> None:
-        """Write `key` the first time, refer to it from then on."""
-        if (reference := self._memo.get(key)) is not None:
-            self.parts.append(reference)
-            return
-        write()
-        index = len(self._memo)
-        short = index < 256
-        self.parts.append(b"q" + bytes([index]) if short else b"r" + struct.pack("<I", index))
-        self._memo[key] = b"h" + bytes([index]) if short else b"j" + struct.pack("<I", index)
+    def persistent_id(self, obj: Any) -> Any:
+        """A storage stands in the pickle as its identity."""
+        return obj.identity if isinstance(obj, Persistent) else None
 
-    def _none(self, value: None) -> None:
-        self.parts.append(b"N")
+    def _save_global(self, value: Global) -> None:
+        self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
+        self.memoize(value)
 
-    def _bool(self, value: bool) -> None:
-        self.parts.append(b"\x88" if value else b"\x89")
+    def _save_call(self, value: Call) -> None:
+        self.save(value.function)
+        self.save(value.arguments)
+        self.write(pickle.REDUCE)
 
-    def _int(self, value: int) -> None:
-        if 0 <= value < 256:
-            self.parts.append(b"K" + bytes([value]))
-        elif -(1 << 31) <= value < 1 << 31:
-            self.parts.append(b"J" + struct.pack("<i", value))
-        else:
-            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            if len(data) < 256:
-                self.parts.append(b"\x8a" + bytes([len(data)]) + data)
-            else:
-                self.parts.append(b"\x8b" + struct.pack("<i", len(data)) + data)
+    def _save_instance(self, value: Instance) -> None:
+        self.save(value.kind)
+        self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+        self.save(value.state)
+        self.write(pickle.BUILD)
 
-    def _float(self, value: float) -> None:
-        self.parts.append(b"G" + struct.pack(">d", value))
+    def _save_pairs(self, value: Pairs) -> None:
+        self.write(pickle.EMPTY_DICT + pickle.MARK)
+        for key, item in value.pairs:
+            self.save(key)
+            self.save(item)
+        self.write(pickle.SETITEMS)
 
-    def _str(self, value: str) -> None:
-        data = value.encode("utf-8", "surrogatepass")
-        self._remembered(value, lambda: self.parts.append(b"X" + struct.pack("<I", len(data)) + data))
+    def _save_bytes(self, value: bytes) -> None:
+        self._save_call(Call(known_global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
 
-    def _bytes(self, value: bytes) -> None:
-        self._call(Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
+    def _save_set(self, value: set[Any]) -> None:
+        self._save_call(Call(known_global("builtins", "set"), (list(value),)))
 
-    def _tuple(self, value: tuple[Any, ...]) -> None:
-        if not value:
-            self.parts.append(b")")
-            return
-        if len(value) > 3:
-            self.parts.append(b"(")
-        for each in value:
-            self.put(each)
-        self.parts.append({1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value), b"t"))
-
-    def _list(self, value: list[Any]) -> None:
-        self.parts.append(b"]")
-        if value:
-            self.parts.append(b"(")
-            for each in value:
-                self.put(each)
-            self.parts.append(b"e")
-
-    def _dict(self, value: dict[Any, Any]) -> None:
-        self._pairs(Pairs(tuple(value.items())))
-
-    def _pairs(self, value: Pairs) -> None:
-        self.parts.append(b"}")
-        if value.pairs:
-            self.parts.append(b"(")
-            for key, each in value.pairs:
-                self.put(key)
-                self.put(each)
-            self.parts.append(b"u")
-
-    def _set(self, value: set[Any]) -> None:
-        self._call(Call(Global("builtins", "set"), (list(value),)))
-
-    def _global(self, value: Global) -> None:
-        self._remembered(value, lambda: self.parts.append(f"c{value.module}\n{value.name}\n".encode()))
-
-    def _call(self, value: Call) -> None:
-        self._global(value.function)
-        self._tuple(value.arguments)
-        self.parts.append(b"R")
-
-    def _instance(self, value: Instance) -> None:
-        self._global(value.kind)
-        self.parts.append(b")\x81")
-        self.put(value.state)
-        self.parts.append(b"b")
-
-    def _persistent(self, value: Persistent) -> None:
-        self._tuple(value.identity)
-        self.parts.append(b"Q")
-
-
-_METHODS: dict[type, Callable[[_Encoder, Any], None]] = {
-    type(None): _Encoder._none,
-    bool: _Encoder._bool,
-    int: _Encoder._int,
-    float: _Encoder._float,
-    str: _Encoder._str,
-    bytes: _Encoder._bytes,
-    tuple: _Encoder._tuple,
-    list: _Encoder._list,
-    dict: _Encoder._dict,
-    set: _Encoder._set,
-    Global: _Encoder._global,
-    Call: _Encoder._call,
-    Instance: _Encoder._instance,
-    Persistent: _Encoder._persistent,
-    Pairs: _Encoder._pairs,
-}
+    dispatch: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
+        kind: _PythonPickler.dispatch[kind] for kind in (type(None), bool, int, float, str, tuple, list, dict)
+    }
+    dispatch |= {Global: _save_global, Call: _save_call, Instance: _save_instance, Pairs: _save_pairs}
+    dispatch |= {bytes: _save_bytes, set: _save_set}
 
 
 _PREFIX = "archive/"
@@ -419,14 +341,20 @@ def tensor_call(dtype: str, shape: Sequence[int], key: str) -> Call:
     num_elements = 1
     for size in sizes:
         num_elements *= size
-    no_hooks = Call(Global("collections", "OrderedDict"), ())
+    no_hooks = Call(known_global("collections", "OrderedDict"), ())
     if (storage := _STORAGES.get(dtype)) is not None:
-        identity = ("storage", Global("torch", storage), key, "cpu", num_elements)
-        rebuild = Global("torch._utils", "_rebuild_tensor_v2")
+        identity = ("storage", known_global("torch", storage), key, "cpu", num_elements)
+        rebuild = known_global("torch._utils", "_rebuild_tensor_v2")
         return Call(rebuild, (Persistent(identity), 0, sizes, strides, False, no_hooks))
-    identity = ("storage", Global("torch.storage", "UntypedStorage"), key, "cpu", num_elements * ITEM_BYTES[dtype])
-    rebuild = Global("torch._utils", "_rebuild_tensor_v3")
-    return Call(rebuild, (Persistent(identity), 0, sizes, strides, False, no_hooks, Global("torch", dtype)))
+    identity = (
+        "storage",
+        known_global("torch.storage", "UntypedStorage"),
+        key,
+        "cpu",
+        num_elements * ITEM_BYTES[dtype],
+    )
+    rebuild = known_global("torch._utils", "_rebuild_tensor_v3")
+    return Call(rebuild, (Persistent(identity), 0, sizes, strides, False, no_hooks, known_global("torch", dtype)))
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -8,10 +8,9 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from shardwise.checkpointing.storage import remote_files
-from shardwise.checkpointing.storage.direct_io import DirectFile, DirectReader
 from shardwise.errors import CheckpointError
 
 _MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS
@@ -22,12 +21,10 @@ class LocalReader:
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._direct = DirectReader(self._descriptor)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
         """Fill the buffers from `offset` on; fewer bytes come back than they hold only where the file ends."""
-        total = self._direct.read_into(offset, buffers)
-        waiting = _drop([buffer for buffer in buffers if len(buffer)], total)
+        total, waiting = 0, [buffer for buffer in buffers if len(buffer)]
         while waiting:
             count = os.preadv(self._descriptor, waiting[:_MAX_VECTORS], offset + total)
             if count == 0:
@@ -38,7 +35,6 @@ class LocalReader:
 
     def close(self) -> None:
         """Give the file back."""
-        self._direct.close()
         os.close(self._descriptor)
 
 
@@ -182,13 +178,12 @@ class Writer:
 
     Args:
         path: Must not be there yet.
-        large: It will be large and synced: write it past the page cache, where the file system can.
     """
 
-    def __init__(self, path: Place, *, large: bool) -> None:
+    def __init__(self, path: Place) -> None:
         self._path = path
         with os_errors("create the file", path):
-            self._file = _new_file(path, large)
+            self._file = remote_files.RemoteWriter(path) if isinstance(path, str) else LocalWriter(path)
 
     def append(self, buffers: Sequence[memoryview | bytes]) -> None:
         """Write the buffers after what is there."""
@@ -211,9 +206,9 @@ def open_reader(path: Place) -> Reader:
     return Reader(path)
 
 
-def create(path: Place, *, large: bool = False) -> Writer:
+def create(path: Place) -> Writer:
     """Create a file that must not be there yet; see `Writer`."""
-    return Writer(path, large=large)
+    return Writer(path)
 
 
 def size_of(path: Place) -> int | None:
@@ -297,24 +292,3 @@ def remove_tree(path: Place) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-class _File(Protocol):
-    """What writes, wherever it is."""
-
-    def append(self, buffers: Sequence[memoryview | bytes]) -> None: ...
-    def sync(self) -> None: ...
-    def close(self) -> None: ...
-
-
-def _new_file(path: Place, large: bool) -> _File:
-    if isinstance(path, str):
-        return remote_files.RemoteWriter(path)
-    if large:
-        try:
-            return DirectFile(path)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            path.unlink(missing_ok=True)  # Linux makes the file before it refuses to write it directly
-    return LocalWriter(path)

@@ -13,8 +13,6 @@ import xxhash
 from shardwise.progress import Progress
 from shardwise.units import format_bytes, format_seconds
 
-_MIN_UNLOCKED = 64 << 10  # below, taking the lock again costs more than the copy
-
 
 def bytes_of(memory: Any) -> memoryview:
     """The bytes of a contiguous CPU tensor, or of anything that has the buffer protocol.
@@ -32,46 +30,6 @@ def bytes_of(memory: Any) -> memoryview:
     array = (ctypes.c_ubyte * num_bytes).from_address(memory.data_ptr())
     array.keep_alive = memory
     return memoryview(array).cast("B")
-
-
-def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy without holding the interpreter's lock, so that other threads go on meanwhile."""
-    if len(source) < _MIN_UNLOCKED:
-        target[:] = source
-        return
-    if len(target) != len(source):
-        raise ValueError(f"{len(source)} bytes do not fit {len(target)}")
-    with _address(target) as to, _address(source) as start:
-        ctypes.memmove(to, start, len(source))
-
-
-class _Buffer(ctypes.Structure):
-    """`Py_buffer` of the buffer protocol; only where it starts is of interest."""
-
-    _fields_ = (
-        ("start", ctypes.c_void_p),
-        ("owner", ctypes.py_object),
-        ("length", ctypes.c_ssize_t),
-        ("item_bytes", ctypes.c_ssize_t),
-        ("is_readonly", ctypes.c_int),
-        ("num_dims", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-@contextlib.contextmanager
-def _address(view: memoryview) -> Iterator[int]:
-    """Where the view's bytes lie; they stay there while the context is open."""
-    buffer = _Buffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    try:
-        yield buffer.start
-    finally:
-        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
 
 
 def give_back_freed() -> None:

@@ -184,7 +184,22 @@ _CHECKPOINT = "torch.distributed.checkpoint"
 _ALWAYS_COLLECTIVE = (f"{_CHECKPOINT}.save", f"{_CHECKPOINT}.load", f"{_CHECKPOINT}.async_save", FULLY_SHARD)
 _STATE_DICTS = (facts.GET_MODEL, facts.GET_OPTIM, facts.GET_BOTH, facts.SET_MODEL, facts.SET_OPTIM, facts.SET_BOTH)
 _CLIP = "torch.nn.utils.clip_grad_norm_"
-_OURS = re.compile(r"^shardwise\.(save_weights|load_weights|full_params|iter_full_tensors|shard|clip_grad_norm_)$")
+_OURS = re.compile(
+    r"^shardwise\.((save|load)_(weights|full)|full_params|iter_full_tensors|shard|materialize|clip_grad_norm_|parity"
+    r"|token_mean|mean_over_ranks)$"
+)
+_CHECKPOINTER, _ITS_COLLECTIVES = "shardwise.Checkpointer", frozenset({"save", "load", "latest", "prepare"})
+# Where each takes its group: with one, the ranks that come here may be all that it needs.
+_GROUP_POSITION = {
+    f"torch.distributed.{name}": position
+    for position, names in {
+        0: "barrier monitored_barrier",
+        2: "all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all broadcast broadcast_object_list",
+        3: "reduce reduce_scatter reduce_scatter_tensor gather gather_object scatter scatter_object_list",
+        4: "all_to_all_single",
+    }.items()
+    for name in names.split()
+}
 
 
 @rule("SW221", "shards-saved-as-model", severity=Severity.ERROR)
@@ -240,8 +255,8 @@ def _is_of_shards(usage: Usage, state: StateDict, event: ProgramEvent) -> bool:
 def collective_on_some_ranks(reading: LintContext) -> Iterator[Hit]:
     """A call that all ranks must make together stands under `if rank == 0`.
 
-    Why: gathering a state dict, a full tensor or a forward of a sharded model communicates; the rank that is alone in
-    it waits for the others until the watchdog ends the run.
+    Why: collectives, gathered state dicts, full tensors, checkpoints and the forward of a sharded model communicate;
+    the rank that is alone in one waits for the others until the watchdog ends the run.
     """
     for usage, event in reading.events:
         what = _collective(reading, usage, event)
@@ -266,6 +281,11 @@ def _collective(reading: LintContext, usage: Usage, event: ProgramEvent) -> str:
         return f"{name}()" if _gathers(usage, event) else ""
     if any(_OURS.match(origin) for origin in event.origins):
         return f"{name}()"
+    for origin in event.origins & _GROUP_POSITION.keys():
+        has_group = "group" in event.keywords or len(event.args) > _GROUP_POSITION[origin] or event.is_open
+        return "" if has_group else f"{origin.rpartition('.')[2]}()"
+    if name in _ITS_COLLECTIVES and any(_CHECKPOINTER in getattr(one, "origins", ()) for one in event.receiver):
+        return f"Checkpointer.{name}()"
     if name == "full_tensor" and not event.args:
         return "full_tensor()" if _is_surely_sharded(reading, usage, event) else ""
     if event.is_call_to(_CLIP):
@@ -296,16 +316,22 @@ def _gathers(usage: Usage, event: ProgramEvent) -> bool:
 
 
 def _others_do_it_too(reading: LintContext, usage: Usage, event: ProgramEvent) -> bool:
-    """Whether the ranks that the test keeps out make the same call in the other branch."""
+    """Whether the ranks that the test keeps out make the same call in the other branch, or under the opposite test."""
     for other in usage.events:
         if other is event or other.method != event.method or other.is_store:
             continue
         for guard in event.guards:
-            if not isinstance(guard.test, ast.expr) or asks_for_rank_zero(reading.file, guard.test) is None:
+            if (side := _side(reading, guard)) is None:
                 continue
-            if any(_is_other_branch(twin, guard) for twin in other.guards):
+            if any(_is_other_branch(twin, guard) or _side(reading, twin) is (not side) for twin in other.guards):
                 return True
     return False
+
+
+def _side(reading: LintContext, guard: BranchTest) -> bool | None:
+    """True where only the first rank passes, False where all but it do, None where the test is no such."""
+    asked = asks_for_rank_zero(reading.file, guard.test) if isinstance(guard.test, ast.expr) else None
+    return None if asked is None else asked is guard.taken
 
 
 def _is_other_branch(one: BranchTest, other: BranchTest) -> bool:

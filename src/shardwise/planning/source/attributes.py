@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.planning.source.functions import Arguments, consume, enter_function, record_read, underlying
+from shardwise.planning.source.functions import Arguments, consume, record_read, result_of, underlying
 from shardwise.planning.source.values import (
     ARGUMENT,
     CONTENT,
@@ -25,14 +25,15 @@ from shardwise.planning.source.values import (
     Known,
     Many,
     Mapping,
-    Parameters,
     Sequence,
     Source,
     Super,
     Unknown,
     Value,
     evaluate,
+    inside,
     join,
+    just,
     known,
     opaque,
 )
@@ -62,9 +63,9 @@ def has_attribute(thing: Any, name: str) -> bool:
     return name in _instance_names(thing) or inspect.getattr_static(thing, name, _MISSING) is not _MISSING
 
 
-def wrap(thing: Any, settings: frozenset[tuple[int, str]] = frozenset()) -> Value:
+def wrap(thing: Any) -> Value:
     """A real object as a value; tensors are data, everything else is plain."""
-    value = known(thing, settings=settings)
+    value = known(thing)
     return value.like(source=Source.TENSOR) if isinstance(thing, torch.Tensor) else value
 
 
@@ -105,13 +106,12 @@ def load_from_module(module: nn.Module, name: str, frame: Frame) -> Value:
     if isinstance(on_class, property | functools.cached_property):
         return _load_property(module, on_class, name, frame)
     own = vars(module).get(name, _MISSING)
-    setting = frozenset({(id(module), name)})
     if own is not _MISSING:
         if isinstance(own, bool):  # a switch that training code may flip after the plan was made
             return PLAIN
         if isinstance(own, torch.Tensor) and name + "_v" in module._parameters:  # weight_norm's computed weight
             return _all_of([module._parameters[name + suffix] for suffix in ("_v", "_g")])
-        return wrap(own, setting)
+        return wrap(own)
     registered = _registered(module, name)
     if registered is not _MISSING:
         return wrap(registered)
@@ -119,8 +119,7 @@ def load_from_module(module: nn.Module, name: str, frame: Frame) -> Value:
         return _load_class_attribute(on_class, name, Known(module))
     fallback = inspect.getattr_static(type(module), "__getattr__", None)
     if fallback is not None and fallback is not nn.Module.__getattr__ and name != "__getattr__":
-        found = enter_function(fallback, Arguments([known(module), known(name)]), frame, receiver=module)
-        return found if found is not None else PLAIN
+        return result_of(fallback, module, [known(name)], frame)
     # Set by the model's own code as it runs, or in a branch that this model never takes.
     return Value(frozenset({Absent()}), open=True, source=Source.ARGUMENT)
 
@@ -141,8 +140,7 @@ def _load_property(module: nn.Module, descriptor: Any, name: str, frame: Frame) 
         return wrap(vars(module)[name])
     getter = descriptor.fget if isinstance(descriptor, property) else descriptor.func
     # Whoever reads a property runs its code without entering the module: the frame keeps the reader's chain.
-    result = enter_function(getter, Arguments([known(module)]), frame, receiver=module)
-    return result if result is not None else PLAIN
+    return result_of(getter, module, [], frame)
 
 
 def _all_of(parameters: list[Any]) -> Value:
@@ -155,9 +153,9 @@ def _load_class_attribute(attribute: Any, name: str, receiver: Known) -> Value:
     if isinstance(attribute, staticmethod):
         return known(attribute.__func__)
     if isinstance(attribute, classmethod):
-        return Value(frozenset({Bound(attribute.__func__, Known(type(receiver.object)), name)}))
+        return just(Bound(attribute.__func__, Known(type(receiver.object)), name))
     if underlying(attribute)[0] is not None or isinstance(attribute, types.FunctionType):
-        return Value(frozenset({Bound(attribute, receiver, name)}))
+        return just(Bound(attribute, receiver, name))
     if hasattr(type(attribute), "__get__"):  # slots and descriptors of other kinds
         return PLAIN
     return PLAIN if isinstance(attribute, bool) else wrap(attribute)
@@ -170,9 +168,7 @@ def _load_super(atom: Super, name: str, frame: Frame) -> Value:
         if name in vars(cls):
             attribute = vars(cls)[name]
             if isinstance(attribute, property):
-                receiver = atom.receiver.object
-                result = enter_function(attribute.fget, Arguments([known(receiver)]), frame, receiver=receiver)
-                return result if result is not None else PLAIN
+                return result_of(attribute.fget, atom.receiver.object, [], frame)
             return _load_class_attribute(attribute, name, atom.receiver)
     return PLAIN
 
@@ -189,16 +185,15 @@ def _load_plain(thing: Any, name: str, value: Value, frame: Frame) -> Value:
     if isinstance(thing, type):
         attribute = inspect.getattr_static(thing, name, _MISSING)
         if isinstance(attribute, classmethod):
-            return Value(frozenset({Bound(attribute.__func__, Known(thing), name)}))
+            return just(Bound(attribute.__func__, Known(thing), name))
         attribute = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
         return PLAIN if attribute is _MISSING or isinstance(attribute, property) else wrap(attribute)
     names = _instance_names(thing)
     attribute = inspect.getattr_static(type(thing), name, _MISSING)
     if isinstance(attribute, property):
-        result = enter_function(attribute.fget, Arguments([known(thing)]), frame, receiver=thing)
-        return result if result is not None else PLAIN
+        return result_of(attribute.fget, thing, [], frame)
     if name in names:
-        return wrap(names[name], value.settings)
+        return wrap(names[name])
     if attribute is not _MISSING:
         return _load_class_attribute(attribute, name, Known(thing))
     return PLAIN
@@ -207,7 +202,7 @@ def _load_plain(thing: Any, name: str, value: Value, frame: Frame) -> Value:
 def use_as_data(value: Value, frame: Frame) -> Value:
     """The value takes part in arithmetic: record what it reads and forget which object it was."""
     consume(value, frame)
-    return PLAIN.like(source=value.source, loops=value.loops, settings=value.settings)
+    return PLAIN.like(source=value.source, loops=value.loops)
 
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
@@ -254,7 +249,6 @@ def _own(module: nn.Module, name: str) -> bool:
 
 def walk(value: Value, frame: Frame) -> Walk:
     """One turn of a loop over the value, standing for all of them."""
-    frame.analysis.decide(value)
     walks = [_walk_atom(atom, value, frame) for atom in value.atoms]
     if value.open or not walks:
         source = Source.CONTENT if value.source >= Source.CONTENT else value.source
@@ -268,49 +262,38 @@ def walk(value: Value, frame: Frame) -> Walk:
     )
 
 
+def contents(atom: Atom) -> Sequence | Mapping | Many | None:
+    """What a container holds, be it written out in the code or real."""
+    if isinstance(atom, Sequence | Mapping | Many):
+        return atom
+    if isinstance(atom, Known):
+        if (items := list_items(atom.object)) is not None:
+            return Sequence(tuple(items))
+        if (by_key := dict_items(atom.object)) is not None:
+            return Mapping(tuple(by_key.items()))
+    return None
+
+
 def _walk_atom(atom: Atom, value: Value, frame: Frame) -> Walk:
-    if isinstance(atom, Sequence):
-        return Walk(join(atom.items) if atom.items else Value(), None if value.open else len(atom.items))
-    if isinstance(atom, Mapping):
-        return Walk(join(known(key) for key, _ in atom.items) if atom.items else PLAIN, len(atom.items))
-    if isinstance(atom, Many):
-        return Walk(atom.element, atom.count, value.source == Source.DYNAMIC)
-    if isinstance(atom, Parameters):
-        return _walk_parameters(atom)
-    return _walk_known(atom.object, frame) if isinstance(atom, Known) else Walk(PLAIN, None)
-
-
-def _walk_known(thing: Any, frame: Frame) -> Walk:
+    held = contents(atom)
+    if isinstance(held, Many):
+        return Walk(held.element, held.count, value.source == Source.DYNAMIC)
+    if isinstance(held, Sequence):
+        return Walk(join(held.items), None if value.open and held is atom else len(held.items))
+    if isinstance(held, Mapping):
+        return Walk(join(known(key) for key, _ in held.items), len(held.items))
+    thing = atom.object if isinstance(atom, Known) else None
     if isinstance(thing, torch.Tensor):
         consume(known(thing), frame)
         return Walk(TENSOR, None)
-    items = list_items(thing)
-    if items is None and (by_key := dict_items(thing)) is not None:
-        items = [known(key) for key in by_key]
-    if items is not None:
-        return Walk(join(items) if items else Value(), len(items))
     if isinstance(thing, nn.Module) and _own(thing, "__iter__"):
-        result = enter_function(
-            getattr(type(thing), "__iter__", None), Arguments([known(thing)]), frame, receiver=thing
-        )
-        return walk(result, frame) if result is not None else Walk(PLAIN, None)
+        return walk(result_of(getattr(type(thing), "__iter__", None), thing, [], frame), frame)
     return Walk(PLAIN, None)
-
-
-def _walk_parameters(atom: Parameters) -> Walk:
-    parameters = [wrap(parameter) for parameter in atom.module.object.parameters()]
-    element = join(parameters) if parameters else PLAIN
-    if atom.named:
-        element = Value(frozenset({Sequence((PLAIN, element))}))
-    return Walk(element, len(parameters))
 
 
 def item(value: Value, index: Value, frame: Frame) -> Value:
     """`value[index]`."""
-    frame.analysis.decide(value)
     at = index.only()
-    if at is not Unknown:
-        frame.analysis.decide(index)
     found = [_item_of(atom, at, index, frame) for atom in value.atoms]
     if value.open or not found:
         found.append(PLAIN.like(source=_indexed(value, index), loops=value.loops))
@@ -329,31 +312,19 @@ def _indexed(value: Value, index: Value) -> Source:
 
 
 def _item_of(atom: Atom, at: Any, index: Value, frame: Frame) -> Value:
-    if isinstance(atom, Sequence):
-        return _pick(atom.items, at, index)
-    if isinstance(atom, Mapping):
-        return _look_up(dict(atom.items), at, index)
-    if isinstance(atom, Many):
-        if isinstance(at, slice):
-            return Value(frozenset({Many(atom.element)}))
-        return _chosen(atom.element, index)
-    if not isinstance(atom, Known):
-        return PLAIN
-    thing = atom.object
+    held = contents(atom)
+    if isinstance(held, Sequence):
+        return _pick(held.items, at, index)
+    if isinstance(held, Mapping):
+        return _look_up(dict(held.items), at, index)
+    if isinstance(held, Many):
+        return just(Many(held.element)) if isinstance(at, slice) else _chosen(held.element, index)
+    thing = atom.object if isinstance(atom, Known) else None
     if isinstance(thing, torch.Tensor):
         consume(known(thing), frame)
         return TENSOR
-    items = list_items(thing)
-    if items is not None:
-        return _pick(items, at, index)
-    by_key = dict_items(thing)
-    if by_key is not None:
-        return _look_up(by_key, at, index)
     if isinstance(thing, nn.Module) and _own(thing, "__getitem__"):
-        result = enter_function(
-            getattr(type(thing), "__getitem__", None), Arguments([known(thing), index]), frame, receiver=thing
-        )
-        return result if result is not None else PLAIN
+        return result_of(getattr(type(thing), "__getitem__", None), thing, [index], frame)
     return PLAIN
 
 
@@ -364,12 +335,12 @@ def _pick(items: AnySequence[Value], at: Any, index: Value) -> Value:
         if not is_slice:
             return _chosen(everything, index)
         # `layers[:depth]`: which ones run is up to the data where the bound is.
-        return Value(frozenset({Many(_chosen(everything, index) if index.source >= Source.TENSOR else everything)}))
+        return just(Many(_chosen(everything, index) if index.source >= Source.TENSOR else everything))
     try:
         chosen = items[at]
     except (IndexError, TypeError, ValueError):
         return PLAIN
-    return chosen if isinstance(chosen, Value) else Value(frozenset({Sequence(tuple(chosen))}))
+    return chosen if isinstance(chosen, Value) else just(Sequence(tuple(chosen)))
 
 
 def _look_up(by_key: dict[Any, Value], at: Any, index: Value) -> Value:
@@ -395,25 +366,18 @@ def truth(value: Value) -> bool | None:
     return answers.pop() if len(answers) == 1 else None
 
 
-def _truth_of(atom: Any) -> bool | None:
-    if isinstance(atom, Sequence | Mapping):
-        return bool(atom.items)
+def _truth_of(atom: Atom) -> bool | None:
+    held = contents(atom)
+    if held is not None:
+        return None if isinstance(held, Many) else bool(held.items)
     if not isinstance(atom, Known):
-        return None if type(atom).__name__ in ("Many", "Parameters") else True
+        return True
     thing = atom.object
     if thing is None or isinstance(thing, bool | int | float | str | bytes):
         return bool(thing)
-    if isinstance(thing, torch.Tensor):
-        return None
-    items = list_items(thing)
-    if items is None and (by_key := dict_items(thing)) is not None:
-        items = list(by_key.values())
-    if items is not None:
-        return bool(items)
     # Functions, classes and ordinary modules have no truth of their own, so they are true.
-    if isinstance(thing, type | types.FunctionType):
-        return True
-    return True if isinstance(thing, nn.Module) and not hasattr(type(thing), "__len__") else None
+    is_module = isinstance(thing, nn.Module) and not hasattr(type(thing), "__len__")
+    return True if is_module or isinstance(thing, type | types.FunctionType) else None
 
 
 def assign(target: ast.expr, value: Value, frame: Frame) -> None:
@@ -423,7 +387,7 @@ def assign(target: ast.expr, value: Value, frame: Frame) -> None:
     elif isinstance(target, ast.Tuple | ast.List):
         _unpack(target.elts, value, frame)
     elif isinstance(target, ast.Starred):
-        assign(target.value, Value(frozenset({Many(value)})), frame)
+        assign(target.value, just(Many(value)), frame)
     elif isinstance(target, ast.Subscript):
         _assign_item(target, value, frame)
     elif isinstance(target, ast.Attribute):
@@ -450,14 +414,8 @@ def _assign_item(target: ast.Subscript, value: Value, frame: Frame) -> None:
     evaluate(target.slice, frame)
     consume(value, frame)
     if isinstance(target.value, ast.Name) and value.atoms and target.value.id in frame.names:
-        pieces = [value, *(part for atom in holder.atoms for part in _parts(atom))]
-        frame.names[target.value.id] = join([holder.like(atoms=frozenset()), Value(frozenset({Many(join(pieces))}))])
-
-
-def _parts(atom: object) -> tuple[Value, ...]:
-    if isinstance(atom, Sequence):
-        return atom.items
-    return (atom.element,) if isinstance(atom, Many) else ()
+        pieces = [value, *(part for atom in holder.atoms for part in inside(atom))]
+        frame.names[target.value.id] = join([holder.like(atoms=frozenset()), just(Many(join(pieces)))])
 
 
 _DYNAMIC = {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere"}
@@ -486,14 +444,6 @@ _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_"
 } | {"to", "cpu", "cuda", "float", "half", "double", "bfloat16"}
 _FROM_LIKENESS = {"to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"}
 _WITHOUT_CONTENT = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
-_PLAIN_MODULES = (
-    "torch.jit",
-    "torch.compiler",
-    "torch.cuda",
-    "torch.backends",
-    "torch.distributed",
-    "torch.overrides",
-)
 
 
 def is_torch_function(thing: Any) -> bool:
@@ -530,11 +480,6 @@ def torch_result(name: str, arguments: Arguments) -> Value:
     if name.startswith(("is_", "get_", "has_", "finfo", "iinfo", "device")):
         return PLAIN
     return opaque(*values, source=Source.TENSOR)
-
-
-def is_plain_torch(function: Any) -> bool:
-    """Functions of torch that answer about the process, never about a tensor."""
-    return (getattr(function, "__module__", None) or "").startswith(_PLAIN_MODULES)
 
 
 def method_reads_content(name: str) -> bool:
@@ -578,7 +523,7 @@ def _cut_by_data(name: str, values: list[Value]) -> Value | None:
         return None
     part = opaque(*values, source=Source.DYNAMIC)
     if name in _INTO_PARTS:
-        return Value(frozenset({Many(part)}))
+        return just(Many(part))
     return part if name in _TO_LENGTH else None
 
 
@@ -586,6 +531,3 @@ def compare(left: Value, right: Value) -> Source:
     """What a comparison of two unknown values depends on."""
     top = max(left.source, right.source)
     return Source.CONTENT if top >= Source.TENSOR else top
-
-
-TENSOR_TYPES = (torch.Tensor,)

@@ -8,7 +8,7 @@ import itertools
 import operator
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.planning.calls import is_holder
 from shardwise.planning.source.attributes import (
-    dict_items,
+    contents,
     has_attribute,
     is_random_function,
     is_torch_function,
@@ -50,7 +50,6 @@ from shardwise.planning.source.values import (
     Known,
     Many,
     Mapping,
-    Parameters,
     Partial,
     Sequence,
     Source,
@@ -58,7 +57,9 @@ from shardwise.planning.source.values import (
     Unknown,
     Value,
     evaluate,
+    handles,
     join,
+    just,
     known,
     leaves,
     opaque,
@@ -83,34 +84,19 @@ def evaluate_arguments(node: ast.Call, frame: Frame) -> Arguments:
 
 
 def _unpack(value: Value, arguments: Arguments) -> None:
-    atoms = list(value.atoms)
-    if len(atoms) == 1 and isinstance(atoms[0], Sequence):
-        arguments.positional += atoms[0].items
-    elif len(atoms) == 1 and isinstance(atoms[0], Mapping):
-        arguments.keywords.update({key: inner for key, inner in atoms[0].items if isinstance(key, str)})
-    elif _unpack_real(value, arguments):
-        return
+    held = contents(next(iter(value.atoms))) if len(value.atoms) == 1 else None
+    if isinstance(held, Sequence):
+        arguments.positional += held.items
+    elif isinstance(held, Mapping):
+        arguments.keywords.update({key: inner for key, inner in held.items if isinstance(key, str)})
     else:
         arguments.spread = True
-        if atoms:  # modules may hide in there: keep them where a callee can find them
+        if value.atoms:  # modules may hide in there: keep them where a callee can find them
             arguments.keywords["*"] = value
     arguments.spread = arguments.spread or value.open
 
 
-def _unpack_real(value: Value, arguments: Arguments) -> bool:
-    """Unpack a real list, tuple or dictionary that is known exactly."""
-    thing = value.only()
-    if (items := list_items(thing)) is not None:
-        arguments.positional += items
-        return True
-    if (by_key := dict_items(thing)) is not None:
-        arguments.keywords.update({key: inner for key, inner in by_key.items() if isinstance(key, str)})
-        return True
-    return False
-
-
-Builtin = Callable[[Arguments, Frame], Value]
-BUILTINS: dict[Any, Builtin] = {}
+BUILTINS: dict[Any, Callable[[Arguments, Frame], Value]] = {}
 WITHOUT_EFFECT = {
     "print", "id", "hash", "repr", "str", "format", "setattr", "delattr", "deepcopy", "copy", "warn",
     "warning", "warning_once", "info", "debug", "error", "exception", "append", "extend", "insert", "add",
@@ -118,60 +104,48 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-def builtin(*functions: Any) -> Callable[[Builtin], Builtin]:
-    """Register what calls of these real functions give."""
-
-    def register(function: Builtin) -> Builtin:
-        BUILTINS.update(dict.fromkeys(functions, function))
-        return function
-
-    return register
-
-
-@builtin(list, tuple, set, frozenset, iter, reversed, sorted, copy.copy, copy.deepcopy)
+@handles(BUILTINS, list, tuple, set, frozenset, iter, reversed, sorted, copy.copy, copy.deepcopy)
 def _same(arguments: Arguments, frame: Frame) -> Value:
-    return arguments.first() if arguments.positional else Value(frozenset({Sequence(())}))
+    return arguments.first() if arguments.positional else just(Sequence(()))
 
 
-@builtin(filter)
+@handles(BUILTINS, filter)
 def _filter(arguments: Arguments, frame: Frame) -> Value:
     return arguments.positional[-1] if arguments.positional else PLAIN
 
 
-@builtin(dict)
+@handles(BUILTINS, dict)
 def _dict(arguments: Arguments, frame: Frame) -> Value:
     if arguments.positional or arguments.spread:
-        return join([*arguments.positional, PLAIN, Value(frozenset({Mapping(tuple(arguments.keywords.items()))}))])
-    return Value(frozenset({Mapping(tuple(arguments.keywords.items()))}))
+        return join([*arguments.positional, PLAIN, just(Mapping(tuple(arguments.keywords.items())))])
+    return just(Mapping(tuple(arguments.keywords.items())))
 
 
-@builtin(next)
+@handles(BUILTINS, next)
 def _next(arguments: Arguments, frame: Frame) -> Value:
     found = [walk(arguments.first(), frame).element, *arguments.positional[1:]]
     return join(found)
 
 
-@builtin(len)
+@handles(BUILTINS, len)
 def _len(arguments: Arguments, frame: Frame) -> Value:
     value = arguments.first()
     count = walk(value, frame).count if value.atoms and not value.open else None
     if count is not None:
-        return known(count, settings=value.settings)
+        return known(count)
     return opaque(value, source=Source.CONTENT if value.source == Source.DYNAMIC else Source.PLAIN)
 
 
-@builtin(range)
+@handles(BUILTINS, range)
 def _range(arguments: Arguments, frame: Frame) -> Value:
-    for value in arguments.positional:
-        frame.analysis.decide(value)
     numbers = [value.only() for value in arguments.positional]
     element = opaque(*arguments.positional, source=_content(arguments.positional))
     if not numbers or not all(type(number) is int for number in numbers):
         return Value(frozenset({Many(element)}), source=element.source)
     try:
-        return Value(frozenset({Many(element, len(range(*numbers)))}))
+        return just(Many(element, len(range(*numbers))))
     except (TypeError, ValueError, OverflowError):
-        return Value(frozenset({Many(element)}))
+        return just(Many(element))
 
 
 def _content(values: list[Value]) -> Source:
@@ -179,11 +153,11 @@ def _content(values: list[Value]) -> Source:
     return Source.CONTENT if top >= Source.CONTENT else Source.PLAIN
 
 
-@builtin(enumerate)
+@handles(BUILTINS, enumerate)
 def _enumerate(arguments: Arguments, frame: Frame) -> Value:
     value = arguments.first()
     inner = walk(value, frame)
-    pair = Value(frozenset({Sequence((PLAIN, inner.element))}))
+    pair = just(Sequence((PLAIN, inner.element)))
     return Value(frozenset({Many(pair, inner.count)}), source=_dynamic(value), loops=value.loops)
 
 
@@ -191,26 +165,25 @@ def _dynamic(*values: Value) -> Source:
     return Source.DYNAMIC if any(value.source == Source.DYNAMIC for value in values) else Source.PLAIN
 
 
-@builtin(zip)
+@handles(BUILTINS, zip)
 def _zip(arguments: Arguments, frame: Frame) -> Value:
     inner = [walk(value, frame) for value in arguments.positional]
     counts = [one.count for one in inner if one.count is not None]
-    row = Value(frozenset({Sequence(tuple(one.element for one in inner))}))
+    row = just(Sequence(tuple(one.element for one in inner)))
     return Value(frozenset({Many(row, min(counts, default=None))}), source=_dynamic(*arguments.positional))
 
 
-@builtin(itertools.chain, itertools.product, itertools.islice, itertools.cycle, itertools.repeat)
+@handles(BUILTINS, itertools.chain, itertools.product, itertools.islice, itertools.cycle, itertools.repeat)
 def _chain(arguments: Arguments, frame: Frame) -> Value:
     elements = [walk(value, frame).element for value in arguments.positional if value.atoms]
-    return Value(frozenset({Many(join(elements) if elements else PLAIN)}))
+    return just(Many(join(elements) if elements else PLAIN))
 
 
-@builtin(getattr, inspect.getattr_static)
+@handles(BUILTINS, getattr, inspect.getattr_static)
 def _getattr(arguments: Arguments, frame: Frame) -> Value:
     if len(arguments.positional) < 2:
         return PLAIN
     thing, name = arguments.positional[0], arguments.positional[1]
-    frame.analysis.decide(name)
     default = arguments.positional[2:3]
     names = [atom.object for atom in name.atoms if isinstance(atom, Known) and isinstance(atom.object, str)]
     if names and not name.open:
@@ -238,7 +211,7 @@ def _attribute(thing: Value, name: str, default: list[Value], frame: Frame) -> V
     return load(thing, name, frame)
 
 
-@builtin(hasattr)
+@handles(BUILTINS, hasattr)
 def _hasattr(arguments: Arguments, frame: Frame) -> Value:
     if len(arguments.positional) != 2:
         return PLAIN
@@ -248,7 +221,7 @@ def _hasattr(arguments: Arguments, frame: Frame) -> Value:
     return known(has_attribute(thing, name))
 
 
-@builtin(isinstance)
+@handles(BUILTINS, isinstance)
 def _isinstance(arguments: Arguments, frame: Frame) -> Value:
     if len(arguments.positional) != 2:
         return PLAIN
@@ -259,7 +232,7 @@ def _isinstance(arguments: Arguments, frame: Frame) -> Value:
     return known(issubclass(type(thing), kind))
 
 
-@builtin(super)
+@handles(BUILTINS, super)
 def _super(arguments: Arguments, frame: Frame) -> Value:
     if len(arguments.positional) == 2:
         cls, receiver = (value.only() for value in arguments.positional)
@@ -267,18 +240,18 @@ def _super(arguments: Arguments, frame: Frame) -> Value:
         cls, receiver = defining_class(frame), frame.receiver
     if cls is Unknown or cls is None or receiver is Unknown:
         return PLAIN
-    return Value(frozenset({Super(Known(cls), Known(receiver))}))
+    return just(Super(Known(cls), Known(receiver)))
 
 
-@builtin(functools.partial)
+@handles(BUILTINS, functools.partial)
 def _partial(arguments: Arguments, frame: Frame) -> Value:
     if not arguments.positional:
         return PLAIN
     given = Partial(arguments.positional[0], tuple(arguments.positional[1:]), tuple(arguments.keywords.items()))
-    return Value(frozenset({given}))
+    return just(given)
 
 
-@builtin(int, float, bool, str, abs, round, min, max, sum, any, all, operator.itemgetter)
+@handles(BUILTINS, int, float, bool, str, abs, round, min, max, sum, any, all, operator.itemgetter)
 def _number(arguments: Arguments, frame: Frame) -> Value:
     values = [
         *arguments.positional,
@@ -288,61 +261,17 @@ def _number(arguments: Arguments, frame: Frame) -> Value:
     return opaque(*arguments.positional, source=Source.CONTENT if top >= Source.TENSOR else top)
 
 
-@builtin(type, callable, id, print, repr, hash, issubclass, vars, dir)
+@handles(BUILTINS, type, callable, id, print, repr, hash, issubclass, vars, dir)
 def _about(arguments: Arguments, frame: Frame) -> Value:
     return PLAIN
 
 
-MODULE_METHODS: dict[str, Callable[[nn.Module, Arguments, Frame], Value]] = {}
-
-
-def module_method(*names: str) -> Callable[[Any], Any]:
-    """Register what nn.Module's own methods of these names give."""
-
-    def register(function: Any) -> Any:
-        MODULE_METHODS.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
-
-def _many(values: list[Value], *, named: bool = False) -> Value:
+def _many(things: Iterable[Any], *, named: bool = False) -> Value:
+    values = [wrap(thing) for thing in things]
     element = join(values) if values else PLAIN
-    pair = Value(frozenset({Sequence((PLAIN, element))})) if named else element
-    return Value(frozenset({Many(pair, len(values))}))
+    return just(Many(just(Sequence((PLAIN, element))) if named else element, len(values)))
 
 
-@module_method("children")
-def _children(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return _many([wrap(child) for child in module.children()])
-
-
-@module_method("named_children")
-def _named_children(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return _many([wrap(child) for child in module.children()], named=True)
-
-
-@module_method("modules")
-def _modules(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return _many([wrap(child) for child in module.modules()])
-
-
-@module_method("named_modules")
-def _named_modules(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return _many([wrap(child) for child in module.modules()], named=True)
-
-
-@module_method("parameters")
-def _parameters(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return Value(frozenset({Parameters(Known(module))}))
-
-
-@module_method("named_parameters")
-def _named_parameters(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return Value(frozenset({Parameters(Known(module), named=True)}))
-
-
-@module_method("get_submodule", "get_parameter")
 def _get_submodule(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
     value = known(module)
     name = arguments.first().only()
@@ -351,9 +280,20 @@ def _get_submodule(module: nn.Module, arguments: Arguments, frame: Frame) -> Val
     return value
 
 
-@module_method("to", "float", "half", "bfloat16", "double", "cuda", "cpu", "eval", "train", "requires_grad_", "type")
-def _itself(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    return known(module)
+MODULE_METHODS: dict[str, Callable[[nn.Module, Arguments, Frame], Value]] = {
+    "children": lambda module, *_: _many(module.children()),
+    "named_children": lambda module, *_: _many(module.children(), named=True),
+    "modules": lambda module, *_: _many(module.modules()),
+    "named_modules": lambda module, *_: _many(module.modules(), named=True),
+    "parameters": lambda module, *_: _many(module.parameters()),
+    "named_parameters": lambda module, *_: _many(module.parameters(), named=True),
+    **dict.fromkeys(("get_submodule", "get_parameter"), _get_submodule),
+    **dict.fromkeys(
+        ("to", "float", "half", "bfloat16", "double", "cuda", "cpu", "eval", "train", "requires_grad_", "type"),
+        lambda module, *_: known(module),
+    ),
+}
+"""What nn.Module's own methods give."""
 
 
 def container_method(value: Value, name: str, arguments: Arguments, frame: Frame) -> Value | None:
@@ -362,35 +302,24 @@ def container_method(value: Value, name: str, arguments: Arguments, frame: Frame
         return None
     rows: list[tuple[Any, Value]] = []
     for atom in value.atoms:
-        if isinstance(atom, Mapping):
-            rows += atom.items
-        elif isinstance(atom, Known) and (by_key := dict_items(atom.object)) is not None:
-            rows += by_key.items()
-        elif name == "pop" and (isinstance(atom, Sequence) or list_items(getattr(atom, "object", None)) is not None):
+        held = contents(atom)
+        if isinstance(held, Mapping):
+            rows += held.items
+        elif name == "pop" and isinstance(held, Sequence):
             return item(value, PLAIN, frame)
         else:
             return None
-    frame.analysis.decide(value)
     if name in ("get", "pop"):
         return join([item(value, arguments.first(), frame), *arguments.positional[1:]])
     element = join(inner for _, inner in rows) if rows else PLAIN
     key = join(known(key) for key, _ in rows) if rows else PLAIN
-    shown = {"values": element, "keys": key, "items": Value(frozenset({Sequence((key, element))}))}[name]
+    shown = {"values": element, "keys": key, "items": just(Sequence((key, element)))}[name]
     return Value(frozenset({Many(shown, len(rows))}), open=value.open, loops=value.loops)
-
-
-_READ_ONE_BY_ONE = 4
 
 
 def invoke(callee: Value, arguments: Arguments, frame: Frame) -> Value:
     """`callee(*arguments)`."""
-    frame.analysis.decide(callee)
-    results = []
-    if not _put_off(callee, arguments, frame):
-        for atom in callee.atoms:
-            results.append(_invoke_atom(atom, callee, arguments, frame))
-    else:
-        results.append(TENSOR)
+    results = [_invoke_atom(atom, callee, arguments, frame) for atom in callee.atoms]
     if callee.open or not callee.atoms:
         # Where some callee is known, the unknown rest is a fallback of the same kind.
         if not callee.atoms:
@@ -504,26 +433,6 @@ def _invoke_method(bound: Bound, callee: Value, given: Arguments, frame: Frame) 
     return result
 
 
-def _put_off(callee: Value, arguments: Arguments, frame: Frame) -> bool:
-    """Leave the same method of many layers to be read once for all of them, instead of here one by one."""
-    analysis = frame.analysis
-    bound = [atom for atom in callee.atoms if isinstance(atom, Bound)]
-    if len(bound) <= _READ_ONE_BY_ONE or len(bound) < len(callee.atoms):
-        return False
-    receivers = [atom.receiver.object for atom in bound]
-    if len({atom.name for atom in bound}) > 1 or any(is_interesting(v, analysis.places) for v in arguments.values()):
-        return False
-    if bound[0].name == "__call__" or not all(receiver in analysis.places for receiver in receivers):
-        return False
-    for atom in bound:
-        module = atom.receiver.object
-        analysis.activity += 1
-        analysis.deferred[id(module), atom.name] = (module, atom.name)
-        conditional = frame.is_conditional or callee.picked
-        analysis.add(Fact("method", frame.chain, module, atom.name, conditional))
-    return True
-
-
 def _invoke_function(function: Any, arguments: Arguments, frame: Frame) -> Value:
     if any(is_interesting(value, frame.analysis.places) for value in arguments.values()):
         first = arguments.positional[0].only() if arguments.positional else None
@@ -589,7 +498,7 @@ def _construct(cls: type, arguments: Arguments, frame: Frame) -> Value:
         items = tuple(arguments.positional)
         if len(items) == 1 and not isinstance(items[0].only(), nn.Module):
             return items[0]
-        return Value(frozenset({Sequence(items)}))
+        return just(Sequence(items))
     if issubclass(cls, nn.Parameter) or issubclass(cls, torch.Tensor):
         for value in arguments.values():
             consume(value, frame)

@@ -12,23 +12,12 @@ from shardwise.planning.calls import Calls, Places, has_forward, has_parameters,
 from shardwise.planning.source.functions import find_node, is_generator, record_escape, start, underlying
 from shardwise.planning.source.values import Analysis, Fact, Frame
 
-_COMPARABLE = (bool, int, float, str, bytes, type(None))
-
 
 class Entry(NamedTuple):
     """A module's method by which code enters it."""
 
     module: nn.Module
     name: str
-
-
-class Reading(NamedTuple):
-    """What reading one entry found, relative to the module, to be reused for others of its kind."""
-
-    facts: tuple[tuple[str, tuple[str, ...], str, str, bool], ...]
-    entries: tuple[tuple[str, str], ...]
-    settings: tuple[tuple[str, str, Any], ...]
-    active: bool
 
 
 class FactBook:
@@ -41,10 +30,7 @@ class FactBook:
         self.assumed: set[int] = set()
         self.unreadable: dict[str, None] = {}
         self.notes: list[str] = []
-        self._readings: dict[Any, list[Reading]] = defaultdict(list)
-        self._failed: set[Any] = set()
-        self._kinds: dict[Any, int] = {}
-        self._kind_of: dict[int, int] = {}
+        self._failed: set[tuple[type, str]] = set()
         self._touched: set[int] = set()
 
     def follow(self, entry: Entry) -> bool:
@@ -74,22 +60,19 @@ class FactBook:
         if is_opaque(module) or (type(module).__module__.startswith("torch.") and not self._has_parts(module)):
             self.active[id(module), entry.name] = True
             return []
-        kind = (self._kind(module), entry.name)
-        for reading in self._readings[kind]:
-            if all(_same(self._setting(module, path, name), value) for path, name, value in reading.settings):
-                return self._apply(reading, entry)
+        kind = (type(module), entry.name)
         if kind in self._failed:
             return self._give_up(entry)
         try:
             analysis = self._analyse(entry)
-            why = "no source" if analysis is None else ""
+            why = "no source"
         except Exception as error:  # whatever odd code does to the reader, the rest of the model is still read
             analysis, why = None, f"{type(error).__name__}: {error}"
         if analysis is not None:
-            return self._keep(analysis, entry, kind)
+            return self._keep(analysis, entry)
         self._failed.add(kind)
-        name = f"{type(entry.module).__qualname__}.{entry.name}"
-        if entry.module._modules:
+        if module._modules:
+            name = f"{type(module).__qualname__}.{entry.name}"
             self.notes.append(f"{name} could not be read ({why}): its parts count as called")
         return self._give_up(entry)
 
@@ -123,61 +106,14 @@ class FactBook:
                 entries.append(Entry(child, "forward"))
         return entries
 
-    def _keep(self, analysis: Analysis, entry: Entry, kind: Any) -> list[Entry]:
-        module = entry.module
-        self.active[id(module), entry.name] = analysis.activity > 0
+    def _keep(self, analysis: Analysis, entry: Entry) -> list[Entry]:
+        self.active[id(entry.module), entry.name] = analysis.activity > 0
         modules = {id(fact.target): fact.target for fact in analysis.facts.values()}
         for identity, count in analysis.counts.items():
-            analysis.add(Fact("count", (module,), modules[identity], str(count)))
-        entries = [Entry(*deferred) for deferred in analysis.deferred.values()]
+            analysis.add(Fact("count", (entry.module,), modules[identity], str(count)))
         for fact in analysis.facts.values():
             self._add(fact, entry)
-            if fact.kind == "call":
-                entries.append(Entry(fact.target, "forward"))
-        reading = self._relative(analysis, entry, entries)
-        if reading is not None:
-            self._readings[kind].append(reading)
-        return entries
-
-    def _relative(self, analysis: Analysis, entry: Entry, entries: list[Entry]) -> Reading | None:
-        """The facts as seen from the module, or None when they reach outside it."""
-        inside = {id(inner): path for path, inner in entry.module.named_modules()}
-        try:
-            facts = tuple(
-                (fact.kind, tuple(inside[id(one)] for one in fact.chain), inside[id(fact.target)], *fact[3:])
-                for fact in analysis.facts.values()
-            )
-            onward = tuple((inside[id(one.module)], one.name) for one in entries)
-            settings = tuple(
-                (inside[identity], name, self._setting(entry.module, inside[identity], name))
-                for identity, name in analysis.settings
-            )
-        except KeyError:
-            return None
-        return Reading(facts, onward, settings, analysis.activity > 0)
-
-    def _apply(self, reading: Reading, entry: Entry) -> list[Entry]:
-        module = entry.module
-        self.active[id(module), entry.name] = reading.active
-        for kind, chain, target, name, conditional in reading.facts:
-            frames = tuple(module.get_submodule(path) for path in chain)
-            self._add(Fact(kind, frames, module.get_submodule(target), name, conditional), entry)
-        return [Entry(module.get_submodule(path), name) for path, name in reading.entries]
-
-    def _setting(self, module: nn.Module, path: str, name: str) -> Any:
-        return vars(module.get_submodule(path)).get(name)
-
-    def _kind(self, module: nn.Module) -> int:
-        """A number that modules of one class with the same submodules and parameters share."""
-        if id(module) not in self._kind_of:
-            children = tuple(
-                (name, self._kind(child) if child is not None else -1) for name, child in module._modules.items()
-            )
-            present = tuple((name, tensor is not None) for name, tensor in module._parameters.items())
-            own = vars(module).get("forward")
-            key = (type(module), children, present, id(own))
-            self._kind_of[id(module)] = self._kinds.setdefault(key, len(self._kinds))
-        return self._kind_of[id(module)]
+        return [Entry(fact.target, "forward") for fact in analysis.facts.values() if fact.kind == "call"]
 
     def _add(self, fact: Fact, entry: Entry) -> None:
         self.facts.setdefault((*fact.key(), id(entry.module), entry.name), (fact, entry))
@@ -190,18 +126,6 @@ def _callable_children(module: nn.Module) -> list[nn.Module]:
     for child in module.children():
         found += [child] if has_forward(child) else _callable_children(child)
     return found
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(
-            isinstance(a, _COMPARABLE) and a == b for a, b in zip(one, other, strict=True)
-        )
-    return isinstance(one, _COMPARABLE) and one == other
 
 
 _MACHINERY = (

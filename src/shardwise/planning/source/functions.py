@@ -36,6 +36,7 @@ from shardwise.planning.source.values import (
     execute,
     join,
     join_counts,
+    just,
     known,
     leaves,
     opaque,
@@ -285,6 +286,12 @@ def enter_function(
     return result
 
 
+def result_of(function: Any, receiver: Any, arguments: list[Value], frame: Frame) -> Value:
+    """What a function returns that is called with its receiver and these; nothing is known without its source."""
+    result = enter_function(function, Arguments([known(receiver), *arguments]), frame, receiver=receiver)
+    return result if result is not None else PLAIN
+
+
 def enter_closure(closure: Closure, arguments: Arguments, frame: Frame) -> Value:
     """Read a function that the code itself defines."""
     home: Frame = closure.frame
@@ -366,7 +373,7 @@ def _run(node: FunctionNode, arguments: Arguments, frame: Frame, key: Any) -> Va
     ends = [*frame.exit_counts, *([] if frame.dead else [analysis.counts])]
     analysis.counts = join_counts(ends) if ends else analysis.counts
     if is_generator(node):
-        return Value(frozenset({Many(join(frame.yields) if frame.yields else NONE)}))
+        return just(Many(join(frame.yields) if frame.yields else NONE))
     results = [*frame.returns, *([] if frame.dead else [NONE])]
     return join(results) if results else NONE
 

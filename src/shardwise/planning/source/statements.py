@@ -7,11 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from shardwise.planning.source.attributes import (
     assign,
     compare,
+    contents,
     item,
     load,
     method_reads_arguments,
@@ -24,8 +23,10 @@ from shardwise.planning.source.attributes import (
 from shardwise.planning.source.calls import container_method, evaluate_arguments, hand_over, invoke
 from shardwise.planning.source.functions import consume
 from shardwise.planning.source.values import (
+    EXPRESSIONS,
     NONE,
     PLAIN,
+    STATEMENTS,
     Closure,
     Frame,
     Known,
@@ -38,13 +39,14 @@ from shardwise.planning.source.values import (
     Value,
     evaluate,
     execute,
-    expression,
+    handles,
+    inside,
     join,
     join_counts,
     join_names,
+    just,
     known,
     opaque,
-    statement,
 )
 
 
@@ -125,7 +127,7 @@ def _count(generators: list[ast.comprehension], frame: Frame) -> int | None:
     return walk(evaluate(generators[0].iter, frame), frame).count
 
 
-@expression(ast.Tuple, ast.List, ast.Set)
+@handles(EXPRESSIONS, ast.Tuple, ast.List, ast.Set)
 def _sequence(node: ast.Tuple | ast.List | ast.Set, frame: Frame) -> Value:
     items: list[Value] = []
     for part in node.elts:
@@ -139,15 +141,10 @@ def _sequence(node: ast.Tuple | ast.List | ast.Set, frame: Frame) -> Value:
             return Value(
                 frozenset({Many(join([*items, rest, *(evaluate(p, frame) for p in node.elts[len(items) :])]))})
             )
-    return Value(frozenset({Sequence(tuple(items))}))
+    return just(Sequence(tuple(items)))
 
 
-@expression(ast.Starred)
-def _starred(node: ast.Starred, frame: Frame) -> Value:
-    return item(evaluate(node.value, frame), PLAIN, frame)
-
-
-@expression(ast.Dict)
+@handles(EXPRESSIONS, ast.Dict)
 def _dict(node: ast.Dict, frame: Frame) -> Value:
     rows: dict[Any, Value] = {}
     loose: list[Value] = []
@@ -160,27 +157,17 @@ def _dict(node: ast.Dict, frame: Frame) -> Value:
             loose.append(value)
     if loose:
         return Value(frozenset({Mapping((*rows.items(), (None, join(loose))))}), open=True)
-    return Value(frozenset({Mapping(tuple(rows.items()))}))
+    return just(Mapping(tuple(rows.items())))
 
 
-@expression(ast.ListComp, ast.SetComp, ast.GeneratorExp)
-def _comprehension(node: ast.ListComp, frame: Frame) -> Value:
-    return comprehension(node.generators, [node.elt], frame)
-
-
-@expression(ast.DictComp)
-def _dict_comprehension(node: ast.DictComp, frame: Frame) -> Value:
-    return comprehension(node.generators, [node.key, node.value], frame)
-
-
-@expression(ast.JoinedStr)
+@handles(EXPRESSIONS, ast.JoinedStr)
 def _f_string(node: ast.JoinedStr, frame: Frame) -> Value:
     values = [evaluate(part.value if isinstance(part, ast.FormattedValue) else part, frame) for part in node.values]
     objects = [value.only() for value in values]
     together = opaque(*values)
     if all(isinstance(thing, str | int) for thing in objects):
         text = "".join(str(thing) for thing in objects)
-        return known(text, settings=together.settings).like(loops=together.loops)
+        return known(text).like(loops=together.loops)
     pattern = "".join(re.escape(str(thing)) if isinstance(thing, str | int) else ".*" for thing in objects)
     return together.like(atoms=frozenset({Known(re.compile(pattern))}))
 
@@ -197,7 +184,7 @@ _COMPARISON: dict[type[ast.cmpop], Any] = {
 _SIMPLE = (bool, int, float, str, type(None))
 
 
-@expression(ast.BinOp)
+@handles(EXPRESSIONS, ast.BinOp)
 def _binary(node: ast.BinOp, frame: Frame) -> Value:
     left, right = evaluate(node.left, frame), evaluate(node.right, frame)
     return combine(left, right, node.op, frame)
@@ -206,11 +193,11 @@ def _binary(node: ast.BinOp, frame: Frame) -> Value:
 def combine(left: Value, right: Value, op: ast.operator, frame: Frame) -> Value:
     """`left op right`: numbers are computed, lists joined, everything else is data."""
     one, other = left.only(), right.only()
-    settings, loops = left.settings | right.settings, left.loops | right.loops
+    loops = left.loops | right.loops
     if type(one) in (int, float, str) and type(other) is type(one) and type(op) in _ARITHMETIC:
         try:
             if isinstance(one, str) or (abs(one) < 1e9 and abs(other) < 1e9):
-                return known(_ARITHMETIC[type(op)](one, other), settings=settings).like(loops=loops)
+                return known(_ARITHMETIC[type(op)](one, other)).like(loops=loops)
         except (TypeError, ZeroDivisionError):
             return opaque(left, right)
     if isinstance(op, ast.Add | ast.Mult) and (_is_list(left) or _is_list(right)):
@@ -222,36 +209,31 @@ def combine(left: Value, right: Value, op: ast.operator, frame: Frame) -> Value:
 
 
 def _is_list(value: Value) -> bool:
-    if not value.atoms or value.open:
-        return False
-    return all(
-        isinstance(atom, Sequence | Many)
-        or (isinstance(atom, Known) and isinstance(atom.object, nn.ModuleList | list | tuple))
-        for atom in value.atoms
-    )
+    lists = [isinstance(contents(atom), Sequence | Many) for atom in value.atoms]
+    return bool(lists) and all(lists) and not value.open
 
 
 def _join_lists(values: list[Value], frame: Frame) -> Value:
     sequences = [next(iter(value.atoms)) for value in values if len(value.atoms) == 1]
     if len(values) == 2 and len(sequences) == 2 and all(isinstance(one, Sequence) for one in sequences):
         items = tuple(inner for one in sequences if isinstance(one, Sequence) for inner in one.items)
-        return Value(frozenset({Sequence(items)}))
-    return Value(frozenset({Many(join(item(value, PLAIN, frame) for value in values))}))
+        return just(Sequence(items))
+    return just(Many(join(item(value, PLAIN, frame) for value in values)))
 
 
-@expression(ast.UnaryOp)
+@handles(EXPRESSIONS, ast.UnaryOp)
 def _unary(node: ast.UnaryOp, frame: Frame) -> Value:
     value = evaluate(node.operand, frame)
     if isinstance(node.op, ast.Not):
         answer = truth(value)
-        return PLAIN.like(source=value.source) if answer is None else known(not answer, settings=value.settings)
+        return PLAIN.like(source=value.source) if answer is None else known(not answer)
     number = value.only()
     if isinstance(node.op, ast.USub) and type(number) in (int, float):
-        return known(-number, settings=value.settings)
+        return known(-number)
     return use_as_data(value, frame)
 
 
-@expression(ast.BoolOp)
+@handles(EXPRESSIONS, ast.BoolOp)
 def _boolean(node: ast.BoolOp, frame: Frame) -> Value:
     """`a and b` stops at the first operand that is known to decide."""
     stops_at = isinstance(node.op, ast.Or)
@@ -260,16 +242,13 @@ def _boolean(node: ast.BoolOp, frame: Frame) -> Value:
         value = evaluate(part, frame)
         answer = truth(value)
         if answer is stops_at:
-            frame.analysis.decide(value)
             return value if not values or not stops_at else join([*values, value])
         if answer is None or part is node.values[-1]:
             values.append(value)
-        else:
-            frame.analysis.decide(value)
     return join(values)
 
 
-@expression(ast.Compare)
+@handles(EXPRESSIONS, ast.Compare)
 def _compare(node: ast.Compare, frame: Frame) -> Value:
     left = evaluate(node.left, frame)
     results = []
@@ -281,22 +260,21 @@ def _compare(node: ast.Compare, frame: Frame) -> Value:
 
 
 def _compare_two(left: Value, op: ast.cmpop, right: Value, frame: Frame) -> Value:
-    settings = left.settings | right.settings
     one, other = left.only(), right.only()
     if isinstance(op, ast.Is | ast.IsNot):
         answer = _same_object(left, right)
-        return PLAIN if answer is None else known(answer is isinstance(op, ast.Is), settings=settings)
+        return PLAIN if answer is None else known(answer is isinstance(op, ast.Is))
     if left.source == Source.RANDOM and isinstance(op, ast.Lt | ast.LtE) and other in (0, 0.0) and other is not False:
-        return known(False, settings=settings)  # layerdrop that is switched off
+        return known(False)  # layerdrop that is switched off
     if isinstance(one, _SIMPLE) and isinstance(other, _SIMPLE):
         try:
-            return known(bool(_COMPARISON[type(op)](one, other)), settings=settings)
+            return known(bool(_COMPARISON[type(op)](one, other)))
         except (TypeError, KeyError):
             return PLAIN
     if isinstance(op, ast.In | ast.NotIn) and isinstance(one, _SIMPLE):
         members = _constants(right)
         if members is not None:
-            return known((one in members) is isinstance(op, ast.In), settings=settings)
+            return known((one in members) is isinstance(op, ast.In))
     else:
         consume(left, frame)
         consume(right, frame)
@@ -305,12 +283,11 @@ def _compare_two(left: Value, op: ast.cmpop, right: Value, frame: Frame) -> Valu
 
 def _constants(value: Value) -> list[Any] | None:
     """The members of a list of constants, written out or real."""
-    things = value.only()
-    if type(things) in (list, tuple, set, frozenset, dict):
-        return list(things) if all(isinstance(thing, _SIMPLE) for thing in things) else None
-    if len(value.atoms) != 1 or value.open or not isinstance(atom := next(iter(value.atoms)), Sequence):
+    held = contents(next(iter(value.atoms))) if len(value.atoms) == 1 and not value.open else None
+    if not isinstance(held, Sequence | Mapping):
         return None
-    members = [inner.only() for inner in atom.items]
+    is_list = isinstance(held, Sequence)
+    members = [inner.only() for inner in held.items] if is_list else [key for key, _ in held.items]
     return members if all(isinstance(thing, _SIMPLE) for thing in members) else None
 
 
@@ -324,10 +301,9 @@ def _same_object(left: Value, right: Value) -> bool | None:
     return None
 
 
-@expression(ast.IfExp)
+@handles(EXPRESSIONS, ast.IfExp)
 def _conditional(node: ast.IfExp, frame: Frame) -> Value:
     test = evaluate(node.test, frame)
-    frame.analysis.decide(test)
     answer = truth(test)
     if answer is not None:
         return evaluate(node.body if answer else node.orelse, frame)
@@ -337,38 +313,16 @@ def _conditional(node: ast.IfExp, frame: Frame) -> Value:
     return result.like(picked=result.picked or (depends and len(result.atoms) > 1))
 
 
-@expression(ast.Constant)
-def _constant(node: ast.Constant, frame: Frame) -> Value:
-    return known(node.value)
-
-
-@expression(ast.Name)
-def _name(node: ast.Name, frame: Frame) -> Value:
-    return frame.lookup(node.id)
-
-
-@expression(ast.Attribute)
-def _attribute(node: ast.Attribute, frame: Frame) -> Value:
-    return load(evaluate(node.value, frame), node.attr, frame)
-
-
-@expression(ast.Subscript)
-def _subscript(node: ast.Subscript, frame: Frame) -> Value:
-    return item(evaluate(node.value, frame), evaluate(node.slice, frame), frame)
-
-
-@expression(ast.Slice)
+@handles(EXPRESSIONS, ast.Slice)
 def _slice(node: ast.Slice, frame: Frame) -> Value:
     bounds = [evaluate(part, frame) if part is not None else NONE for part in (node.lower, node.upper, node.step)]
     numbers = [bound.only() for bound in bounds]
     if all(number is None or type(number) is int for number in numbers):
-        for bound in bounds:
-            frame.analysis.decide(bound)
         return known(slice(*numbers))
     return Value(frozenset({Known(slice)}), open=True, source=max(bound.source for bound in bounds))
 
 
-@expression(ast.Call)
+@handles(EXPRESSIONS, ast.Call)
 def _call(node: ast.Call, frame: Frame) -> Value:
     if not isinstance(node.func, ast.Attribute):
         return invoke(evaluate(node.func, frame), evaluate_arguments(node, frame), frame)
@@ -408,12 +362,8 @@ def _grow(name: str, receiver: Value, how: str, values: list[Value], frame: Fram
     if not added.atoms and not any(isinstance(atom, Sequence | Many) for atom in receiver.atoms):
         return NONE
     pieces = [added if how != "extend" else item(added, PLAIN, frame)]
-    for atom in receiver.atoms:
-        if isinstance(atom, Sequence):
-            pieces += atom.items
-        elif isinstance(atom, Many):
-            pieces.append(atom.element)
-    grown = Value(frozenset({Many(join(pieces).like(loops=frozenset()))}))
+    pieces += (part for atom in receiver.atoms for part in inside(atom))
+    grown = just(Many(join(pieces).like(loops=frozenset())))
     home: Frame | None = frame
     while home is not None and name not in home.names:
         home = home.outer
@@ -421,54 +371,39 @@ def _grow(name: str, receiver: Value, how: str, values: list[Value], frame: Fram
     return NONE
 
 
-@expression(ast.Lambda)
-def _lambda(node: ast.Lambda, frame: Frame) -> Value:
-    return Value(frozenset({Closure(node, frame)}))
-
-
-@expression(ast.NamedExpr)
+@handles(EXPRESSIONS, ast.NamedExpr)
 def _walrus(node: ast.NamedExpr, frame: Frame) -> Value:
     value = evaluate(node.value, frame)
     frame.names[node.target.id] = value
     return value
 
 
-@expression(ast.Await)
-def _await(node: ast.Await, frame: Frame) -> Value:
-    return evaluate(node.value, frame)
-
-
-@expression(ast.Yield)
+@handles(EXPRESSIONS, ast.Yield)
 def _yield(node: ast.Yield, frame: Frame) -> Value:
     frame.yields.append(evaluate(node.value, frame) if node.value is not None else NONE)
     return PLAIN
 
 
-@expression(ast.YieldFrom)
+@handles(EXPRESSIONS, ast.YieldFrom)
 def _yield_from(node: ast.YieldFrom, frame: Frame) -> Value:
     frame.yields.append(item(evaluate(node.value, frame), PLAIN, frame))
     return PLAIN
 
 
-@statement(ast.Expr)
-def _expr(node: ast.Expr, frame: Frame) -> None:
-    evaluate(node.value, frame)
-
-
-@statement(ast.Assign)
+@handles(STATEMENTS, ast.Assign)
 def _assign(node: ast.Assign, frame: Frame) -> None:
     value = evaluate(node.value, frame)
     for target in node.targets:
         assign(target, value, frame)
 
 
-@statement(ast.AnnAssign)
+@handles(STATEMENTS, ast.AnnAssign)
 def _annotated(node: ast.AnnAssign, frame: Frame) -> None:
     if node.value is not None:
         assign(node.target, evaluate(node.value, frame), frame)
 
 
-@statement(ast.AugAssign)
+@handles(STATEMENTS, ast.AugAssign)
 def _augmented(node: ast.AugAssign, frame: Frame) -> None:
     added = evaluate(node.value, frame)
     target = evaluate(node.target, frame)
@@ -477,30 +412,29 @@ def _augmented(node: ast.AugAssign, frame: Frame) -> None:
         frame.names[node.target.id] = value
 
 
-@statement(ast.Return)
+@handles(STATEMENTS, ast.Return)
 def _return(node: ast.Return, frame: Frame) -> None:
     frame.returns.append(evaluate(node.value, frame) if node.value is not None else NONE)
     frame.exit_counts.append(frame.analysis.counts)
     frame.dead = "jump"
 
 
-@statement(ast.Continue, ast.Break)
+@handles(STATEMENTS, ast.Continue, ast.Break)
 def _jump(node: ast.stmt, frame: Frame) -> None:
     frame.jumps.append((dict(frame.names), dict(frame.analysis.counts)))
     frame.dead = "jump"
 
 
-@statement(ast.Raise)
+@handles(STATEMENTS, ast.Raise)
 def _raise(node: ast.Raise, frame: Frame) -> None:
     frame.dead = "raise"
 
 
-@statement(ast.If)
+@handles(STATEMENTS, ast.If)
 def _if(node: ast.If, frame: Frame) -> None:
     test = evaluate(node.test, frame)
     answer = truth(test)
     if answer is not None:
-        frame.analysis.decide(test)
         execute(node.body if answer else node.orelse, frame)
         return
     depends = test.source >= Source.TENSOR
@@ -527,7 +461,7 @@ def _branches(bodies: list[list[ast.stmt]], frame: Frame, *, depends: bool) -> N
         frame.dead = "jump" if jumped else "raise"
 
 
-@statement(ast.For, ast.AsyncFor)
+@handles(STATEMENTS, ast.For, ast.AsyncFor)
 def _for(node: ast.For, frame: Frame) -> None:
     iterable = evaluate(node.iter, frame)
 
@@ -539,7 +473,7 @@ def _for(node: ast.For, frame: Frame) -> None:
     execute(node.orelse, frame)
 
 
-@statement(ast.While)
+@handles(STATEMENTS, ast.While)
 def _while(node: ast.While, frame: Frame) -> None:
     def body(_: Value) -> None:
         test = evaluate(node.test, frame)
@@ -550,7 +484,7 @@ def _while(node: ast.While, frame: Frame) -> None:
     execute(node.orelse, frame)
 
 
-@statement(ast.With, ast.AsyncWith)
+@handles(STATEMENTS, ast.With, ast.AsyncWith)
 def _with(node: ast.With, frame: Frame) -> None:
     for managed in node.items:
         value = evaluate(managed.context_expr, frame)
@@ -559,7 +493,7 @@ def _with(node: ast.With, frame: Frame) -> None:
     execute(node.body, frame)
 
 
-@statement(ast.Try, ast.TryStar)
+@handles(STATEMENTS, ast.Try, ast.TryStar)
 def _try(node: ast.Try, frame: Frame) -> None:
     _branches([[*node.body, *node.orelse], *([*handler.body] for handler in node.handlers)], frame, depends=False)
     dead = frame.dead
@@ -568,7 +502,7 @@ def _try(node: ast.Try, frame: Frame) -> None:
     frame.dead = frame.dead or dead
 
 
-@statement(ast.Match)
+@handles(STATEMENTS, ast.Match)
 def _match(node: ast.Match, frame: Frame) -> None:
     subject = evaluate(node.subject, frame)
     for case in node.cases:
@@ -579,24 +513,19 @@ def _match(node: ast.Match, frame: Frame) -> None:
     _branches([*(case.body for case in node.cases), []], frame, depends=subject.source >= Source.TENSOR)
 
 
-@statement(ast.FunctionDef, ast.AsyncFunctionDef)
+@handles(STATEMENTS, ast.FunctionDef, ast.AsyncFunctionDef)
 def _function(node: ast.FunctionDef, frame: Frame) -> None:
-    frame.names[node.name] = Value(frozenset({Closure(node, frame)}))
+    frame.names[node.name] = just(Closure(node, frame))
 
 
-@statement(ast.ClassDef)
-def _class(node: ast.ClassDef, frame: Frame) -> None:
-    frame.names[node.name] = PLAIN
-
-
-@statement(ast.Import)
+@handles(STATEMENTS, ast.Import)
 def _import(node: ast.Import, frame: Frame) -> None:
     for alias in node.names:
         module = sys.modules.get(alias.name if alias.asname else alias.name.split(".")[0])
         frame.names[alias.asname or alias.name.split(".")[0]] = known(module) if module is not None else PLAIN
 
 
-@statement(ast.ImportFrom)
+@handles(STATEMENTS, ast.ImportFrom)
 def _import_from(node: ast.ImportFrom, frame: Frame) -> None:
     package = (frame.function.__globals__.get("__package__") or "") if frame.function is not None else ""
     base = package.rsplit(".", node.level - 1)[0] if node.level else ""
@@ -606,6 +535,21 @@ def _import_from(node: ast.ImportFrom, frame: Frame) -> None:
         frame.names[alias.asname or alias.name] = known(names[alias.name]) if alias.name in names else PLAIN
 
 
-@statement(ast.Assert)
-def _assert(node: ast.Assert, frame: Frame) -> None:
-    evaluate(node.test, frame)
+EXPRESSIONS |= {
+    ast.Constant: lambda node, frame: known(node.value),
+    ast.Name: lambda node, frame: frame.lookup(node.id),
+    ast.Attribute: lambda node, frame: load(evaluate(node.value, frame), node.attr, frame),
+    ast.Subscript: lambda node, frame: item(evaluate(node.value, frame), evaluate(node.slice, frame), frame),
+    ast.Starred: lambda node, frame: item(evaluate(node.value, frame), PLAIN, frame),
+    ast.Lambda: lambda node, frame: just(Closure(node, frame)),
+    ast.Await: lambda node, frame: evaluate(node.value, frame),
+    ast.ListComp: lambda node, frame: comprehension(node.generators, [node.elt], frame),
+    ast.SetComp: lambda node, frame: comprehension(node.generators, [node.elt], frame),
+    ast.GeneratorExp: lambda node, frame: comprehension(node.generators, [node.elt], frame),
+    ast.DictComp: lambda node, frame: comprehension(node.generators, [node.key, node.value], frame),
+}
+STATEMENTS |= {
+    ast.Expr: lambda node, frame: evaluate(node.value, frame),
+    ast.Assert: lambda node, frame: evaluate(node.test, frame),
+    ast.ClassDef: lambda node, frame: frame.names.update({node.name: PLAIN}),
+}

@@ -108,19 +108,11 @@ class Super:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
-    """`module.parameters()` before anything walks through it."""
-
-    module: Known
-    named: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Absent:
     """An attribute that the module does not have: code that uses it cannot run as the model stands."""
 
 
-Atom = Known | Sequence | Mapping | Many | Bound | Closure | Partial | Super | Parameters | Absent
+Atom = Known | Sequence | Mapping | Many | Bound | Closure | Partial | Super | Absent
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +127,6 @@ class Value:
     """Which of the atoms it is depends on the data."""
     loops: frozenset[int] = frozenset()
     """The loops whose turn decides which of the atoms it is."""
-    settings: frozenset[tuple[int, str]] = frozenset()
-    """The module attributes (identity, name) it was read from, for reuse among layers of one class."""
 
     def only(self) -> Any:
         """The one real object it must be, or `Unknown`."""
@@ -162,9 +152,14 @@ CONTENT = Value(open=True, source=Source.CONTENT)
 NONE = Value(frozenset({Known(None)}))
 
 
-def known(thing: Any, *, settings: frozenset[tuple[int, str]] = frozenset()) -> Value:
+def known(thing: Any) -> Value:
     """The value that is certainly this real object."""
-    return Value(frozenset({Known(thing)}), settings=settings)
+    return Value(frozenset({Known(thing)}))
+
+
+def just(atom: Atom) -> Value:
+    """The value that is certainly this atom."""
+    return Value(frozenset({atom}))
 
 
 def opaque(*values: Value, source: Source | None = None) -> Value:
@@ -174,7 +169,6 @@ def opaque(*values: Value, source: Source | None = None) -> Value:
         open=True,
         source=top,
         loops=frozenset().union(*(value.loops for value in values)),
-        settings=frozenset().union(*(value.settings for value in values)),
     )
 
 
@@ -191,7 +185,6 @@ def join(values: Iterable[Value]) -> Value:
         source=max((value.source for value in distinct), default=Source.PLAIN),
         picked=any(value.picked for value in distinct),
         loops=frozenset().union(*(value.loops for value in distinct)),
-        settings=frozenset().union(*(value.settings for value in distinct)),
     )
 
 
@@ -201,11 +194,12 @@ def leaves(value: Value, depth: int = 4) -> Iterator[Known | Bound | Closure]:
         if isinstance(atom, Known | Bound | Closure):
             yield atom
         elif depth:
-            for inner in _inside(atom):
+            for inner in inside(atom):
                 yield from leaves(inner, depth - 1)
 
 
-def _inside(atom: Atom) -> Iterable[Value]:
+def inside(atom: Atom) -> Iterable[Value]:
+    """The values that a container or a partial call holds."""
     if isinstance(atom, Sequence):
         return atom.items
     if isinstance(atom, Mapping):
@@ -255,8 +249,6 @@ class Analysis:
         self.places, self.entry = places, entry
         self.facts: dict[tuple[Any, ...], Fact] = {}
         self.counts: dict[int, int] = {}
-        self.settings: set[tuple[int, str]] = set()
-        self.deferred: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         self.results: dict[Any, Any] = {}
         self.running: list[Any] = []
         self.activity = 0
@@ -272,10 +264,6 @@ class Analysis:
     def add(self, fact: Fact) -> None:
         """Keep a fact, once."""
         self.facts[fact.key()] = fact
-
-    def decide(self, value: Value) -> None:
-        """Remember that the outcome hangs on the settings behind `value`."""
-        self.settings |= value.settings
 
 
 @dataclass(slots=True, eq=False)
@@ -342,27 +330,15 @@ class Frame:
             self.conditional = before
 
 
-Expression = Callable[[Any, Frame], Value]
-Statement = Callable[[Any, Frame], None]
-EXPRESSIONS: dict[type[ast.AST], Expression] = {}
-STATEMENTS: dict[type[ast.AST], Statement] = {}
+EXPRESSIONS: dict[type[ast.AST], Callable[[Any, Frame], Value]] = {}
+STATEMENTS: dict[type[ast.AST], Callable[[Any, Frame], object]] = {}
 
 
-def expression(*kinds: type[ast.AST]) -> Callable[[Expression], Expression]:
-    """Register how expressions of these kinds are evaluated."""
+def handles(table: dict[Any, Any], *keys: Any) -> Callable[[Any], Any]:
+    """Enter a function into a table of handlers under these keys."""
 
-    def register(function: Expression) -> Expression:
-        EXPRESSIONS.update(dict.fromkeys(kinds, function))
-        return function
-
-    return register
-
-
-def statement(*kinds: type[ast.AST]) -> Callable[[Statement], Statement]:
-    """Register how statements of these kinds are run."""
-
-    def register(function: Statement) -> Statement:
-        STATEMENTS.update(dict.fromkeys(kinds, function))
+    def register(function: Any) -> Any:
+        table.update(dict.fromkeys(keys, function))
         return function
 
     return register

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,13 +18,12 @@ from shardwise.errors import ConfigError
 from shardwise.models.load import find_callable
 from shardwise.progress import Progress
 from shardwise.training.data.records import (
+    DataSource,
     Document,
     Documents,
     JsonLines,
-    Problems,
+    RecordProblems,
     Records,
-    Source,
-    check_documents,
     find_sources,
     open_dataset,
     to_document,
@@ -170,7 +170,7 @@ def open_token_files(
         Local.
     """
     dtype = getattr(torch, dtype_name)
-    problems = Problems(
+    problems = RecordProblems(
         "{num} file(s) do not hold whole tokens",
         why=f"a file of tokens holds {dtype.itemsize} byte(s) for each ({dtype_name}) and nothing else",
         fix="set data.token_dtype as the files were written, or write them again",
@@ -244,7 +244,7 @@ class Spool:
         Raises:
             ConfigError: Some are no text.
         """
-        problems = Problems(
+        problems = RecordProblems(
             "{num} file(s) of the data are not text",
             why="what is neither JSONL nor tokens is read as UTF-8 text",
             fix="name only text files, as in data.source = 'folder/**/*.txt', or set data.format",
@@ -403,7 +403,7 @@ def open_samples(
 
 
 def _make_samples(
-    config: DataConfig, sources: list[Source], tokenizer: Tokenizer, vocab_size: int | None, progress: Progress
+    config: DataConfig, sources: list[DataSource], tokenizer: Tokenizer, vocab_size: int | None, progress: Progress
 ) -> tuple[Samples, Tokenizer | None]:
     if sources[0].format == "tokens":
         return _token_samples(config, sources[0], tokenizer, vocab_size)
@@ -415,12 +415,14 @@ def _make_samples(
 
 
 def _text_samples(
-    config: DataConfig, sources: list[Source], items: Records | None, tokenizer: Tokenizer, progress: Progress
+    config: DataConfig, sources: list[DataSource], items: Records | None, tokenizer: Tokenizer, progress: Progress
 ) -> Samples:
     parts = {id(source): _documents(source, items, config) for source in sources if source.format != "text"}
     if not config.pack and len(parts) == len(sources) == 1:
         documents = parts[id(sources[0])]
-        check_documents(documents, _some(len(documents)))
+        problems = unreadable()
+        deque(documents.read_all(problems, _some(len(documents))), maxlen=0)
+        problems.raise_any()
         samples = DocumentSamples(documents, tokenizer, config.sequence_length)
         _check_room(samples, config.sequence_length)
         return samples
@@ -450,13 +452,13 @@ def _stream_samples(config: DataConfig, stream: TokenStream, vocab_size: int | N
 
 
 def _token_samples(
-    config: DataConfig, source: Source, tokenizer: Tokenizer, vocab_size: int | None
+    config: DataConfig, source: DataSource, tokenizer: Tokenizer, vocab_size: int | None
 ) -> tuple[Samples, Tokenizer | None]:
     stream, known = open_token_files(source.files, config.token_dtype, tokenizer, vocab_size)
     return _stream_samples(config, stream, vocab_size), known
 
 
-def _documents(source: Source, items: Records | None, config: DataConfig) -> Documents:
+def _documents(source: DataSource, items: Records | None, config: DataConfig) -> Documents:
     if items is not None:
         return Documents([(source.callable, items)], config)
     opener = JsonLines if source.format == "jsonl" else open_dataset

@@ -9,27 +9,20 @@ import mmap
 import os
 import re
 import sysconfig
+from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import torch
-from torch import Tensor
-
 from shardwise.config.run import DataConfig
 from shardwise.errors import ConfigError, EnvironmentProblem
 
-_CHUNK_BYTES = 1 << 22
-_NEWLINE = 10
-_BLANKS = (9, 13, 32)
-
 
 class JsonLines:
-    """The lines of a JSONL file, found by their offsets: 8 bytes of memory a line. Blank lines are none.
+    """The lines of a JSONL file, found by their offsets: 8 bytes of memory per line. Blank lines are skipped.
 
     Args:
         path: The file; it must not change while it is read.
@@ -37,28 +30,32 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._starts = array("q")
         with path.open("rb") as file:
             # An empty file cannot be mapped.
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
-        self._starts = _line_starts(path, self._bytes)
+            offset = 0
+            for line in file:
+                if line.strip():
+                    self._starts.append(offset)
+                offset += len(line)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> Any:
-        start = int(self._starts[index])
+        start = self._starts[index]
         end = self._bytes.find(b"\n", start)
         return parse_line(self._bytes[start : end if end >= 0 else len(self._bytes)])
 
-    def lines(self) -> Iterator[bytes]:
-        """In order and not parsed: much faster than asking for each."""
-        with self.path.open("rb") as file:
-            yield from (line for line in file if line.strip())
-
     def place(self, index: int) -> str:
         """`file:line`, as an editor counts."""
-        chunks = _chunks(self.path, int(self._starts[index]))
-        return f"{self.path}:{sum(int((chunk == _NEWLINE).sum()) for _, chunk in chunks) + 1}"
+        number, offset = 0, 0
+        with self.path.open("rb") as file:
+            while offset <= self._starts[index]:
+                offset += len(file.readline())
+                number += 1
+        return f"{self.path}:{number}"
 
 
 def parse_line(line: bytes) -> Any:
@@ -73,40 +70,10 @@ def parse_line(line: bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def _line_starts(path: Path, content: mmap.mmap | bytes) -> Tensor:
-    """Where lines begin that are not blank."""
-    if not content:
-        return torch.zeros(0, dtype=torch.int64)
-    whole = torch.from_file(str(path), size=len(content), dtype=torch.uint8)
-    parts = [_not_blank(torch.zeros(1, dtype=torch.int64), whole, content)]
-    for first, chunk in _chunks(path, len(content)):
-        parts.append(_not_blank((chunk == _NEWLINE).nonzero().flatten() + (first + 1), whole, content))
-    return torch.cat(parts)
-
-
-def _not_blank(starts: Tensor, whole: Tensor, content: mmap.mmap | bytes) -> Tensor:
-    starts = starts[starts < len(content)]
-    heads = whole[starts]
-    keep = heads != _NEWLINE
-    for index in torch.isin(heads, torch.tensor(_BLANKS, dtype=torch.uint8)).nonzero().flatten().tolist():
-        start = int(starts[index])
-        end = content.find(b"\n", start)
-        keep[index] = bool(content[start : end if end >= 0 else len(content)].strip())
-    return starts[keep]
-
-
-def _chunks(path: Path, size: int) -> Iterator[tuple[int, Tensor]]:
-    """Pieces of the first `size` bytes of a file, so that what is computed from them stays small."""
-    if size:
-        whole = torch.from_file(str(path), size=size, dtype=torch.uint8)
-        for first in range(0, size, _CHUNK_BYTES):
-            yield first, whole[first : first + _CHUNK_BYTES]
-
-
 _NUM_SHOWN = 10
 
 
-class Problems:
+class RecordProblems:
     """Places where one rule is broken; raises once, with all of them.
 
     Args:
@@ -195,18 +162,13 @@ class Documents:
         part, within = self._locate(index)
         return to_document(self._parts[part][1][within], self._config)
 
-    def read_all(self, problems: Problems) -> Iterator[Document]:
-        """All of them in order; those that cannot be read are left out and told to `problems`."""
-        index = 0
-        for _, records in self._parts:
-            for read in _readers(records):
-                try:
-                    document = to_document(read(), self._config)
-                except ValueError as error:
-                    problems.add(f"{self.place(index)}: {error}" if problems.wanted else "")
-                else:
-                    yield document
-                index += 1
+    def read_all(self, problems: RecordProblems, indices: Sequence[int] | None = None) -> Iterator[Document]:
+        """These documents, by default all, in order; those that cannot be read are added to `problems`."""
+        for index in range(len(self)) if indices is None else indices:
+            try:
+                yield self.read(index)
+            except ValueError as error:
+                problems.add(f"{self.place(index)}: {error}" if problems.wanted else "")
 
     def place(self, index: int) -> str:
         """Where the record lies, for errors."""
@@ -219,29 +181,14 @@ class Documents:
         return part, index - self._offsets[part]
 
 
-def unreadable() -> Problems:
+def unreadable() -> RecordProblems:
     """For records that cannot be read as documents."""
-    return Problems(
+    return RecordProblems(
         "{num} record(s) of the data cannot be read",
         why="each line of JSONL is one JSON object; text stands in data.text_field, or in data.prompt_field and "
         "data.response_field",
         fix="mend or remove these lines, or set the names of the fields",
     )
-
-
-def check_documents(documents: Documents, indices: Sequence[int] | range) -> None:
-    """Raise unless all of these can be read.
-
-    Raises:
-        ConfigError: With the places of those that cannot.
-    """
-    problems = unreadable()
-    for index in indices:
-        try:
-            documents.read(index)
-        except ValueError as error:
-            problems.add(f"{documents.place(index)}: {error}" if problems.wanted else "")
-    problems.raise_any()
 
 
 def to_document(record: Any, config: DataConfig) -> Document:
@@ -292,13 +239,6 @@ def is_dataset(folder: Path) -> bool:
     return (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()
 
 
-def _readers(records: Records) -> Iterator[Callable[[], Any]]:
-    """For each record in order, what reads it."""
-    if isinstance(records, JsonLines):
-        return (partial(parse_line, line) for line in records.lines())
-    return (partial(records.__getitem__, index) for index in range(len(records)))
-
-
 def _text(record: Mapping[str, Any], name: str) -> str:
     value = record[name]
     if not isinstance(value, str):
@@ -328,7 +268,7 @@ _LEFT_OUT |= {"locale.py", "entities.py", "sitecustomize.py", "usercustomize.py"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DataSource:
     """Files of one format, in the order in which they are read."""
 
     format: Format
@@ -346,7 +286,7 @@ class Source:
         return digest.hexdigest()[:16]
 
 
-def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "data.source") -> list[Source]:
+def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "data.source") -> list[DataSource]:
     """What each name stands for; neighbours of one format are put together.
 
     Args:
@@ -361,19 +301,19 @@ def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "da
         Local. The order depends on names only, so it is the same on every machine.
     """
     names = (source,) if isinstance(source, str) else source
-    problems = Problems(
+    problems = RecordProblems(
         "{num} name(s) in " + where + " stand for no data",
         why="a name is `python`, a file, a folder, a glob or `module:callable`",
         fix=f"mend the paths, which are taken from the folder {Path.cwd()}",
     )
-    found: list[Source] = []
+    found: list[DataSource] = []
     for name in names:
         matches = _find(name, format)
         if not matches:
             problems.add(_nothing(name))
         for match in matches:
             if found and found[-1].format == match.format != "callable":
-                found[-1] = Source(match.format, found[-1].files + match.files)
+                found[-1] = DataSource(match.format, found[-1].files + match.files)
             else:
                 found.append(match)
     if not names:
@@ -397,16 +337,16 @@ def standard_library_files() -> list[Path]:
     return sorted(files, key=lambda file: hashlib.sha256(file.relative_to(folder).as_posix().encode()).digest())
 
 
-def _find(name: str, format: str) -> list[Source]:
+def _find(name: str, format: str) -> list[DataSource]:
     if name == "python" and format in ("auto", "text"):
         files = tuple(standard_library_files())
-        return [Source("text", files)] if files else []
+        return [DataSource("text", files)] if files else []
     path = Path(name).expanduser()
     if format == "callable" or (format == "auto" and _CALLABLE.fullmatch(name) and not path.exists()):
-        return [Source("callable", (), name)]
+        return [DataSource("callable", (), name)]
     if path.is_dir():
         if format in ("auto", "dataset") and is_dataset(path):
-            return [Source("dataset", (path,))]
+            return [DataSource("dataset", (path,))]
         paths = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path))
         suffixes = _SUFFIXES.get(format)
         paths = [file for file in paths if not suffixes or file.suffix in suffixes]
@@ -415,7 +355,7 @@ def _find(name: str, format: str) -> list[Source]:
     else:
         paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         paths = [match for match in paths if match.is_file() or is_dataset(match)]
-    return [Source(_format_of(file, format), (file,)) for file in paths]
+    return [DataSource(_format_of(file, format), (file,)) for file in paths]
 
 
 def _format_of(file: Path, format: str) -> Format:
@@ -437,7 +377,7 @@ def _nothing(name: str) -> str:
     return f"{name}: no file matches" if glob.has_magic(name) else f"{name}: there is no such file"
 
 
-def _refuse_mixed(found: list[Source], where: str) -> None:
+def _refuse_mixed(found: list[DataSource], where: str) -> None:
     formats = sorted({source.format for source in found})
     alone = [format for format in formats if format in ("tokens", "callable")]
     if (alone and len(formats) > 1) or sum(source.format == "callable" for source in found) > 1:

@@ -19,7 +19,7 @@ from shardwise.training.data.records import Documents, Records
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StreamWindow:
     """A few stretches of the stream, each a row."""
 
     tokens: Tensor
@@ -60,7 +60,7 @@ class TokenStream:
         self.prompt_lengths = prompt_lengths
         self._fill_ends = fill_ends
 
-    def window(self, firsts: Tensor, length: int) -> Window:
+    def window(self, firsts: Tensor, length: int) -> StreamWindow:
         """Rows that begin at `firsts`; beyond the end of the stream they hold zeros.
 
         Ranks:
@@ -69,13 +69,13 @@ class TokenStream:
         rows = [self._stretch(first, length) for first in firsts.tolist()]
         tokens = torch.stack(rows).to(torch.int64)
         if self._borders is None:
-            return Window(tokens, self._starts_by_token(tokens), None)
+            return StreamWindow(tokens, self._starts_by_token(tokens), None)
         # One column more: the last token ends its document if the next begins another.
         document, is_start = self._documents(self._borders, firsts, length + 1)
         if is_start is not None and self._fill_ends:
             tokens.masked_fill_(is_start[:, 1:], self.end_id or 0)
         is_prompt = self._prompts(firsts, document, is_start, length)
-        return Window(tokens, None if is_start is None else is_start[:, :-1], is_prompt)
+        return StreamWindow(tokens, None if is_start is None else is_start[:, :-1], is_prompt)
 
     def piece(self, first: int, length: int) -> Tensor:
         """One stretch as it is stored, without ends filled in; for checks."""

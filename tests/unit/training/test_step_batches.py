@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.training.objective import Feed, batch_of
+from shardwise.training.objective import StepBatches, batch_of
 
 
 class Counting:
@@ -30,16 +30,16 @@ class Counting:
         self.number = state["number"]
 
 
-def take(feed: Feed, count: int) -> list[int]:
+def take(feed: StepBatches, count: int) -> list[int]:
     return [int(feed.next()["number"]) for _ in range(count)]
 
 
 def test_without_anything_left_out_steps_get_batches_in_order():
-    assert take(Feed(Counting()), 4) == [0, 1, 2, 3]
+    assert take(StepBatches(Counting()), 4) == [0, 1, 2, 3]
 
 
 def test_batch_that_is_left_out_after_going_back_is_given_to_no_step():
-    feed = Feed(Counting())
+    feed = StepBatches(Counting())
     take(feed, 2)
     state = feed.state_dict()
     assert take(feed, 3) == [2, 3, 4]
@@ -49,13 +49,13 @@ def test_batch_that_is_left_out_after_going_back_is_given_to_no_step():
 
 
 def test_several_are_left_out_and_a_resumed_feed_knows_them():
-    feed = Feed(Counting())
+    feed = StepBatches(Counting())
     begin = feed.state_dict()
     for bad_step in (0, 0, 2):  # batches 0, then 1, then what is the third step's now: 4
         feed.leave_out(bad_step)
     feed.load_state_dict(begin)
     assert take(feed, 2) == [2, 3]
-    again = Feed(Counting())
+    again = StepBatches(Counting())
     again.load_state_dict(feed.state_dict())
     assert again.left_out == {0, 1, 4}
     assert take(again, 3) == [5, 6, 7]
@@ -67,8 +67,8 @@ def test_number_of_the_batch_of_a_step(left_out: tuple[int, ...], expected: list
 
 
 def test_failure_is_kept_and_the_last_batch_stands_in():
-    feed = Feed(Counting(fails_at=1))
+    feed = StepBatches(Counting(fails_at=1))
     assert take(feed, 2) == [0, 0]
     assert isinstance(feed.failure, OSError)
     with pytest.raises(OSError, match="gone"):
-        Feed(Counting(fails_at=0)).next()
+        StepBatches(Counting(fails_at=0)).next()

@@ -13,7 +13,7 @@ from shardwise.config.run import MetricsConfig, RunConfig, TrainingConfig
 from shardwise.distributed.mesh import init_distributed, shutdown
 from shardwise.progress import NoProgress
 from shardwise.training.metrics import Metrics, read_records
-from shardwise.training.step_metrics import Reading, Teller
+from shardwise.training.step_metrics import StepLogger, StepReading
 
 CPU = torch.device("cpu")
 
@@ -33,24 +33,24 @@ class Notes(NoProgress):
         self.heard.append((steps, note))
 
 
-def told(folder: Path, *, every: int = 1, num_steps: int = 5) -> tuple[Teller, Notes, Metrics]:
+def told(folder: Path, *, every: int = 1, num_steps: int = 5) -> tuple[StepLogger, Notes, Metrics]:
     metrics = Metrics(folder, MetricsConfig(every=every, peak_flops=1e6), 0)
     notes = Notes()
     config = RunConfig(training=TrainingConfig(steps=num_steps))
     model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 4, bias=False))  # 240 operations a token
-    return Teller(model, metrics, notes, config=config, device=CPU), notes, metrics
+    return StepLogger(model, metrics, notes, config=config, device=CPU), notes, metrics
 
 
-def reading(step: int, tokens: int, seconds: float, loss: float = 2.0) -> Reading:
-    return Reading(step=step, loss=loss, grad_norm=0.5, tokens=tokens, seconds=seconds)
+def reading(step: int, tokens: int, seconds: float, loss: float = 2.0) -> StepReading:
+    return StepReading(step=step, loss=loss, grad_norm=0.5, tokens=tokens, seconds=seconds)
 
 
 def test_a_record_holds_the_rate_since_the_one_before(tmp_path: Path):
-    teller, _, metrics = told(tmp_path, every=2)
-    teller.expect(2, learning_rate=0.1, data_wait_s=0.25)
-    teller.expect(3, learning_rate=0.2, data_wait_s=0.5)
-    teller.tell([reading(1, 100, 1.0, 4.0), reading(2, 300, 3.0, 3.0)])
-    teller.tell([reading(3, 50, 1.0), reading(4, 70, 2.0), reading(5, 90, 3.0, 1.5)])
+    logger, _, metrics = told(tmp_path, every=2)
+    logger.expect(2, learning_rate=0.1, data_wait_s=0.25)
+    logger.expect(3, learning_rate=0.2, data_wait_s=0.5)
+    logger.log([reading(1, 100, 1.0, 4.0), reading(2, 300, 3.0, 3.0)])
+    logger.log([reading(3, 50, 1.0), reading(4, 70, 2.0), reading(5, 90, 3.0, 1.5)])
     metrics.close()
     records = {record["step"]: record for record in read_records(tmp_path / "metrics.jsonl")}
     assert {step: (record["tokens"], record["tokens_per_s"]) for step, record in records.items()} == {
@@ -63,14 +63,14 @@ def test_a_record_holds_the_rate_since_the_one_before(tmp_path: Path):
     assert (records[4]["learning_rate"], "data_wait_s" in records[4]) == (None, False)
     assert records[2]["mfu"] == pytest.approx(100.0 * 240 / 1e6)
     assert records[5]["memory_bytes"] > 1e6
-    assert (teller.first_loss, teller.last_loss, teller.tokens, teller.seconds) == (4.0, 1.5, 610, 10.0)
-    assert teller.data_wait_s == 0.75
+    assert (logger.first_loss, logger.last_loss, logger.tokens, logger.seconds) == (4.0, 1.5, 610, 10.0)
+    assert logger.data_wait_s == 0.75
 
 
 def test_the_line_beside_the_bar(tmp_path: Path):
-    teller, notes, metrics = told(tmp_path, num_steps=100)
+    logger, notes, metrics = told(tmp_path, num_steps=100)
     # The first step is slow and forgotten; the second sets the pace; later ones move it by a tenth.
-    teller.tell([reading(1, 1000, 60.0), reading(2, 1000, 1.0), reading(3, 1000, 11.0), reading(100, 1000, 2.0)])
+    logger.log([reading(1, 1000, 60.0), reading(2, 1000, 1.0), reading(3, 1000, 11.0), reading(100, 1000, 2.0)])
     metrics.close()
     lines = [note for _, note in notes.heard]
     assert [line.split("  ")[0] for line in lines] == ["loss 2.000"] * 4
@@ -80,8 +80,8 @@ def test_the_line_beside_the_bar(tmp_path: Path):
 
 
 def test_a_step_without_a_duration_has_no_rate(tmp_path: Path):
-    teller, notes, metrics = told(tmp_path)
-    teller.tell([reading(1, 10, 0.0)])
+    logger, notes, metrics = told(tmp_path)
+    logger.log([reading(1, 10, 0.0)])
     metrics.close()
     (record,) = read_records(tmp_path / "metrics.jsonl")
     assert record["tokens_per_s"] == 0.0
@@ -89,14 +89,14 @@ def test_a_step_without_a_duration_has_no_rate(tmp_path: Path):
 
 
 def test_an_evaluation_and_a_way_back(tmp_path: Path):
-    teller, notes, metrics = told(tmp_path)
-    teller.tell([reading(1, 10, 1.0), reading(2, 10, 1.0), reading(3, 10, 1.0)])
-    teller.tell_evaluation(3, 1.25)
-    assert teller.evaluation_loss == 1.25
-    teller.expect(4, learning_rate=0.5)
-    teller.go_back(3, 1)
+    logger, notes, metrics = told(tmp_path)
+    logger.log([reading(1, 10, 1.0), reading(2, 10, 1.0), reading(3, 10, 1.0)])
+    logger.log_evaluation(3, 1.25)
+    assert logger.evaluation_loss == 1.25
+    logger.expect(4, learning_rate=0.5)
+    logger.go_back(3, 1)
     assert notes.heard[-1] == (-2, "back to step 1")
-    teller.tell([reading(4, 10, 1.0)])
+    logger.log([reading(4, 10, 1.0)])
     metrics.close()
     records = read_records(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 4]

@@ -9,36 +9,43 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.diagnosing.collective_trace import HISTORY, Board, Kind, create_board, encode, open_board
+from shardwise.diagnosing.collective_trace import (
+    HISTORY,
+    CollectiveKind,
+    SharedTrace,
+    create_shared_trace,
+    encode,
+    open_shared_trace,
+)
 from shardwise.diagnosing.peer_traces import group_by_machine
-from shardwise.diagnosing.tracer import Outlook, Post, Witness
+from shardwise.diagnosing.tracer import CollectiveTracer, PeerView
 from shardwise.errors import ShardError
 
 GROUPS = ("(root)", "embed", "layers.0", "layers.1")
 RANKS = 4
-FORWARD, EVALUATION, BACKWARD, REDUCE = Kind
+FORWARD, EVALUATION, BACKWARD, REDUCE = CollectiveKind
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    path = create_board(RANKS)
-    made = open_board(path, RANKS)
+def traces() -> Iterator[SharedTrace]:
+    path = create_shared_trace(RANKS)
+    made = open_shared_trace(path, RANKS)
     path.unlink()
-    for slot in made.slots:
+    for slot in made.ranks:
         slot.open()
     yield made
     made.close()
 
 
-def event(kind: Kind, group: int, size: int = 8) -> int:
+def event(kind: CollectiveKind, group: int, size: int = 8) -> int:
     return encode(kind, group, size)
 
 
-def write(board: Board, *events: list[int]) -> None:
+def write(traces: SharedTrace, *events: list[int]) -> None:
     """A list of events for each rank."""
-    for slot, own in zip(board.slots, events, strict=True):
+    for slot, own in zip(traces.ranks, events, strict=True):
         for each in own:
-            slot.write(each)
+            slot.writer([])(each)
 
 
 A, B = event(FORWARD, 1), event(FORWARD, 2)
@@ -91,200 +98,200 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_who_differs(board: Board, case: str):
+def test_who_differs(traces: SharedTrace, case: str):
     events, sentence, odd = CASES[case]
     before = [event(FORWARD, 0)] * 3
-    write(board, *([*before, each] for each in events))
+    write(traces, *([*before, each] for each in events))
     for rank in range(RANKS):
-        outlook = Outlook(board, rank, GROUPS)
-        assert outlook.first_difference() == 3
-        difference = outlook.difference_at(3)
+        view = PeerView(traces.ranks, rank, GROUPS)
+        assert view.first_difference() == 3
+        difference = view.difference_at(3)
         assert difference is not None
         assert (difference.error.what, difference.odd) == (sentence, odd)
-        assert outlook.difference_at(2) is None
-        cause = outlook.cause_of_failure()
+        assert view.difference_at(2) is None
+        cause = view.cause_of_failure()
         assert cause is not None
         assert cause.what == sentence
 
 
-def test_where_each_rank_is(board: Board):
-    write(board, [A], [B], [A], [event(REDUCE, 3)])
-    difference = Outlook(board, 1, GROUPS).difference_at(0)
+def test_where_each_rank_is(traces: SharedTrace):
+    write(traces, [A], [B], [A], [event(REDUCE, 3)])
+    difference = PeerView(traces.ranks, 1, GROUPS).difference_at(0)
     assert difference is not None
     assert difference.error.where == (
         "ranks 0, 2: gather of `embed` for a forward; rank 1: gather of `layers.0` for a forward; "
         "rank 3: reduction of the gradients of `layers.1`"
     )
-    board.slots[0].write(event(EVALUATION, 0))
-    board.slots[1].write(event(BACKWARD, 1))
-    again = Outlook(board, 1, GROUPS).difference_at(1)
+    traces.ranks[0].writer([])(event(EVALUATION, 0))
+    traces.ranks[1].writer([])(event(BACKWARD, 1))
+    again = PeerView(traces.ranks, 1, GROUPS).difference_at(1)
     assert again is not None
     assert again.error.where == (
         "rank 0: gather of `(root)` for a forward without gradients; rank 1: gather of `embed` for backward"
     )
 
 
-def test_the_step_is_that_of_the_place(board: Board):
-    outlook = Outlook(board, 0, GROUPS)
+def test_the_step_is_that_of_the_place(traces: SharedTrace):
+    view = PeerView(traces.ranks, 0, GROUPS)
     for step in (2, 3):
-        write(board, *[[A, A]] * RANKS)
-        board.slots[0].set_step(step)
-        outlook.note_step()
-    write(board, [A, A], [A, B], [A, A], [A, A])
-    assert outlook.first_difference() == 5
-    difference = outlook.difference_at(5)
+        write(traces, *[[A, A]] * RANKS)
+        traces.ranks[0].set_step(step)
+        view.note_step()
+    write(traces, [A, A], [A, B], [A, A], [A, A])
+    assert view.first_difference() == 5
+    difference = view.difference_at(5)
     assert difference is not None
     assert difference.error.what == "rank 1 did not run `embed` at step 3"
-    write(board, [A], [A], [A], [A])
-    earlier = Outlook(board, 0, GROUPS).difference_at(5)
+    write(traces, [A], [A], [A], [A])
+    earlier = PeerView(traces.ranks, 0, GROUPS).difference_at(5)
     assert earlier is not None
     assert earlier.error.what.endswith("at step 1"), "one that has seen no step end knows of one step"
 
 
-def test_ranks_that_are_not_there_yet_do_not_differ(board: Board):
-    write(board, [A, B], [A], [], [A, B])
-    outlook = Outlook(board, 0, GROUPS)
-    assert outlook.first_difference() is None
-    assert outlook.difference_at(1) is None
-    assert outlook.missing() is None
-    assert outlook.dead() is None
-    assert outlook.cause_of_failure() is None
-    assert outlook.verdict_of_others() is None
-    board.slots[1].write(A)
-    assert outlook.first_difference() == 1, "what has newly arrived is compared"
+def test_ranks_that_are_not_there_yet_do_not_differ(traces: SharedTrace):
+    write(traces, [A, B], [A], [], [A, B])
+    view = PeerView(traces.ranks, 0, GROUPS)
+    assert view.first_difference() is None
+    assert view.difference_at(1) is None
+    assert view.missing() is None
+    assert view.dead() is None
+    assert view.cause_of_failure() is None
+    assert view.verdict_of_others() is None
+    traces.ranks[1].writer([])(A)
+    assert view.first_difference() == 1, "what has newly arrived is compared"
 
 
-def test_the_earliest_difference_counts_whichever_rank_it_is_of(board: Board):
-    write(board, [A, B, A], [A, B, B], [A, A, A], [A, B, A])
-    assert Outlook(board, 0, GROUPS).first_difference() == 1
+def test_the_earliest_difference_counts_whichever_rank_it_is_of(traces: SharedTrace):
+    write(traces, [A, B, A], [A, B, B], [A, A, A], [A, B, A])
+    assert PeerView(traces.ranks, 0, GROUPS).first_difference() == 1
 
 
-def test_a_difference_of_which_word_came_late_is_told_and_not_what_followed_from_it(board: Board):
+def test_a_difference_of_which_word_came_late_is_told_and_not_what_followed_from_it(traces: SharedTrace):
     """Rank 3 left `embed` out; by the time others hear of it they are a place further."""
     machines = group_by_machine(["a", "b", "c", "d"], rank=0)
-    post = Post(
-        board=board, machines=machines, rank=0, groups=GROUPS, patience=60.0, report=lambda text: None,
-        abort=lambda: None,
-    )  # fmt: skip
-    witness = Witness(post)
-    witness.write(A)
-    write(board, [], [A, B], [A, B], [B, event(FORWARD, 3)])
-    witness.write(B)
-    board.slots[1].write(event(FORWARD, 3))  # the neighbour that rank 0 compares with
+    tracer = CollectiveTracer(traces, machines, 0, GROUPS, patience=60.0, report=lambda text: None, abort=lambda: None)
+    tracer.write(A)
+    write(traces, [], [A, B], [A, B], [B, event(FORWARD, 3)])
+    tracer.write(B)
+    traces.ranks[1].writer([])(event(FORWARD, 3))  # the neighbour that rank 0 compares with
     with pytest.raises(ShardError, match="rank 3 did not run `embed` at step"):
-        witness.write(B)
+        tracer.write(B)
 
 
-def test_who_has_left(board: Board):
-    write(board, [A, B], [A, B], [A], [A, B])
-    board.slots[1].end()
-    outlook = Outlook(board, 0, GROUPS)
-    assert outlook.missing() is None, "it came as far as this one before it left"
-    board.slots[2].end()
-    board.slots[2].set_step(4)
-    board.slots[0].set_step(5)
-    assert outlook.missing() == 2
-    error = outlook.absence_of(2)
+def test_who_has_left(traces: SharedTrace):
+    write(traces, [A, B], [A, B], [A], [A, B])
+    traces.ranks[1].end()
+    view = PeerView(traces.ranks, 0, GROUPS)
+    assert view.missing() is None, "it came as far as this one before it left"
+    traces.ranks[2].end()
+    traces.ranks[2].set_step(4)
+    traces.ranks[0].set_step(5)
+    assert view.missing() == 2
+    error = view.absence_of(2)
     assert error.what == "rank 2 has left the training loop after 3 steps; rank 0 goes on"
     assert error.where == "rank 0 is in the gather of `layers.0` for a forward in step 5"
-    cause = outlook.cause_of_failure()
+    cause = view.cause_of_failure()
     assert cause is not None
     assert cause.what == error.what
 
 
-def test_who_has_died(board: Board):
+def test_who_has_died(traces: SharedTrace):
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     own = os.getpid
     os.getpid = lambda: child.pid
     try:
-        board.slots[3].open()
+        traces.ranks[3].open()
     finally:
         os.getpid = own
-    write(board, [A, B], [A, B], [A, B], [A])
-    board.slots[3].set_step(7)
-    outlook = Outlook(board, 0, GROUPS)
-    assert (outlook.missing(), outlook.dead(), board.slots[3].is_alive) == (None, None, True)
+    write(traces, [A, B], [A, B], [A, B], [A])
+    traces.ranks[3].set_step(7)
+    view = PeerView(traces.ranks, 0, GROUPS)
+    assert (view.missing(), view.dead(), traces.ranks[3].is_alive) == (None, None, True)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not board.slots[3].is_alive, "a zombie is dead"
+    assert not traces.ranks[3].is_alive, "a zombie is dead"
     child.communicate()
-    assert (outlook.missing(), outlook.dead()) == (3, 3)
-    error = outlook.absence_of(3)
+    assert (view.missing(), view.dead()) == (3, 3)
+    error = view.absence_of(3)
     assert error.what == "rank 3 died in step 7"
     assert error.where == (
         "rank 0 is in the gather of `layers.0` for a forward and waits for it; "
         "last on rank 3: gather of `embed` for a forward"
     )
-    board.slots[3].write(B)
-    assert (outlook.missing(), outlook.dead()) == (None, 3), "dead, though it came as far"
-    cause = outlook.cause_of_failure()
+    traces.ranks[3].writer([])(B)
+    assert (view.missing(), view.dead()) == (None, 3), "dead, though it came as far"
+    cause = view.cause_of_failure()
     assert cause is not None
     assert cause.what == "rank 3 died in step 7"
 
 
-def test_who_is_late(board: Board):
-    write(board, [A, B], [A, B], [], [A])
-    outlook = Outlook(board, 0, GROUPS)
+def test_who_is_late(traces: SharedTrace):
+    write(traces, [A, B], [A, B], [], [A])
+    view = PeerView(traces.ranks, 0, GROUPS)
     for rank, seconds in enumerate((99.0, 99.0, 20.0, 30.0)):
-        board.slots[rank].touch(seconds_ago=seconds)
-    assert outlook.late(10.0) == 2
-    assert outlook.late(25.0) == 3
-    assert outlook.late(50.0) is None
-    error = outlook.absence_of(2)
+        traces.ranks[rank].touch(seconds_ago=seconds)
+    assert view.late(10.0) == 2
+    assert view.late(25.0) == 3
+    assert view.late(50.0) is None
+    error = view.absence_of(2)
     assert error.what == "rank 2 has not come to what rank 0 waits for since 20 s"
     assert error.where == "rank 0 is in the gather of `layers.0` for a forward in step 1; nothing yet on rank 2"
-    assert "last on rank 3: gather of `embed` for a forward" in outlook.absence_of(3).where
+    assert "last on rank 3: gather of `embed` for a forward" in view.absence_of(3).where
 
 
-def test_a_machine_that_is_silent(board: Board, monkeypatch: pytest.MonkeyPatch):
+def with_flags(message: bytes, *, has_ended: bool = False, is_gone: bool = False) -> bytes:
+    return message[:32] + bytes([has_ended, is_gone]) + message[34:]
+
+
+def test_a_machine_that_is_silent(traces: SharedTrace, monkeypatch: pytest.MonkeyPatch):
     import time
 
-    write(board, [A, B], [A, B], [A, B], [A])
-    board.slots[3].note_state(has_ended=False, is_gone=False, has_concluded=False)
-    outlook = Outlook(board, 0, GROUPS)
-    assert board.slots[3].is_copy
-    assert not board.slots[0].is_copy
-    assert outlook.dead() is None
+    write(traces, [A, B], [A, B], [A, B], [A])
+    message = traces.ranks[3].to_bytes()
+    traces.ranks[3].copy_from(message)
+    view = PeerView(traces.ranks, 0, GROUPS)
+    assert view.dead() is None
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 3.4)
-    assert outlook.dead() is None
+    assert view.dead() is None
     monkeypatch.setattr(time, "monotonic", lambda: now + 5.0)
-    assert outlook.dead() == 3
-    assert board.slots[0].seconds_unheard == 0.0
-    error = outlook.absence_of(3)
+    assert view.dead() == 3
+    assert traces.ranks[0].seconds_unheard == 0.0
+    error = view.absence_of(3)
     assert error.what == "rank 3 died in step 1, or its machine cannot be reached"
     assert error.why == "nothing has been heard from its machine for 5 s"
-    board.slots[3].note_state(has_ended=False, is_gone=True, has_concluded=False)
-    assert not board.slots[3].is_alive
-    assert outlook.absence_of(3).what == "rank 3 died in step 1"
-    board.slots[3].note_state(has_ended=True, is_gone=False, has_concluded=False)
+    traces.ranks[3].copy_from(with_flags(message, is_gone=True))
+    assert not traces.ranks[3].is_alive
+    assert view.absence_of(3).what == "rank 3 died in step 1"
+    traces.ranks[3].copy_from(with_flags(message, has_ended=True))
     monkeypatch.setattr(time, "monotonic", lambda: now + 50.0)
-    assert outlook.dead() is None, "it said that it left"
+    assert view.dead() is None, "it said that it left"
 
 
-def test_what_others_found_is_handed_on(board: Board):
-    outlook = Outlook(board, 0, GROUPS)
-    board.slots[2].conclude("half a te")
-    assert outlook.verdict_of_others() is None
-    board.slots[2].conclude('["what", "where", "why", "fix", "in the loader"]')
-    found = outlook.verdict_of_others()
+def test_what_others_found_is_handed_on(traces: SharedTrace):
+    view = PeerView(traces.ranks, 0, GROUPS)
+    traces.ranks[2].set_text("half a te", is_verdict=True)
+    assert view.verdict_of_others() is None
+    traces.ranks[2].set_text('["what", "where", "why", "fix", "in the loader"]', is_verdict=True)
+    found = view.verdict_of_others()
     assert found is not None
     assert (found.what, found.where, found.why, found.fix) == ("what", "where", "why", "fix")
     assert found.__notes__ == ["(found by rank 2)"]
-    outlook.note_places(found)
-    outlook.note_places(found)
+    view.note_stacks_of_finders(found)
+    view.note_stacks_of_finders(found)
     assert found.__notes__ == ["(found by rank 2)", "rank 2 is here:\nin the loader"]
-    assert Outlook(board, 2, GROUPS).verdict_of_others() is None, "its own is known to it"
-    cause = outlook.cause_of_failure()
+    assert PeerView(traces.ranks, 2, GROUPS).verdict_of_others() is None, "its own is known to it"
+    cause = view.cause_of_failure()
     assert cause is not None
     assert cause.what == "what"
 
 
-def test_a_slot_remembers_its_last_events(board: Board):
-    slot = board.slots[0]
-    assert (slot.count, slot.first, slot.step, slot.event(0), slot.said, slot.verdict) == (0, 0, 1, None, "", None)
+def test_a_slot_remembers_its_last_events(traces: SharedTrace):
+    slot = traces.ranks[0]
+    assert (slot.count, slot.first, slot.step, slot.event(0), slot.text, slot.verdict) == (0, 0, 1, None, "", None)
+    write_event = slot.writer([])
     for number in range(3 * HISTORY):
-        slot.write(number)
+        write_event(number)
     assert slot.count == 3 * HISTORY
     assert slot.first == 2 * HISTORY
     found = [slot.event(index) for index in (2 * HISTORY - 1, 2 * HISTORY, 3 * HISTORY - 1, 3 * HISTORY)]
@@ -297,35 +304,32 @@ def test_a_slot_remembers_its_last_events(board: Board):
     assert len(edge) == 12
 
 
-def test_questions_and_answers(board: Board):
-    slot = board.slots[1]
-    assert (slot.times_asked, slot.times_said, slot.wants_all, slot.has_ended) == (0, 0, False, False)
-    slot.ask()
-    slot.ask()
-    slot.say("first é")
-    slot.say("then")
-    assert (slot.times_asked, slot.times_said, slot.said) == (2, 2, "then")
-    slot.say("copied", times=9)
-    assert slot.times_said == 9
+def test_texts(traces: SharedTrace):
+    slot = traces.ranks[1]
+    assert (slot.wants_all, slot.has_ended, slot.is_text_current) == (False, False, False)
+    slot.set_text("first é")
+    assert (slot.text, slot.is_text_current) == ("first é", True)
+    slot.writer([])(A)
+    assert not slot.is_text_current, "the rank has moved since"
     slot.want_all()
     slot.end()
     assert (slot.wants_all, slot.has_ended) == (True, True)
-    slot.say("x" * 20_000)
-    assert set(slot.said) == {"x"}
-    assert 7000 < len(slot.said) < 8192
-    assert board.slots[0].said == "", "nothing runs over into another's"
-    assert board.slots[2].said == ""
+    slot.set_text("x" * 20_000)
+    assert set(slot.text) == {"x"}
+    assert 7000 < len(slot.text) < 8192
+    assert traces.ranks[0].text == "", "nothing runs over into another's"
+    assert traces.ranks[2].text == ""
 
 
-def test_a_writer_notices_neighbours_that_differ(board: Board):
-    write_first = board.slots[0].writer([board.slots[1], board.slots[2]])
-    write_third = board.slots[2].writer([board.slots[0], board.slots[1]])
+def test_a_writer_notices_neighbours_that_differ(traces: SharedTrace):
+    write_first = traces.ranks[0].writer([traces.ranks[1], traces.ranks[2]])
+    write_third = traces.ranks[2].writer([traces.ranks[0], traces.ranks[1]])
     assert write_first(A) is False
     assert write_third(A) is False
     assert write_third(B) is False
     assert write_first(A) is True
-    assert board.slots[0].count == 2
-    assert board.slots[0].event(1) == A
+    assert traces.ranks[0].count == 2
+    assert traces.ranks[0].event(1) == A
 
 
 @pytest.mark.parametrize(

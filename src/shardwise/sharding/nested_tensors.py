@@ -1,0 +1,182 @@
+"""Tensors in nested structures: one walk to change them, to find them, and to cast a batch."""
+
+import collections
+import copy
+import dataclasses
+import enum
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+# Never looked into: they hold no inputs, or have an identity that a copy would lose.
+_OPAQUE = (
+    str, bytes, int, float, complex, type(None), type, enum.Enum, nn.Module, torch.Generator, types.ModuleType,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType,
+)  # fmt: skip
+_FIXED = (tuple, set, frozenset)
+_MUTABLE = (dict, list, collections.deque)
+
+
+def cast_inputs(batch: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
+    """Cast the floating-point tensors in `batch` to `dtype`, and move all its tensors to `device`.
+
+    Looks into dicts and other mappings, lists, tuples, named tuples, sets, dataclasses (frozen, slotted, with
+    fields outside `__init__`), `SimpleNamespace` and plain objects, to any depth and through cycles. Types
+    are kept and constructors are not run. The input is not changed: what holds a tensor is copied, all else
+    is shared. An object that cannot be copied is changed in place.
+
+    Args:
+        batch: Anything.
+        dtype: For floating-point tensors; integer, boolean and complex ones keep theirs. None casts nothing.
+        device: Where tensors go; None moves nothing.
+
+    Returns:
+        The same structure. A tensor that occurs twice is cast once, and occurs twice in the result.
+
+    Ranks:
+        Local.
+    """
+    if dtype is None and device is None:
+        return batch
+    return _Walk(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None), copies=True).visit(
+        batch
+    )
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating-point tensors in `dtype`."""
+    return change_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def change_tensors(value: Any, change: Change) -> Any:
+    """The same containers and dataclasses with changed tensors; parts in which nothing changed are shared."""
+    return _Walk(change, objects=0).visit(value)
+
+
+def find_tensors(value: Any, objects: int = 0) -> list[torch.Tensor]:
+    """The tensors in containers and dataclasses, each once, and in plain objects down to a depth of `objects`."""
+    found: list[torch.Tensor] = []
+    _Walk(lambda tensor: found.append(tensor) or tensor, objects).visit(value)
+    return found
+
+
+class _Walk:
+    """One walk over a structure; remembers what it has met, by identity.
+
+    Args:
+        change: Gives the tensor that takes a tensor's place.
+        objects: How many plain objects deep it looks; -1 for any depth.
+        copies: Copy what holds a tensor before looking into it, so that cycles lead to the copy.
+    """
+
+    def __init__(self, change: Change, objects: int = -1, copies: bool = False) -> None:
+        self._change, self._objects, self._copies = change, objects, copies
+        # The original is kept beside its result: an id is only unique while its object lives.
+        self._met: dict[int, tuple[Any, Any]] = {}
+
+    def visit(self, value: Any) -> Any:
+        if isinstance(value, _OPAQUE):
+            return value
+        if id(value) in self._met:
+            return self._met[id(value)][1]
+        if isinstance(value, torch.Tensor):
+            return self._remember(value, self._change(value))
+        # Met again inside itself, it stands for itself unless a copy is made first.
+        self._remember(value, value)
+        if isinstance(value, PackedSequence):  # the sizes of its batches stay on the CPU
+            moved = {name: self.visit(getattr(value, name)) for name in ("data", "sorted_indices", "unsorted_indices")}
+            return self._remember(value, value._replace(**moved))
+        if isinstance(value, types.MappingProxyType):
+            new = self.visit(inner := dict(value))
+            return value if new is inner else self._remember(value, types.MappingProxyType(new))
+        if isinstance(value, _FIXED):
+            return self._visit_fixed(value)
+        if isinstance(value, _MUTABLE) or dataclasses.is_dataclass(value):
+            return self._visit_parts(value)
+        if not self._objects:
+            return value
+        self._objects -= 1
+        try:
+            return self._visit_parts(value)  # UserDict and other wrappers too: what they wrap is an attribute
+        finally:
+            self._objects += 1
+
+    def _remember(self, original: Any, result: Any) -> Any:
+        self._met[id(original)] = (original, result)
+        return result
+
+    def _visit_fixed(self, values: Any) -> Any:
+        results = [self.visit(value) for value in values]
+        if all(new is old for new, old in zip(results, values, strict=True)):
+            return values
+        make = getattr(type(values), "_make", type(values))  # a named tuple takes one argument per field
+        return self._remember(values, make(results))
+
+    def _visit_parts(self, value: Any) -> Any:
+        result = value
+        if self._copies and _holds_tensor(value, set()):
+            result = self._remember(value, _copied(value))
+        is_copied = self._copies
+        for key, part, put in list(_parts(value)):
+            if (new := self.visit(part)) is not part:
+                if not is_copied:
+                    result, is_copied = self._remember(value, _copied(value)), True
+                put(result, key, new)
+        return result
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any, Callable[[Any, Any, Any], None]]]:
+    """Key, value and setter of each part of a container or an object."""
+    if isinstance(value, dict):
+        yield from ((key, item, _set_item) for key, item in value.items())
+    elif isinstance(value, list | collections.deque):
+        yield from ((index, item, _set_item) for index, item in enumerate(value))
+    # Frozen dataclasses refuse the ordinary way of setting attributes.
+    yield from ((name, item, object.__setattr__) for name, item in _attributes(value).items())
+
+
+def _set_item(container: Any, key: Any, item: Any) -> None:
+    container[key] = item
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds in its dict and its slots."""
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
+def _holds_tensor(value: Any, seen: set[int]) -> bool:
+    """A file, a tokenizer or a logger is not copied unless it holds a tensor."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, _OPAQUE) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    held = [part for _, part, _ in _parts(value)]
+    held += value.values() if isinstance(value, types.MappingProxyType) else value if isinstance(value, _FIXED) else ()
+    return any(_holds_tensor(part, seen) for part in held)
+
+
+def _copied(value: Any) -> Any:
+    """A shallow copy; the value itself if there is no way to make one."""
+    try:
+        return copy.copy(value)
+    except Exception:
+        pass
+    try:
+        result = object.__new__(type(value))
+        result.__dict__.update(value.__dict__)
+    except Exception:
+        return value
+    return result
