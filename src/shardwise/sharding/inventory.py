@@ -268,11 +268,7 @@ def take_inventory(model: nn.Module) -> list[Entry]:
     Ranks:
         Local.
     """
-    shards = {
-        id(fsdp_param.sharded_param): fsdp_param
-        for group in compat.param_groups(model)
-        for fsdp_param in group.fsdp_params
-    }
+    shards = {id(record.sharded_param): record for record in compat.parameter_records(compat.param_groups(model))}
     entries: dict[int, Entry] = {}
     for path, module in model.named_modules():
         for place, tensor in _places_of(module):

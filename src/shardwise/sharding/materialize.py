@@ -354,8 +354,8 @@ def materialize(
         Collective. Every rank raises the same error.
     """
     for group in compat.param_groups(model):
-        if not compat.is_settled(group):
-            compat.settle(group)
+        if not compat.is_resharded(group):
+            compat.wait_and_reshard(group)
     entries = take_inventory(model)
     mesh = mesh_of(model, entries)
     if any(entry.pending for entry in entries):

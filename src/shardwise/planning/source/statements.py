@@ -50,19 +50,22 @@ from shardwise.planning.source.values import (
 )
 
 
-def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame) -> None:
+def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame) -> int | None:
     """Run a loop's body for one turn, twice, so that names set in a turn are seen by the next.
 
     Args:
         iterable: What the loop walks through; None for `while`.
         body: Gets the element, marked as belonging to this loop.
         frame: Where the loop is written.
+
+    Returns:
+        Its number of turns where known.
     """
     analysis = frame.analysis
     analysis.num_loops += 1
     element, count, dynamic = walk(iterable, frame) if iterable is not None else (Value(open=True), None, False)
     if count == 0:
-        return
+        return count
     loop = Loop(analysis.num_loops, count)
     element = _mark(element, loop.identity)
     before = (frame.loops, frame.conditional, frame.skipping, frame.jumps)
@@ -81,6 +84,7 @@ def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame
         frame.dead, frame.skipping = "", before[2]
     analysis.counts = counts_after
     frame.loops, frame.conditional, frame.skipping, frame.jumps = before
+    return count
 
 
 def _mark(element: Value, identity: int) -> Value:
@@ -97,10 +101,10 @@ def comprehension(generators: list[ast.comprehension], results: list[ast.expr], 
     outside = dict(frame.names)
     made: list[Value] = []
 
-    def level(depth: int) -> None:
+    def level(depth: int) -> int | None:
         if depth == len(generators):
             made.append([evaluate(result, frame) for result in results][-1])
-            return
+            return None
         generator = generators[depth]
         iterable = evaluate(generator.iter, frame)
 
@@ -110,21 +114,13 @@ def comprehension(generators: list[ast.comprehension], results: list[ast.expr], 
             with frame.under(any(test.source >= Source.TENSOR for test in tests)):
                 level(depth + 1)
 
-        run_loop(iterable, body, frame)
+        return run_loop(iterable, body, frame)
 
-    level(0)
+    count = level(0)
     walrus = {name: value for name, value in frame.names.items() if name in outside}
     frame.names = {**outside, **walrus} if walrus else outside
-    element = join(made) if made else Value()
-    count = _count(generators, frame)
-    picked = element.like(loops=frozenset())
-    return Value(frozenset({Many(picked, count)}), source=Source.PLAIN)
-
-
-def _count(generators: list[ast.comprehension], frame: Frame) -> int | None:
-    if len(generators) != 1 or generators[0].ifs:
-        return None
-    return walk(evaluate(generators[0].iter, frame), frame).count
+    is_counted = len(generators) == 1 and not generators[0].ifs
+    return just(Many(join(made).like(loops=frozenset()), count if is_counted else None))
 
 
 @handles(EXPRESSIONS, ast.Tuple, ast.List, ast.Set)

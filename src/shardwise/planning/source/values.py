@@ -249,7 +249,6 @@ class Analysis:
         self.places, self.entry = places, entry
         self.facts: dict[tuple[Any, ...], Fact] = {}
         self.counts: dict[int, int] = {}
-        self.results: dict[Any, Any] = {}
         self.running: list[Any] = []
         self.activity = 0
         self.steps = 0
