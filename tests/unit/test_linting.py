@@ -166,8 +166,8 @@ def test_many_files_are_linted_by_several_processes_in_the_order_of_their_paths(
     for number in range(40):
         (tmp_path / f"f{number:02}.py").write_text(WRONG + "\n" + "x = 1  # filler\n" * 800)
     script = (
-        "import sys\nfrom shardwise.linting.lint import lint, _can_fork\n"
-        "assert _can_fork()\n"
+        "import sys\nfrom shardwise.linting.lint import lint\n"
+        "from shardwise.source.files import can_fork\nassert can_fork()\n"
         f"found = lint({str(tmp_path)!r})\n"
         "assert 'torch' not in sys.modules\n"
         "print([(f.path[-6:], f.line) for f in found] == [(f'f{n:02}.py', l) for n in range(40) for l in (5, 9)])\n"

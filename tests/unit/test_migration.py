@@ -98,7 +98,7 @@ def test_file_that_does_not_parse_is_reported_and_left(tmp_path: Path):
 
 
 def test_path_that_does_not_exist_is_an_error(tmp_path: Path):
-    with pytest.raises(SourceError, match="there is no"):
+    with pytest.raises(SourceError, match="no such file"):
         migrate([tmp_path / "nowhere"])
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import pickle
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from shardwise.checkpointing.contents import Box
@@ -25,7 +24,6 @@ from shardwise.checkpointing.storage.files import Place
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.progress import Progress
 
-_LENGTH = struct.Struct("!Q")
 _WATCH_S = 0.2
 _TELL_S = 0.1
 
@@ -44,7 +42,7 @@ class PlacedItem:
 
 @dataclass(frozen=True, slots=True)
 class UseArena:
-    """From now on the tensors lie in the memory whose descriptor comes along."""
+    """From now on the tensors lie in the memory whose descriptor is sent next."""
 
     num_bytes: int
 
@@ -75,11 +73,6 @@ class Commit:
     records: tuple[FileRecord, ...]
     header: Header
     fsync: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """There is nothing more to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,54 +140,28 @@ def value_streams(values: dict[str, Any]) -> dict[str, bytes]:
     return streams
 
 
-def send(connection: socket.socket, message: Any, descriptors: tuple[int, ...] = ()) -> None:
-    """Send one message, with open files where the other process needs them."""
-    data = pickle.dumps(message)
-    connection.sendall(_LENGTH.pack(len(data)))
-    if descriptors:
-        socket.send_fds(connection, [data[:1]], list(descriptors))
-        data = data[1:]
-    connection.sendall(data)
-
-
-def receive(connection: socket.socket) -> tuple[Any, list[int]]:
-    """The next message and the open files that came with it.
-
-    Raises:
-        EOFError: The other side has gone.
-    """
-    length = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))[0]
-    data, descriptors, _, _ = socket.recv_fds(connection, min(length, 1 << 20), 1)
-    if not data:
-        raise EOFError
-    data += _receive_exactly(connection, length - len(data))
-    return pickle.loads(data), list(descriptors)
-
-
-def serve(connection: socket.socket) -> None:
+def serve(connection: Connection) -> None:
     """Answer jobs until there are no more."""
     memory: memoryview | None = None
     while True:
         try:
-            job, descriptors = receive(connection)
+            job = connection.recv()
         except (EOFError, ConnectionError):
-            return
-        if isinstance(job, Leave):
             return
         try:
             if isinstance(job, UseArena):
-                memory = _map(descriptors[0], job.num_bytes)
+                memory = _map(recv_handle(connection), job.num_bytes)
                 answer: Any = None
             else:
                 tells = isinstance(job, WriteFile) and job.tells
-                progress = Telling(lambda advanced: send(connection, advanced)) if tells else None
+                progress = Telling(connection.send) if tells else None
                 answer = run_job(job, memory, progress)
-            send(connection, (True, answer))
+            connection.send((True, answer))
         except ShardwiseError as error:
-            send(connection, (False, error))
+            connection.send((False, error))
         except Exception as error:
             problem = CheckpointError(f"{type(error).__name__}: {error}", where="the process that writes checkpoints")
-            send(connection, (False, problem))
+            connection.send((False, problem))
 
 
 def main(descriptor: int) -> None:
@@ -205,7 +172,7 @@ def main(descriptor: int) -> None:
         os.nice(5)  # training first
     parent = os.getppid()
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
-    with socket.socket(fileno=descriptor) as connection, contextlib.suppress(BrokenPipeError, ConnectionError):
+    with Connection(descriptor) as connection, contextlib.suppress(BrokenPipeError, ConnectionError):
         serve(connection)
     sys.stdout.flush()
     os._exit(0)  # nothing to tidy up, and the mapped memory may be large
@@ -231,13 +198,3 @@ def _map(descriptor: int, num_bytes: int) -> memoryview:
         return memoryview(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
     finally:
         os.close(descriptor)
-
-
-def _receive_exactly(connection: socket.socket, length: int) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        part = connection.recv(min(length - len(data), 1 << 20))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)

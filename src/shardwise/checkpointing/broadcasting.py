@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.agreement import is_first, on_first, raise_over
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor
-from shardwise.checkpointing.reading import Problem, Request, check_requests, read_box, read_requests, verify_requests
-from shardwise.checkpointing.storage.memory import counting
+from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, portions
+from shardwise.checkpointing.reading import (
+    Problem,
+    Request,
+    check_requests,
+    part_of,
+    read_box,
+    read_requests,
+    verify_requests,
+)
+from shardwise.checkpointing.storage.memory import bytes_of, counting
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import broadcast_from_first, values_of_ranks
 
-_CHUNK_BYTES = 16 << 20
+_PORTION_BYTES = 32 << 20
 
 
 def find_differing_copy(contents: Contents, name: str, others: Sequence[str], boxes: Sequence[Box]) -> str | None:
@@ -40,22 +46,11 @@ def find_differing_copy(contents: Contents, name: str, others: Sequence[str], bo
         if _surely_equal(first, copy):
             continue
         for box in boxes:
-            for portion in row_portions(box, ITEM_BYTES[first.dtype]):
-                ours, theirs = (read_box(contents, tensor, portion) for tensor in (first, copy))
-                if not torch.equal(_bits(ours), _bits(theirs)):
+            for portion in portions(box, ITEM_BYTES[first.dtype], _PORTION_BYTES):
+                ours, theirs = (bytes_of(read_box(contents, tensor, portion)) for tensor in (first, copy))
+                if ours != theirs:
                     return other
     return None
-
-
-def row_portions(box: Box, item_bytes: int, max_bytes: int = _CHUNK_BYTES) -> Iterator[Box]:
-    """The box in portions of whole rows, each of at most `max_bytes` as far as one row allows."""
-    if not box.sizes or box.numel == 0:
-        yield box
-        return
-    rows = max(1, max_bytes // (box.numel // box.sizes[0] * item_bytes))
-    for start in range(0, box.sizes[0], rows):
-        count = min(rows, box.sizes[0] - start)
-        yield Box((box.starts[0] + start, *box.starts[1:]), (count, *box.sizes[1:]))
 
 
 def _surely_equal(first: StoredTensor, copy: StoredTensor) -> bool:
@@ -69,35 +64,6 @@ def _surely_equal(first: StoredTensor, copy: StoredTensor) -> bool:
         and ((a.file, a.offset) == (b.file, b.offset) or (a.checksums and a.checksums == b.checksums))
         for a, b in zip(first.pieces, copy.pieces, strict=True)
     )
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """So that NaN equals NaN."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-_BUCKET_BYTES = 64 << 20
-_ALIGNMENT = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Portion:
-    """Rows of a stored tensor, and where in the bucket they travel."""
-
-    name: str
-    """In the contents."""
-    stored: StoredTensor
-    box: Box
-    offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.box.numel * ITEM_BYTES[self.stored.dtype]
-
-    def in_bucket(self, bucket: torch.Tensor) -> torch.Tensor:
-        """The memory of these rows in the bucket."""
-        flat = bucket[self.offset : self.offset + self.num_bytes]
-        return flat.view(getattr(torch, self.stored.dtype)).view(self.box.sizes)
 
 
 def describe(contents: Contents) -> Contents:
@@ -115,7 +81,7 @@ def read_and_broadcast(
     verify: bool = True,
     progress: Progress | None = None,
 ) -> None:
-    """Fill targets on all ranks from files that only the first can read, a bucket at a time.
+    """Fill targets on all ranks from files that only the first can read, some rows of a tensor at a time.
 
     Args:
         contents: On the first rank the checkpoint; elsewhere `describe` of it will do.
@@ -129,95 +95,50 @@ def read_and_broadcast(
         CheckpointError: A file is damaged; on every rank, and targets may have been written by then.
 
     Ranks:
-        Collective over the mesh. Holds one bucket besides the model.
+        Collective over the mesh. Holds the rows that are sent besides the model.
     """
     device = mesh.device_type if mesh is not None else "cpu"
     wanted: dict[str, list[Request]] = {name: [] for name in names}
     for request in requests:
         wanted[request.name].append(request)
     with counting(progress, sum(contents.tensors[name].num_bytes for name in names), "loading") as count:
-        for bucket in _buckets({name: contents.tensors[name] for name in names}):
-            size = bucket[-1].offset + bucket[-1].num_bytes
-            data = torch.empty(size + 1, dtype=torch.uint8)  # the last byte says whether the first rank failed
-            error = _read(contents, bucket, data, verify) if is_first(mesh) else None
-            data[-1] = error is not None
-            data = data.to(device)
-            if mesh is not None:
-                broadcast_from_first(data, mesh, range(mesh.ndim))
-            if bool(data[-1]):
-                raise_over(mesh, error)
-            _keep(bucket, data, wanted)
-            count(sum(portion.num_bytes for portion in bucket))
+        for name in names:
+            stored = contents.tensors[name]
+            for box in portions(Box.whole(stored.shape), ITEM_BYTES[stored.dtype], _PORTION_BYTES):
+                num_bytes = box.numel * ITEM_BYTES[stored.dtype]
+                data = torch.empty(num_bytes + 1, dtype=torch.uint8)  # the last byte says whether the first rank failed
+                error = _read(contents, name, box, data[:-1], verify) if is_first(mesh) else None
+                data[-1] = error is not None
+                data = data.to(device)
+                if mesh is not None:
+                    broadcast_from_first(data, mesh, range(mesh.ndim))
+                if bool(data[-1]):
+                    raise_over(mesh, error)
+                for request in wanted[name]:
+                    _copy_overlap(request, box, data[:-1].view(getattr(torch, stored.dtype)).view(box.sizes))
+                count(num_bytes)
 
 
-def _buckets(tensors: Mapping[str, StoredTensor]) -> Iterator[list[_Portion]]:
-    bucket: list[_Portion] = []
-    end = 0
-    for name, stored in tensors.items():
-        if stored.num_bytes == 0:
-            continue
-        for box in row_portions(Box.whole(stored.shape), ITEM_BYTES[stored.dtype], _BUCKET_BYTES):
-            portion = _Portion(name, stored, box, end)
-            if bucket and end + portion.num_bytes > _BUCKET_BYTES:
-                yield bucket
-                bucket, portion = [], dataclasses.replace(portion, offset=0)
-            bucket.append(portion)
-            end = -(-(portion.offset + portion.num_bytes) // _ALIGNMENT) * _ALIGNMENT
-    if bucket:
-        yield bucket
-
-
-def _read(contents: Contents, bucket: list[_Portion], data: torch.Tensor, verify: bool) -> Exception | None:
-    requests = [Request(portion.name, portion.in_bucket(data), portion.box) for portion in bucket]
+def _read(contents: Contents, name: str, box: Box, data: torch.Tensor, verify: bool) -> BaseException | None:
+    target = data.view(getattr(torch, contents.tensors[name].dtype)).view(box.sizes)
     try:
-        read_requests(contents, requests, verify="while" if verify else "no")
-    except Exception as error:
+        read_requests(contents, [Request(name, target, box)], verify="while" if verify else "no")
+    except BaseException as error:
         return error
     return None
 
 
-def _keep(bucket: list[_Portion], data: torch.Tensor, wanted: Mapping[str, Sequence[Request]]) -> None:
-    with torch.no_grad():
-        for portion in bucket:
-            rows = portion.in_bucket(data)
-            for request in wanted[portion.name]:
-                _copy_overlap(request, portion.box, rows)
-
-
+@torch.no_grad()
 def _copy_overlap(request: Request, box: Box, rows: torch.Tensor) -> None:
-    shared = request.box.overlap(box)
-    if shared is None:
-        return
-    target, source = request.target, rows
-    for dim, (start, size) in enumerate(zip(shared.starts, shared.sizes, strict=True)):
-        target = target.narrow(dim, start - request.box.starts[dim], size)
-        source = source.narrow(dim, start - box.starts[dim], size)
-    target.copy_(source)
+    if (shared := request.box.overlap(box)) is not None:
+        part_of(request.target, request.box, shared).copy_(part_of(rows, box, shared))
 
 
-class Reader(Protocol):
-    """Checks, verifies and serves requests. All ranks call the same methods in the same order."""
-
-    def check(self, contents: Contents, requests: Sequence[Request]) -> list[Problem]:
-        """What is wrong with the files or the requests, before anything is written."""
-        ...
-
-    def verify(self, contents: Contents, requests: Sequence[Request], *, progress: Progress | None = None) -> None:
-        """Compare the checksums of what is asked for, and write nothing."""
-        ...
-
-    def read(
-        self, contents: Contents, requests: Sequence[Request], *, verify: bool = True, progress: Progress | None = None
-    ) -> None:
-        """Fill the targets, comparing checksums on the way."""
-        ...
-
-
-class OwnReader:
-    """Every rank reads what it needs.
+class Reader:
+    """Checks, verifies and serves requests: every rank reads what it needs.
 
     Ranks:
-        Local throughout.
+        Local throughout. All ranks call the same methods in the same order, for the sake of `FirstRankReader`.
     """
 
     def check(self, contents: Contents, requests: Sequence[Request]) -> list[Problem]:
@@ -235,7 +156,7 @@ class OwnReader:
         read_requests(contents, requests, verify="while" if verify else "no", progress=progress)
 
 
-class FirstRankReader:
+class FirstRankReader(Reader):
     """Only the first rank of the mesh opens files; the others bring `describe(contents)`.
 
     Ranks:
@@ -258,7 +179,7 @@ class FirstRankReader:
     def read(
         self, contents: Contents, requests: Sequence[Request], *, verify: bool = True, progress: Progress | None = None
     ) -> None:
-        """Let the first rank read and send, a bucket at a time."""
+        """Let the first rank read and send."""
         names = self._names(requests)
         read_and_broadcast(contents, names, requests, self._mesh, verify=verify, progress=progress)
 

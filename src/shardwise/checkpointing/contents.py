@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,3 +167,45 @@ def coverage_problem(wanted: Box, pieces: Iterable[Box]) -> str:
     if num_held != wanted.numel:
         return f"{wanted.numel - num_held:,} of {wanted.numel:,} elements are not stored"
     return ""
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[Box, int]]:
+    """Cut the elements `[start, end)` of a row-major tensor into boxes whose elements are consecutive.
+
+    Yields:
+        Each box and how many of the range's elements come before it. At most two boxes a dimension, less one.
+    """
+    if start >= end:
+        return
+    if len(shape) <= 1:
+        yield Box((start,) * len(shape), (end - start,) * len(shape)), 0
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (end - 1) // row
+    done = 0
+    if first != last and start % row:
+        for box, before in boxes_of_range(shape[1:], start % row, row):
+            yield Box((first, *box.starts), (1, *box.sizes)), before
+        done, first = row - start % row, first + 1
+    full_rows = (end - first * row) // row if start + done == first * row else 0
+    if full_rows:
+        rest = tuple(shape[1:])
+        yield Box((first, *(0 for _ in rest)), (full_rows, *rest)), done
+        done, first = done + full_rows * row, first + full_rows
+    if start + done < end:
+        begin = start + done - first * row
+        for box, before in boxes_of_range(shape[1:], begin, end - first * row):
+            yield Box((first, *box.starts), (1, *box.sizes)), done + before
+
+
+def portions(box: Box, item_bytes: int, max_bytes: int = 64 << 20) -> Iterator[Box]:
+    """The box in parts of at most `max_bytes` that follow each other in row-major order: whole rows where they fit."""
+    step = max_bytes // item_bytes
+    if box.numel <= step:
+        yield box
+        return
+    row = box.numel // box.sizes[0]
+    step = step // row * row or step
+    for start in range(0, box.numel, step):
+        for part, _ in boxes_of_range(box.sizes, start, min(start + step, box.numel)):
+            yield Box(tuple(a + b for a, b in zip(box.starts, part.starts, strict=True)), part.sizes)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, TensorInfo
+from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, TensorInfo, portions
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.fsdp1 import boxes_of_range
 from shardwise.checkpointing.formats.full import NOTES, FullWriter, make_notes, plain_values
 from shardwise.checkpointing.formats.safetensors import DEFAULT_SHARD_BYTES, SafetensorsWriter
 from shardwise.checkpointing.formats.sharded import Header, Item, file_name, write_rank_file
@@ -30,7 +28,6 @@ from shardwise.progress import NoProgress, Progress
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
 
 _CHUNK_BYTES = 64 << 20
 
@@ -134,24 +131,10 @@ def _aliases(contents: Contents) -> dict[str, str]:
     return aliases
 
 
-def boxes_of(tensor: StoredTensor) -> Iterator[Box]:
-    """The tensor in boxes that follow each other in row-major order, each small enough to hold in memory."""
-    numel = math.prod(tensor.shape)
-    step = _CHUNK_BYTES // ITEM_BYTES[tensor.dtype]
-    if numel <= step:
-        yield Box.whole(tensor.shape)
-        return
-    row = numel // tensor.shape[0]
-    step = step // row * row if row <= step else step  # whole rows where they fit, so that few boxes are needed
-    for start in range(0, numel, step):
-        for box, _ in boxes_of_range(tensor.shape, start, min(start + step, numel)):
-            yield box
-
-
 def _parts(contents: Contents, tensor: StoredTensor, dtype: str) -> Iterator[tuple[Box, torch.Tensor]]:
     import torch
 
-    for box in boxes_of(tensor):
+    for box in portions(Box.whole(tensor.shape), ITEM_BYTES[tensor.dtype], _CHUNK_BYTES):
         yield box, read_box(contents, tensor, box).to(getattr(torch, dtype)).contiguous()
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.agreement import Channel, mesh_of_model, on_first, together
-from shardwise.checkpointing.broadcasting import FirstRankReader, OwnReader, describe
+from shardwise.checkpointing.broadcasting import FirstRankReader, Reader, describe
 from shardwise.checkpointing.contents import Contents, TensorInfo
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import NOTES, FullWriter, make_notes, plain_values, tensors_in
@@ -111,7 +111,7 @@ def load_full(
     channel = Channel()
     try:
         contents = _open(path, run, mesh, broadcast)
-        reader = FirstRankReader(mesh) if broadcast else OwnReader()
+        reader = FirstRankReader(mesh) if broadcast else Reader()
         loaded = load_run(
             run, contents, channel, strict=strict, verify=verify, rng=False, progress=progress, reader=reader
         )

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpointing.contents import Contents, StoredTensor
-from shardwise.checkpointing.convert import boxes_of
+from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, portions
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.fsdp1 import needs_model
 from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.state.names import find_sections, with_our_names
 from shardwise.checkpointing.storage import files
+from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.checkpointing.verifying import file_names, unsound, wrong_files
 from shardwise.findings import Finding, Severity
 from shardwise.progress import NoProgress, Progress
@@ -331,7 +331,7 @@ def _tensor_differences(left: Contents, right: Contents, name: str) -> Iterator[
 
 def _compare(left: Contents, right: Contents, one: StoredTensor, other: StoredTensor) -> tuple[float, int]:
     largest, count = 0.0, 0
-    for box in boxes_of(one):
+    for box in portions(Box.whole(one.shape), ITEM_BYTES[one.dtype]):
         most, differing = _compare_parts(read_box(left, one, box), read_box(right, other, box))
         largest = most if most != most or most > largest else largest
         count += differing
@@ -342,7 +342,7 @@ def _compare_parts(one: torch.Tensor, other: torch.Tensor) -> tuple[float, int]:
     """The largest difference and how many elements differ; bits decide where the dtype is the same."""
     import torch
 
-    if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
+    if one.dtype == other.dtype and bytes_of(one) == bytes_of(other):
         return 0.0, 0
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
     a, b = one.to(wide), other.to(wide)
@@ -352,9 +352,3 @@ def _compare_parts(one: torch.Tensor, other: torch.Tensor) -> tuple[float, int]:
         return 0.0, 0
     distances = (a - b).abs()[differs]
     return (float("nan") if bool(distances.isnan().any()) else float(distances.max())), count
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.reshape(-1).contiguous().view(torch.uint8)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpointing.agreement import Channel
-from shardwise.checkpointing.broadcasting import OwnReader, Reader
+from shardwise.checkpointing.broadcasting import Reader
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.matching import Matched, match
 from shardwise.checkpointing.reading import Request, Verify
@@ -183,7 +183,7 @@ def load_run(
     Ranks:
         Collective.
     """
-    reader = reader or OwnReader()
+    reader = reader or Reader()
     view = view_for(contents, channel.rank, channel.size)
 
     def make_plan() -> LoadPlan:

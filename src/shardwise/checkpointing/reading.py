@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,289 +15,14 @@ import torch
 
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor, coverage_problem
 from shardwise.checkpointing.storage.files import Reader, join, open_reader, size_of
-from shardwise.checkpointing.storage.memory import bytes_of, checksum, checksum_of_parts, counting
+from shardwise.checkpointing.storage.memory import bytes_of, checksum_of_parts, counting
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a stored row-major box, in that box's own coordinates and in the reader's."""
-
-    sizes: tuple[int, ...]
-    """Of the stored box."""
-    starts: tuple[int, ...]
-    """Of the part, in the stored box."""
-    lengths: tuple[int, ...]
-    """Of the part."""
-    target_starts: tuple[int, ...]
-    """Of the part, in the box that is being read."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of the part."""
-        return math.prod(self.lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class Slab:
-    """Some consecutive elements of the stored box, and the part of them that is wanted."""
-
-    first: int
-    """Index of the slab's first element in the stored box."""
-    sizes: tuple[int, ...]
-    """Of the slab, whose elements lie one after another; as many dimensions as the box."""
-    starts: tuple[int, ...]
-    """Of the wanted part, in the slab."""
-    lengths: tuple[int, ...]
-    target_starts: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the slab, wanted or not."""
-        return math.prod(self.sizes)
-
-
-def part_of(stored: Box, wanted: Box) -> Part | None:
-    """What of `stored` is in `wanted`; None when nothing is."""
-    overlap = stored.overlap(wanted)
-    if overlap is None:
-        return None
-    return Part(
-        stored.sizes,
-        tuple(a - b for a, b in zip(overlap.starts, stored.starts, strict=True)),
-        overlap.sizes,
-        tuple(a - b for a, b in zip(overlap.starts, wanted.starts, strict=True)),
-    )
-
-
-def run_length(part: Part) -> int:
-    """How many wanted elements lie one after another in the stored box before the first gap."""
-    length, gap = 1, False
-    for size, wanted in zip(reversed(part.sizes), reversed(part.lengths), strict=True):
-        if gap and wanted != 1:
-            break
-        length *= wanted
-        gap = gap or wanted != size
-    return length
-
-
-def runs(part: Part) -> Iterator[Part]:
-    """The part, cut so that each cut lies in one run."""
-    inner = len(part.sizes)  # dimensions from here on are wholly wanted
-    while inner > 0 and part.lengths[inner - 1] == part.sizes[inner - 1]:
-        inner -= 1
-    outer = max(inner - 1, 0)  # and this one in part: a run goes along it
-    while outer > 0 and part.lengths[outer - 1] == 1:
-        outer -= 1
-    lengths = (1,) * outer + part.lengths[outer:]
-    for place in itertools.product(*(range(length) for length in part.lengths[:outer])):
-        move = (*place, *(0,) * (len(part.sizes) - outer))
-        yield Part(part.sizes, _add(part.starts, move), lengths, _add(part.target_starts, move))
-
-
-def slabs(part: Part, max_elements: int) -> Iterator[Slab]:
-    """Whole rows of the stored box, at most `max_elements` at a time, that hold all wanted elements."""
-    dim, row = 0, math.prod(part.sizes[1:])
-    while dim < len(part.sizes) - 1 and (part.lengths[dim] == 1 or row > max_elements):
-        dim += 1
-        row = math.prod(part.sizes[dim + 1 :])
-    if not part.sizes:
-        yield Slab(0, (), (), (), ())
-        return
-    count = max(max_elements // max(row, 1), 1)
-    ones = (1,) * dim
-    for place in itertools.product(*(range(length) for length in part.lengths[:dim])):
-        for begin in range(0, part.lengths[dim], count):
-            rows = min(count, part.lengths[dim] - begin)
-            move = (*place, begin, *(0,) * (len(part.sizes) - dim - 1))
-            corner = _add(part.starts, move)[: dim + 1] + (0,) * (len(part.sizes) - dim - 1)
-            yield Slab(
-                _index_of(corner, part.sizes),
-                (*ones, rows, *part.sizes[dim + 1 :]),
-                (0,) * (dim + 1) + part.starts[dim + 1 :],
-                (*ones, rows, *part.lengths[dim + 1 :]),
-                _add(part.target_starts, move),
-            )
-
-
-def first_element(part: Part) -> int:
-    """The index of the part's first element in the stored box."""
-    return _index_of(part.starts, part.sizes)
-
-
-def _add(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-def _index_of(place: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    index = 0
-    for position, size in zip(place, sizes, strict=True):
-        index = index * size + position
-    return index
-
-
-_NUM_PINNED = 2  # one is read into while the other is copied to the device
-
-
-class Buffers:
-    """The buffers of one thread, made when first needed and used over and over.
-
-    Args:
-        num_bytes: Of each.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._plain: torch.Tensor | None = None
-        self._pinned: list[tuple[torch.Tensor, Any]] = []
-        self._turn = 0
-
-    def next(self, device: torch.device) -> torch.Tensor:
-        """A buffer for bytes on their way to `device`; nothing is using it any more."""
-        if device.type != "cuda":
-            if self._plain is None:
-                self._plain = torch.empty(self._num_bytes, dtype=torch.uint8)
-            return self._plain
-        if len(self._pinned) < _NUM_PINNED:
-            self._pinned.append((torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
-            self._turn = len(self._pinned) - 1
-        else:
-            self._turn = (self._turn + 1) % _NUM_PINNED
-        buffer, copied = self._pinned[self._turn]
-        copied.synchronize()
-        return buffer
-
-    def hand_over(self, buffer: torch.Tensor, dtype: torch.dtype, slab: Slab, target: torch.Tensor) -> None:
-        """Copy what is wanted of the slab in `buffer` to its place in `target`."""
-        stored = buffer[: slab.numel * dtype.itemsize].view(dtype).view(slab.sizes)
-        wanted = narrowed(stored, slab.starts, slab.lengths)
-        place = narrowed(target, slab.target_starts, slab.lengths)
-        if target.device.type != "cuda":
-            place.copy_(wanted)
-            return
-        with torch.cuda.device(target.device):
-            if wanted.is_contiguous() and wanted.dtype == place.dtype:
-                place.copy_(wanted, non_blocking=True)
-            else:  # the device casts and strides far faster than the CPU
-                place.copy_(narrowed(stored.to(target.device, non_blocking=True), slab.starts, slab.lengths))
-            self._pinned[self._turn][1].record()
-
-    def wait(self) -> None:
-        """Return once every copy has arrived."""
-        for _, copied in self._pinned:
-            copied.synchronize()
-
-
-def narrowed(tensor: torch.Tensor, starts: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
-    """The part of `tensor` from `starts` on; `tensor` itself when that is all of it."""
-    for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        if length != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start, length)
-    return tensor
-
-
-_MAX_OPEN = 32
-
-
-class OpenFiles:
-    """The files of a checkpoint, opened when first read; any thread may read any of them.
-
-    Few are open at a time, however many ranks wrote the checkpoint: systems allow a process some thousand.
-    """
-
-    def __init__(self, contents: Contents) -> None:
-        self.contents = contents
-        self._readers: dict[str, Reader] = {}
-        self._users: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for reader in self._readers.values():
-            reader.close()
-
-    @contextlib.contextmanager
-    def using(self, file: str) -> Iterator[Reader]:
-        """The open file; it stays open while the context is."""
-        with self._lock:
-            reader = self._readers.pop(file, None) or open_reader(join(self.contents.folder, file))
-            self._readers[file] = reader  # last: those at the front were not needed for the longest time
-            self._users[file] += 1
-            self._close_unused()
-        try:
-            yield reader
-        finally:
-            with self._lock:
-                self._users[file] -= 1
-
-    def _close_unused(self) -> None:
-        surplus = len(self._readers) - _MAX_OPEN
-        for file in [file for file in self._readers if not self._users[file]][: max(surplus, 0)]:
-            self._readers.pop(file).close()
-
-
-class BlockReader:
-    """Reads for one thread.
-
-    Args:
-        files: Shared by all threads.
-        verify: Compare checksums, where the checkpoint has them.
-    """
-
-    def __init__(self, files: OpenFiles, *, verify: bool) -> None:
-        self._files, self._verify = files, verify
-        self._block_bytes = files.contents.block_bytes
-        # What a part shares its first and last block with: read so that the block can be verified, then dropped.
-        self._before = self._after = memoryview(b"")
-
-    def read(self, tensor: StoredTensor, piece: Piece, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of `piece` from its byte `start` on.
-
-        Raises:
-            CheckpointError: The file is missing, short or damaged.
-        """
-        if piece.data is not None:
-            buffer[:] = piece.data[start : start + len(buffer)]
-            return
-        if not self._verify or not piece.checksums:
-            with self._files.using(piece.file) as reader:
-                reader.read_into(piece.offset + start, [buffer])
-            return
-        block, stop = self._block_bytes, start + len(buffer)
-        begin = start // block * block
-        end = min(-(-stop // block) * block, piece.box.numel * ITEM_BYTES[tensor.dtype])
-        if (start > begin or end > stop) and not self._before:
-            self._before, self._after = (memoryview(bytearray(block)) for _ in range(2))
-        before, after = self._before[: start - begin], self._after[: end - stop]
-        with self._files.using(piece.file) as reader:
-            reader.read_into(piece.offset + begin, [before, buffer, after])
-        for first in range(begin, end, block):
-            last = min(first + block, end)
-            inner = buffer[max(first - start, 0) : last - start]
-            if first >= start and last <= stop:
-                found = checksum(inner)
-            else:
-                parts = ([before] if first < start else []) + [inner] + ([after] if last > stop else [])
-                found = checksum_of_parts(parts)
-            if found != piece.checksums[first // block]:
-                raise self._damaged(tensor, piece, first, last)
-
-    def _damaged(self, tensor: StoredTensor, piece: Piece, first: int, last: int) -> CheckpointError:
-        return CheckpointError(
-            f"the checkpoint is damaged: bytes of {tensor.name} are not those that were saved",
-            where=f"{join(self._files.contents.folder, piece.file)}, "
-            f"bytes {piece.offset + first:,} to {piece.offset + last:,}",
-            why="their checksum differs: the disk, the network or a program has changed the file",
-            fix="load an older checkpoint, or copy this one again; `shardwise ckpt verify` lists all damage",
-        )
-
 
 CHUNK_BYTES = 8 << 20
 """The most that is read at once; the bounded buffers have this size."""
 _MIN_RUN_BYTES = 64 << 10  # shorter runs are read together with what lies between them
+_NUM_PINNED = 2  # one is read into while the other is copied to the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,138 +36,266 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """What is wanted of the bytes in a buffer, and the tensor it goes to."""
-
-    slab: Slab
-    target: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One read of at most `CHUNK_BYTES` of a piece."""
+class Range:
+    """One read of at most `CHUNK_BYTES` of consecutive bytes of a stored chunk."""
 
     tensor: StoredTensor
     piece: Piece
     start: int
-    """The first byte, counted from the piece's own first."""
+    """The first byte, counted from the chunk's own first."""
     num_bytes: int
-    place: memoryview | Window
-    """Memory that the bytes are read into, or where they go from a buffer."""
+    request: Request
+    memory: memoryview | None = None
+    """What the bytes are read into, where they lie in the target as they lie in the file."""
+    stored: Box | None = None
+    """Else the box of the tensor that is read into a buffer, of which what the request wants is copied on."""
 
 
-def jobs_of(tensor: StoredTensor, request: Request, verify: bool) -> Iterator[Job]:
+def ranges_of(tensor: StoredTensor, request: Request, verify: bool) -> Iterator[Range]:
     """How to serve a request."""
-    target, item_bytes = request.target.detach(), ITEM_BYTES[tensor.dtype]
+    item_bytes = ITEM_BYTES[tensor.dtype]
+    target = request.target.detach()
     in_place = target.device.type == "cpu" and target.dtype == getattr(torch, tensor.dtype)
     for piece in tensor.pieces:
-        part = part_of(piece.box, request.box)
-        if part is None:
+        wanted = piece.box.overlap(request.box)
+        if wanted is None:
             continue
-        run = run_length(part)
-        checked = verify and bool(piece.checksums)
-        if run == part.numel or (run * item_bytes >= _MIN_RUN_BYTES and not checked and piece.data is None):
-            for cut in runs(part):
-                place = narrowed(target, cut.target_starts, cut.lengths) if in_place and piece.data is None else None
-                if place is not None and place.is_contiguous() and not place.is_conj() and not place.is_neg():
-                    yield from _direct_jobs(tensor, piece, first_element(cut) * item_bytes, bytes_of(place))
-                else:
-                    yield from _buffered_jobs(tensor, piece, cut, target)
-        else:
-            yield from _buffered_jobs(tensor, piece, part, target)
+        # Along this dimension, and within one row of those before it, wanted elements lie one after another.
+        along = max((dim for dim, size in enumerate(wanted.sizes) if size != piece.box.sizes[dim]), default=0)
+        is_one_run = math.prod(wanted.sizes[:along]) == 1
+        run_bytes = math.prod(wanted.sizes[along:]) * item_bytes
+        is_free = piece.data is None and not (verify and piece.checksums)  # to read just what is wanted
+        if not is_one_run and not (is_free and run_bytes >= _MIN_RUN_BYTES):
+            along = _row_dim(piece.box, wanted, CHUNK_BYTES // item_bytes)
+            yield from _buffered(tensor, piece, request, wanted, along)
+            continue
+        for run in _boxes(piece.box, wanted, along, wanted.numel):
+            place = part_of(target, request.box, run)
+            if in_place and piece.data is None and place.is_contiguous() and not (place.is_conj() or place.is_neg()):
+                yield from _direct(tensor, piece, request, _first(piece.box, run) * item_bytes, bytes_of(place))
+            else:
+                yield from _buffered(tensor, piece, request, run, _row_dim(piece.box, run, CHUNK_BYTES // item_bytes))
 
 
-def _direct_jobs(tensor: StoredTensor, piece: Piece, start: int, place: memoryview) -> Iterator[Job]:
-    stop = start + len(place)
-    begin = start
+def part_of(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+    """The view of `part` in a tensor that holds `box`; the tensor itself when that is all of it."""
+    for dim, (start, size) in enumerate(zip(part.starts, part.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start - box.starts[dim], size)
+    return tensor
+
+
+def _direct(tensor: StoredTensor, piece: Piece, request: Request, start: int, place: memoryview) -> Iterator[Range]:
+    begin, stop = start, start + len(place)
     while begin < stop:
         end = min((begin // CHUNK_BYTES + 1) * CHUNK_BYTES, stop)  # cut between blocks, not within
-        yield Job(tensor, piece, begin, end - begin, place=place[begin - start : end - start])
+        yield Range(tensor, piece, begin, end - begin, request, memory=place[begin - start : end - start])
         begin = end
 
 
-def _buffered_jobs(tensor: StoredTensor, piece: Piece, part: Part, target: torch.Tensor) -> Iterator[Job]:
+def _buffered(tensor: StoredTensor, piece: Piece, request: Request, wanted: Box, along: int) -> Iterator[Range]:
     item_bytes = ITEM_BYTES[tensor.dtype]
-    for slab in slabs(part, CHUNK_BYTES // item_bytes):
-        num_bytes = slab.numel * item_bytes
-        yield Job(tensor, piece, slab.first * item_bytes, num_bytes, Window(slab, target))
+    for stored in _boxes(piece.box, wanted, along, CHUNK_BYTES // item_bytes):
+        start = _first(piece.box, stored) * item_bytes
+        yield Range(tensor, piece, start, stored.numel * item_bytes, request, stored=stored)
 
 
-def read_job(job: Job, reader: BlockReader, buffers: Buffers) -> None:
-    """Bring the bytes to where they belong."""
-    if isinstance(job.place, memoryview):
-        reader.read(job.tensor, job.piece, job.start, job.place)
+def _row_dim(chunk: Box, wanted: Box, max_elements: int) -> int:
+    """The first dimension of which whole rows fit a buffer."""
+    dim = 0
+    while dim < len(chunk.sizes) - 1 and (wanted.sizes[dim] == 1 or math.prod(chunk.sizes[dim + 1 :]) > max_elements):
+        dim += 1
+    return dim
+
+
+def _boxes(chunk: Box, wanted: Box, along: int, max_elements: int) -> Iterator[Box]:
+    """Boxes of consecutive elements of the chunk that hold all wanted ones: whole rows below the dimension `along`."""
+    if not chunk.sizes:
+        yield chunk
         return
-    buffer = buffers.next(job.place.target.device)
-    reader.read(job.tensor, job.piece, job.start, bytes_of(buffer)[: job.num_bytes])
-    buffers.hand_over(buffer, getattr(torch, job.tensor.dtype), job.place.slab, job.place.target)
+    inner = chunk.sizes[along + 1 :]
+    count = max(max_elements // max(math.prod(inner), 1), 1)
+    outer = (range(start, start + size) for start, size in zip(wanted.starts[:along], wanted.sizes, strict=False))
+    end = wanted.starts[along] + wanted.sizes[along]
+    for place in itertools.product(*outer):
+        for begin in range(wanted.starts[along], end, count):
+            starts = (*place, begin, *chunk.starts[along + 1 :])
+            yield Box(starts, (*(1,) * along, min(count, end - begin), *inner))
 
 
-def check_job(job: Job, reader: BlockReader, buffers: Buffers) -> None:
-    """Read the bytes for the sake of their checksums alone."""
-    buffer = buffers.next(torch.device("cpu"))
-    reader.read(job.tensor, job.piece, job.start, bytes_of(buffer)[: job.num_bytes])
+def _first(chunk: Box, box: Box) -> int:
+    """The index in the chunk of the first element of a box in it."""
+    index = 0
+    for start, origin, size in zip(box.starts, chunk.starts, chunk.sizes, strict=True):
+        index = index * size + start - origin
+    return index
 
 
-def run_jobs(
-    contents: Contents,
-    jobs: list[Job],
-    num_threads: int,
-    do: Callable[[Job, BlockReader, Buffers], None],
-    *,
-    verify: bool,
-    count: Callable[[int], None] = lambda num_bytes: None,
-) -> None:
-    """Do all jobs, on several threads where that pays; the first error ends them all.
+class RangeReader:
+    """Reads for one thread: its open file, and buffers that are made when first needed and used over and over.
 
     Args:
         contents: What is read.
-        jobs: In the order in which they are taken.
-        num_threads: At most.
-        do: What a thread does with a job.
-        verify: Compare checksums.
-        count: Is told the bytes of each job that is done, by one thread at a time.
+        verify: Compare checksums, where the checkpoint has them.
     """
-    todo = iter(jobs)
+
+    def __init__(self, contents: Contents, *, verify: bool) -> None:
+        self._contents, self._verify = contents, verify
+        self._file = ""
+        self._reader: Reader | None = None
+        # What a range shares its first and last block with: read so that the block can be verified, then dropped.
+        self._before = self._after = memoryview(b"")
+        self._plain: torch.Tensor | None = None
+        self._pinned: list[tuple[torch.Tensor, Any]] = []
+        self._turn = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def bring(self, item: Range) -> None:
+        """Read the bytes to where they belong."""
+        if item.memory is not None:
+            self._read(item, item.memory)
+            return
+        target = item.request.target.detach()
+        buffer = self._buffer(target.device)
+        self._read(item, bytes_of(buffer)[: item.num_bytes])
+        assert item.stored is not None
+        wanted = item.stored.overlap(item.request.box)
+        assert wanted is not None
+        stored = buffer[: item.num_bytes].view(getattr(torch, item.tensor.dtype)).view(item.stored.sizes)
+        place, source = part_of(target, item.request.box, wanted), part_of(stored, item.stored, wanted)
+        if target.device.type != "cuda":
+            place.copy_(source)
+            return
+        with torch.cuda.device(target.device):
+            if source.is_contiguous() and source.dtype == place.dtype:
+                place.copy_(source, non_blocking=True)
+            else:  # the device casts and strides far faster than the CPU
+                place.copy_(part_of(stored.to(target.device, non_blocking=True), item.stored, wanted))
+            self._pinned[self._turn][1].record()
+
+    def check(self, item: Range) -> None:
+        """Read the bytes for the sake of their checksums alone."""
+        self._read(item, bytes_of(self._buffer(torch.device("cpu")))[: item.num_bytes])
+
+    def wait(self) -> None:
+        """Return once every copy to a device has arrived."""
+        for _, copied in self._pinned:
+            copied.synchronize()
+
+    def _buffer(self, device: torch.device) -> torch.Tensor:
+        """A buffer for bytes on their way to `device`; nothing is using it any more."""
+        if device.type != "cuda":
+            if self._plain is None:
+                self._plain = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+            return self._plain
+        if len(self._pinned) < _NUM_PINNED:
+            self._pinned.append((torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
+        self._turn = (self._turn + 1) % len(self._pinned)
+        buffer, copied = self._pinned[self._turn]
+        copied.synchronize()
+        return buffer
+
+    def _open(self, file: str) -> Reader:
+        if self._reader is None or file != self._file:  # ranges are sorted by file
+            self._close()
+            self._file, self._reader = file, open_reader(join(self._contents.folder, file))
+        return self._reader
+
+    def _close(self) -> None:
+        reader, self._reader = self._reader, None  # opening the next may fail
+        if reader is not None:
+            reader.close()
+
+    def _read(self, item: Range, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of the range.
+
+        Raises:
+            CheckpointError: The file is missing, short or damaged.
+        """
+        piece, start = item.piece, item.start
+        if piece.data is not None:
+            buffer[:] = piece.data[start : start + len(buffer)]
+            return
+        if not self._verify or not piece.checksums:
+            self._open(piece.file).read_into(piece.offset + start, [buffer])
+            return
+        block, stop = self._contents.block_bytes, start + len(buffer)
+        begin = start // block * block
+        end = min(-(-stop // block) * block, piece.box.numel * ITEM_BYTES[item.tensor.dtype])
+        if (start > begin or end > stop) and not self._before:
+            self._before, self._after = (memoryview(bytearray(block)) for _ in range(2))
+        before, after = self._before[: start - begin], self._after[: end - stop]
+        self._open(piece.file).read_into(piece.offset + begin, [before, buffer, after])
+        for first in range(begin, end, block):
+            last = min(first + block, end)
+            parts = [buffer[max(first - start, 0) : last - start]]
+            parts = ([before] if first < start else []) + parts + ([after] if last > stop else [])
+            if checksum_of_parts(parts) != piece.checksums[first // block]:
+                raise CheckpointError(
+                    f"the checkpoint is damaged: bytes of {item.tensor.name} are not those that were saved",
+                    where=f"{join(self._contents.folder, piece.file)}, "
+                    f"bytes {piece.offset + first:,} to {piece.offset + last:,}",
+                    why="their checksum differs: the disk, the network or a program has changed the file",
+                    fix="load an older checkpoint, or copy this one again; `shardwise ckpt verify` lists all damage",
+                )
+
+
+def read_ranges(
+    contents: Contents,
+    ranges: list[Range],
+    num_threads: int,
+    *,
+    verify: bool,
+    write: bool = True,
+    count: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Read all ranges, on several threads where that pays; the first error ends them all.
+
+    Args:
+        contents: What is read.
+        ranges: In the order in which they are taken.
+        num_threads: At most.
+        verify: Compare checksums.
+        write: Bring the bytes to their targets; else only the checksums are compared.
+        count: Is told the bytes of each range that is done, by one thread at a time.
+    """
+    todo = iter(ranges)
     lock = threading.Lock()
 
     def work() -> None:
         nonlocal todo
-        reader, buffers = BlockReader(files, verify=verify), Buffers(CHUNK_BYTES)
         try:
-            while (job := take()) is not None:
-                do(job, reader, buffers)
-                with lock:
-                    count(job.num_bytes)
-            buffers.wait()
+            with RangeReader(contents, verify=verify) as reader:
+                while (item := take()) is not None:
+                    reader.bring(item) if write else reader.check(item)
+                    with lock:
+                        count(item.num_bytes)
+                reader.wait()
         except BaseException:
             todo = iter(())
             raise
 
-    def take() -> Job | None:
+    def take() -> Range | None:
         with lock:
             return next(todo, None)
 
-    _wait_for_queued_work(jobs)
-    with OpenFiles(contents) as files:
-        if num_threads == 1 or sum(job.num_bytes for job in jobs) <= CHUNK_BYTES:
-            work()
-            return
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="shardwise-read") as pool:
-            futures = [pool.submit(work) for _ in range(min(num_threads, len(jobs)))]
-        for future in futures:
-            future.result()
-
-
-def _wait_for_queued_work(jobs: list[Job]) -> None:
-    """What the caller's stream has still to do to the targets must not come after our copies on another."""
-    devices = {job.place.target.device for job in jobs if isinstance(job.place, Window)}
-    for device in devices:
+    # What the caller's stream has still to do to the targets must not come after our copies on another.
+    for device in {item.request.target.device for item in ranges if write}:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+    if num_threads == 1 or _num_bytes(ranges) <= CHUNK_BYTES:
+        work()
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="shardwise-read") as pool:
+        futures = [pool.submit(work) for _ in range(min(num_threads, len(ranges)))]
+    for future in futures:
+        future.result()
 
-
-__all__ = ["Problem", "Request", "Verify", "check_requests", "read_box", "read_requests", "verify_requests"]
 
 Verify = Literal["while", "before", "no"]
 """Checksums are verified as the bytes arrive, in a pass of its own before the first is written, or not at all."""
@@ -513,12 +364,12 @@ def read_requests(
     Ranks:
         Local. Callers make the ranks fail together.
     """
-    jobs = _all_jobs(contents, requests, verify != "no")
-    checks = [job for job in jobs if job.piece.checksums] if verify == "before" else []
+    ranges = _all_ranges(contents, requests, verify != "no")
+    checks = [item for item in ranges if item.piece.checksums] if verify == "before" else []
     threads = num_threads or _num_threads()
-    with counting(progress, _num_bytes(checks) + _num_bytes(jobs), "loading") as count:
-        run_jobs(contents, checks, threads, check_job, verify=True, count=count)
-        run_jobs(contents, jobs, threads, read_job, verify=verify != "no", count=count)
+    with counting(progress, _num_bytes(checks) + _num_bytes(ranges), "loading") as count:
+        read_ranges(contents, checks, threads, verify=True, write=False, count=count)
+        read_ranges(contents, ranges, threads, verify=verify != "no", count=count)
 
 
 def verify_requests(contents: Contents, requests: Iterable[Request], *, progress: Progress | None = None) -> None:
@@ -535,9 +386,9 @@ def verify_requests(contents: Contents, requests: Iterable[Request], *, progress
     Ranks:
         Local. Callers make the ranks fail together.
     """
-    jobs = [job for job in _all_jobs(contents, requests, True) if job.piece.checksums]
-    with counting(progress, _num_bytes(jobs), "verifying") as count:
-        run_jobs(contents, jobs, _num_threads(), check_job, verify=True, count=count)
+    ranges = [item for item in _all_ranges(contents, requests, True) if item.piece.checksums]
+    with counting(progress, _num_bytes(ranges), "verifying") as count:
+        read_ranges(contents, ranges, _num_threads(), verify=True, write=False, count=count)
 
 
 def read_box(
@@ -559,18 +410,18 @@ def read_box(
             why="the checkpoint's index does not fit its files: a part is missing, or the index is damaged",
             fix="load an older checkpoint, or copy this one again",
         )
-    run_jobs(contents, list(jobs_of(tensor, request, verify != "no")), 1, read_job, verify=verify != "no")
+    read_ranges(contents, list(ranges_of(tensor, request, verify != "no")), 1, verify=verify != "no")
     return request.target
 
 
-def _all_jobs(contents: Contents, requests: Iterable[Request], verify: bool) -> list[Job]:
-    jobs = [job for request in requests for job in jobs_of(contents.tensors[request.name], request, verify)]
-    jobs.sort(key=lambda job: (job.piece.file, job.piece.offset + job.start))  # the order on the disk
-    return jobs
+def _all_ranges(contents: Contents, requests: Iterable[Request], verify: bool) -> list[Range]:
+    ranges = [item for request in requests for item in ranges_of(contents.tensors[request.name], request, verify)]
+    ranges.sort(key=lambda item: (item.piece.file, item.piece.offset + item.start))  # the order on the disk
+    return ranges
 
 
-def _num_bytes(jobs: list[Job]) -> int:
-    return sum(job.num_bytes for job in jobs)
+def _num_bytes(ranges: list[Range]) -> int:
+    return sum(item.num_bytes for item in ranges)
 
 
 def _num_threads() -> int:

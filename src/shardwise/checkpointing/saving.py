@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from typing import Any, Literal
 
 import torch
@@ -33,12 +35,9 @@ from shardwise.checkpointing.agreement import (
 from shardwise.checkpointing.background_writer import (
     Advanced,
     Commit,
-    Leave,
     PlacedItem,
     UseArena,
     WriteFile,
-    receive,
-    send,
     value_streams,
 )
 from shardwise.checkpointing.contents import ITEM_BYTES, Box
@@ -256,7 +255,7 @@ class WriterProcess:
                 why=str(error),
                 fix="Checkpointer(..., asynchronous=False)",
             ) from error
-        self._connection = ours
+        self._connection = Connection(ours.detach())
         self._arena = -1
 
     @property
@@ -281,7 +280,7 @@ class WriterProcess:
             CheckpointError: What the job raised; or the process died.
         """
         if arena is not None and arena.generation != self._arena:
-            self._call(UseArena(arena.num_bytes), (arena.descriptor,))
+            self._call(UseArena(arena.num_bytes), arena.descriptor)
             self._arena = arena.generation
         if progress is None or not isinstance(job, WriteFile):
             return self._call(job)
@@ -290,8 +289,6 @@ class WriterProcess:
 
     def close(self) -> None:
         """End it; a job that it is at is finished first."""
-        with contextlib.suppress(OSError):
-            send(self._connection, Leave())
         self._connection.close()
         try:
             self._process.wait(_END_S)
@@ -300,12 +297,14 @@ class WriterProcess:
             self._process.wait()
 
     def _call(
-        self, job: Any, descriptors: tuple[int, ...] = (), count: Callable[[int], None] = lambda num_bytes: None
+        self, job: Any, descriptor: int | None = None, count: Callable[[int], None] = lambda num_bytes: None
     ) -> Any:
         uncounted: Exception | None = None
         try:
-            send(self._connection, job, descriptors)
-            while isinstance(message := receive(self._connection)[0], Advanced):
+            self._connection.send(job)
+            if descriptor is not None:
+                send_handle(self._connection, descriptor, self.pid)
+            while isinstance(message := self._connection.recv(), Advanced):
                 try:
                     count(message.num_bytes)
                 except Exception as error:  # the caller's; the answer must be taken all the same

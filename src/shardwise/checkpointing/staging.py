@@ -350,6 +350,6 @@ def _changed_meanwhile(names: list[str]) -> CheckpointError:
         where=", ".join(names[:5]) + (", …" if len(names) > 5 else ""),
         why="a save in the background copies parameters and optimizer states until the next optimizer step; "
         "the copy may now be half old, half new, so it was dropped",
-        fix="save after the change, or call shardwise.checkpointing.saving.staging.wait_for_copies() before it, "
+        fix="save after the change, or call shardwise.checkpointing.staging.wait_for_copies() before it, "
         "or Checkpointer(..., asynchronous=False)",
     )

@@ -9,21 +9,21 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.agreement import is_first, mesh_of_model, on_first, raise_over, together, together_with
-from shardwise.checkpointing.broadcasting import FirstRankReader, OwnReader, Reader, describe, find_differing_copy
+from shardwise.checkpointing.broadcasting import FirstRankReader, Reader, describe, find_differing_copy
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, TensorInfo
 from shardwise.checkpointing.formats.detect import TORCH_SUFFIXES, open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import FullWriter, tensors_in
 from shardwise.checkpointing.formats.safetensors import DEFAULT_SHARD_BYTES, SafetensorsWriter, distribute
 from shardwise.checkpointing.hugging_face import in_model_layout
 from shardwise.checkpointing.matching import Matched, match, rename_contents
-from shardwise.checkpointing.reading import Problem, Verify, check_requests
+from shardwise.checkpointing.reading import Problem, Verify
 from shardwise.checkpointing.staging import wait_for_copies
 from shardwise.checkpointing.state.names import KeyReport, Rename, canonical_name
 from shardwise.checkpointing.state.run import mark_unusable, mark_usable, refuse_unusable
@@ -34,7 +34,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.models.described import hugging_face_config
 from shardwise.progress import Progress
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order
-from shardwise.sharding.inventory import class_name, is_meta, take_inventory, values_of_ranks
+from shardwise.sharding.inventory import class_name, is_meta, take_inventory
 from shardwise.sharding.materialize import allocate, materialize
 from shardwise.units import parse_bytes
 
@@ -326,9 +326,6 @@ def _limit(max_shard_bytes: int | str | None) -> int | None:
     return limit
 
 
-T = TypeVar("T")
-
-
 def load_weights(
     model: nn.Module,
     path: str | Path,
@@ -371,13 +368,16 @@ def load_weights(
     """
     _check_verify(verify)
     mesh = mesh_of_model(model)
-    reader = FirstRankReader(mesh) if broadcast else OwnReader()
-    prepare = _prepare_from_first if broadcast else _prepare
-    prepared = prepare(model, path, rename, mesh, strict)
-    tensors, contents, matched = prepared.tensors, prepared.contents, prepared.matched
+    reader = FirstRankReader(mesh) if broadcast else Reader()
+    tensors = together(lambda: model_tensors(model), mesh)
+    contents, left_out = _open(model, tensors, path, rename, mesh, broadcast)
+    matched = _match(model, tensors, contents, mesh, strict)
+    requests = together(lambda: requests_for(tensors, matched.stored_names), mesh)
+    together(lambda: _refuse_unreadable(contents, reader.check(contents, requests)), mesh)
+    if strict:
+        together(lambda: _refuse_differing_copies(contents, matched, tensors, whole=broadcast), mesh)
     if verify == "before":
-        requests = requests_for(tensors, matched.stored_names)
-        _together_with(reader, lambda: reader.verify(contents, requests), mesh)
+        together(lambda: reader.verify(contents, requests), mesh)
     try:
         _read(model, tensors, contents, matched, reader, mesh, verify, progress)
     except Exception as error:
@@ -387,82 +387,58 @@ def load_weights(
     rebuilt = tuple(sorted({canonical_name(entry.fqn) for entry in take_inventory(model) if entry.pending}))
     if rebuilt:
         materialize(model)
-    ignored = (*matched.report.ignored, *prepared.left_out)
+    ignored = (*matched.report.ignored, *left_out)
     return dataclasses.replace(matched.report, rebuilt=rebuilt, ignored=ignored)
 
 
-Opened = tuple[Contents, tuple[str, ...]]
+def _open(
+    model: nn.Module,
+    tensors: Sequence[ModelTensor],
+    path: str | Path,
+    rename: Rename | None,
+    mesh: DeviceMesh | None,
+    broadcast: bool,
+) -> tuple[Contents, tuple[str, ...]]:
+    """The checkpoint under the names that the model has for its tensors, and the names that were left out.
+
+    With `broadcast` only the first rank opens files, and the others get a description.
+    """
+    opened: list[Contents] = []
+
+    def open_here() -> tuple[Contents, tuple[str, ...]]:
+        contents = open_checkpoint(path, model=model)
+        require_names(contents, optimizers=False)
+        renamed = contents if rename is None else rename_contents(contents, rename)
+        kept = {tensor.name for tensor in renamed.tensors.values()}
+        left_out = tuple(name for name, tensor in contents.tensors.items() if tensor.name not in kept)
+        names = [name for tensor in tensors for name in tensor.names]
+        opened.append(in_model_layout(renamed, model, names))
+        return describe(opened[0]) if broadcast else opened[0], left_out
+
+    described, left_out = on_first(open_here, mesh) if broadcast else together(open_here, mesh)
+    return (opened[0] if opened else described), left_out
 
 
-def _open(model: nn.Module, tensors: Sequence[ModelTensor], path: str | Path, rename: Rename | None) -> Opened:
-    """The checkpoint under the names that the model has for its tensors, and the names that were left out."""
-    contents = open_checkpoint(path, model=model)
-    require_names(contents, optimizers=False)
-    renamed = contents if rename is None else rename_contents(contents, rename)
-    kept = {tensor.name for tensor in renamed.tensors.values()}
-    left_out = tuple(name for name, tensor in contents.tensors.items() if tensor.name not in kept)
-    names = [name for tensor in tensors for name in tensor.names]
-    return in_model_layout(renamed, model, names), left_out
+def _match(
+    model: nn.Module, tensors: Sequence[ModelTensor], contents: Contents, mesh: DeviceMesh | None, strict: bool
+) -> Matched:
+    """Match names; every rank must read the same thing into the same model."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A checkpoint that fits the model, as far as can be told before the first byte is read."""
-
-    tensors: list[ModelTensor]
-    contents: Contents
-    matched: Matched
-    left_out: tuple[str, ...]
-
-
-def _prepare(
-    model: nn.Module, path: str | Path, rename: Rename | None, mesh: DeviceMesh | None, strict: bool
-) -> _Prepared:
-    """Find whatever can be found wrong; every rank for itself, and then all hear of it at once."""
-
-    def work() -> tuple[_Prepared, str]:
-        tensors = model_tensors(model)
-        contents, left_out = _open(model, tensors, path, rename)
-        matched = _match(model, tensors, contents, strict)
-        problems = check_requests(contents, requests_for(tensors, matched.stored_names))
-        if problems:
-            raise _unreadable(contents, problems)
-        if strict and (error := _differing_copies(contents, matched, tensors, whole=False)) is not None:
+    def work() -> tuple[Matched, str]:
+        matched = match(model, contents, tensors)
+        if (error := matched.refuse(contents, strict)) is not None:
             raise error
-        return _Prepared(tensors, contents, matched, left_out), _digest(contents, matched)
+        return matched, _digest(contents, matched)
 
-    prepared, digests = together_with(work, mesh)
-    _refuse_differing(digests, prepared.contents)
-    return prepared
-
-
-def _prepare_from_first(
-    model: nn.Module, path: str | Path, rename: Rename | None, mesh: DeviceMesh | None, strict: bool
-) -> _Prepared:
-    """The same where only the first rank opens files and the others get a description."""
-    tensors = together(lambda: model_tensors(model), mesh)
-    opened: list[Opened] = []
-
-    def open_and_describe() -> Opened:
-        opened.append(_open(model, tensors, path, rename))
-        return describe(opened[0][0]), opened[0][1]
-
-    described = on_first(open_and_describe, mesh)
-    contents, left_out = opened[0] if opened else described
-    matched = together(lambda: _match(model, tensors, contents, strict), mesh)
-    _refuse_differing(values_of_ranks(_digest(contents, matched), mesh), contents)
-    requests = together(lambda: requests_for(tensors, matched.stored_names), mesh)
-    problems = FirstRankReader(mesh).check(contents, requests)
-    raise_over(mesh, _unreadable(contents, problems) if problems else None)
-    if strict and matched.copies:
-        raise_over(mesh, _differing_copies(contents, matched, tensors, whole=True))
-    return _Prepared(tensors, contents, matched, left_out)
-
-
-def _match(model: nn.Module, tensors: Sequence[ModelTensor], contents: Contents, strict: bool) -> Matched:
-    matched = match(model, contents, tensors)
-    if (error := matched.refuse(contents, strict)) is not None:
-        raise error
+    matched, digests = together_with(work, mesh)
+    if len(set(digests)) > 1:  # a stale copy on one machine is easily missed
+        differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        raise CheckpointError(
+            f"ranks {differing} find other weights, or have another model, than the first",
+            where=str(contents.path),
+            why="all ranks load parts of the same tensors",
+            fix="put the same files on every machine, or pass broadcast=True to read those of the first",
+        )
     return matched
 
 
@@ -474,50 +450,34 @@ def _digest(contents: Contents, matched: Matched) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _refuse_differing(digests: Sequence[str], contents: Contents) -> None:
-    """Every rank must read the same thing into the same model: a stale copy on one machine is easily missed."""
-    if len(set(digests)) > 1:
-        differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
+def _refuse_unreadable(contents: Contents, problems: Sequence[Problem]) -> None:
+    if problems:
+        lines = [f"{problem.name}: {problem.text}" for problem in problems[:20]]
         raise CheckpointError(
-            f"ranks {differing} find other weights, or have another model, than the first",
-            where=str(contents.path),
-            why="all ranks load parts of the same tensors",
-            fix="put the same files on every machine, or pass broadcast=True to read those of the first",
+            f"the checkpoint cannot be loaded: {len(problems)} problems",
+            where="\n".join([str(contents.path), *lines]),
+            why="every byte must be there before the first is written into the model",
+            fix="copy the checkpoint again, or load another one",
         )
 
 
-def _unreadable(contents: Contents, problems: Sequence[Problem]) -> CheckpointError:
-    lines = [f"{problem.name}: {problem.text}" for problem in problems[:20]]
-    return CheckpointError(
-        f"the checkpoint cannot be loaded: {len(problems)} problems",
-        where="\n".join([str(contents.path), *lines]),
-        why="every byte must be there before the first is written into the model",
-        fix="copy the checkpoint again, or load another one",
-    )
-
-
-def _differing_copies(
+def _refuse_differing_copies(
     contents: Contents, matched: Matched, tensors: Sequence[ModelTensor], *, whole: bool
-) -> Exception | None:
-    """The error for a tied tensor that is stored twice with different values."""
+) -> None:
+    """Raise for a tied tensor that is stored twice with different values."""
     for tensor in tensors:
         others = matched.copies.get(tensor.name)
         if not others or not contents.tensors[others[0]].pieces:  # a rank that reads nothing
             continue
         name = matched.stored_names[tensor.name]
         boxes = [Box.whole(tensor.shape)] if whole else [part.box for part in parts_of(tensor.tensor)]
-        try:
-            other = find_differing_copy(contents, name, others, boxes)
-        except CheckpointError as error:
-            return error
-        if other is not None:
-            return CheckpointError(
+        if (other := find_differing_copy(contents, name, others, boxes)) is not None:
+            raise CheckpointError(
                 f"{name!r} and {other!r} are stored with different values",
                 where=str(contents.path),
                 why="in this model they are one tensor, so one of the two would be lost",
                 fix="untie them in the model's config, or choose one: rename={" + repr(other) + ": None}",
             )
-    return None
 
 
 def _read(
@@ -536,12 +496,7 @@ def _read(
         allocate(model, wanted)
         tensors = model_tensors(model)  # recurrent layers have new ones
     requests = requests_for(tensors, matched.stored_names)
-    _together_with(reader, lambda: reader.read(contents, requests, verify=verify != "no", progress=progress), mesh)
-
-
-def _together_with(reader: Reader, work: Callable[[], T], mesh: DeviceMesh | None) -> T:
-    """Fail alike; a reader that communicates does so by itself."""
-    return together(work, mesh) if isinstance(reader, OwnReader) else work()
+    together(lambda: reader.read(contents, requests, verify=verify != "no", progress=progress), mesh)
 
 
 def _check_verify(verify: str) -> None:

@@ -9,17 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.lint import SourceFormat
+
 if TYPE_CHECKING:
     from shardwise.fsdp1.codemod.migrate import Migration
-
-
-class MigrateFormat(enum.StrEnum):
-    """How the result is printed."""
-
-    TEXT = "text"
-    JSON = "json"
-    SARIF = "sarif"
-    GITHUB = "github"
 
 
 class TargetName(enum.StrEnum):
@@ -35,7 +28,7 @@ def migrate(
     target: Annotated[
         TargetName, typer.Option(help="Write plain torch (fully_shard) or shardwise (sw.shard).")
     ] = TargetName.TORCH,
-    format: Annotated[MigrateFormat, typer.Option("--format", help="How to print the result.")] = MigrateFormat.TEXT,
+    format: Annotated[SourceFormat, typer.Option("--format", help="How to print the result.")] = SourceFormat.TEXT,
 ) -> None:
     """Rewrite FSDP1 code to FSDP2, and say what a person must decide."""
     from rich.console import Console
@@ -49,7 +42,7 @@ def migrate(
     raise typer.Exit(1 if migration.summary["needs-decision"] else 0)
 
 
-def _show(migration: Migration, format: MigrateFormat, *, written: bool) -> None:
+def _show(migration: Migration, format: SourceFormat, *, written: bool) -> None:
     from importlib import metadata
 
     from rich.console import Console
@@ -59,11 +52,11 @@ def _show(migration: Migration, format: MigrateFormat, *, written: bool) -> None
     from shardwise.report.source import findings_github, findings_sarif
 
     match format:
-        case MigrateFormat.JSON:
+        case SourceFormat.JSON:
             typer.echo(json.dumps(migration.to_dict(), indent=2))
-        case MigrateFormat.SARIF:
+        case SourceFormat.SARIF:
             typer.echo(findings_sarif(migration.findings, KINDS.values(), version=metadata.version("shardwise")))
-        case MigrateFormat.GITHUB:
+        case SourceFormat.GITHUB:
             typer.echo(findings_github(migration.findings))
-        case MigrateFormat.TEXT:
+        case SourceFormat.TEXT:
             print_migration(Console(), migration, written=written)

@@ -38,6 +38,11 @@ def param_groups(model: nn.Module) -> list[Any]:
     return [group for state in fsdp_states(model) for group in state_param_groups(state)]
 
 
+def parameter_records(groups: Iterable[Any]) -> list[Any]:
+    """FSDP2's record of each parameter that the groups shard."""
+    return [fsdp_param for group in groups for fsdp_param in group.fsdp_params]
+
+
 def sharded_parameters(group: Any) -> Iterator[nn.Parameter]:
     """The DTensor parameters that a group shards, whatever is registered on the modules right now."""
     for fsdp_param in group.fsdp_params:
@@ -45,19 +50,19 @@ def sharded_parameters(group: Any) -> Iterator[nn.Parameter]:
 
 
 def unsharded_parameters(group: Any) -> Iterator[nn.Parameter]:
-    """The gathered, plain parameters of a group that exist by now (they outlive their storage)."""
+    """The unsharded parameters of a group that exist by now (they outlive their storage)."""
     for fsdp_param in group.fsdp_params:
         if (parameter := getattr(fsdp_param, "_unsharded_param", None)) is not None:
             yield parameter
 
 
-def is_gathered(group: Any) -> bool:
+def is_unsharded(group: Any) -> bool:
     """Whether the group's plain parameters are registered on its modules now."""
     return not group.is_sharded
 
 
 def reshard_group(group: Any) -> None:
-    """Register the sharded parameters again and free the gathered ones."""
+    """Register the sharded parameters again and free the unsharded ones."""
     group._to_sharded()
 
 
@@ -114,15 +119,15 @@ def _outside_inference_mode() -> Iterator[None]:
 
 
 @_unseen_when_recomputed
-def gather_group(group: Any) -> None:
-    """Gather a group's parameters now and register them."""
+def unshard_group(group: Any) -> None:
+    """Unshard a group's parameters now and register them."""
     with _outside_inference_mode():
         group.unshard()
         group.wait_for_unshard()
 
 
-def start_gather(group: Any) -> None:
-    """Start gathering; the next forward waits for it. The modules keep their shards until then."""
+def start_unshard(group: Any) -> None:
+    """Start the all-gather; the next forward waits for it. The modules keep their shards until then."""
     group.unshard(async_op=True)
 
 
@@ -145,7 +150,7 @@ def is_recomputing(module: nn.Module) -> bool:
 
 
 def pre_backward(module: nn.Module) -> None:
-    """Gather a module's parameters for backward, as FSDP2's hook on its output would."""
+    """Unshard a module's parameters for backward, as FSDP2's hook on its output would."""
     fsdp_state(module)._pre_backward(torch.empty(0))
 
 
@@ -176,13 +181,13 @@ def on_backward_end(module: nn.Module, callback: Callable[[], None]) -> None:
         state._root_post_backward_final_callback = functools.wraps(finish)(finish_then_call)
 
 
-def is_settled(group: Any) -> bool:
-    """Whether a group stands sharded with no gather on its way: nothing holds weights of before the step."""
+def is_resharded(group: Any) -> bool:
+    """Whether a group is sharded with no all-gather in flight: nothing holds weights of before the step."""
     return group.is_sharded and group._all_gather_result is None
 
 
-def settle(group: Any) -> None:
-    """Finish a gather that is on its way, then free what was gathered and register the shards again."""
+def wait_and_reshard(group: Any) -> None:
+    """Wait for an all-gather in flight, then free the unsharded parameters and register the shards again."""
     group.wait_for_unshard()
     group._to_sharded()
 

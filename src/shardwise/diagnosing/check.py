@@ -134,7 +134,7 @@ def padding(subject: Subject) -> Iterator[Finding]:
     if subject.mesh is None:
         return
     for group in subject.groups.values():
-        for fsdp_param in group.fsdp_params:
+        for fsdp_param in compat.parameter_records([group]):
             real, held = compat.real_and_padded_numel(fsdp_param)
             item = fsdp_param.sharded_param.element_size()
             if held > real and (held - real) * item > _SMALL_BYTES and held - real > _PADDING * held:
@@ -163,7 +163,7 @@ def sync_left_off(subject: Subject) -> Iterator[Finding]:
 
 def left_gathered(subject: Subject) -> Iterator[Finding]:
     """SW417: a group stands gathered between steps: parameters() lists copies, a step would leave them stale."""
-    gathered = [name for name, group in subject.groups.items() if compat.is_gathered(group)]
+    gathered = [name for name, group in subject.groups.items() if compat.is_unsharded(group)]
     if gathered:
         yield Finding(
             code="SW417",
@@ -238,8 +238,8 @@ _SHORT = (torch.bfloat16, torch.float16)
 
 def unsharded(subject: Subject) -> Iterator[Finding]:
     """SW401: trainable parameters that no group shards and nobody averages."""
-    gathered = [group for group in subject.groups.values() if compat.is_gathered(group)]  # said elsewhere
-    in_groups = {subject.name_of(param.sharded_param) for group in gathered for param in group.fsdp_params}
+    gathered = [group for group in subject.groups.values() if compat.is_unsharded(group)]  # said elsewhere
+    in_groups = {subject.name_of(param.sharded_param) for param in compat.parameter_records(gathered)}
     for name, parameter in subject.parameters.items():
         is_plain = parameter.requires_grad and not isinstance(parameter, DTensor)
         if is_plain and name not in subject.averaged and name not in in_groups:
@@ -257,9 +257,9 @@ def unsharded(subject: Subject) -> Iterator[Finding]:
 def replaced(subject: Subject) -> Iterator[Finding]:
     """SW402: a registered parameter is not the one its group gathers and reduces."""
     for group_name, group in subject.groups.items():
-        for fsdp_param in group.fsdp_params:
+        for fsdp_param in compat.parameter_records([group]):
             registered, shard = compat.registered_parameter(fsdp_param), fsdp_param.sharded_param
-            if compat.is_gathered(group) or registered is None:
+            if compat.is_unsharded(group) or registered is None:
                 continue  # said elsewhere
             if registered is not shard or registered.dtype != local_tensor(shard).dtype:
                 yield Finding(

@@ -91,7 +91,7 @@ def _hold(model: nn.Module, groups: list[Any]) -> None:
 
     def gather(*_: Any) -> None:
         for group in groups:
-            compat.gather_group(group)
+            compat.unshard_group(group)
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         gather()

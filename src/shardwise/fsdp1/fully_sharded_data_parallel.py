@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
@@ -23,7 +23,7 @@ from shardwise.fsdp1.api import (
     ShardingStrategy,
     StateDictType,
 )
-from shardwise.fsdp1.initialising import UnitEntry, find_mesh, initialise_unit, plan_of, sync_from_first_rank
+from shardwise.fsdp1.initialising import UnitForwardHooks, find_mesh, initialise_unit, plan_of, sync_from_first_rank
 from shardwise.fsdp1.optimizer_state_dicts import OptimizerStates
 from shardwise.fsdp1.settings import Settings, auto_wrap, find_device, find_ignored, read_settings
 from shardwise.fsdp1.units import (
@@ -39,7 +39,7 @@ from shardwise.fsdp1.units import (
     units_in,
 )
 from shardwise.planning.plan import Plan
-from shardwise.sharding.full_params import full_params
+from shardwise.sharding.full_params import find_slots, full_params, reshard
 from shardwise.sharding.gradients import watch_zero_grad
 from shardwise.sharding.inventory import local_part, local_tensor
 from shardwise.sharding.registry import ShardedState, remember
@@ -120,24 +120,14 @@ def _refuse(writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads:
 
 def own_slots(module: nn.Module, recurse: bool) -> Places:
     """Where parameters are registered, without the units inside unless `recurse`."""
-    found: Places = []
-    waiting, seen = [module], set()
-    while waiting:
-        owner = waiting.pop()
-        if owner in seen:
-            continue
-        seen.add(owner)
-        found += [(owner, name, parameter) for name, parameter in owner._parameters.items() if parameter is not None]
-        children = [child for child in owner._modules.values() if child is not None]
-        waiting += [child for child in reversed(children) if recurse or not isinstance(child, FSDPModule)]
-    return found
+    slots = find_slots(module, recurse)
+    return [(owner, name, parameter) for parameter, places in slots.items() for owner, name in places]
 
 
 def _whole_gradients(
     module: nn.Module, recurse: bool
 ) -> list[tuple[nn.Module, str, nn.Parameter, torch.Tensor | None]]:
-    for group in compat.param_groups(module):
-        compat.settle(group)
+    reshard(module)
     whole: dict[int, torch.Tensor | None] = {}
     found = []
     for owner, name, parameter in own_slots(module, recurse):
@@ -274,7 +264,7 @@ class FullyShardedDataParallel(OptimizerStates):
         )
         # FSDP2 gives the object a class of its own; scripts, printed models and messages know the old name.
         type(self).__name__ = type(self).__name__.removeprefix("FSDP")
-        UnitEntry(self)
+        UnitForwardHooks(self)
         compat.mend_accumulation(self)
         remember_replaced(places)
 

@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError, ShardError
 from shardwise.fsdp1.units import Unit, clean_name
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.settings import dtype_name
-from shardwise.sharding.forward_hooks import Casts, Entry, register_post_backward
+from shardwise.sharding.forward_hooks import Casts, ForwardHooks, register_post_backward
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import broadcast_from_first
 from shardwise.sharding.nested_tensors import cast_floating
@@ -407,7 +407,7 @@ def _parameter(
     )
 
 
-class UnitEntry(Entry):
+class UnitForwardHooks(ForwardHooks):
     """The entry of one `FullyShardedDataParallel`. Which unit is the root is known at the first forward only."""
 
     def __init__(self, unit: Any) -> None:
@@ -446,7 +446,7 @@ class UnitEntry(Entry):
         """Without a backward to follow, show shards again: an optimizer or a state dict may come next."""
         if self.is_root and not torch.is_grad_enabled() and not compat.in_backward():
             for group in compat.param_groups(self.module):
-                if compat.is_gathered(group):
+                if compat.is_unsharded(group):
                     compat.reshard_group(group)
 
     def failed(self) -> None:
@@ -455,14 +455,14 @@ class UnitEntry(Entry):
             recover(self.module)
 
     def _enter_unit(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return None if self.unit.is_summoned else Entry._enter_call(self, module, args, kwargs)
+        return None if self.unit.is_summoned else ForwardHooks._enter_call(self, module, args, kwargs)
 
     def _leave_unit(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self.unit.is_summoned else Entry._leave_call(self, module, args, output)
+        return None if self.unit.is_summoned else ForwardHooks._leave_call(self, module, args, output)
 
 
 def _fill_unused(group: Any) -> None:
     """A flat parameter has one gradient, with zeros where a part of it was not used; so have the parts here."""
     if compat.is_in_backward(group):
-        for param in group.fsdp_params:
+        for param in compat.parameter_records([group]):
             compat.fill_unused_gradient(group, param)

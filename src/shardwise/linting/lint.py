@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,23 +11,21 @@ from shardwise.errors import SourceError
 from shardwise.findings import Safety, Severity, SourceFinding
 from shardwise.linting.files import (
     RELEVANT,
-    STDIN,
     LintSettings,
     allowed_in,
     allowed_on,
-    find_files,
-    read_bytes,
+    is_excluded,
     read_settings,
     with_codes,
-    write_bytes,
 )
-from shardwise.linting.registry import UNREADABLE, Reading, all_rules
+from shardwise.linting.registry import UNREADABLE, LintContext, all_rules
 from shardwise.progress import NoProgress, Progress
 from shardwise.source.edits import apply, choose
+from shardwise.source.files import STDIN, find_files, map_files, read_bytes, write_bytes
 from shardwise.source.syntax import FileContext, decode
 
 _MAX_PASSES = 10  # a fix can uncover another; no file has needed more than three
-_WORTH_A_POOL_BYTES = 300_000  # below this, starting processes takes longer than reading the files
+_SUFFIXES = frozenset({".py", ".pyw"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +95,12 @@ def lint_files(
     Raises:
         SourceError: A path does not exist, or a fixed file cannot be written.
     """
-    files = find_files(paths, settings)
+    files = find_files(paths, _SUFFIXES, partial(is_excluded, settings=settings))
     heard = progress or NoProgress()
     heard.start(len(files), "lint")
-    work = partial(lint_file, settings=settings, fixes=fixes)
+    all_rules()  # loaded before worker processes are, so that each has them
     found: list[Linted] = []
-    for file in _in_parallel(work, files):
+    for file in map_files(partial(lint_file, settings=settings, fixes=fixes), files):
         heard.advance()
         if file is not None:
             found.append(file)
@@ -121,7 +114,7 @@ def lint_file(path: str, settings: LintSettings, fixes: frozenset[Safety] = froz
     Standard input is never written; its text, fixed or not, is in what is returned.
     """
     try:
-        data = sys.stdin.buffer.read() if path == STDIN else read_bytes(path)
+        data = read_bytes(path)
         if not RELEVANT.search(data) and path != STDIN:
             return None
         text, encoding = decode(data, path)
@@ -152,7 +145,7 @@ def lint_text(text: str, path: str, settings: LintSettings, *, fixes: frozenset[
 def _find(text: str, path: str, settings: LintSettings) -> list[SourceFinding]:
     rules = [one for one in all_rules().values() if settings.enables(one.code, preview=one.preview)]
     try:
-        reading = Reading(FileContext(text, path))
+        reading = LintContext(FileContext(text, path))
         found = [finding for rule in rules for finding in rule.run(reading)]
     except SourceError as error:
         unreadable = _unreadable(path, error, settings)
@@ -194,28 +187,3 @@ def _unreadable(path: str, error: SourceError, settings: LintSettings) -> Source
         line=int(line),
         column=int(column),
     )
-
-
-def _in_parallel(work: Callable[[str], Linted | None], files: list[str]) -> Iterable[Linted | None]:
-    """Results in the order of the files; by several processes where that is faster and safe."""
-    num_workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16)
-    if num_workers < 2 or not _can_fork() or not _is_worth_it(files):
-        yield from map(work, files)
-        return
-    all_rules()  # loaded before the fork, so that each worker has them
-    with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(work, files, chunksize=max(1, min(32, len(files) // (num_workers * 4))))
-
-
-def _can_fork() -> bool:
-    """Forking is instant and needs no importable main module, but is unsafe beside threads."""
-    return sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
-
-
-def _is_worth_it(files: list[str]) -> bool:
-    total = 0
-    for path in files:
-        total += os.path.getsize(path) if path != STDIN and os.path.exists(path) else 0
-        if total > _WORTH_A_POOL_BYTES:
-            return STDIN not in files
-    return False

@@ -11,8 +11,8 @@ from importlib import import_module
 from shardwise.findings import Edit, Safety, Severity, SourceFinding
 from shardwise.source.statements import read_program
 from shardwise.source.syntax import FileContext
-from shardwise.source.usage import Usage
-from shardwise.source.values import Event
+from shardwise.source.usage import Shard, Usage
+from shardwise.source.values import ProgramEvent
 
 UNREADABLE = "SW200"
 _HOMES = (
@@ -32,7 +32,7 @@ _HOMES = (
 
 
 @dataclass(slots=True)
-class Reading:
+class LintContext:
     """A file as rules see it: its syntax, and what its program does."""
 
     file: FileContext
@@ -45,11 +45,19 @@ class Reading:
             self._usages = [Usage(trace) for trace in read_program(self.file)]
         return self._usages
 
-    def events_of(self, *names: str) -> Iterator[tuple[Usage, Event]]:
+    @property
+    def events(self) -> Iterator[tuple[Usage, ProgramEvent]]:
+        """Every event of every run."""
+        return ((usage, event) for usage in self.usages for event in usage.events)
+
+    @property
+    def shards(self) -> Iterator[tuple[Usage, Shard]]:
+        """Every module that is sharded, in every run."""
+        return ((usage, shard) for usage in self.usages for shard in usage.shards)
+
+    def events_of(self, *names: str) -> Iterator[tuple[Usage, ProgramEvent]]:
         """Every call of one of these public names, in every run."""
-        for usage in self.usages:
-            for event in usage.trace.calls_to(*names):
-                yield usage, event
+        return ((usage, event) for usage, event in self.events if event.is_call_to(*names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +70,7 @@ class Hit:
     edits: tuple[Edit, ...] = ()
 
 
-Check = Callable[[Reading], Iterator[Hit]]
+Check = Callable[[LintContext], Iterator[Hit]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +89,7 @@ class Rule:
     """New: runs only when asked for by its code, or with `--preview`."""
     check: Check
 
-    def run(self, reading: Reading) -> Iterator[SourceFinding]:
+    def run(self, reading: LintContext) -> Iterator[SourceFinding]:
         """The rule's findings in one file, one a place."""
         seen: set[tuple[int, int]] = set()
         for hit in self.check(reading):

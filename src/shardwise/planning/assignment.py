@@ -93,10 +93,9 @@ class Assignment:
     """Units with their parameters; what no unit can hold is replicated."""
 
     units: list[Unit]
-    """Children first."""
+    """Children first, the root last."""
     keys: list[list[int]] = field(default_factory=list)
     """Parameter keys per unit."""
-    root: list[int] = field(default_factory=list)
     replicated: dict[int, str] = field(default_factory=dict)
     """Key to reason."""
 
@@ -104,12 +103,15 @@ class Assignment:
 def assign(tree: Tree, units: list[Unit], calls: Calls, names: dict[int, tuple[str, ...]]) -> Assignment:
     """Each parameter to the innermost unit that holds all its owners; ties across units get a unit of their own.
 
+    What is in no unit belongs to the root's.
+
     Raises:
         PlanError: A tie crosses two groups that the user named.
     """
     owners = tree.owners()
     replicated: dict[int, str] = {}
-    units = units + _shared_modules(tree, units)
+    units = [unit for unit in units if not unit.is_root]
+    units += _shared_modules(tree, units)
     for key, holders in owners.items():
         homes = _homes(holders, units) if len(holders) > 1 else []
         if len(homes) <= 1:
@@ -120,13 +122,14 @@ def assign(tree: Tree, units: list[Unit], calls: Calls, names: dict[int, tuple[s
             replicated[key] = f"tied as {' = '.join(names[key])} across groups that cannot be joined"
         else:
             units = [unit for unit in units if not all(joined.contains(node) for node in unit.nodes)] + [joined]
-    units = _children_first(units, tree)
-    result = Assignment(units, [[] for _ in units], [], replicated)
+    why = "remaining parameters; unsharded from the first forward to the end of backward"
+    units = [*_children_first(units, tree), Unit((tree.root,), "root", why)]
+    result = Assignment(units, [[] for _ in units], replicated)
     index_of = {id(node): index for index, unit in enumerate(units) for node in unit.nodes}
     for key, holders in owners.items():
         if key not in replicated:
-            home = next((index_of[id(node)] for node in _upwards(holders[0]) if id(node) in index_of), None)
-            (result.root if home is None else result.keys[home]).append(key)
+            home = next(index_of[id(node)] for node in _upwards(holders[0]) if id(node) in index_of)
+            result.keys[home].append(key)
     return result
 
 
@@ -148,7 +151,7 @@ def _shared_modules(tree: Tree, units: list[Unit]) -> list[Unit]:
         if node.keys and node.other_parents and node.has_forward and node.parent is not None:
             alone = any(mine is node for unit in units for mine in unit.nodes)
             if not alone and len(_homes([node.parent, *node.other_parents], units)) > 1:
-                reason = f"{node.class_name} shared by {node.parent.fqn or 'the root'} and others, gathered for all"
+                reason = f"{node.class_name} shared by {node.parent.fqn or 'the root'} and others, unsharded for all"
                 shared.append(Unit((node,), "tie", reason, held=True))
     return shared
 
@@ -189,7 +192,7 @@ def _tie_unit(
         return None
     if any(not node.is_atom and node.fqn in calls.bypassed for node in nodes):
         return None
-    reason = f"tied: {' = '.join(names)}; gathered once for all of them, from first use to the end of backward"
+    reason = f"tied: {' = '.join(names)}; unsharded once for all of them, from the first use to the end of backward"
     return Unit(tuple(nodes), "tie", reason, held=True)
 
 
@@ -215,13 +218,13 @@ def _children_first(units: list[Unit], tree: Tree) -> list[Unit]:
 _PER_GROUP = ("param_dtype", "reduce_dtype", "output_dtype", "cast_inputs", "reshard_after_forward", "offload")
 
 
-def override_islands(tree: Tree, units: list[Unit], overrides: tuple[GroupOverride, ...], calls: Calls) -> list[Unit]:
+def split_by_override(tree: Tree, units: list[Unit], overrides: tuple[GroupOverride, ...], calls: Calls) -> list[Unit]:
     """Modules inside a group that an override singles out, as groups of their own, one per enclosing group.
 
     Raises:
         PlanError: A pattern matches no module.
     """
-    islands: list[Unit] = []
+    splits: list[Unit] = []
     for override in overrides:
         matched = [node for node in tree.matching(override.pattern) if node.keys]
         if not matched:
@@ -234,7 +237,7 @@ def override_islands(tree: Tree, units: list[Unit], overrides: tuple[GroupOverri
         if not any(getattr(override, name) is not None for name in _PER_GROUP):
             continue
         by_home: dict[int, list[Node]] = defaultdict(list)
-        taken = units + islands
+        taken = units + splits
         for node in _maximal(matched):
             is_unit = any(mine is node for unit in taken for mine in unit.nodes)
             holds_units = any(node.contains(mine) for unit in taken for mine in unit.nodes)
@@ -242,8 +245,8 @@ def override_islands(tree: Tree, units: list[Unit], overrides: tuple[GroupOverri
                 home = next((unit for unit in taken if unit.contains(node)), None)
                 by_home[id(home)].append(node)
         for nodes in by_home.values():
-            islands.append(_unit(nodes, "island", f"set apart by the override for {override.pattern!r}", calls))
-    return islands
+            splits.append(_unit(nodes, "island", f"set apart by the override for {override.pattern!r}", calls))
+    return splits
 
 
 def storage_splits(
@@ -262,11 +265,7 @@ def storage_splits(
     owners = tree.owners()
     units: list[Unit] = []
     replicated: dict[int, str] = {}
-    homes: list[tuple[tuple[Node, ...], list[int]]] = [
-        *((unit.nodes, keys) for unit, keys in zip(assignment.units, assignment.keys, strict=True)),
-        ((tree.root,), assignment.root),
-    ]
-    for modules, keys in homes:
+    for unit, keys in zip(assignment.units, assignment.keys, strict=True):
         mixed = [key for key in keys if key in trainable]
         if len({dtype_of[key] for key in mixed}) < 2:
             continue
@@ -275,7 +274,7 @@ def storage_splits(
         apart: dict[str, dict[Node, None]] = defaultdict(dict)
         for key in minor:
             nodes = [_atom_around(owner) for owner in owners[key]]
-            pure = all(_is_pure(node, dtype_of[key], modules, mixed, dtype_of) for node in nodes)
+            pure = all(_is_pure(node, dtype_of[key], unit.nodes, mixed, dtype_of) for node in nodes)
             if pure:
                 apart[dtype_of[key]].update(dict.fromkeys(nodes))
             else:

@@ -7,7 +7,7 @@ from torch import nn
 
 from shardwise.config.schema import GroupOverride, PrefetchConfig, ShardConfig
 from shardwise.errors import PlanError
-from shardwise.planning.assignment import Assignment, Tensor, assign, find_tensors, override_islands, storage_splits
+from shardwise.planning.assignment import Assignment, Tensor, assign, find_tensors, split_by_override, storage_splits
 from shardwise.planning.calls import Calls
 from shardwise.planning.groups import (
     Node,
@@ -121,28 +121,28 @@ class Draft:
         return sorted({self.dtype_of[key] for key in keys if key in self.trainable} or {self.dtype_of[k] for k in keys})
 
     def units(self, calls: Calls) -> list[Unit]:
-        """Modules to shard together: those the user named, or those found, and islands among them."""
+        """Modules to shard together: those the user named, or those found, and those split off by an override."""
         if self.config.group_by == "root":
             units: list[Unit] = []
         elif is_explicit(self.config):
             units = [around_calls(unit, calls) for unit in named_units(self.tree, self.sizes, self.config)]
         else:
             units = find_units(self.tree, self.sizes, calls)
-        return units + override_islands(self.tree, units, self.config.overrides, calls)
+        return units + split_by_override(self.tree, units, self.config.overrides, calls)
 
     def assignment(self, units: list[Unit], calls: Calls) -> Assignment:
         """Every parameter to one unit, with no unit of two trainable dtypes."""
         names = {key: tensor.names for key, tensor in enumerate(self.tensors)}
         assignment = assign(self.tree, units, calls, names)
         if self.config.mixed_storage == "upcast":
-            for keys in [*assignment.keys, assignment.root]:
+            for keys in assignment.keys:
                 self._upcast([key for key in keys if key in self.trainable])
         splits, odd = storage_splits(assignment, self.tree, self.dtype_of, self.numel, self.trainable, calls)
         if splits:
             assignment = assign(self.tree, assignment.units + splits, calls, names)
         for key, reason in {**odd, **assignment.replicated}.items():
             self.replicated[key] = reason
-        for keys in [*assignment.keys, assignment.root]:
+        for keys in assignment.keys:
             keys[:] = [key for key in keys if key not in self.replicated]
         return assignment
 
@@ -163,41 +163,29 @@ class Draft:
         groups = [
             self._group(unit, keys, calls, settings_of)
             for unit, keys in zip(assignment.units, assignment.keys, strict=True)
-            if keys
+            if keys or unit.is_root
         ]
-        root = Unit((self.tree.root,), "block", "what no other group holds; gathered first, kept until backward ends")
-        groups.append(self._group(root, assignment.root, calls, settings_of, is_root=True))
         return add_prefetch(groups, self.config.prefetch, self.config.overrides)
 
-    def _group(
-        self, unit: Unit, keys: list[int], calls: Calls, settings_of: SettingsOf, *, is_root: bool = False
-    ) -> Group:
+    def _group(self, unit: Unit, keys: list[int], calls: Calls, settings_of: SettingsOf) -> Group:
         trained = {self.dtype_of[key] for key in keys if key in self.trainable}
-        storage = sorted(trained or {self.dtype_of[key] for key in keys})
-        settings = settings_of.group(unit.nodes, storage, is_root=is_root)
-        if any(dtype not in FLOATING for dtype in storage):  # complex numbers have no 16-bit compute dtype
-            settings = replace(settings, param_dtype=None, reduce_dtype=None, cast_inputs=False)
-        reshard, reason = settings.reshard_after_forward, unit.reason
+        settings = settings_of.group(unit, sorted(trained or {self.dtype_of[key] for key in keys}))
+        reason = unit.reason
         if unit.held:
-            reshard = False
-        elif not is_root and self.config.reshard_after_forward is None and self._runs_again(unit, calls):
-            reshard, reason = False, f"{reason}; called several times a pass, so it is kept until backward"
+            settings["reshard_after_forward"] = False
+        elif not unit.is_root and self.config.reshard_after_forward is None and self._runs_again(unit, calls):
+            settings["reshard_after_forward"] = False
+            reason = f"{reason}; called several times a pass, so it is kept unsharded until backward"
         conditional = any(self._holds(unit, name) for name in calls.conditional)
         unused = self.config.unused_parameters
+        for name in ("forward_prefetch", "backward_prefetch"):
+            settings[name] = ("",) * settings[name]  # add_prefetch puts names there
         return Group(
+            **settings,
             modules=tuple(node.fqn for node in unit.nodes),
-            kind="root" if is_root else unit.kind,
+            kind=unit.kind,
             parameters=tuple(self._parameter(key) for key in keys),
-            param_dtype=settings.param_dtype,
-            reduce_dtype=settings.reduce_dtype,
-            output_dtype=settings.output_dtype,
-            cast_inputs=settings.cast_inputs,
-            reshard_after_forward=reshard,
-            offload=settings.offload,
-            pin_memory=settings.pin_memory,
-            forward_prefetch=("",) * settings.forward_prefetch,  # depths; add_prefetch turns them into names
-            backward_prefetch=("",) * settings.backward_prefetch,
-            entry_points=self._entry_points(unit, calls, is_root),
+            entry_points=self._entry_points(unit, calls),
             held=unit.held,
             reduce_unused=unused == "reduce" or (unused == "auto" and conditional),
             reason=reason,
@@ -211,15 +199,15 @@ class Draft:
         node = self.tree.nodes.get(name)
         return node is not None and unit.contains(node) and bool(node.keys)
 
-    def _entry_points(self, unit: Unit, calls: Calls, is_root: bool) -> tuple[str, ...]:
+    def _entry_points(self, unit: Unit, calls: Calls) -> tuple[str, ...]:
         found = [f"{node.fqn}:{method}" for node in unit.nodes for method in sorted(calls.methods.get(node.fqn, ()))]
-        if is_root:
+        if unit.is_root:
             found += [f":{method}" for method in ("forward", *calls.public_methods)]
         names = {node.fqn for node in unit.nodes}
         for entry in self.config.entry_points:
             module, _, method = entry.rpartition(":")
             self._check_entry_point(entry, module, method)
-            is_home = module in names or (is_root and module not in self._unit_names)
+            is_home = module in names or (unit.is_root and module not in self._unit_names)
             found += [f"{module}:{method}"] if is_home else []
         return tuple(dict.fromkeys(found))
 
@@ -308,7 +296,7 @@ class Draft:
                 "(model.float() before sharding), or set allow_16bit_storage=True"
             )
         if len(groups) == 1 and self.config.group_by != "root" and not groups[0].modules[0] and len(self.tensors) > 1:
-            warnings.append("a single group: all parameters are gathered at once. Name blocks with block_patterns")
+            warnings.append("a single group: all parameters are unsharded at once. Name blocks with block_patterns")
         return warnings
 
 

@@ -146,7 +146,7 @@ TINY_BLOCK_SHARE = 0.02
 DRESSED_LEAF_SHARE = 0.8
 """A module of which one leaf is at least this much counts as that leaf."""
 
-Kind = Literal["block", "leaf", "tie", "island", "storage", "part"]
+Kind = Literal["block", "leaf", "tie", "island", "storage", "part", "root"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,11 @@ class Unit:
     """Asked for by the user."""
     held: bool = False
     """Gathered from the root's entry to the end of backward, because code outside reads its parameters."""
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is the group of the model itself."""
+        return self.kind == "root"
 
     def contains(self, node: Node) -> bool:
         """Whether the node is one of its modules or below one."""
@@ -223,12 +228,11 @@ class _Search:
         leaves = [node for node in self._free_nodes(units) if node.is_atom and self._may_stand_alone(node)]
         blocks = [self.sizes.of(unit.nodes[0]) for unit in units]
         reference = max(blocks or [self.sizes.of(leaf) for leaf in leaves], default=0)
+        what = "block" if blocks else "leaf"
         return [
-            Unit((leaf,), "leaf", f"{leaf.class_name} as large as {self._share(leaf, reference)} of the largest block")
-            if blocks
-            else Unit((leaf,), "leaf", f"{leaf.class_name}, one of the model's large leaves")
+            Unit((leaf,), "leaf", f"{leaf.class_name}, {size / reference:.1f}x the largest {what}: own group")
             for leaf in leaves
-            if self.sizes.of(leaf) >= BIG_LEAF_SHARE * reference
+            if (size := self.sizes.of(leaf)) >= BIG_LEAF_SHARE * reference
         ]
 
     def relieve_root(self, units: list[Unit]) -> list[Unit]:
@@ -320,9 +324,6 @@ class _Search:
         entered = node.is_atom or node.fqn not in self.calls.bypassed
         return bool(node.keys) and node.has_forward and wanted and entered and node.fqn not in self.calls.conditional
 
-    def _share(self, node: Node, reference: int) -> str:
-        return f"{self.sizes.of(node) / max(reference, 1):.0%}"
-
 
 def around_calls(unit: Unit, calls: Calls) -> Unit:
     """Fit a unit to how its modules are really entered: by their parts, or held because others read them."""
@@ -333,12 +334,12 @@ def around_calls(unit: Unit, calls: Calls) -> Unit:
             why = f"{unit.reason}; its parts are called directly ({_some(inner, node)}), so the hooks sit on them"
             return replace(unit, nodes=parts, kind="part", reason=why)
     if any(part.fqn in calls.conditional for part in unit.nodes):
-        why = "held gathered, because the data of a rank decide whether it runs"
+        why = "kept unsharded, because the data of a rank decide whether it runs"
         return replace(unit, held=True, reason=f"{unit.reason}; {why}")
     if any(is_read_outside(part, part, calls) for part in unit.nodes):
-        return replace(unit, held=True, reason=f"{unit.reason}; held gathered, because code outside reads its weights")
+        return replace(unit, held=True, reason=f"{unit.reason}; kept unsharded, because code outside reads its weights")
     if node.is_atom and calls.is_known(node.fqn) and node.fqn not in calls.called:
-        return replace(unit, held=True, reason=f"{unit.reason}; held gathered, because nothing calls it as a module")
+        return replace(unit, held=True, reason=f"{unit.reason}; kept unsharded, because nothing calls it as a module")
     return unit
 
 

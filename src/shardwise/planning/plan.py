@@ -8,9 +8,11 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from shardwise.config.schema import ROOT_PATTERN
 from shardwise.errors import PlanError
@@ -217,28 +219,7 @@ def decode_plan(text: str) -> Plan:
             why="the layout of a plan may change between releases",
             fix="make the plan again with shardwise.plan(...)",
         )
-    plan: dict[str, Any] = _with_tuples(Plan, data)
-    plan["axes"] = tuple((name, size) for name, size in data["axes"])
-    plan["replicated"] = _parameters(data["replicated"])
-    plan["ignored"] = _parameters(data["ignored"])
-    plan["groups"] = tuple(_group(group) for group in data["groups"])
-    return Plan(**plan)
-
-
-def _group(data: dict[str, Any]) -> Group:
-    group: dict[str, Any] = _with_tuples(Group, data)
-    group["parameters"] = _parameters(data["parameters"])
-    return Group(**group)
-
-
-def _parameters(rows: list[dict[str, Any]]) -> tuple[PlannedParameter, ...]:
-    return tuple(PlannedParameter(**_with_tuples(PlannedParameter, row)) for row in rows)
-
-
-def _with_tuples(kind: type, data: dict[str, Any]) -> dict[str, Any]:
-    """JSON lists back to the tuples the dataclass holds; keys it does not know are left out."""
-    known = {field.name for field in fields(kind)}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name in known}
+    return TypeAdapter(Plan).validate_python(data)  # a key that no field has is left out
 
 
 _MAX_NAMES = 4

@@ -17,7 +17,7 @@ from shardwise.planning.draft import Draft
 from shardwise.planning.plan import Plan
 from shardwise.planning.settings import check_config, choose_compute
 from shardwise.planning.source import statements
-from shardwise.planning.source.facts import Entry, FactBook, public_entries, summarise
+from shardwise.planning.source.facts import FactBook, MethodEntry, public_entries, summarise
 from shardwise.planning.tracing import trace_calls
 
 
@@ -121,7 +121,7 @@ def _read(model: nn.Module) -> tuple[Calls, Calls]:
     places = Places(model)
     book = FactBook(places)
     if has_forward(model):
-        book.follow(Entry(model, "forward"))
+        book.follow(MethodEntry(model, "forward"))
     num_below_forward = len(book.facts)
     public, notes = public_entries(model, book)
     book.notes += notes

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from shardwise.config.schema import ROOT_PATTERN, GroupOverride, PrecisionConfig, ShardConfig
 from shardwise.errors import ConfigError, PlanError
-from shardwise.planning.groups import Node, Tree
+from shardwise.planning.groups import Node, Tree, Unit
 from shardwise.planning.plan import DTYPE_BYTES
 
 FLOATING = ("float64", "float32", "bfloat16", "float16")
@@ -83,21 +84,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """What `fully_shard` and the prefetch setters are told for one group."""
-
-    param_dtype: str | None
-    reduce_dtype: str | None
-    output_dtype: str | None
-    cast_inputs: bool
-    reshard_after_forward: bool | int
-    offload: bool
-    pin_memory: bool
-    forward_prefetch: int
-    backward_prefetch: int
-
-
 class SettingsOf:
     """Looks up the settings for groups of one model."""
 
@@ -108,46 +94,44 @@ class SettingsOf:
             for override in config.overrides
         ]
 
-    def group(self, nodes: tuple[Node, ...], storage: list[str], *, is_root: bool) -> Settings:
-        """Settings of a group of these modules, whose trainable parameters are stored in `storage` dtypes."""
-        config = self._config
-        reshard = config.reshard_after_forward
-        settings = Settings(
-            param_dtype=self._compute.dtype,
-            reduce_dtype=choose_reduce(config.precision, storage),
-            output_dtype=config.precision.output_dtype if is_root else None,
-            cast_inputs=config.precision.cast_inputs,
-            reshard_after_forward=(not is_root) if reshard is None else _for_root(reshard, is_root),
-            offload=config.offload,
-            pin_memory=config.offload and self._pin_memory,
-            forward_prefetch=config.prefetch.forward,
-            backward_prefetch=config.prefetch.backward,
-        )
-        for override, covered in self._covered:
-            if all(id(node) in covered for node in nodes):
-                settings = self._changed(settings, override)
-        reshard = settings.reshard_after_forward
-        if not isinstance(reshard, bool) and reshard == self._num_shards:
-            settings = replace(settings, reshard_after_forward=True)  # over as many ranks as before forward
-        return settings
+    def group(self, unit: Unit, storage: list[str]) -> dict[str, Any]:
+        """Fields of `Group` for a unit whose trainable parameters are stored in `storage` dtypes.
 
-    def _changed(self, settings: Settings, override: GroupOverride) -> Settings:
-        names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_inputs", "reshard_after_forward", "offload")
-        names += ("forward_prefetch", "backward_prefetch")
-        given = {name: value for name in names if (value := getattr(override, name)) is not None}
-        if given.get("param_dtype") == "storage":
-            given["param_dtype"] = None
-        changed = replace(settings, **given)
-        return replace(changed, pin_memory=changed.offload and self._pin_memory)
+        `forward_prefetch` and `backward_prefetch` are numbers of groups.
+        """
+        config = self._config
+        settings: dict[str, Any] = {
+            "param_dtype": self._compute.dtype,
+            "reduce_dtype": choose_reduce(config.precision, storage),
+            "output_dtype": config.precision.output_dtype if unit.is_root else None,
+            "cast_inputs": config.precision.cast_inputs,
+            "reshard_after_forward": _reshard(config.reshard_after_forward, unit.is_root),
+            "offload": config.offload,
+            "forward_prefetch": config.prefetch.forward,
+            "backward_prefetch": config.prefetch.backward,
+        }
+        for override, covered in self._covered:
+            if all(id(node) in covered for node in unit.nodes):
+                settings |= {name: value for name in settings if (value := getattr(override, name)) is not None}
+        if settings["param_dtype"] == "storage":
+            settings["param_dtype"] = None
+        reshard = settings["reshard_after_forward"]
+        if not isinstance(reshard, bool) and reshard == self._num_shards:
+            settings["reshard_after_forward"] = True  # over as many ranks as before forward
+        if any(dtype not in FLOATING for dtype in storage):  # complex numbers have no 16-bit compute dtype
+            settings |= {"param_dtype": None, "reduce_dtype": None, "cast_inputs": False}
+        return settings | {"pin_memory": settings["offload"] and self._pin_memory}
 
 
 def _covered(match: Node, override: GroupOverride) -> Iterable[Node]:
     return [match] if override.pattern == ROOT_PATTERN else match.walk()
 
 
-def _for_root(reshard: bool | int, is_root: bool) -> bool | int:
+def _reshard(asked: bool | int | None, is_root: bool) -> bool | int:
+    if asked is None:
+        return not is_root
     # An int keeps a smaller sharding until backward; the root is needed right at its start.
-    return False if is_root and reshard is not True and not isinstance(reshard, bool) else reshard
+    return False if is_root and not isinstance(asked, bool) else asked
 
 
 def check_config(config: ShardConfig, axes: dict[str, int]) -> None:

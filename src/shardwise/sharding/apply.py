@@ -26,10 +26,10 @@ from shardwise.planning.settings import dtype_name
 from shardwise.sharding.blocks import checkpoint_activations, compile_blocks
 from shardwise.sharding.forward_hooks import (
     Casts,
-    Entry,
-    PartsEntry,
+    ForwardHooks,
+    PartsForwardHooks,
     Replicated,
-    RootEntry,
+    RootForwardHooks,
     guard_outside_call,
     register_post_backward,
 )
@@ -176,7 +176,7 @@ def _gather_early(root: nn.Module) -> None:
 def _drop_early_gather(root: nn.Module, *_: Any) -> None:
     """Weights are about to be loaded: what was gathered early would hide them from the next forward."""
     for group in compat.state_param_groups(compat.fsdp_state(root)):
-        compat.settle(group)
+        compat.wait_and_reshard(group)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -184,8 +184,8 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     for root in _EARLY_ROOTS:
         for group in compat.state_param_groups(compat.fsdp_state(root)):
             owned = any(id(parameter) in stepped for parameter in compat.sharded_parameters(group))
-            if owned and compat.is_settled(group):
-                compat.start_gather(group)
+            if owned and compat.is_resharded(group):
+                compat.start_unshard(group)
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -338,16 +338,16 @@ def _wire_entries(
         compat.replace_post_backward_hook(fsdp_group, register_post_backward)
     held = [g for group in plan.groups if group.held for g in _fsdp_groups(group, modules)]
     parts = [
-        PartsEntry([modules[name] for name in group.modules], model, _casts(group))
+        PartsForwardHooks([modules[name] for name in group.modules], model, _casts(group))
         for group in plan.groups
         if len(group.modules) > 1
     ]
     state.forget += [entry.forget for entry in parts]
     branches = any(group.held and group.reduce_unused for group in plan.groups)
-    root = RootEntry(model, _casts(plan.root), held, parts, replicated, branches=branches)
+    root = RootForwardHooks(model, _casts(plan.root), held, parts, replicated, branches=branches)
     for group in plan.groups:
         single = group is not plan.root and len(group.modules) == 1
-        entry = Entry(modules[group.modules[0]], model, _casts(group)) if single else root
+        entry = ForwardHooks(modules[group.modules[0]], model, _casts(group)) if single else root
         for name in group.entry_points:
             owner, _, method = name.rpartition(":")
             entry.add_method(modules[owner], method)

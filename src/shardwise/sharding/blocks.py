@@ -96,10 +96,10 @@ class WrittenBuffers:
     def __bool__(self) -> bool:
         return bool(self._written.get(self.module.training, self._places))
 
-    def run(self) -> "Run":
+    def run(self) -> "BlockRun":
         """What the buffers hold now, before a run that may be repeated."""
         training = self.module.training
-        return Run(self, self._written.get(training, self._places), training)
+        return BlockRun(self, self._written.get(training, self._places), training)
 
     def knows(self, training: bool) -> bool:
         """Whether a run in this mode has been watched."""
@@ -110,7 +110,7 @@ class WrittenBuffers:
         self._written[training] = written
 
 
-class Run:
+class BlockRun:
     """One run of a block: the values its buffers had before.
 
     Args:

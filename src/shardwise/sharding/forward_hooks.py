@@ -80,7 +80,7 @@ def differentiable(output: Any) -> list[torch.Tensor]:
     return [tensor for tensor in find_tensors(output, objects=1) if tensor.requires_grad]
 
 
-class PartsEntry:
+class PartsForwardHooks:
     """Runs FSDP2's hooks for a group of modules.
 
     FSDP2's own hooks see only the last module's output. Where that output is not part of the loss but an earlier
@@ -112,7 +112,7 @@ class PartsEntry:
         args, kwargs = self.casts.inputs(args, kwargs)
         if self._waiting and not compat.is_recomputing(module):
             for group in compat.state_param_groups(compat.fsdp_state(module)):
-                compat.gather_group(group)
+                compat.unshard_group(group)
             return args, kwargs
         if not compat.is_recomputing(module):
             self._waiting.update(self.modules)
@@ -177,7 +177,7 @@ class Replicated:
             module.__dict__.pop(name, None)
 
 
-class Entry:
+class ForwardHooks:
     """Counts entries into one group, so that FSDP2's hooks run once per outermost call.
 
     Without it a `forward` that dispatches to a registered method enters the hooks twice: on torch 2.5 backward then
@@ -261,7 +261,7 @@ class Entry:
             annotate(error, self.root)
 
 
-class RootEntry(Entry):
+class RootForwardHooks(ForwardHooks):
     """The outermost module: also shows replicated parameters, holds held groups, and leaves no stale weights."""
 
     def __init__(
@@ -269,7 +269,7 @@ class RootEntry(Entry):
         module: nn.Module,
         casts: Casts,
         held: Iterable[Any],
-        parts: Iterable[PartsEntry],
+        parts: Iterable[PartsForwardHooks],
         replicated: Replicated,
         *,
         branches: bool,
@@ -323,7 +323,7 @@ class RootEntry(Entry):
 
     def _gather_held(self, *_: Any) -> None:
         for group in self.held:
-            compat.gather_group(group)
+            compat.unshard_group(group)
 
 
 def wanting_gradient(tensor: torch.Tensor) -> torch.Tensor:
@@ -332,7 +332,7 @@ def wanting_gradient(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if wants else tensor.detach().requires_grad_()
 
 
-def guard_outside_call(root: Entry, module: nn.Module) -> None:
+def guard_outside_call(root: ForwardHooks, module: nn.Module) -> None:
     """Let a part of the model that is no group be called by itself: it enters through the root."""
     entered: list[bool] = []
 

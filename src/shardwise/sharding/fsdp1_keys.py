@@ -114,7 +114,7 @@ def dtype_of(value: Any) -> str | None:
     return _DTYPE_OF.get(str(getattr(value, "value", value)).lower().removeprefix("torch."))
 
 
-def read_mixed_precision(translation: Translation, key: str, value: Any) -> None:
+def read_mixed_precision(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
     """`mixed_precision=`: one of Composer's names, a dictionary, or an object of FSDP1 or FSDP2."""
     if value is None:
         return
@@ -183,7 +183,7 @@ def _fields(translation: Translation, key: str, dtypes: dict[str, str | None], g
     return fields
 
 
-def explain_low_precision_grads(translation: Translation, key: str, value: Any) -> None:
+def explain_low_precision_grads(translation: Translation, key: str, value: Any, model: Any = None) -> None:
     """`keep_low_precision_grads`: FSDP2 has no such switch."""
     if value:
         why = "gradients have the dtype parameters are stored in; store those in 16 bits to keep them there"
@@ -450,30 +450,19 @@ def _auto_wrap_policy(translation: Translation, key: str, value: Any, model: nn.
         translation.problem(key, f"a {type(value).__name__} cannot be translated", fix)
 
 
-def _sync(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-    translation.sync_from_rank_zero = bool(as_bool(translation, key, value))
+def _flag(field: str) -> Reader:
+    """For a setting that is on or off."""
 
+    def read(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+        setattr(translation, field, bool(as_bool(translation, key, value)))
 
-def _recompute(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-    translation.recompute = bool(as_bool(translation, key, value))
-
-
-def _offload_activations(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-    translation.offload_activations = bool(as_bool(translation, key, value))
+    return read
 
 
 def _precision(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
     translation.trainer_precision = dtype_of(value)
     if translation.trainer_precision is None and value is not None:
         translation.problem(key, f"is {value!r}", "give fp32, amp_bf16, amp_fp16, or fields of PrecisionConfig")
-
-
-def _mixed_precision(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-    read_mixed_precision(translation, key, value)
-
-
-def _low_precision_grads(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-    explain_low_precision_grads(translation, key, value)
 
 
 def _explained(text: str) -> Reader:
@@ -513,10 +502,10 @@ _READERS: dict[str, Reader] = {
     "device_mesh": _mesh,
     "_device_mesh": _mesh,
     "mesh": _mesh,
-    "mixed_precision": _mixed_precision,
-    "mp_policy": _mixed_precision,
+    "mixed_precision": read_mixed_precision,
+    "mp_policy": read_mixed_precision,
     "precision": _precision,
-    "keep_low_precision_grads": _low_precision_grads,
+    "keep_low_precision_grads": explain_low_precision_grads,
     "cpu_offload": _offload,
     "offload_policy": _offload,
     "backward_prefetch": _backward_prefetch,
@@ -527,8 +516,8 @@ _READERS: dict[str, Reader] = {
     "ignored_states": _ignored,
     "auto_wrap": _auto_wrap,
     "auto_wrap_policy": _auto_wrap_policy,
-    "sync_module_states": _sync,
-    "_sync_module_states": _sync,
+    "sync_module_states": _flag("sync_from_rank_zero"),
+    "_sync_module_states": _flag("sync_from_rank_zero"),
     "limit_all_gathers": _explained("FSDP2 never gathers further ahead than the prefetch says"),
     "backward_prefetch_limit": _explained("FSDP2 gathers one group ahead; prefetch.backward asks for more"),
     "forward_prefetch_limit": _explained("prefetch.forward says how many groups are gathered ahead"),
@@ -543,8 +532,8 @@ _READERS: dict[str, Reader] = {
     "sharded_ckpt_prefix_dir": _NOT_HERE,
     "load_planner": _NOT_HERE,
     "save_planner": _NOT_HERE,
-    "activation_checkpointing": _recompute,
-    "activation_cpu_offload": _offload_activations,
+    "activation_checkpointing": _flag("recompute"),
+    "activation_cpu_offload": _flag("offload_activations"),
     "te_checkpoint_wrapper": _unless_off("is not offered", "set activation_checkpointing"),
     "te_shard_fp8_weight": _unless_off("is not offered", "leave it out"),
     "param_init_fn": _unless_off("is a step of its own", "call shardwise.materialize(model, init=...) afterwards"),

@@ -262,7 +262,7 @@ def full_params(
     """
     reshard(model)
     _refuse_meta(model)
-    slots = _find_slots(model, recurse)
+    slots = find_slots(model, recurse)
     own: dict[nn.Parameter, nn.Parameter] = {}
     with compat.untouched_by_fsdp(_groups(model, recurse), _refuse_gather):
         error: BaseException | None = None
@@ -329,7 +329,7 @@ def reshard(model: nn.Module) -> None:
         Local.
     """
     for group in compat.param_groups(model):
-        compat.settle(group)
+        compat.wait_and_reshard(group)
 
 
 def _full_tensors(
@@ -346,7 +346,8 @@ def _full_tensors(
             yield name, full
 
 
-def _find_slots(model: nn.Module, recurse: bool) -> _Slots:
+def find_slots(model: nn.Module, recurse: bool) -> _Slots:
+    """Where each parameter is registered; without `recurse` not in modules that are groups of their own."""
     slots: _Slots = {}
     waiting = [model]
     seen: set[nn.Module] = set()

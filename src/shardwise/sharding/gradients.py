@@ -22,7 +22,7 @@ class UnusedParameters:
     """
 
     def __init__(self, groups: Sequence[Any]) -> None:
-        self._tracked = [param for group in groups for param in group.fsdp_params]
+        self._tracked = compat.parameter_records(groups)
         self._used: set[int] = set()
         self._filled: set[int] = set()
         for group in groups:
@@ -34,7 +34,7 @@ class UnusedParameters:
         return bool(self._tracked)
 
     def _fill(self, group: Any) -> None:
-        for param in group.fsdp_params:
+        for param in compat.parameter_records([group]):
             filled = compat.fill_unused_gradient(group, param)
             if filled is None:
                 continue

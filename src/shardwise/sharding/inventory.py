@@ -183,7 +183,7 @@ class Place:
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class TensorEntry:
     """One parameter or buffer; several places where it is tied."""
 
     fqn: str
@@ -262,23 +262,19 @@ class Entry:
                 place.put(self.tensor)
 
 
-def take_inventory(model: nn.Module) -> list[Entry]:
+def take_inventory(model: nn.Module) -> list[TensorEntry]:
     """List the model's parameters and buffers, tied ones once.
 
     Ranks:
         Local.
     """
-    shards = {
-        id(fsdp_param.sharded_param): fsdp_param
-        for group in compat.param_groups(model)
-        for fsdp_param in group.fsdp_params
-    }
-    entries: dict[int, Entry] = {}
+    shards = {id(record.sharded_param): record for record in compat.parameter_records(compat.param_groups(model))}
+    entries: dict[int, TensorEntry] = {}
     for path, module in model.named_modules():
         for place, tensor in _places_of(module):
             if id(tensor) not in entries:
                 fqn = f"{path}.{place.name}" if path else place.name
-                entries[id(tensor)] = Entry(fqn, tensor, is_meta(tensor), shards.get(id(tensor)))
+                entries[id(tensor)] = TensorEntry(fqn, tensor, is_meta(tensor), shards.get(id(tensor)))
             entries[id(tensor)].places.append(place)
     return list(entries.values())
 
@@ -360,7 +356,7 @@ def broadcast_from_first(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[
         tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
 
-def check_equal(entries: Sequence[Entry], mesh: DeviceMesh) -> None:
+def check_equal(entries: Sequence[TensorEntry], mesh: DeviceMesh) -> None:
     """Raise on every rank if a tensor differs between ranks that should hold the same.
 
     Plain tensors and freshly initialised ones must be equal everywhere, shards along the axes that replicate.
@@ -388,7 +384,7 @@ def check_equal(entries: Sequence[Entry], mesh: DeviceMesh) -> None:
         )
 
 
-def replicated_axes(entry: Entry, mesh: DeviceMesh) -> list[int]:
+def replicated_axes(entry: TensorEntry, mesh: DeviceMesh) -> list[int]:
     """The axes of `mesh` along which every rank must hold, or must have drawn, the same tensor."""
     if entry.fingerprint is not None or not isinstance(entry.tensor, DTensor):
         return list(range(mesh.ndim))
@@ -396,7 +392,7 @@ def replicated_axes(entry: Entry, mesh: DeviceMesh) -> list[int]:
     return [axis for axis, name in enumerate(_axis_names(mesh)) if isinstance(placements.get(name), Replicate)]
 
 
-def _differing(entries: Sequence[Entry], mesh: DeviceMesh, axis: int) -> list[str]:
+def _differing(entries: Sequence[TensorEntry], mesh: DeviceMesh, axis: int) -> list[str]:
     prints = [entry.fingerprint if entry.fingerprint is not None else fingerprint(entry.local) for entry in entries]
     lowest = torch.stack([value.to(mesh.device_type) for value in prints])
     highest = lowest.clone()

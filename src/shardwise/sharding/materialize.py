@@ -20,8 +20,8 @@ from shardwise import compat
 from shardwise.distributed.mesh import default_mesh, latest_mesh
 from shardwise.errors import ShardError
 from shardwise.sharding.inventory import (
-    Entry,
     Place,
+    TensorEntry,
     broadcast_from_first,
     check_equal,
     class_name,
@@ -177,15 +177,15 @@ class FullOnDemand(TorchFunctionMode):
 
     def __init__(
         self,
-        entries: Iterable[Entry],
-        keep: Callable[[Entry, torch.Tensor], None],
-        is_protected: Callable[[Entry], bool],
+        entries: Iterable[TensorEntry],
+        keep: Callable[[TensorEntry, torch.Tensor], None],
+        is_protected: Callable[[TensorEntry], bool],
         device: torch.device,
     ) -> None:
         super().__init__()
         self._entry_of = {id(entry.tensor): entry for entry in entries}
         self._keep, self._is_protected, self._device = keep, is_protected, device
-        self._open: dict[Entry, torch.Tensor] = {}
+        self._open: dict[TensorEntry, torch.Tensor] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -215,13 +215,13 @@ class FullOnDemand(TorchFunctionMode):
         for entry in list(self._open):
             self._close(entry)
 
-    def _entry(self, value: Any) -> Entry | None:
+    def _entry(self, value: Any) -> TensorEntry | None:
         entry = self._entry_of.get(id(value))
         if entry is None or entry.tensor is not value:
             return None
         return entry if isinstance(value, DTensor) or self._is_protected(entry) else None
 
-    def _stand_in(self, entry: Entry, function: str) -> torch.Tensor:
+    def _stand_in(self, entry: TensorEntry, function: str) -> torch.Tensor:
         if entry in self._open:
             return self._open[entry]
         if function not in _OVERWRITING | _SHAPE_ONLY:
@@ -232,14 +232,14 @@ class FullOnDemand(TorchFunctionMode):
             self._open[entry] = full
         return full
 
-    def _close_unused(self, used: list[Entry]) -> None:
+    def _close_unused(self, used: list[TensorEntry]) -> None:
         """Let go of whole tensors that nobody can write to any more, so that only a few exist at a time."""
         for entry in [entry for entry in self._open if entry not in used]:
             # Two references are ours: the dict's and the one of the call.
             if not compat.is_aliased(self._open[entry]) and sys.getrefcount(self._open[entry]) <= 2:
                 self._close(entry)
 
-    def _close(self, entry: Entry) -> None:
+    def _close(self, entry: TensorEntry) -> None:
         full = self._open.pop(entry)
         if not self._is_protected(entry):
             self._keep(entry, full)
@@ -285,7 +285,7 @@ def same_random_stream(device: torch.device, mesh: DeviceMesh | None) -> Iterato
                 numpy.random.set_state(numpy_state)
 
 
-def refuse_unwritten(model: nn.Module, entries: Sequence[Entry], mesh: DeviceMesh | None) -> None:
+def refuse_unwritten(model: nn.Module, entries: Sequence[TensorEntry], mesh: DeviceMesh | None) -> None:
     """Raise if any rank finds poison in its part of a tensor, or a tensor still on meta.
 
     Raises:
@@ -354,8 +354,8 @@ def materialize(
         Collective. Every rank raises the same error.
     """
     for group in compat.param_groups(model):
-        if not compat.is_settled(group):
-            compat.settle(group)
+        if not compat.is_resharded(group):
+            compat.wait_and_reshard(group)
     entries = take_inventory(model)
     mesh = mesh_of(model, entries)
     if any(entry.pending for entry in entries):
@@ -391,7 +391,7 @@ def allocate(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
         _allocate(model, pending, _device(entries, None, mesh_of(model, entries)), poisoned=False)
 
 
-def _allocate(model: nn.Module, pending: Sequence[Entry], device: torch.device, *, poisoned: bool = True) -> None:
+def _allocate(model: nn.Module, pending: Sequence[TensorEntry], device: torch.device, *, poisoned: bool = True) -> None:
     on_meta = [entry.tensor for entry in pending]
     for entry in pending:
         entry.allocate(device, poisoned=poisoned)
@@ -403,14 +403,14 @@ def _allocate(model: nn.Module, pending: Sequence[Entry], device: torch.device, 
 class _Walk:
     """One pass over the modules, children first."""
 
-    def __init__(self, entries: Sequence[Entry], device: torch.device, mesh_to_sync: DeviceMesh | None) -> None:
+    def __init__(self, entries: Sequence[TensorEntry], device: torch.device, mesh_to_sync: DeviceMesh | None) -> None:
         self.failure: ShardError | None = None
         self._device, self._mesh_to_sync = device, mesh_to_sync
-        self._own: dict[nn.Module, list[Entry]] = {}
+        self._own: dict[nn.Module, list[TensorEntry]] = {}
         for entry in entries:
             for module in {place.module for place in entry.places}:
                 self._own.setdefault(module, []).append(entry)
-        self._locked: set[Entry] = {entry for entry in entries if not entry.pending}
+        self._locked: set[TensorEntry] = {entry for entry in entries if not entry.pending}
         self._seen: set[nn.Module] = set()
         self._on_demand = FullOnDemand(entries, self._keep, self._locked.__contains__, device)
 
@@ -438,7 +438,7 @@ class _Walk:
         return True
 
     def _initialise(
-        self, module: nn.Module, own: list[Entry], initialisers: list[Initialiser], *, is_leaf: bool
+        self, module: nn.Module, own: list[TensorEntry], initialisers: list[Initialiser], *, is_leaf: bool
     ) -> Exception | None:
         """Run the initialisers and keep what they wrote; return the error where one failed.
 
@@ -465,7 +465,7 @@ class _Walk:
         self._locked -= done
         return error
 
-    def _keep(self, entry: Entry, full: torch.Tensor | None) -> None:
+    def _keep(self, entry: TensorEntry, full: torch.Tensor | None) -> None:
         """Store this rank's part of what now stands in an entry's place."""
         if full is None or is_meta(full):
             return
@@ -509,7 +509,7 @@ def _failed(module: nn.Module, path: str, error: Exception) -> ShardError:
     return failure
 
 
-def mesh_of(model: nn.Module, entries: Sequence[Entry]) -> DeviceMesh | None:
+def mesh_of(model: nn.Module, entries: Sequence[TensorEntry]) -> DeviceMesh | None:
     """The ranks that hold this model between them; None in a single process without a process group."""
     meshes = [entry.tensor.device_mesh for entry in entries if isinstance(entry.tensor, DTensor)]
     if (state := sharded_state(model)) is not None:
@@ -523,7 +523,7 @@ def mesh_of(model: nn.Module, entries: Sequence[Entry]) -> DeviceMesh | None:
     return whole if is_part else mesh
 
 
-def _device(entries: Sequence[Entry], device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
+def _device(entries: Sequence[TensorEntry], device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
     """Where the model computes, which is where whole tensors are made."""
     if device is not None:
         return torch.device(device)

@@ -18,7 +18,7 @@ from shardwise.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class MemoryUse:
     """Memory of one kind on this rank."""
 
     what: str
@@ -27,7 +27,7 @@ class Holding:
     """What would make it less."""
 
 
-def holdings(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> list[Holding]:
+def holdings(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> list[MemoryUse]:
     """Count what this rank holds, the largest first.
 
     Args:
@@ -45,10 +45,11 @@ def holdings(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> list[Hol
     standing = {name: size for name, size in gathered.items() if size}
     shards = list({id(p): p for group in groups.values() for p in compat.sharded_parameters(group)}.values())
     outside = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    gradients = [p.grad for p in [*shards, *outside] if p.grad is not None]
     found = [
-        Holding("parameters (shards)", _bytes(shards) + _bytes(outside), "more ranks, or CPU offload"),
-        Holding("gradients (shards)", _bytes(p.grad for p in [*shards, *outside] if p.grad is not None), "more ranks"),
-        Holding(
+        MemoryUse("parameters (shards)", _bytes(shards) + _bytes(outside), "more ranks, or CPU offload"),
+        MemoryUse("gradients (shards)", _bytes(gradients), "more ranks"),
+        MemoryUse(
             "gradients (unsharded)",
             sum(compat.unsharded_gradient_bytes(group) for group in groups.values()),
             "accumulate(mode='memory'), which reduces in every micro-step",
@@ -60,18 +61,18 @@ def holdings(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> list[Hol
             f"gathered parameters of {len(standing)} groups, the largest {largest} ({format_bytes(standing[largest])})"
         )
         change = "reshard_after_forward=True, smaller groups, fewer prefetched"
-        found.append(Holding(what, sum(standing.values()), change))
+        found.append(MemoryUse(what, sum(standing.values()), change))
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
-    found.append(Holding("optimizer state", _bytes(value for value in states if isinstance(value, torch.Tensor)),
+    found.append(MemoryUse("optimizer state", _bytes(value for value in states if isinstance(value, torch.Tensor)),
                          "more ranks, or 8-bit states"))  # fmt: skip
     if torch.cuda.is_available():
         rest = torch.cuda.memory_allocated() - sum(holding.num_bytes for holding in found)
-        found.append(Holding("the rest: activations, communication buffers, temporaries", max(rest, 0),
+        found.append(MemoryUse("the rest: activations, communication buffers, temporaries", max(rest, 0),
                              "smaller micro-batches, or checkpoint_activations"))  # fmt: skip
     return sorted((holding for holding in found if holding.num_bytes), key=lambda holding: -holding.num_bytes)
 
 
-def describe_holdings(found: Iterable[Holding]) -> str:
+def describe_holdings(found: Iterable[MemoryUse]) -> str:
     """One line a kind, with what would make it less."""
     return "\n".join(
         f"{format_bytes(h.num_bytes):>10}  {h.what}" + (f" -> {h.change}" if h.change else "") for h in found

@@ -20,7 +20,7 @@ from shardwise.distributed.mesh import data_parallel_mesh, default_mesh, make_me
 from shardwise.errors import ConfigError, ShardError
 from shardwise.planning.assignment import find_tensors
 from shardwise.planning.calls import has_forward
-from shardwise.planning.groups import name_matcher
+from shardwise.planning.groups import is_explicit, name_matcher
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import device_capability
 from shardwise.planning.planner import plan as make_plan
@@ -52,7 +52,7 @@ def chosen_modules(model: nn.Module, translation: Translation) -> dict[str, dict
         elif (answer or settings is not None) and next(model.get_submodule(name).parameters(), None) is not None:
             chosen[name] = settings or {}
     if getattr(model, "_fsdp_wrap", None) is False:
-        translation.note("_fsdp_wrap", "False on the root: it is a group all the same, of what no other group holds")
+        translation.note("_fsdp_wrap", "False on the root: it is a group all the same, of the remaining parameters")
     return chosen if has_opinion else None
 
 
@@ -347,22 +347,17 @@ def _complete(translation: Translation, model: nn.Module, mesh: DeviceMesh) -> S
 def _chosen(translation: Translation, model: nn.Module, config: ShardConfig) -> dict[str, dict[str, Any]] | None:
     """Modules to be groups, with settings of their own; None leaves it to the config."""
     if translation.only_children:
-        if _names_groups(config):
+        if is_explicit(config):
             translation.problem("auto_wrap", "False contradicts the groups that the config names", "give one of them")
         return {name: {} for name in direct_children(model)}
     chosen = chosen_modules(model, translation)
-    if chosen is not None and _names_groups(config):
+    if chosen is not None and is_explicit(config):
         translation.note("fsdp_wrap_fn", "not asked: the config names the groups")
         return None
     if chosen is not None:
         num_groups = len(chosen.keys() - {ROOT_PATTERN})
         translation.note("fsdp_wrap_fn", f"{num_groups} modules are groups because the model asks for it")
     return chosen
-
-
-def _names_groups(config: ShardConfig) -> bool:
-    named = config.block_classes or config.block_patterns or config.min_group_params or config.wrap_if
-    return bool(named) or config.group_by != "auto"
 
 
 def _base(config: ShardConfig, compute: str | None) -> dict[str, Any]:

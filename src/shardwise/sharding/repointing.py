@@ -119,8 +119,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     for reference in checked.groups:
         # A copy gathered before the step (model.unshard(), set_reshard_after_backward(False)) would hide the
         # updated shards from the next forward.
-        if (group := reference()) is not None and not compat.is_settled(group):
-            compat.settle(group)
+        if (group := reference()) is not None and not compat.is_resharded(group):
+            compat.wait_and_reshard(group)
 
 
 def _examine(optimizer: Optimizer) -> tuple[weakref.ref[Any], ...]:

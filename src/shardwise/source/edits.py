@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shardwise.errors import SourceError
 from shardwise.findings import Edit, SourceFinding
 
 
+def change(start: int, end: int, text: str) -> Edit:
+    """An edit; with `start == end`, an insertion."""
+    return Edit(start=start, end=end, text=text)
+
+
 def apply(text: str, edits: Iterable[Edit]) -> str:
-    """The text after edits that do not overlap."""
-    for edit in sorted(set(edits), key=lambda edit: (edit.start, edit.end), reverse=True):
-        text = text[: edit.start] + edit.text + text[edit.end :]
-    return text
+    """The text with all edits made, equal ones once; insertions at one place keep the order they were given in.
+
+    Raises:
+        SourceError: Two edits overlap.
+    """
+    pieces: list[str] = []
+    done = 0
+    for edit in sorted(dict.fromkeys(edits), key=lambda one: (one.start, one.end)):
+        if edit.start < done:
+            raise SourceError(
+                f"two rewrites touch the same text, {text[edit.start : edit.end]!r}",
+                why="each rule must leave alone what another has taken",
+                fix="report it, with the file",
+            )
+        pieces += [text[done : edit.start], edit.text]
+        done = edit.end
+    return "".join([*pieces, text[done:]])
 
 
 def choose(findings: Iterable[SourceFinding]) -> list[SourceFinding]:

@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 from shardwise.source.syntax import Comprehension, FileContext, Function
 from shardwise.source.values import (
     UNKNOWN,
+    BranchTest,
     Constant,
-    Entry,
+    DictEntry,
+    DictValue,
     Env,
-    Event,
-    Guard,
+    ImportedName,
     Items,
+    ObjectRef,
     Param,
     Params,
-    Part,
-    Reference,
-    Row,
+    PartRef,
+    ProgramEvent,
     StateDict,
-    Table,
-    Thing,
     Trace,
+    TupleValue,
     Value,
     Values,
     attribute,
@@ -43,7 +43,7 @@ class OutOfBudget(Exception):
 
 
 @dataclass(slots=True)
-class Walk:
+class Interpreter:
     """The state of reading one trace."""
 
     file: FileContext
@@ -51,10 +51,10 @@ class Walk:
     module_env: Env
     env: Env = field(default_factory=dict)
     trace: Trace = field(default_factory=Trace)
-    heap: dict[tuple[Thing | Part, str], Values] = field(default_factory=dict)
+    heap: dict[tuple[ObjectRef | PartRef, str], Values] = field(default_factory=dict)
     """Attributes and items that were stored."""
-    guards: list[Guard] = field(default_factory=list)
-    contexts: list[Event] = field(default_factory=list)
+    guards: list[BranchTest] = field(default_factory=list)
+    contexts: list[ProgramEvent] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
     chain: list[ast.Call] = field(default_factory=list)
     active: list[Function] = field(default_factory=list)
@@ -73,11 +73,11 @@ class Walk:
             yield element
         self.turn = outer
 
-    def emit(self, node: ast.Call | ast.Attribute, **facts: object) -> Event:
+    def emit(self, node: ast.Call | ast.Attribute, **facts: object) -> ProgramEvent:
         """Add an event that happens here and now."""
         if len(self.trace.events) >= MAX_EVENTS:
             raise OutOfBudget
-        event = Event(
+        event = ProgramEvent(
             node=node,
             order=len(self.trace.events),
             root=self.root,
@@ -113,17 +113,17 @@ class Walk:
                 self.assume(value, taken, branch)
         else:
             key = f"except {test.lineno}" if isinstance(test, ast.ExceptHandler) else self.file.source(test)
-            self.guards.append(Guard(test, taken, key, branch))
+            self.guards.append(BranchTest(test, taken, key, branch))
 
-    def load(self, owner: Thing | Part, name: str) -> Values:
+    def load(self, owner: ObjectRef | PartRef, name: str) -> Values:
         """An attribute, or an item by the name `[]`, of an object."""
         stored = self.heap.get((owner, name))
         return stored if stored is not None else frozenset({attribute(owner, name)})
 
-    def store(self, owner: Thing | Part, name: str, values: Values) -> None:
+    def store(self, owner: ObjectRef | PartRef, name: str, values: Values) -> None:
         """Set an attribute or item; under a test, it may also keep what it had."""
         for value in values:
-            if isinstance(value, Thing | Part) and value != owner:
+            if isinstance(value, ObjectRef | PartRef) and value != owner:
                 self.trace.owners.setdefault(value, set()).add(owner)
         before = self.heap.get((owner, name))
         keeps = before is not None and (self.guards or name == ITEM)
@@ -135,7 +135,7 @@ class Walk:
             self.env[node.id] = values
         elif isinstance(node, ast.Attribute):
             for owner in owners:
-                if isinstance(owner, Thing | Part):
+                if isinstance(owner, ObjectRef | PartRef):
                     self.heap[owner, node.attr] = values
 
     def find_method(self, definition: ast.ClassDef, name: str) -> Function | None:
@@ -166,7 +166,7 @@ def merge(into: Env, other: Env) -> Env:
 _MAX_TURNS = 4
 
 
-def evaluate(walk: Walk, node: ast.expr) -> Values:
+def evaluate(walk: Interpreter, node: ast.expr) -> Values:
     """What an expression may be."""
     match node:
         case ast.Constant():
@@ -212,99 +212,95 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _name(walk: Walk, node: ast.Name) -> Values:
+def _name(walk: Interpreter, node: ast.Name) -> Values:
     known = walk.look_up(node.id)
     if known or node.id in walk.env:
         return known
     origins = walk.file.origins(node)
-    return frozenset({Reference(origins)}) if origins else UNKNOWN
+    return frozenset({ImportedName(origins)}) if origins else UNKNOWN
 
 
-def _attribute(walk: Walk, node: ast.Attribute) -> Values:
+def _attribute(walk: Interpreter, node: ast.Attribute) -> Values:
     origins = walk.file.origins(node)
     owners = evaluate(walk, node.value)
     found: list[Values] = []
     for owner in owners:
         match owner:
-            case Thing() | Part():
+            case ObjectRef() | PartRef():
                 found.append(walk.load(owner, node.attr))
             case Param() if node.attr in ("data", "grad"):
                 found.append(frozenset({owner}))
-            case Reference():
-                found.append(frozenset({Reference(frozenset(f"{o}.{node.attr}" for o in owner.origins))}))
+            case ImportedName():
+                found.append(frozenset({ImportedName(frozenset(f"{o}.{node.attr}" for o in owner.origins))}))
     if origins and not found:
-        return frozenset({Reference(origins)})
+        return frozenset({ImportedName(origins)})
     return join(*found)
 
 
-def _subscript(walk: Walk, node: ast.Subscript) -> Values:
+def _subscript(walk: Interpreter, node: ast.Subscript) -> Values:
     owners = evaluate(walk, node.value)
     evaluate(walk, node.slice)
     key = node.slice.value if isinstance(node.slice, ast.Constant) else None
     found: list[Values] = []
     for owner in owners:
         match owner:
-            case Thing() | Part() if isinstance(key, int | str):
+            case ObjectRef() | PartRef() if isinstance(key, int | str):
                 found.append(walk.load(owner, f"[{key!r}]"))  # `layers[0]` is not any of `layers`
-            case Thing() | Part():
-                found.append(_items_of(walk, owner))
+            case ObjectRef() | PartRef():
+                found.append(walk.load(owner, ITEM))
             case Items():
                 found.append(owner.element)
-            case Row() if isinstance(key, int) and -len(owner.items) <= key < len(owner.items):
+            case TupleValue() if isinstance(key, int) and -len(owner.items) <= key < len(owner.items):
                 found.append(owner.items[key])
-            case Row():
+            case TupleValue():
                 found.append(join(*owner.items))
-            case Table() if isinstance(key, str):
+            case DictValue() if isinstance(key, str):
                 entry = owner.get(key)
                 found.append(entry.values if entry else UNKNOWN)
-            case Table():
+            case DictValue():
                 found.append(join(*(entry.values for entry in owner.entries)))
     return join(*found)
 
 
-def _items_of(walk: Walk, owner: Thing | Part) -> Values:
-    return walk.load(owner, ITEM)
-
-
-def _display(walk: Walk, node: ast.Tuple | ast.List | ast.Set) -> Values:
+def _display(walk: Interpreter, node: ast.Tuple | ast.List | ast.Set) -> Values:
     items: list[Values] = []
     for element in node.elts:
         values = evaluate(walk, element)
         if isinstance(element, ast.Starred):
             return frozenset({Items(join(iterate(walk, values), *items))})
         items.append(values)
-    return frozenset({Row(tuple(items))})
+    return frozenset({TupleValue(tuple(items))})
 
 
-def _dictionary(walk: Walk, node: ast.Dict) -> Values:
-    entries: list[Entry] = []
+def _dictionary(walk: Interpreter, node: ast.Dict) -> Values:
+    entries: list[DictEntry] = []
     is_open = False
     for key, value in zip(node.keys, node.values, strict=True):
         values = evaluate(walk, value)
         if key is None:
-            tables = [one for one in values if isinstance(one, Table)]
+            tables = [one for one in values if isinstance(one, DictValue)]
             entries += [entry for table in tables for entry in table.entries]
             is_open |= not tables or len(tables) < len(values) or any(table.is_open for table in tables)
         elif isinstance(key, ast.Constant) and isinstance(key.value, str):
-            entries.append(Entry(key.value, values, value))
+            entries.append(DictEntry(key.value, values, value))
         else:
             evaluate(walk, key)
-            entries.append(Entry("", values, value))
+            entries.append(DictEntry("", values, value))
             is_open = True
-    return frozenset({Table(tuple(entries), is_open)})
+    return frozenset({DictValue(tuple(entries), is_open)})
 
 
 def _merged_tables(left: Values, right: Values, node: ast.BinOp) -> Values:
     """`a | b` of dictionaries; any other arithmetic is unknown."""
-    tables = [value for value in (*left, *right) if isinstance(value, Table)]
+    tables = [value for value in (*left, *right) if isinstance(value, DictValue)]
     if isinstance(node.op, ast.BitOr) and tables:
         is_open = len(tables) != 2 or any(table.is_open for table in tables)
-        return frozenset({Table(tuple(entry for table in tables for entry in table.entries), is_open)})
-    rows = frozenset(value for value in (*left, *right) if isinstance(value, Row | Items | Params))
+        return frozenset({DictValue(tuple(entry for table in tables for entry in table.entries), is_open)})
+    rows = frozenset(value for value in (*left, *right) if isinstance(value, TupleValue | Items | Params))
     return frozenset({Items(rows)}) if isinstance(node.op, ast.Add) and rows else UNKNOWN
 
 
-def _comprehension(walk: Walk, node: Comprehension) -> Values:
+def _comprehension(walk: Interpreter, node: Comprehension) -> Values:
     outer, guards = dict(walk.env), len(walk.guards)
     element = join(*_elements(walk, node, list(node.generators)))
     del walk.guards[guards:]
@@ -315,7 +311,7 @@ def _comprehension(walk: Walk, node: Comprehension) -> Values:
     return frozenset({Items(element)})
 
 
-def _elements(walk: Walk, node: Comprehension, generators: list[ast.comprehension]) -> Iterator[Values]:
+def _elements(walk: Interpreter, node: Comprehension, generators: list[ast.comprehension]) -> Iterator[Values]:
     """The elements that a comprehension gives, turn by turn."""
     from shardwise.source.statements import assign  # statements evaluate expressions
 
@@ -333,7 +329,7 @@ def _elements(walk: Walk, node: Comprehension, generators: list[ast.comprehensio
         yield from _elements(walk, node, rest)
 
 
-def _conditional(walk: Walk, node: ast.IfExp) -> Values:
+def _conditional(walk: Interpreter, node: ast.IfExp) -> Values:
     evaluate(walk, node.test)
     with walk.guarded(node.test, True):
         body = evaluate(walk, node.body)
@@ -342,28 +338,28 @@ def _conditional(walk: Walk, node: ast.IfExp) -> Values:
     return join(body, orelse)
 
 
-def turns(walk: Walk, values: Values) -> list[Values]:
+def turns(walk: Interpreter, values: Values) -> list[Values]:
     """What the turns of a loop get: each element of a short tuple or list, else one turn that stands for all."""
     if len(values) == 1:
         (value,) = values
-        if isinstance(value, Row) and 1 < len(value.items) <= _MAX_TURNS:
+        if isinstance(value, TupleValue) and 1 < len(value.items) <= _MAX_TURNS:
             return list(value.items)
     return [iterate(walk, values)]
 
 
-def iterate(walk: Walk, values: Values) -> Values:
+def iterate(walk: Interpreter, values: Values) -> Values:
     """What one turn of a loop over these values gets."""
     found: list[Values] = []
     for value in values:
         match value:
             case Items():
                 found.append(value.element)
-            case Row():
+            case TupleValue():
                 found.append(join(*value.items))
             case Params():
                 found.append(frozenset({Param(value.owner)}))
-            case Thing() | Part():
-                found.append(_items_of(walk, value))
+            case ObjectRef() | PartRef():
+                found.append(walk.load(value, ITEM))
             case StateDict():
                 found.append(frozenset({value}))  # a tensor of it is as full as the whole
     return join(*found)
@@ -380,7 +376,7 @@ _SAME_STATE = frozenset(
 _COLLECTIONS = frozenset({"list", "tuple", "set", "sorted", "iter", "filter"})
 
 
-def method_result(walk: Walk, call: ast.Call, event: Event) -> Values | None:
+def method_result(walk: Interpreter, call: ast.Call, event: ProgramEvent) -> Values | None:
     """What a well-known method returns; None where the method is not one of those."""
     if event.method in ("append", "add", "extend") and event.args:
         _append(walk, call, event)
@@ -388,10 +384,10 @@ def method_result(walk: Walk, call: ast.Call, event: Event) -> Values | None:
     return join(*found) if found else None
 
 
-def _returned_by(walk: Walk, call: ast.Call, event: Event, one: Value) -> Values | None:
+def _returned_by(walk: Interpreter, call: ast.Call, event: ProgramEvent, one: Value) -> Values | None:
     name = event.method
     match one:
-        case Thing() | Part():
+        case ObjectRef() | PartRef():
             return _returned_by_module(walk, call, name, one)
         case Param() | Params() | Items() if name in _SAME_TENSORS:
             return frozenset({one})
@@ -399,18 +395,18 @@ def _returned_by(walk: Walk, call: ast.Call, event: Event, one: Value) -> Values
             return frozenset({one})
         case StateDict() if name == "items":
             return _pairs(frozenset({one}))
-        case Table() if name == "update":
+        case DictValue() if name == "update":
             _update(walk, call, event, one)
             return frozenset({Constant(None)})
-        case Table() if name in ("get", "pop") and call.args:
+        case DictValue() if name in ("get", "pop") and call.args:
             key = call.args[0].value if isinstance(call.args[0], ast.Constant) else None
             entry = one.get(key) if isinstance(key, str) else None
             return entry.values if entry else UNKNOWN
     return None
 
 
-def _returned_by_module(walk: Walk, call: ast.Call, name: str, one: Thing | Part) -> Values | None:
-    if isinstance(one, Thing) and one.definition is not None and walk.find_method(one.definition, name) is not None:
+def _returned_by_module(walk: Interpreter, call: ast.Call, name: str, one: ObjectRef | PartRef) -> Values | None:
+    if isinstance(one, ObjectRef) and one.definition is not None and walk.find_method(one.definition, name) is not None:
         return None  # the class has one of its own
     if name in _SAME:
         return frozenset({one})
@@ -419,48 +415,44 @@ def _returned_by_module(walk: Walk, call: ast.Call, name: str, one: Thing | Part
     return _MODULE_METHODS[name](walk, one) if name in _MODULE_METHODS else None
 
 
-def _append(walk: Walk, call: ast.Call, event: Event) -> None:
+def _append(walk: Interpreter, call: ast.Call, event: ProgramEvent) -> None:
     added = iterate(walk, event.args[0]) if event.method == "extend" else event.args[0]
     for one in event.receiver:
-        if isinstance(one, Thing | Part):
+        if isinstance(one, ObjectRef | PartRef):
             walk.store(one, ITEM, added)
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-    if isinstance(owner, ast.Name) and any(isinstance(one, Row | Items) for one in event.receiver):
+    if isinstance(owner, ast.Name) and any(isinstance(one, TupleValue | Items) for one in event.receiver):
         elements = join(*(iterate(walk, frozenset({one})) for one in event.receiver), added)
         walk.env[owner.id] = frozenset({Items(elements)})
 
 
-def _update(walk: Walk, call: ast.Call, event: Event, table: Table) -> None:
+def _update(walk: Interpreter, call: ast.Call, event: ProgramEvent, table: DictValue) -> None:
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-    added = [Entry(key, argument.values, argument.node) for key, argument in event.keywords.items()]
-    tables = [value for values in event.args for value in values if isinstance(value, Table)]
+    added = [DictEntry(key, argument.values, argument.node) for key, argument in event.keywords.items()]
+    tables = [value for values in event.args for value in values if isinstance(value, DictValue)]
     added += [entry for one in tables for entry in one.entries]
     is_open = table.is_open or event.is_open or len(tables) < len(event.args)
     if isinstance(owner, ast.Name):
-        walk.env[owner.id] = frozenset({Table((*table.entries, *added), is_open)})
-
-
-def _elements_of_argument(walk: Walk, one: Thing | Part) -> Values:
-    return walk.load(one, ITEM)
+        walk.env[owner.id] = frozenset({DictValue((*table.entries, *added), is_open)})
 
 
 def _pairs(values: Values) -> Values:
-    return frozenset({Items(frozenset({Row((UNKNOWN, values))}))})
+    return frozenset({Items(frozenset({TupleValue((UNKNOWN, values))}))})
 
 
-_MODULE_METHODS: dict[str, Callable[[Walk, Thing | Part], Values]] = {
+_MODULE_METHODS: dict[str, Callable[[Interpreter, ObjectRef | PartRef], Values]] = {
     "parameters": lambda walk, one: frozenset({Params(one)}),
     "named_parameters": lambda walk, one: _pairs(frozenset({Param(one)})),
     "modules": lambda walk, one: frozenset({Items(frozenset({attribute(one, DESCENDANT)}))}),
     "named_modules": lambda walk, one: _pairs(frozenset({attribute(one, DESCENDANT)})),
-    "children": lambda walk, one: frozenset({Items(_elements_of_argument(walk, one))}),
-    "named_children": lambda walk, one: _pairs(_elements_of_argument(walk, one)),
-    "values": lambda walk, one: frozenset({Items(_elements_of_argument(walk, one))}),
-    "items": lambda walk, one: _pairs(_elements_of_argument(walk, one)),
+    "children": lambda walk, one: frozenset({Items(walk.load(one, ITEM))}),
+    "named_children": lambda walk, one: _pairs(walk.load(one, ITEM)),
+    "values": lambda walk, one: frozenset({Items(walk.load(one, ITEM))}),
+    "items": lambda walk, one: _pairs(walk.load(one, ITEM)),
 }
 
 
-def builtin_result(walk: Walk, event: Event) -> Values | None:
+def builtin_result(walk: Interpreter, event: ProgramEvent) -> Values | None:
     """What Python's own functions on iterables return."""
     if event.origins or not event.args:
         return frozenset({Items(UNKNOWN)}) if event.method in ("list", "set") and not event.origins else None
@@ -472,9 +464,9 @@ def builtin_result(walk: Walk, event: Event) -> Values | None:
     if name == "enumerate":
         return _pairs(iterate(walk, event.args[0]))
     if name == "zip":
-        return frozenset({Items(frozenset({Row(tuple(iterate(walk, arg) for arg in event.args))}))})
+        return frozenset({Items(frozenset({TupleValue(tuple(iterate(walk, arg) for arg in event.args))}))})
     if name == "getattr" and len(event.args) >= 2:
         names = [value.value for value in event.args[1] if isinstance(value, Constant)]
-        owners = [one for one in event.args[0] if isinstance(one, Thing | Part)]
+        owners = [one for one in event.args[0] if isinstance(one, ObjectRef | PartRef)]
         return join(*(walk.load(one, str(name)) for one in owners for name in names))
     return None

@@ -10,8 +10,8 @@ from shardwise.source import facts
 from shardwise.source.expressions import (
     ITEM,
     MAX_DEPTH,
+    Interpreter,
     OutOfBudget,
-    Walk,
     builtin_result,
     evaluate,
     iterate,
@@ -23,17 +23,17 @@ from shardwise.source.facts import makes_meta
 from shardwise.source.syntax import FileContext, Function, all_parameters
 from shardwise.source.values import (
     UNKNOWN,
-    Argument,
     Code,
-    Entry,
+    DictEntry,
+    DictValue,
     Env,
-    Event,
-    Part,
-    Reference,
-    Row,
-    Table,
-    Thing,
+    ImportedName,
+    KeywordArgument,
+    ObjectRef,
+    PartRef,
+    ProgramEvent,
     Trace,
+    TupleValue,
     Values,
     join,
 )
@@ -41,14 +41,14 @@ from shardwise.source.values import (
 _READERS = frozenset({"print", "len", "str", "repr", "isinstance", "sorted", "list", "tuple", "dict", "bool"})
 
 
-def read_call(walk: Walk, call: ast.Call) -> Values:
+def read_call(walk: Interpreter, call: ast.Call) -> Values:
     """Evaluate a call's arguments, record the call, and tell what it returns."""
     callee = walk.file.callee(call)
     receiver, functions, method = _function(walk, call.func)
     args = [evaluate(walk, arg) for arg in (*callee.args, *call.args)]
     keywords, is_open = _keywords(walk, [*callee.keywords, *call.keywords])
     is_open |= any(isinstance(arg, ast.Starred) for arg in call.args)
-    origins = callee.origins or frozenset().union(*(f.origins for f in functions if isinstance(f, Reference)))
+    origins = callee.origins or frozenset().union(*(f.origins for f in functions if isinstance(f, ImportedName)))
     event = walk.emit(
         call,
         origins=origins,
@@ -65,33 +65,33 @@ def read_call(walk: Walk, call: ast.Call) -> Values:
     return result
 
 
-def _function(walk: Walk, function: ast.expr) -> tuple[Values, Values, str]:
+def _function(walk: Interpreter, function: ast.expr) -> tuple[Values, Values, str]:
     """What a call is made on, what is called, and by which name."""
     if isinstance(function, ast.Attribute):
         receiver = evaluate(walk, function.value)
-        owners = [one for one in receiver if isinstance(one, Thing | Part)]
+        owners = [one for one in receiver if isinstance(one, ObjectRef | PartRef)]
         return receiver, join(*(walk.load(one, function.attr) for one in owners)), function.attr
     functions = evaluate(walk, function)
     return UNKNOWN, functions, function.id if isinstance(function, ast.Name) else ""
 
 
-def _keywords(walk: Walk, keywords: list[ast.keyword]) -> tuple[dict[str, Argument], bool]:
-    found: dict[str, Argument] = {}
+def _keywords(walk: Interpreter, keywords: list[ast.keyword]) -> tuple[dict[str, KeywordArgument], bool]:
+    found: dict[str, KeywordArgument] = {}
     is_open = False
     for keyword in keywords:
         values = evaluate(walk, keyword.value)
         if keyword.arg is not None:
-            found[keyword.arg] = Argument(values, keyword.value)
+            found[keyword.arg] = KeywordArgument(values, keyword.value)
             continue
-        tables = [value for value in values if isinstance(value, Table)]
+        tables = [value for value in values if isinstance(value, DictValue)]
         is_open |= not tables or any(table.is_open for table in tables)
         for entry in (entry for table in tables for entry in table.entries if entry.key):
             before = found[entry.key].values if entry.key in found else UNKNOWN
-            found[entry.key] = Argument(join(before, entry.values), entry.node)
+            found[entry.key] = KeywordArgument(join(before, entry.values), entry.node)
     return found, is_open
 
 
-def _result(walk: Walk, call: ast.Call, event: Event, functions: Values) -> Values:
+def _result(walk: Interpreter, call: ast.Call, event: ProgramEvent, functions: Values) -> Values:
     if event.is_call_to(*facts.RETURNS_FIRST):
         return event.argument(0, "module") or event.argument(0, "model")
     known = method_result(walk, call, event) if isinstance(call.func, ast.Attribute) else builtin_result(walk, event)
@@ -106,24 +106,24 @@ def _result(walk: Walk, call: ast.Call, event: Event, functions: Values) -> Valu
     return _made(walk, call, event)
 
 
-def _open_dictionaries(walk: Walk, call: ast.Call, event: Event) -> None:
+def _open_dictionaries(walk: Interpreter, call: ast.Call, event: ProgramEvent) -> None:
     """A function that cannot be read may add keys to the dictionaries it is given."""
     if event.method in _READERS and not event.origins:
         return
     for argument in [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg is not None)]:
         values = walk.env.get(argument.id, UNKNOWN) if isinstance(argument, ast.Name) else UNKNOWN
-        if isinstance(argument, ast.Name) and any(isinstance(value, Table) for value in values):
+        if isinstance(argument, ast.Name) and any(isinstance(value, DictValue) for value in values):
             walk.env[argument.id] = frozenset(
-                Table(value.entries, is_open=True) if isinstance(value, Table) else value for value in values
+                DictValue(value.entries, is_open=True) if isinstance(value, DictValue) else value for value in values
             )
 
 
-def _code(walk: Walk, event: Event, functions: Values) -> Code | None:
+def _code(walk: Interpreter, event: ProgramEvent, functions: Values) -> Code | None:
     """The one function of this file that is called, bound to its object."""
     codes = [value for value in functions if isinstance(value, Code)]
     if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute):
         for one in event.receiver:
-            if not (isinstance(one, Thing) and one.definition is not None):
+            if not (isinstance(one, ObjectRef) and one.definition is not None):
                 continue
             found = walk.find_method(one.definition, event.method)
             if found is not None and not _is_static(found):
@@ -135,7 +135,7 @@ def _is_static(function: Function) -> bool:
     return any(isinstance(one, ast.Name) and one.id in ("staticmethod", "property") for one in function.decorator_list)
 
 
-def _inline(walk: Walk, call: ast.Call, event: Event, code: Code) -> Values:
+def _inline(walk: Interpreter, call: ast.Call, event: ProgramEvent, code: Code) -> Values:
     """Read the body of a function with its arguments in place."""
 
     function = code.definition
@@ -166,12 +166,12 @@ def _pass_back(code: Code, call: ast.Call, inner: Env, outer: Env) -> None:
     for parameter, argument in given:
         after = inner.get(parameter.arg, UNKNOWN)
         if isinstance(argument, ast.Name) and any(
-            isinstance(value, Table) for value in outer.get(argument.id, UNKNOWN)
+            isinstance(value, DictValue) for value in outer.get(argument.id, UNKNOWN)
         ):
             outer[argument.id] = after
 
 
-def _bind(walk: Walk, event: Event, code: Code) -> dict[str, Values]:
+def _bind(walk: Interpreter, event: ProgramEvent, code: Code) -> dict[str, Values]:
     """The parameters' values: arguments, else defaults, else something unknown that has a name."""
     parameters = code.definition.args
     positional = [*parameters.posonlyargs, *parameters.args]
@@ -185,21 +185,21 @@ def _bind(walk: Walk, event: Event, code: Code) -> dict[str, Values]:
             env[parameter.arg] = evaluate(walk, default)
     for parameter in all_parameters(parameters):
         if not env.get(parameter.arg) and parameter.arg not in env:
-            env[parameter.arg] = frozenset({Thing(parameter, tuple(walk.chain))})
+            env[parameter.arg] = frozenset({ObjectRef(parameter, tuple(walk.chain))})
     return env
 
 
-def _made(walk: Walk, call: ast.Call, event: Event) -> Values:
+def _made(walk: Interpreter, call: ast.Call, event: ProgramEvent) -> Values:
     """The new object that an unknown function or class returns."""
     if event.method == "dict" and not event.origins and not event.args:
-        entries = [Entry(key, argument.values, argument.node) for key, argument in event.keywords.items()]
-        return frozenset({Table(tuple(entries), event.is_open)})
+        entries = [DictEntry(key, argument.values, argument.node) for key, argument in event.keywords.items()]
+        return frozenset({DictValue(tuple(entries), event.is_open)})
     if event.is_call_to("copy.deepcopy") and event.args:
-        return frozenset(_copy(one, call, walk) for one in event.args[0] if isinstance(one, Thing | Part))
+        return frozenset(_copy(one, call, walk) for one in event.args[0] if isinstance(one, ObjectRef | PartRef))
     found = walk.file.definition(call.func)
     definition = found if isinstance(found, ast.ClassDef) else None
     on_meta = walk.meta_depth > 0 or facts.is_on_meta(event)
-    thing = Thing(call, tuple(walk.chain), event.origins, definition, on_meta, walk.turn)
+    thing = ObjectRef(call, tuple(walk.chain), event.origins, definition, on_meta, walk.turn)
     if facts.is_container(event) and event.args:
         for element in event.args if "torch.nn.Sequential" in event.origins else [iterate(walk, event.args[0])]:
             walk.store(thing, ITEM, element)
@@ -210,14 +210,14 @@ def _made(walk: Walk, call: ast.Call, event: Event) -> Values:
     return frozenset({thing})
 
 
-def _copy(one: Thing | Part, call: ast.Call, walk: Walk) -> Thing:
+def _copy(one: ObjectRef | PartRef, call: ast.Call, walk: Interpreter) -> ObjectRef:
     """Another object of the same kind."""
-    if isinstance(one, Part):
-        return Thing(call, tuple(walk.chain), turn=walk.turn)
-    return Thing(call, tuple(walk.chain), one.origins, one.definition, one.on_meta, walk.turn)
+    if isinstance(one, PartRef):
+        return ObjectRef(call, tuple(walk.chain), turn=walk.turn)
+    return ObjectRef(call, tuple(walk.chain), one.origins, one.definition, one.on_meta, walk.turn)
 
 
-def read_block(walk: Walk, statements: Sequence[ast.stmt]) -> bool:
+def read_block(walk: Interpreter, statements: Sequence[ast.stmt]) -> bool:
     """Read statements; True when control never reaches their end."""
     length = len(walk.guards)
     try:
@@ -226,7 +226,7 @@ def read_block(walk: Walk, statements: Sequence[ast.stmt]) -> bool:
         del walk.guards[length:]
 
 
-def read_statement(walk: Walk, statement: ast.stmt) -> bool:
+def read_statement(walk: Interpreter, statement: ast.stmt) -> bool:
     """Read one statement; True when control does not go past it."""
     match statement:
         case ast.Return():
@@ -272,13 +272,13 @@ def read_statement(walk: Walk, statement: ast.stmt) -> bool:
     return False
 
 
-def _evaluate_all(walk: Walk, statement: ast.stmt) -> None:
+def _evaluate_all(walk: Interpreter, statement: ast.stmt) -> None:
     for child in ast.iter_child_nodes(statement):
         if isinstance(child, ast.expr):
             evaluate(walk, child)
 
 
-def _branch(walk: Walk, statement: ast.If) -> bool:
+def _branch(walk: Interpreter, statement: ast.If) -> bool:
     evaluate(walk, statement.test)
     before = dict(walk.env)
     with walk.guarded(statement.test, True):
@@ -296,7 +296,7 @@ def _branch(walk: Walk, statement: ast.If) -> bool:
     return body_ends and else_ends
 
 
-def _loop(walk: Walk, statement: ast.For | ast.AsyncFor) -> None:
+def _loop(walk: Interpreter, statement: ast.For | ast.AsyncFor) -> None:
     values = evaluate(walk, statement.iter)
     for element in walk.unroll(turns(walk, values)):
         assign(walk, statement.target, element)
@@ -304,7 +304,7 @@ def _loop(walk: Walk, statement: ast.For | ast.AsyncFor) -> None:
     read_block(walk, statement.orelse)
 
 
-def _body_of_loop(walk: Walk, statement: ast.For | ast.AsyncFor | ast.While) -> None:
+def _body_of_loop(walk: Interpreter, statement: ast.For | ast.AsyncFor | ast.While) -> None:
     before = dict(walk.env)
     walk.loops.append(statement)
     read_block(walk, statement.body)
@@ -312,7 +312,7 @@ def _body_of_loop(walk: Walk, statement: ast.For | ast.AsyncFor | ast.While) -> 
     walk.env = merge(before, walk.env)
 
 
-def _with(walk: Walk, statement: ast.With | ast.AsyncWith) -> bool:
+def _with(walk: Interpreter, statement: ast.With | ast.AsyncWith) -> bool:
     length, metas = len(walk.contexts), walk.meta_depth
     for item in statement.items:
         before = len(walk.trace.events)
@@ -327,7 +327,7 @@ def _with(walk: Walk, statement: ast.With | ast.AsyncWith) -> bool:
     return ends
 
 
-def _try(walk: Walk, statement: ast.Try | ast.TryStar) -> bool:
+def _try(walk: Interpreter, statement: ast.Try | ast.TryStar) -> bool:
     before = dict(walk.env)
     ends = read_block(walk, [*statement.body, *statement.orelse])
     after = walk.env
@@ -341,7 +341,7 @@ def _try(walk: Walk, statement: ast.Try | ast.TryStar) -> bool:
     return read_block(walk, statement.finalbody) or ends
 
 
-def _match(walk: Walk, statement: ast.Match) -> None:
+def _match(walk: Interpreter, statement: ast.Match) -> None:
     evaluate(walk, statement.subject)
     before, after = dict(walk.env), dict(walk.env)
     for case in statement.cases:
@@ -360,7 +360,7 @@ def _pattern(pattern: ast.pattern) -> ast.expr:
     return ast.Constant(value=f"pattern {pattern.lineno}:{pattern.col_offset}")  # equal to no other
 
 
-def assign(walk: Walk, target: ast.expr, values: Values) -> None:
+def assign(walk: Interpreter, target: ast.expr, values: Values) -> None:
     """Bind a target to values, element by element where both sides show them."""
     match target:
         case ast.Name():
@@ -374,38 +374,38 @@ def assign(walk: Walk, target: ast.expr, values: Values) -> None:
             owners = evaluate(walk, target.value)
             walk.emit(target, receiver=owners, method=target.attr, args=(values,))
             for owner in owners:
-                if isinstance(owner, Thing | Part):
+                if isinstance(owner, ObjectRef | PartRef):
                     walk.store(owner, target.attr, values)
         case ast.Subscript():
             _assign_item(walk, target, values)
 
 
-def _element(walk: Walk, values: Values, position: int, count: int) -> Values:
-    rows = [value for value in values if isinstance(value, Row)]
+def _element(walk: Interpreter, values: Values, position: int, count: int) -> Values:
+    rows = [value for value in values if isinstance(value, TupleValue)]
     if rows and all(len(row.items) == count for row in rows):
         return join(*(row.items[position] for row in rows))
-    things = frozenset(value for value in values if isinstance(value, Thing))
-    return frozenset(Part(thing, (f"[{position}]",)) for thing in things)
+    things = frozenset(value for value in values if isinstance(value, ObjectRef))
+    return frozenset(PartRef(thing, (f"[{position}]",)) for thing in things)
 
 
-def _assign_item(walk: Walk, target: ast.Subscript, values: Values) -> None:
+def _assign_item(walk: Interpreter, target: ast.Subscript, values: Values) -> None:
     owners = evaluate(walk, target.value)
     evaluate(walk, target.slice)
     key = target.slice.value if isinstance(target.slice, ast.Constant) else None
-    tables = [value for value in owners if isinstance(value, Table)]
+    tables = [value for value in owners if isinstance(value, DictValue)]
     if tables:
-        entry = Entry(key, values, target) if isinstance(key, str) else None
+        entry = DictEntry(key, values, target) if isinstance(key, str) else None
         filled = frozenset(
-            Table((*table.entries, *([entry] if entry else [])), table.is_open or entry is None) for table in tables
+            DictValue((*table.entries, *([entry] if entry else [])), table.is_open or entry is None) for table in tables
         )
         holder = target.value.value if isinstance(target.value, ast.Attribute) else None
         walk.rebind(target.value, filled, evaluate(walk, holder) if holder is not None else UNKNOWN)
     for owner in owners:
-        if isinstance(owner, Thing | Part):
+        if isinstance(owner, ObjectRef | PartRef):
             walk.store(owner, ITEM, values)
 
 
-def read_body(walk: Walk, function: Function) -> Values:
+def read_body(walk: Interpreter, function: Function) -> Values:
     """Read a function's body in the names set up for it; what it returns."""
     outer, walk.returned = walk.returned, []
     guards, loops = len(walk.guards), len(walk.loops)
@@ -421,14 +421,14 @@ def read_body(walk: Walk, function: Function) -> Values:
 
 def read_program(file: FileContext) -> list[Trace]:
     """The traces of a file; each event happens in exactly one of them, except in functions called several times."""
-    main = Walk(file, file.tree, {})
+    main = Interpreter(file, file.tree, {})
     main.env = main.module_env  # at module level they are the same
     _run(lambda: read_block(main, file.tree.body))
     traces, reached = [main.trace], set(main.reached)
     for functions in _roots(file):
         unreached = [function for function in functions if function not in reached]
         if unreached:
-            walk = Walk(file, unreached[0], main.module_env)
+            walk = Interpreter(file, unreached[0], main.module_env)
             # A method that another of its class calls is read there, with its arguments.
             for function in unreached:
                 if function not in walk.reached:
@@ -460,10 +460,10 @@ def _called_name(call: ast.Call) -> str:
     return getattr(call.func, "id", "") or getattr(call.func, "attr", "")
 
 
-def _run_function(walk: Walk, function: Function) -> None:
+def _run_function(walk: Interpreter, function: Function) -> None:
     walk.root = function
     owner = walk.file.parents[function]
-    env: Env = {one.arg: frozenset({Thing(one)}) for one in all_parameters(function.args)}
+    env: Env = {one.arg: frozenset({ObjectRef(one)}) for one in all_parameters(function.args)}
     positional = [*function.args.posonlyargs, *function.args.args]
     if isinstance(owner, ast.ClassDef) and positional:
         env[positional[0].arg] = self_of(owner)
@@ -474,7 +474,7 @@ def _run_function(walk: Walk, function: Function) -> None:
 
 def self_of(owner: ast.ClassDef) -> Values:
     """The object that all methods of a class share."""
-    return frozenset({Thing(owner, definition=owner)})
+    return frozenset({ObjectRef(owner, definition=owner)})
 
 
 def _run(read: Callable[[], object]) -> None:

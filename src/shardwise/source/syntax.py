@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import re
 import tokenize
 import warnings
@@ -130,6 +131,11 @@ class Positions:
         """The offsets of a node's first character and behind its last."""
         end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
         return self.offset(node.lineno, node.col_offset), self.offset(end_line, end_column)
+
+    def line_end(self, offset: int) -> int:
+        """The offset behind the end of the line that `offset` is on."""
+        match = _LINE_END.search(self.text, offset)
+        return match.end() if match else len(self.text)
 
     def column(self, line: int, offset: int) -> int:
         """The column, from 1 and in characters, of an offset on a line."""
@@ -310,6 +316,26 @@ def all_parameters(parameters: ast.arguments) -> list[ast.arg]:
     return [*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs, *extra]
 
 
+def argument_of(call: ast.Call, position: int, name: str) -> ast.expr | None:
+    """The argument given by position or by keyword; None where it is absent."""
+    if position < len(call.args):
+        return call.args[position]
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+
+
+def given_to(call: ast.Call) -> list[ast.expr]:
+    """The values of all arguments, by position and by keyword."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def checked_types(node: ast.AST) -> list[ast.expr]:
+    """The names in the second argument of `isinstance(x, ...)`; none for anything else."""
+    match node:
+        case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
+            return [one for one in ast.walk(kinds) if isinstance(one, ast.Name | ast.Attribute)]
+    return []
+
+
 _PARTIAL = "functools.partial"
 _STARS = {
     "torch.distributed.fsdp": FSDP1_NAMES | FSDP2_NAMES,
@@ -372,6 +398,26 @@ class FileContext:
     def classes(self) -> dict[str, ast.ClassDef]:
         """The classes of the file by name, wherever they are defined."""
         return {node.name: node for node in self.parents if isinstance(node, ast.ClassDef)}
+
+    def loads(self, name: str) -> list[ast.Name]:
+        """Every use of a name, in whatever scope."""
+        names = [node for node in self.parents if isinstance(node, ast.Name) and node.id == name]
+        return [node for node in names if isinstance(node.ctx, ast.Load)]
+
+    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The statements among which one stands, itself included."""
+        parent = self.parents.get(statement, self.tree)
+        bodies = [getattr(parent, name, None) for name in ("body", "orelse", "finalbody")]
+        return next((body for body in bodies if isinstance(body, list) and statement in body), [statement])
+
+    def are_exclusive(self, one: ast.AST, other: ast.AST) -> bool:
+        """Whether two nodes are in the two branches of the innermost `if` around both."""
+        around = {node: inner for inner, node in itertools.pairwise([one, *self.ancestors(one)])}
+        for inner, outer in itertools.pairwise([other, *self.ancestors(other)]):
+            if isinstance(outer, ast.If) and outer in around:
+                sides = [any(node is each for each in outer.body) for node in (around[outer], inner)]
+                return sides[0] != sides[1] and outer.test not in (around[outer], inner)
+        return False
 
     def source(self, node: ast.expr | ast.stmt) -> str:
         """The text of a node, exactly as written."""

@@ -11,13 +11,13 @@ from functools import cached_property
 from shardwise.source import facts
 from shardwise.source.syntax import FULLY_SHARD, FileContext
 from shardwise.source.values import (
-    Event,
-    Guard,
+    BranchTest,
     Items,
-    Part,
-    Row,
-    Thing,
+    ObjectRef,
+    PartRef,
+    ProgramEvent,
     Trace,
+    TupleValue,
     Value,
     Values,
     exclude_each_other,
@@ -89,7 +89,7 @@ def _is_rank(file: FileContext, node: ast.AST) -> bool:
     return False
 
 
-def parting_test(file: FileContext, event: Event) -> ast.expr | None:
+def parting_test(file: FileContext, event: ProgramEvent) -> ast.expr | None:
     """The test, or decorator, that keeps an event from happening on every rank; None where there is none."""
     for guard in event.guards:
         if isinstance(guard.test, ast.expr) and asks_for_rank_zero(file, guard.test) is not None:
@@ -128,7 +128,7 @@ def class_names(file: FileContext, node: ast.AST) -> set[str]:
     return set()
 
 
-Module = Thing | Part
+Module = ObjectRef | PartRef
 _OPTIMIZERS = re.compile(r"optim|adam|sgd|lion|muon|shampoo|adafactor|adagrad|rmsprop|lamb$|soap", re.IGNORECASE)
 _NOT_OPTIMIZERS = re.compile(r"zero_grad|clip|step|sched|state|log|print|wrap|offload", re.IGNORECASE)
 _IS_SHARDED = re.compile(r"isinstance\(.*\b(FSDPModule|DTensor)\b")
@@ -139,7 +139,7 @@ _BUILDS_OPTIMIZER = re.compile(r"(build|make|create|get|configure|set_?up|init)\
 class Shard:
     """One module being sharded."""
 
-    event: Event
+    event: ProgramEvent
     subject: Module
     together: frozenset[Value]
     """All modules of the same call: `fully_shard([a, b])` makes one group."""
@@ -154,13 +154,13 @@ class Shard:
 class Optimizer:
     """An optimizer being built over the parameters of modules."""
 
-    event: Event
+    event: ProgramEvent
     owners: frozenset[Module]
 
 
 def modules(values: Values) -> list[Module]:
     """Those of the values that can be modules."""
-    return [value for value in values if isinstance(value, Thing | Part)]
+    return [value for value in values if isinstance(value, ObjectRef | PartRef)]
 
 
 class Usage:
@@ -186,7 +186,7 @@ class Usage:
         return [found for event in self.events if (found := _optimizer_of(event)) is not None]
 
     @cached_property
-    def entered(self) -> list[tuple[Event, Module]]:
+    def entered(self) -> list[tuple[ProgramEvent, Module]]:
         """Every call of an object itself, `model(x)`, in order."""
         return [
             (event, module)
@@ -196,40 +196,40 @@ class Usage:
         ]
 
     @cached_property
-    def forwards(self) -> list[tuple[Event, Module]]:
+    def forwards(self) -> list[tuple[ProgramEvent, Module]]:
         """Those, and every call of `forward`, which runs no hooks; not in order."""
         directly = [event for event in self.events if event.method == "forward" and not event.is_store]
         return self.entered + [(event, module) for event in directly for module in modules(event.receiver)]
 
-    def _called(self, event: Event) -> Iterator[Module]:
+    def _called(self, event: ProgramEvent) -> Iterator[Module]:
         function = event.node.func if isinstance(event.node, ast.Call) else None
         if isinstance(function, ast.Name | ast.Attribute | ast.Subscript):
             yield from modules(event.called)
 
-    def is_sharded(self, value: Value, at: Event) -> bool:
+    def is_sharded(self, value: Value, at: ProgramEvent) -> bool:
         """Whether this very module has been sharded when `at` happens."""
         return any(shard.subject == value and self.follows(at, shard.event) for shard in self.shards)
 
-    def is_sharded_by_hand(self, value: Value, at: Event) -> bool:
+    def is_sharded_by_hand(self, value: Value, at: ProgramEvent) -> bool:
         """By `fully_shard` itself; shardwise takes care of ways in, `.data` and parameters that stay gathered."""
         mine = [shard for shard in self.shards if shard.subject == value and self.follows(at, shard.event)]
         return bool(mine) and not any(shard.is_automatic for shard in mine)
 
-    def is_gathered_by_hand(self, value: Value, at: Event) -> bool:
+    def is_gathered_by_hand(self, value: Value, at: ProgramEvent) -> bool:
         """Whether `value.unshard()` was called before, and so its parameters are there without hooks."""
         return any(
             event.method == "unshard" and value in event.receiver and self.trace.precedes(event, at)
             for event in self.events
         )
 
-    def holds_shards(self, value: Value, at: Event) -> Shard | None:
+    def holds_shards(self, value: Value, at: ProgramEvent) -> Shard | None:
         """The sharding of this module, of one inside it or of one around it, that precedes `at`."""
         for shard in self.shards:
             if self.follows(at, shard.event) and self.trace.are_related(shard.subject, value):
                 return shard
         return None
 
-    def follows(self, later: Event, earlier: Event) -> bool:
+    def follows(self, later: ProgramEvent, earlier: ProgramEvent) -> bool:
         """Whether `later` happens after a sharding; methods of a class, other than its first, may run in any order."""
         if any(_denies_sharding(guard) for guard in later.guards):
             return False
@@ -238,22 +238,22 @@ class Usage:
         return earlier.order < later.order and not exclude_each_other(earlier, later)
 
 
-def _denies_sharding(guard: Guard) -> bool:
+def _denies_sharding(guard: BranchTest) -> bool:
     """The other branch of `isinstance(model, FSDPModule)`."""
     return not guard.taken and _IS_SHARDED.search(guard.key) is not None
 
 
-def _shards_of(event: Event) -> Iterator[Shard]:
+def _shards_of(event: ProgramEvent) -> Iterator[Shard]:
     given = event.argument(0, "module") or event.argument(0, "model")
     together = frozenset(_flatten(given))
     for subject in together:
-        if isinstance(subject, Thing | Part):
+        if isinstance(subject, ObjectRef | PartRef):
             yield Shard(event, subject, together)
 
 
 def _flatten(values: Values) -> Iterator[Value]:
     for value in values:
-        if isinstance(value, Row):
+        if isinstance(value, TupleValue):
             for item in value.items:
                 yield from item
         elif isinstance(value, Items):
@@ -262,7 +262,7 @@ def _flatten(values: Values) -> Iterator[Value]:
             yield value
 
 
-def _optimizer_of(event: Event) -> Optimizer | None:
+def _optimizer_of(event: ProgramEvent) -> Optimizer | None:
     if event.is_store or event.is_inlined:
         return None
     names = [origin.rpartition(".")[2] for origin in event.origins] or [event.method]

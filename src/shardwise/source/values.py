@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from shardwise.source.syntax import Function
 
 
 @dataclass(frozen=True, slots=True)
-class Thing:
+class ObjectRef:
     """An object made by a call, or handed in as a parameter; two things of one place are one thing."""
 
     site: ast.AST
@@ -30,10 +30,10 @@ class Thing:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartRef:
     """Something reached from a thing by attributes and items: `model.layers[0]` is ("layers", "[]")."""
 
-    owner: Thing
+    owner: ObjectRef
     path: tuple[str, ...]
 
 
@@ -41,21 +41,21 @@ class Part:
 class Params:
     """Some or all parameters of a module, as an iterable."""
 
-    owner: Thing | Part
+    owner: ObjectRef | PartRef
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
     """One parameter of a module."""
 
-    owner: Thing | Part
+    owner: ObjectRef | PartRef
 
 
 @dataclass(frozen=True, slots=True)
 class StateDict:
     """What a state-dict call returned for a module or optimizer."""
 
-    owner: Thing | Part
+    owner: ObjectRef | PartRef
     call: ast.Call
     is_full: bool | None = None
     """Gathered; None where the options are computed."""
@@ -70,14 +70,14 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TupleValue:
     """A tuple or list with known elements."""
 
     items: tuple[Values, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DictEntry:
     """One key of a dictionary."""
 
     key: str
@@ -86,14 +86,14 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class DictValue:
     """A dictionary with known keys."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[DictEntry, ...]
     is_open: bool = False
     """Other keys may be there."""
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> DictEntry | None:
         """The last entry of this key."""
         return next((entry for entry in reversed(self.entries) if entry.key == key), None)
 
@@ -106,7 +106,7 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ImportedName:
     """An imported name, as `torch.bfloat16`."""
 
     origins: frozenset[str]
@@ -117,12 +117,14 @@ class Code:
     """A function of this file, with the object it is bound to."""
 
     definition: Function
-    bound_to: Thing | Part | None = None
+    bound_to: ObjectRef | PartRef | None = None
     env: Env | None = field(default=None, compare=False)
     """The names around a nested function."""
 
 
-Value = Thing | Part | Params | Param | StateDict | Items | Row | Table | Constant | Reference | Code
+Value = (
+    ObjectRef | PartRef | Params | Param | StateDict | Items | TupleValue | DictValue | Constant | ImportedName | Code
+)
 Values = frozenset[Value]
 """The alternatives; empty means that nothing is known."""
 Env = dict[str, Values]
@@ -133,58 +135,50 @@ MAX_ALTERNATIVES = 6
 def join(*sets: Values) -> Values:
     """Either of them; dictionaries become one that may have the keys of each; too many are as good as none."""
     joined = frozenset().union(*sets)
-    if sum(isinstance(value, Table) for value in joined) > 1:
-        tables = [value for value in joined if isinstance(value, Table)]
+    if sum(isinstance(value, DictValue) for value in joined) > 1:
+        tables = [value for value in joined if isinstance(value, DictValue)]
         joined = joined.difference(tables) | {_merge_tables(tables)}
     return joined if len(joined) <= MAX_ALTERNATIVES else UNKNOWN
 
 
-def _merge_tables(tables: list[Table]) -> Table:
-    merged: dict[str, Entry] = {}
+def _merge_tables(tables: list[DictValue]) -> DictValue:
+    merged: dict[str, DictEntry] = {}
     for entry in (entry for table in tables for entry in table.entries):
         before = merged.get(entry.key)
         values = entry.values if before is None else join(before.values, entry.values)
-        merged[entry.key] = Entry(entry.key, values, entry.node)
-    return Table(tuple(merged.values()), any(table.is_open for table in tables))
+        merged[entry.key] = DictEntry(entry.key, values, entry.node)
+    return DictValue(tuple(merged.values()), any(table.is_open for table in tables))
 
 
-def attribute(value: Thing | Part, name: str) -> Part:
+def attribute(value: ObjectRef | PartRef, name: str) -> PartRef:
     """The part of a value that `.name` or `[...]` reaches."""
-    if isinstance(value, Thing):
-        return Part(value, (name,))
-    return Part(value.owner, (*value.path, name))
+    if isinstance(value, ObjectRef):
+        return PartRef(value, (name,))
+    return PartRef(value.owner, (*value.path, name))
 
 
-def owners_of_params(values: Values, depth: int = 4) -> set[Thing | Part]:
+def nested(values: Values, depth: int = 4) -> Iterator[Value]:
+    """Values, and what is inside those that are iterables or dictionaries."""
+    for value in values if depth else ():
+        match value:
+            case Items():
+                yield from nested(value.element, depth - 1)
+            case TupleValue():
+                yield from nested(frozenset().union(*value.items), depth - 1)
+            case DictValue():
+                yield from nested(frozenset().union(*(entry.values for entry in value.entries)), depth - 1)
+            case _:
+                yield value
+
+
+def owners_of_params(values: Values) -> set[ObjectRef | PartRef]:
     """The modules whose parameters are somewhere inside these values."""
-    found: set[Thing | Part] = set()
-    for value in values if depth else ():
-        match value:
-            case Params() | Param():
-                found.add(value.owner)
-            case Items():
-                found |= owners_of_params(value.element, depth - 1)
-            case Row():
-                found |= owners_of_params(frozenset().union(*value.items), depth - 1)
-            case Table():
-                found |= owners_of_params(frozenset().union(*(e.values for e in value.entries)), depth - 1)
-    return found
+    return {value.owner for value in nested(values) if isinstance(value, Params | Param)}
 
 
-def state_dicts_in(values: Values, depth: int = 4) -> set[StateDict]:
+def state_dicts_in(values: Values) -> set[StateDict]:
     """The state dicts somewhere inside these values."""
-    found: set[StateDict] = set()
-    for value in values if depth else ():
-        match value:
-            case StateDict():
-                found.add(value)
-            case Items():
-                found |= state_dicts_in(value.element, depth - 1)
-            case Row():
-                found |= state_dicts_in(frozenset().union(*value.items), depth - 1)
-            case Table():
-                found |= state_dicts_in(frozenset().union(*(e.values for e in value.entries)), depth - 1)
-    return found
+    return {value for value in nested(values) if isinstance(value, StateDict)}
 
 
 _OPERATIONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
@@ -198,7 +192,7 @@ _OPERATIONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class BranchTest:
     """A test that was taken, or not, on the way to an event."""
 
     test: ast.expr | ast.ExceptHandler
@@ -210,7 +204,7 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
+class KeywordArgument:
     """A keyword's value and the expression that gives it."""
 
     values: Values
@@ -218,7 +212,7 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Event:
+class ProgramEvent:
     """A call, or an assignment to an attribute, in the order in which the program comes by."""
 
     node: ast.Call | ast.Attribute
@@ -226,10 +220,10 @@ class Event:
     order: int
     root: ast.AST
     """The module or function from which the event was reached; roots have no order among themselves."""
-    guards: tuple[Guard, ...]
+    guards: tuple[BranchTest, ...]
     chain: tuple[ast.Call, ...]
     """The calls of functions of this file through which it was reached."""
-    contexts: tuple[Event, ...]
+    contexts: tuple[ProgramEvent, ...]
     """The `with` blocks around it, of this function and of its callers."""
     loop: ast.For | ast.AsyncFor | ast.While | None
     """The innermost loop around it, also across calls."""
@@ -239,7 +233,7 @@ class Event:
     method: str = ""
     """The name behind the last dot."""
     args: tuple[Values, ...] = ()
-    keywords: Mapping[str, Argument] = field(default_factory=dict)
+    keywords: Mapping[str, KeywordArgument] = field(default_factory=dict)
     is_open: bool = False
     """Has `*` or `**` arguments that could not be read."""
     called: Values = frozenset()
@@ -264,12 +258,12 @@ class Event:
         return self.keywords[keyword].values if keyword in self.keywords else frozenset()
 
 
-def exclude_each_other(one: Event, other: Event) -> bool:
+def exclude_each_other(one: ProgramEvent, other: ProgramEvent) -> bool:
     """Whether tests on the way to both cannot hold in one run, as far as the tests' text shows."""
     return any(_contradict(a, b) for a in one.guards for b in other.guards)
 
 
-def _contradict(a: Guard, b: Guard) -> bool:
+def _contradict(a: BranchTest, b: BranchTest) -> bool:
     if a.branch[0] is b.branch[0] and a.branch[1] != b.branch[1]:
         return True
     if a.key == b.key:
@@ -281,7 +275,7 @@ def _contradict(a: Guard, b: Guard) -> bool:
     return _no_number_satisfies(a, b)
 
 
-def _no_number_satisfies(a: Guard, b: Guard) -> bool:
+def _no_number_satisfies(a: BranchTest, b: BranchTest) -> bool:
     """`world_size > 1` and `world_size == 1`: two comparisons of one thing with numbers that cannot both hold."""
     mine, others = _comparison(a), _comparison(b)
     if mine is None or others is None or mine[0] != others[0]:
@@ -292,7 +286,7 @@ def _no_number_satisfies(a: Guard, b: Guard) -> bool:
     )
 
 
-def _comparison(guard: Guard) -> tuple[str, Callable[[float, float], bool], float] | None:
+def _comparison(guard: BranchTest) -> tuple[str, Callable[[float, float], bool], float] | None:
     test = guard.test
     if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.comparators[0], ast.Constant)):
         return None
@@ -302,7 +296,7 @@ def _comparison(guard: Guard) -> tuple[str, Callable[[float, float], bool], floa
     return ast.dump(test.left), operation, number
 
 
-def _equality(guard: Guard) -> tuple[str, frozenset[object]] | None:
+def _equality(guard: BranchTest) -> tuple[str, frozenset[object]] | None:
     """`x == "a"` or `x in ("a", "b")` as (x, its possible values)."""
     test = guard.test
     if not (isinstance(test, ast.Compare) and len(test.ops) == 1):
@@ -320,15 +314,15 @@ def _equality(guard: Guard) -> tuple[str, frozenset[object]] | None:
 class Trace:
     """The events of one way through a file: its main program, or one function or class that nobody here calls."""
 
-    events: list[Event] = field(default_factory=list)
-    owners: dict[Value, set[Thing | Part]] = field(default_factory=dict)
+    events: list[ProgramEvent] = field(default_factory=list)
+    owners: dict[Value, set[ObjectRef | PartRef]] = field(default_factory=dict)
     """Whose attribute or item a thing became."""
 
-    def calls_to(self, *names: str) -> list[Event]:
+    def calls_to(self, *names: str) -> list[ProgramEvent]:
         """Every call of one of these public names, in order."""
         return [event for event in self.events if event.is_call_to(*names)]
 
-    def precedes(self, one: Event, other: Event) -> bool:
+    def precedes(self, one: ProgramEvent, other: ProgramEvent) -> bool:
         """Whether `one` comes before `other` in one and the same run."""
         if one.order >= other.order or exclude_each_other(one, other):
             return False
@@ -342,9 +336,9 @@ class Trace:
         if value in seen:
             return seen
         seen.add(value)
-        if isinstance(value, Part):
+        if isinstance(value, PartRef):
             for length in range(len(value.path)):
-                self._around(Part(value.owner, value.path[:length]) if length else value.owner, seen)
+                self._around(PartRef(value.owner, value.path[:length]) if length else value.owner, seen)
         for owner in self.owners.get(value, ()):
             self._around(owner, seen)
         return seen

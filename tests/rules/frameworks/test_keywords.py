@@ -5,8 +5,8 @@ import ast
 import pytest
 
 from shardwise.findings import Status
-from shardwise.fsdp1.codemod.draft import apply_edits
 from shardwise.fsdp1.codemod.framework_files import framework_findings
+from shardwise.source.edits import apply
 from shardwise.source.syntax import FileContext
 
 IMPORTS = """\
@@ -20,7 +20,7 @@ def findings(text: str):
 
 
 def migrated(text: str) -> str:
-    return apply_edits(text, [edit for finding in findings(text) for edit in finding.edits])
+    return apply(text, [edit for finding in findings(text) for edit in finding.edits])
 
 
 def keywords(text: str) -> dict[str, str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.findings import SourceFinding, Status
-from shardwise.fsdp1.codemod.draft import apply_edits
 from shardwise.fsdp1.codemod.framework_files import NAMES, convert_yaml, framework_findings
+from shardwise.source.edits import apply
 from shardwise.source.syntax import FileContext
 
 PAGES = Path(__file__).parents[3] / "docs" / "rules"
@@ -21,7 +21,7 @@ def convert(language: str, text: str) -> tuple[str, list[SourceFinding]]:
     if language == "yaml":
         return convert_yaml(text, "page.yaml")
     found = framework_findings(FileContext(text, "page.py"))
-    return apply_edits(text, [edit for finding in found for edit in finding.edits]), found
+    return apply(text, [edit for finding in found for edit in finding.edits]), found
 
 
 @pytest.mark.parametrize("code", NAMES)

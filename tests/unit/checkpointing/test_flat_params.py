@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
-from shardwise.checkpointing.formats.fsdp1 import boxes_of_range, layout_of_model, needs_model, read_layout, unflatten
+from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor, boxes_of_range
+from shardwise.checkpointing.formats.fsdp1 import layout_of_model, needs_model, read_layout, unflatten
 from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.errors import CheckpointError

@@ -10,17 +10,7 @@ import torch
 from shardwise.checkpointing import reading
 from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor, coverage_problem
 from shardwise.checkpointing.formats.sharded import read_manifest
-from shardwise.checkpointing.reading import (
-    Request,
-    check_requests,
-    part_of,
-    read_box,
-    read_requests,
-    run_length,
-    runs,
-    slabs,
-    verify_requests,
-)
+from shardwise.checkpointing.reading import Request, check_requests, read_box, read_requests, verify_requests
 from shardwise.errors import CheckpointError
 from tests.sharded_checkpoints import write_checkpoint
 
@@ -222,31 +212,3 @@ def test_coverage():
     assert coverage_problem(Box((), ()), [Box((), ())]) == ""
     assert coverage_problem(Box((), ()), []) != ""
     assert coverage_problem(Box.whole((0, 3)), []) == ""
-
-
-def test_runs_and_slabs_hold_exactly_what_is_wanted():
-    """Against numbering all elements: a run has only wanted ones, a slab all of its rows."""
-    chance = random.Random(0)
-    for _ in range(300):
-        shape = tuple(chance.randint(1, 4) for _ in range(chance.randint(1, 4)))
-        stored = random_box(shape, chance)
-        wanted = random_box(shape, chance)
-        cut = part_of(stored, wanted)
-        numbers = torch.arange(stored.numel).view(stored.sizes)
-        if cut is None:
-            assert stored.overlap(wanted) is None
-            continue
-        expected = part(numbers, Box(cut.starts, cut.lengths)).flatten().tolist()
-        in_runs = [
-            run for each in runs(cut) for run in [part(numbers, Box(each.starts, each.lengths)).flatten().tolist()]
-        ]
-        assert [n for run in in_runs for n in run] == expected
-        assert all(run == list(range(run[0], run[0] + len(run))) for run in in_runs)
-        assert all(len(run) == run_length(cut) for run in in_runs)
-        for limit in (1, 3, 1000):
-            found = []
-            for slab in slabs(cut, limit):
-                assert slab.numel <= limit
-                block = numbers.flatten()[slab.first : slab.first + slab.numel].view(slab.sizes)
-                found += part(block, Box(slab.starts, slab.lengths)).flatten().tolist()
-            assert sorted(found) == sorted(expected)

@@ -2,12 +2,14 @@
 
 import os
 import stat
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import SourceError
-from shardwise.linting.files import LintSettings, find_files, read_bytes, write_bytes
+from shardwise.linting.files import LintSettings, is_excluded
+from shardwise.source.files import find_files, read_bytes, write_bytes
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -21,19 +23,20 @@ def test_folders_are_searched_for_python_files_of_the_project(tmp_path: Path):
     touch(tmp_path, "b.py", "a/c.py", "a/notes.md", "a/n.ipynb", "a/__pycache__/x.py", "skip/x.py")
     touch(tmp_path, ".git/x.py", "venv/x.py", "my-env/pyvenv.cfg", "my-env/x.py", "node_modules/x.py")
     settings = LintSettings(exclude=("skip",), root=tmp_path)
-    found = [Path(path).relative_to(tmp_path).as_posix() for path in find_files([tmp_path], settings)]
+    files = find_files([tmp_path], {".py"}, partial(is_excluded, settings=settings))
+    found = [Path(path).relative_to(tmp_path).as_posix() for path in files]
     assert found == ["a/c.py", "b.py"]
 
 
 def test_files_named_by_the_user_are_read_whatever_their_suffix_but_notebooks(tmp_path: Path):
     touch(tmp_path, "script", "n.ipynb")
     paths = [str(tmp_path / "script"), str(tmp_path / "n.ipynb"), str(tmp_path / "script"), "-"]
-    assert find_files(paths, LintSettings()) == [str(tmp_path / "script"), "-"]
+    assert find_files(paths, {".py"}, partial(is_excluded, settings=LintSettings())) == [str(tmp_path / "script"), "-"]
 
 
 def test_a_path_that_does_not_exist_is_an_error(tmp_path: Path):
     with pytest.raises(SourceError, match="no such file"):
-        find_files([tmp_path / "absent.py"], LintSettings())
+        find_files([tmp_path / "absent.py"], {".py"})
 
 
 def test_writing_keeps_the_mode_and_the_link(tmp_path: Path):

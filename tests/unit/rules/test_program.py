@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.source.statements import read_program
 from shardwise.source.syntax import FULLY_SHARD, FileContext
 from shardwise.source.usage import Usage
-from shardwise.source.values import Event
+from shardwise.source.values import ProgramEvent
 
 HEADER = "import torch\nimport torch.nn as nn\nfrom torch.distributed.fsdp import fully_shard\n"
 
@@ -17,7 +17,7 @@ def usage_of(text: str) -> Usage:
     return found
 
 
-def calls(usage: Usage, method: str) -> list[Event]:
+def calls(usage: Usage, method: str) -> list[ProgramEvent]:
     return [event for event in usage.events if event.method == method]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.sharding.inventory import Entry, take_inventory
+from shardwise.sharding.inventory import TensorEntry, take_inventory
 from shardwise.sharding.materialize import FullOnDemand
 
 WAYS: dict[str, Callable[[nn.Parameter, nn.Parameter], object]] = {
@@ -34,7 +34,7 @@ def run(way: str, protected: bool) -> tuple[torch.Tensor, torch.Tensor]:
     expected_a, expected_b = nn.Parameter(a.detach().clone()), nn.Parameter(b.detach().clone())
     kept: dict[str, torch.Tensor] = {}
 
-    def keep(entry: Entry, full: torch.Tensor) -> None:
+    def keep(entry: TensorEntry, full: torch.Tensor) -> None:
         kept[entry.fqn] = full
 
     # Plain tensors are stood in for only when protected, so protection ends before they are closed.

@@ -9,10 +9,9 @@ from typing import Any
 
 from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, read_manifest
-from shardwise.checkpointing.pickles.dcp_metadata import MAX_METADATA_BYTES, DcpItem, DcpTensor, parse_dcp_metadata
-from shardwise.checkpointing.pickles.machine import load_pickle
+from shardwise.checkpointing.pickles.dcp_metadata import DcpItem, DcpTensor, read_dcp_metadata
 from shardwise.checkpointing.pickles.torch_files import FlatState, TorchFile, plain_value
-from shardwise.checkpointing.pickles.torch_objects import DCP_METADATA, TensorRef, read_torch_pickle
+from shardwise.checkpointing.pickles.torch_objects import TensorRef, read_torch_pickle
 from shardwise.checkpointing.pickles.zip_files import ZipIndex
 from shardwise.checkpointing.storage.files import (
     Place,
@@ -21,7 +20,6 @@ from shardwise.checkpointing.storage.files import (
     join,
     open_reader,
     place,
-    read_small,
     size_of,
 )
 from shardwise.errors import CheckpointError
@@ -49,10 +47,7 @@ def read_dcp(path: str | Path) -> Contents:
     folder = place(path)
     if size_of(join(folder, MANIFEST_NAME)) is not None:
         return read_manifest(folder)
-    where = join(folder, METADATA_NAME)
-    pickled = read_small(where, MAX_METADATA_BYTES)
-    made = load_pickle(pickled, allowed=DCP_METADATA, where=str(where), max_bytes=MAX_METADATA_BYTES)
-    metadata = parse_dcp_metadata(made, Path(str(where)))
+    metadata = read_dcp_metadata(folder)
     with _Items(folder) as items:
         tensors = {name: items.tensor(name, tensor) for name, tensor in metadata.tensors.items()}
         values, left_out = items.values(metadata.values)

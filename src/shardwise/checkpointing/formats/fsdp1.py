@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor
+from shardwise.checkpointing.contents import ITEM_BYTES, Contents, Piece, StoredTensor, boxes_of_range
 from shardwise.checkpointing.state.names import canonical_name
 from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
@@ -136,35 +136,6 @@ def flat_sizes(contents: Contents) -> dict[str, int]:
         if last == FLAT_PARAM:
             found[module] = math.prod(tensor.shape)
     return found
-
-
-def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[Box, int]]:
-    """Cut the elements `[start, end)` of a row-major tensor into boxes whose elements are consecutive.
-
-    Yields:
-        Each box and how many of the range's elements come before it. At most two boxes a dimension, less one.
-    """
-    if start >= end:
-        return
-    if len(shape) <= 1:
-        yield Box((start,) * len(shape), (end - start,) * len(shape)), 0
-        return
-    row = math.prod(shape[1:])
-    first, last = start // row, (end - 1) // row
-    done = 0
-    if first != last and start % row:
-        for box, before in boxes_of_range(shape[1:], start % row, row):
-            yield Box((first, *box.starts), (1, *box.sizes)), before
-        done, first = row - start % row, first + 1
-    full_rows = (end - first * row) // row if start + done == first * row else 0
-    if full_rows:
-        rest = tuple(shape[1:])
-        yield Box((first, *(0 for _ in rest)), (full_rows, *rest)), done
-        done, first = done + full_rows * row, first + full_rows
-    if start + done < end:
-        begin = start + done - first * row
-        for box, before in boxes_of_range(shape[1:], begin, end - first * row):
-            yield Box((first, *box.starts), (1, *box.sizes)), done + before
 
 
 def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpointing.contents import Box, Contents, StoredTensor, TensorInfo
+from shardwise.checkpointing.formats.safetensors import CommittedWriter
 from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.pickles.torch_files import RECORD, checksum_record, read_torch_file
 from shardwise.checkpointing.pickles.torch_objects import TensorRef
@@ -135,7 +136,7 @@ def read_full(path: str | files.Place) -> Contents:
     return with_notes(contents)
 
 
-class FullWriter:
+class FullWriter(CommittedWriter):
     """A `torch.save` file while it is written; use as a context manager, which commits unless the block raises.
 
     Args:
@@ -206,19 +207,6 @@ class FullWriter:
             self._close()
         with contextlib.suppress(CheckpointError):
             files.remove_tree(self._partial)
-
-    def __enter__(self) -> FullWriter:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if kind is not None:
-            self.abort()
-            return
-        try:
-            self.commit()
-        except BaseException:
-            self.abort()
-            raise
 
     def _begin(self, tensor: TensorInfo) -> None:
         if self._next >= len(self.order) or tensor is not self.order[self._next]:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor, TensorInfo
 from shardwise.checkpointing.storage import files
@@ -377,7 +377,32 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 _WEIGHT_SUFFIXES = (".safetensors", INDEX_SUFFIX)
 
 
-class SafetensorsWriter:
+class CommittedWriter:
+    """Writes under a partial name; as a context manager it commits, unless the block raises."""
+
+    def commit(self) -> None:
+        """Finish what is written and give it its name."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Remove what was written."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is not None:
+            self.abort()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            self.abort()
+            raise
+
+
+class SafetensorsWriter(CommittedWriter):
     """One file, or a folder of shards; use as a context manager, which commits unless the block raises.
 
     Args:
@@ -457,19 +482,6 @@ class SafetensorsWriter:
                 self._current.close()
         with contextlib.suppress(CheckpointError):
             files.remove_tree(self._partial)
-
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if kind is not None:
-            self.abort()
-            return
-        try:
-            self.commit()
-        except BaseException:
-            self.abort()
-            raise
 
     def _open_next(self) -> SafetensorsFile:
         path = self._partial if self._is_file else self._partial / self._names[self._num_done]

@@ -62,11 +62,7 @@ def read_dcp_metadata(folder: files.Place) -> DcpMetadata:
     place = files.join(folder, ".metadata")
     data = files.read_small(place, MAX_METADATA_BYTES)
     made = load_pickle(data, allowed=DCP_METADATA, where=str(place), max_bytes=MAX_METADATA_BYTES)
-    return parse_dcp_metadata(made, Path(str(place)))
-
-
-def parse_dcp_metadata(made: Any, path: Path) -> DcpMetadata:
-    """The metadata from what `load_pickle` made of it, every field checked."""
+    path = Path(str(place))
     if not isinstance(made, Record) or not made.name.endswith(".Metadata"):
         raise _unusable(path, "it is a pickle of something else")
     fields = made.fields

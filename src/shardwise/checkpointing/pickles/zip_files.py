@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import pickle
 import struct
 import zipfile
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shardwise.checkpointing.contents import ITEM_BYTES
+from shardwise.checkpointing.pickles.torch_objects import STORAGE_DTYPES
 from shardwise.errors import CheckpointError
 
 LOCAL, CENTRAL, END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
@@ -236,20 +238,7 @@ _LARGE_ALIGNMENT = 4096  # whole pages: the kernel copies them faster
 _LARGE_BYTES = 1 << 18
 _UTF8_FLAG = 0x800
 
-_STORAGES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-}
+_STORAGES = {dtype: name for name, dtype in STORAGE_DTYPES.items() if name != "UntypedStorage"}
 """Dtypes that torch pickles as a typed storage; the others go as an untyped one with the dtype beside it."""
 
 
@@ -319,12 +308,9 @@ def tensor_frame(dtype: str, shape: Sequence[int], *, start: int = 0) -> tuple[b
         shape: Of the tensor.
         start: The byte of the file at which the stream starts.
     """
-    num_elements = 1
-    for size in shape:
-        num_elements *= size
     stream = ZipStream(start)
     head = stream.opening(dumps(tensor_call(dtype, shape, "0")))
-    head += stream.record("data/0", num_elements * ITEM_BYTES[dtype])
+    head += stream.record("data/0", math.prod(shape) * ITEM_BYTES[dtype])
     return head, stream.close()
 
 
@@ -337,10 +323,8 @@ def value_stream(value: Any) -> bytes:
 
 def tensor_call(dtype: str, shape: Sequence[int], key: str) -> Call:
     """How a pickle says: the contiguous tensor whose bytes are the record `data/<key>`."""
-    sizes, strides = tuple(shape), _row_major(shape)
-    num_elements = 1
-    for size in sizes:
-        num_elements *= size
+    sizes, num_elements = tuple(shape), math.prod(shape)
+    strides = tuple(math.prod(max(size, 1) for size in sizes[dim + 1 :]) for dim in range(len(sizes)))
     no_hooks = Call(known_global("collections", "OrderedDict"), ())
     if (storage := _STORAGES.get(dtype)) is not None:
         identity = ("storage", known_global("torch", storage), key, "cpu", num_elements)
@@ -355,13 +339,6 @@ def tensor_call(dtype: str, shape: Sequence[int], key: str) -> Call:
     )
     rebuild = known_global("torch._utils", "_rebuild_tensor_v3")
     return Call(rebuild, (Persistent(identity), 0, sizes, strides, False, no_hooks, known_global("torch", dtype)))
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
-    return tuple(strides)
 
 
 def _central_entry(label: bytes, num_bytes: int, crc: int, offset: int) -> bytes:

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwise.findings import Edit
-from shardwise.fsdp1.codemod.draft import ROAD1, Draft, change
+from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, FileDraft
 from shardwise.fsdp1.codemod.program import Program, is_constant
+from shardwise.source.edits import change
 from shardwise.source.syntax import FSDP1, FileContext
 
 _REST = re.compile(r"[ \t]*(#[^\r\n]*)?(\r\n|\n|\r)")
@@ -18,7 +19,7 @@ _REST = re.compile(r"[ \t]*(#[^\r\n]*)?(\r\n|\n|\r)")
 
 
 @dataclass(slots=True)
-class Argument:
+class WrittenArgument:
     """One argument as it stands in the text."""
 
     name: str
@@ -39,31 +40,31 @@ class ArgumentList:
 
     context: FileContext
     call: ast.Call
-    arguments: list[Argument]
+    arguments: list[WrittenArgument]
     _open: int
     """Behind the opening bracket."""
     _dropped: set[int] = field(default_factory=set)
     _edits: list[Edit] = field(default_factory=list)
     _added: list[str] = field(default_factory=list)
 
-    def text(self, argument: Argument) -> str:
+    def text(self, argument: WrittenArgument) -> str:
         """The value's text, brackets around it included."""
         return self.context.text[argument.value_start : argument.end].strip()
 
-    def drop(self, argument: Argument) -> None:
+    def drop(self, argument: WrittenArgument) -> None:
         """Take an argument out."""
         self._dropped.add(id(argument))
 
-    def rename(self, argument: Argument, name: str) -> None:
+    def rename(self, argument: WrittenArgument, name: str) -> None:
         """Give the value to another keyword; the value's own text is not touched."""
         self._edits.append(change(argument.start, argument.value_start, f"{name}="))
 
-    def wrap(self, argument: Argument, before: str, after: str) -> None:
+    def wrap(self, argument: WrittenArgument, before: str, after: str) -> None:
         """Put text in place of `name=`, and behind the value."""
         self._edits.append(change(argument.start, argument.value_start, before))
         self._edits.append(change(argument.end, argument.end, after))
 
-    def replace(self, argument: Argument, text: str) -> None:
+    def replace(self, argument: WrittenArgument, text: str) -> None:
         """Put other text in place of the whole argument."""
         self._edits.append(change(argument.start, argument.end, text))
 
@@ -71,7 +72,7 @@ class ArgumentList:
         """Add an argument at the end."""
         self._added.append(text)
 
-    def kept(self) -> list[Argument]:
+    def kept(self) -> list[WrittenArgument]:
         """The arguments that are not dropped."""
         return [one for one in self.arguments if id(one) not in self._dropped]
 
@@ -100,14 +101,14 @@ class ArgumentList:
         gone = (one for one in self.arguments if id(one) in self._dropped)
         return any(one.start <= edit.start and edit.end <= one.end for one in gone)
 
-    def _on_own_lines(self, tail: list[Argument]) -> bool:
+    def _on_own_lines(self, tail: list[WrittenArgument]) -> bool:
         """Whether a run of arguments at the end shares no line with anything else."""
         text = self.context.text
         line_start = text.rfind("\n", 0, tail[0].start) + 1
         behind = tail[-1].end if tail[-1].comma is None else tail[-1].comma + 1
         return text[line_start : tail[0].start].strip() == "" and _REST.match(text, behind) is not None
 
-    def _removal(self, argument: Argument) -> Edit:
+    def _removal(self, argument: WrittenArgument) -> Edit:
         text = self.context.text
         end = argument.comma + 1 if argument.comma is not None else argument.end
         line_start = text.rfind("\n", 0, argument.start) + 1
@@ -137,7 +138,7 @@ class ArgumentList:
     def _comments(self, start: int, end: int) -> list[str]:
         return [comment for offset, comment in _comments_in(self.context, self.call) if start <= offset < end]
 
-    def _additions(self, last: Argument | None, comma: int | None) -> list[Edit]:
+    def _additions(self, last: WrittenArgument | None, comma: int | None) -> list[Edit]:
         text = self.context.text
         if last is None:
             return [change(self._open, self._open, ", ".join(self._added))]
@@ -180,7 +181,7 @@ def read_arguments(context: FileContext, call: ast.Call) -> ArgumentList:
             name, value, value_start = "*", node.value, start + 1
         else:
             name, value_start = "", start
-        found.append(Argument(name, value, start, end, value_start, comma))
+        found.append(WrittenArgument(name, value, start, end, value_start, comma))
     return ArgumentList(context, call, found, open_at)
 
 
@@ -272,10 +273,10 @@ class Blocked(Exception):
 class Wrap:
     """One constructor call in the making; everything a target needs to write it anew."""
 
-    draft: Draft
+    draft: FileDraft
     call: ast.Call
     list: ArgumentList
-    by_name: dict[str, Argument]
+    by_name: dict[str, WrittenArgument]
     is_partial: bool
     dropped: list[str] = field(default_factory=list)
     """What FSDP2 does by itself, or does not have, said in the finding."""
@@ -377,7 +378,7 @@ def _is_partial(context: FileContext, call: ast.Call) -> bool:
     return context.is_any(call.func, {"functools.partial"})
 
 
-def read(draft: Draft, call: ast.Call, is_partial: bool) -> Wrap:
+def read(draft: FileDraft, call: ast.Call, is_partial: bool) -> Wrap:
     """Match the arguments of a call with FSDP's parameters.
 
     Raises:
@@ -388,7 +389,7 @@ def read(draft: Draft, call: ast.Call, is_partial: bool) -> Wrap:
     except ValueError:
         raise Blocked("the call is inside an f-string", "take it out of the string") from None
     position = -1 if is_partial else 0
-    by_name: dict[str, Argument] = {}
+    by_name: dict[str, WrittenArgument] = {}
     for argument in listed.arguments:
         if argument.name == "":
             if position >= len(PARAMETERS):
@@ -412,6 +413,6 @@ def has_stars(wrap: Wrap) -> bool:
     return any(name.startswith("*") for name in wrap.by_name)
 
 
-def leave(draft: Draft, call: ast.Call, blocked: Blocked) -> None:
+def leave(draft: FileDraft, call: ast.Call, blocked: Blocked) -> None:
     """Note why a call is left alone."""
-    draft.undecided(CODE, call, f"FSDP(...) is left alone: {blocked.why}", f"{blocked.fix}; or {ROAD1}")
+    draft.undecided(CODE, call, f"FSDP(...) is left alone: {blocked.why}", f"{blocked.fix}; or {KEEP_FSDP1_API}")

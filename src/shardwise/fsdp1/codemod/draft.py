@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
-from shardwise.errors import SourceError
 from shardwise.findings import Edit, Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod.emitted import functions, is_ours, origins
+from shardwise.source.edits import change
 from shardwise.source.syntax import FileContext
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FindingKind:
     """One kind of finding."""
 
     code: str
@@ -23,66 +22,40 @@ class Kind:
 
 
 _KINDS = (
-    Kind("SW101", "fsdp1-constructor", "FSDP(...) is FSDP1's constructor; FSDP2 shards in place, with fully_shard."),
-    Kind("SW102", "fsdp1-class-as-value", "FSDP's class is passed around, subclassed or chosen at run time."),
-    Kind("SW103", "fsdp1-enable-wrap", "enable_wrap and wrap build FSDP1 units while the model is being built."),
-    Kind("SW110", "fsdp1-state-dict-type", "state_dict_type says how FSDP1 gathers a state dict."),
-    Kind("SW111", "plain-state-dict", "state_dict() of a sharded model holds shards under FSDP2, not whole tensors."),
-    Kind("SW112", "fsdp1-optimizer-state", "FSDP1 has calls of its own for the state of an optimizer."),
-    Kind("SW113", "fsdp1-local-state-dict", "LOCAL_STATE_DICT holds flat shards, which FSDP2 does not have."),
-    Kind("SW120", "fsdp1-clip-grad-norm", "clip_grad_norm_ is a method of FSDP1's models only."),
-    Kind("SW121", "fsdp1-no-sync", "no_sync is a context of FSDP1's models; FSDP2 has a switch."),
-    Kind("SW122", "sharded-grad-scaler", "ShardedGradScaler is FSDP1's; FSDP2 works with torch's own."),
-    Kind("SW123", "fsdp1-type-check", "isinstance and annotations name FSDP1's class."),
-    Kind("SW124", "summon-full-params", "summon_full_params gathers FSDP1's flat parameters."),
-    Kind("SW125", "recomputation-after-sharding", "Activation checkpointing must be applied before fully_shard."),
-    Kind("SW126", "fsdp1-inner-module", "`.module` reaches into FSDP1's wrapper; FSDP2 has none."),
-    Kind("SW127", "flat-parameter", "FSDP1's flat parameters and handles do not exist in FSDP2."),
-    Kind("SW128", "optimizer-before-sharding", "An optimizer built before fully_shard updates tensors nobody uses."),
-    Kind("SW129", "offload-needs-gloo", "Offloaded gradients are on the CPU, where NCCL cannot reduce them."),
-    Kind("SW130", "fsdp1-communication-hook", "register_comm_hook has no direct counterpart in FSDP2."),
-    Kind("SW131", "fsdp1-static-call", "A function of FSDP1's class that works on FSDP1's models only."),
-    Kind("SW132", "made-for-fsdp1", "A function that may know FSDP1's models only is handed the sharded model."),
-    Kind("SW133", "wrapped-elsewhere", "No file given wraps a model: the one that does must move to FSDP2 as well."),
-    Kind("SW134", "ranks-drawn-apart", "Ranks draw different weights, and each keeps its part of its own."),
-    Kind("SW135", "whole-numbers", "Sizes and norms of sharded parameters are of the whole, not of a rank's part."),
-    Kind("SW136", "forward-by-name", "FSDP2 gathers parameters when a module is called, not when its forward is."),
-    Kind("SW180", "unreadable-source", "The file cannot be read as Python, so nothing in it is rewritten."),
+    ("SW101", "fsdp1-constructor", "FSDP(...) is FSDP1's constructor; FSDP2 shards in place, with fully_shard."),
+    ("SW102", "fsdp1-class-as-value", "FSDP's class is passed around, subclassed or chosen at run time."),
+    ("SW103", "fsdp1-enable-wrap", "enable_wrap and wrap build FSDP1 units while the model is being built."),
+    ("SW110", "fsdp1-state-dict-type", "state_dict_type says how FSDP1 gathers a state dict."),
+    ("SW111", "plain-state-dict", "state_dict() of a sharded model holds shards under FSDP2, not whole tensors."),
+    ("SW112", "fsdp1-optimizer-state", "FSDP1 has calls of its own for the state of an optimizer."),
+    ("SW113", "fsdp1-local-state-dict", "LOCAL_STATE_DICT holds flat shards, which FSDP2 does not have."),
+    ("SW120", "fsdp1-clip-grad-norm", "clip_grad_norm_ is a method of FSDP1's models only."),
+    ("SW121", "fsdp1-no-sync", "no_sync is a context of FSDP1's models; FSDP2 has a switch."),
+    ("SW122", "sharded-grad-scaler", "ShardedGradScaler is FSDP1's; FSDP2 works with torch's own."),
+    ("SW123", "fsdp1-type-check", "isinstance and annotations name FSDP1's class."),
+    ("SW124", "summon-full-params", "summon_full_params gathers FSDP1's flat parameters."),
+    ("SW125", "recomputation-after-sharding", "Activation checkpointing must be applied before fully_shard."),
+    ("SW126", "fsdp1-inner-module", "`.module` reaches into FSDP1's wrapper; FSDP2 has none."),
+    ("SW127", "flat-parameter", "FSDP1's flat parameters and handles do not exist in FSDP2."),
+    ("SW128", "optimizer-before-sharding", "An optimizer built before fully_shard updates tensors nobody uses."),
+    ("SW129", "offload-needs-gloo", "Offloaded gradients are on the CPU, where NCCL cannot reduce them."),
+    ("SW130", "fsdp1-communication-hook", "register_comm_hook has no direct counterpart in FSDP2."),
+    ("SW131", "fsdp1-static-call", "A function of FSDP1's class that works on FSDP1's models only."),
+    ("SW132", "made-for-fsdp1", "A function that may know FSDP1's models only is handed the sharded model."),
+    ("SW133", "wrapped-elsewhere", "No file given wraps a model: the one that does must move to FSDP2 as well."),
+    ("SW134", "ranks-drawn-apart", "Ranks draw different weights, and each keeps its part of its own."),
+    ("SW135", "whole-numbers", "Sizes and norms of sharded parameters are of the whole, not of a rank's part."),
+    ("SW136", "forward-by-name", "FSDP2 gathers parameters when a module is called, not when its forward is."),
+    ("SW180", "unreadable-source", "The file cannot be read as Python, so nothing in it is rewritten."),
 )
-KINDS = {kind.code: kind for kind in _KINDS}
+KINDS = {code: FindingKind(code, name, summary) for code, name, summary in _KINDS}
 
 
-def change(start: int, end: int, text: str) -> Edit:
-    """An edit; with `start == end`, an insertion."""
-    return Edit(start=start, end=end, text=text)
-
-
-def apply_edits(text: str, edits: Iterable[Edit]) -> str:
-    """The text with all edits made; insertions at one place keep the order they were given in.
-
-    Raises:
-        SourceError: Two edits overlap. It is a bug of a rule, never of the text.
-    """
-    pieces: list[str] = []
-    done = 0
-    # Two rules may ask for the very same change: made once.
-    for edit in sorted(dict.fromkeys(edits), key=lambda one: (one.start, one.end)):
-        if edit.start < done:
-            raise SourceError(
-                f"two rewrites touch the same text, {text[edit.start : edit.end]!r}",
-                why="each rule must leave alone what another has taken",
-                fix="report it, with the file",
-            )
-        pieces += [text[done : edit.start], edit.text]
-        done = edit.end
-    return "".join([*pieces, text[done:]])
-
-
-ROAD1 = "keep it on FSDP2 by importing from shardwise.fsdp1 instead of torch.distributed.fsdp"
+KEEP_FSDP1_API = "keep it on FSDP2 by importing from shardwise.fsdp1 instead of torch.distributed.fsdp"
 
 
 @dataclass(slots=True)
-class Draft:
+class FileDraft:
     """What shall become of one file."""
 
     context: FileContext
@@ -99,12 +72,14 @@ class Draft:
     taken: set[ast.AST] = field(default_factory=set)
     """Nodes that a rule has rewritten, for later rules to leave alone."""
 
-    def snapshot(self) -> Draft:
+    def snapshot(self) -> FileDraft:
         """A copy to go back to, should a rule find that it cannot finish."""
         parts = {one.name: getattr(self, one.name) for one in fields(self)}
-        return Draft(**{name: copy.copy(value) if name not in ("context",) else value for name, value in parts.items()})
+        return FileDraft(
+            **{name: copy.copy(value) if name not in ("context",) else value for name, value in parts.items()}
+        )
 
-    def restore(self, earlier: Draft) -> None:
+    def restore(self, earlier: FileDraft) -> None:
         """Forget what has happened since."""
         for one in fields(self):
             setattr(self, one.name, getattr(earlier, one.name))

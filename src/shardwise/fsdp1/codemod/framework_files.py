@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import yaml
 
 from shardwise.findings import Edit, Severity, SourceFinding, Status
-from shardwise.fsdp1.codemod import accelerate, composer
-from shardwise.fsdp1.codemod.draft import apply_edits
-from shardwise.fsdp1.codemod.framework_settings import COMPUTED, Become, Block, Conversion, Drop, Keep
+from shardwise.fsdp1.codemod.framework_settings import (
+    ACCELERATE_KEYS,
+    COMPOSER_FSDP2_KEYS,
+    COMPOSER_KEYS,
+    COMPUTED,
+    Become,
+    ConfigConversion,
+    Drop,
+    Undecided,
+    convert_accelerate,
+    convert_composer,
+    strategy_name,
+)
+from shardwise.source.edits import apply
 from shardwise.source.syntax import FileContext
 
 _INTERPOLATED = re.compile(r"\$\{|\{\{")
@@ -61,7 +72,7 @@ def entry(node: yaml.MappingNode, name: str) -> tuple[yaml.Node, yaml.Node] | No
     return next(((key, value) for key, value in node.value if str(key.value) == name), None)
 
 
-def conversion_edits(text: str, node: yaml.MappingNode, conversion: Conversion, prefix: str) -> list[Edit]:
+def conversion_edits(text: str, node: yaml.MappingNode, conversion: ConfigConversion, prefix: str) -> list[Edit]:
     """The edits that carry out a conversion on a block mapping; `prefix` goes before the keys it writes."""
     edits = []
     written: set[str] = set()
@@ -123,6 +134,7 @@ def _content_end(node: yaml.Node, key: yaml.Node) -> int:
     return max(node.end_mark.index if node.end_mark.index > node.start_mark.index else 0, key.end_mark.index)
 
 
+DECIDE = Status.NEEDS_DECISION
 ACCELERATE, COMPOSER, LIGHTNING, TRANSFORMERS = "SW181", "SW182", "SW183", "SW184"
 NAMES = {
     ACCELERATE: "accelerate-fsdp1",
@@ -158,7 +170,7 @@ def convert_yaml(text: str, path: str) -> tuple[str, list[SourceFinding]]:
         for node in mappings(root):
             found += _findings_in(text, path, root, node, seen)
     edits = [edit for finding in found for edit in finding.edits]
-    return apply_edits(text, edits), found
+    return apply(text, edits), found
 
 
 def _findings_in(
@@ -180,19 +192,19 @@ def _config(
     if str(around.get("distributed_type")).upper() == "FSDP":
         if str(bare.get("version", 1)) == "2":
             return []
-        conversion = accelerate.convert_settings(bare, launched=True, around=around)
+        conversion = convert_accelerate(bare, launched=True, around=around)
         if "parallelism_config" in around and conversion.beside:
             conversion.beside.clear()
             conversion.notes.append("parallelism_config is there already; check its sizes")
         return _converted(text, path, ACCELERATE, node, config, conversion, "fsdp_" if has_prefix else "")
     if "distributed_type" in around:  # accelerate's, for something other than FSDP
         return []
-    if has_prefix and "fsdp" in around and bare.keys() <= accelerate.KEYS:
-        return [] if str(bare.get("version", 1)) == "2" else [_transformers(path, node, config)]
-    if "sharding_strategy" in settings and settings.keys() & composer.KEYS - {"sharding_strategy"}:
-        if settings.keys() & composer.FSDP2_KEYS:
+    if has_prefix and "fsdp" in around and bare.keys() <= ACCELERATE_KEYS:
+        return [] if str(bare.get("version", 1)) == "2" else [_transformers(path, config)]
+    if "sharding_strategy" in settings and settings.keys() & COMPOSER_KEYS - {"sharding_strategy"}:
+        if settings.keys() & COMPOSER_FSDP2_KEYS:
             return []
-        conversion = composer.convert_settings(settings, around=plain(root))
+        conversion = convert_composer(settings, around=plain(root))
         return _converted(text, path, COMPOSER, node, config, conversion, "")
     return []
 
@@ -203,39 +215,34 @@ def _converted(
     code: str,
     node: yaml.MappingNode,
     config: yaml.MappingNode,
-    conversion: Conversion,
+    conversion: ConfigConversion,
     prefix: str,
 ) -> list[SourceFinding]:
     """Findings for one config: its edits if every setting converts, otherwise what a person must decide."""
     lines = {str(key.value).removeprefix(prefix) if prefix else str(key.value): key for key, _ in config.value}
     if _cannot_edit(text, node, config):
         message = "this config is written inline or with merge keys, which is not edited"
-        return [
-            _yaml_finding(
-                path, code, config, message, Status.NEEDS_DECISION, fix="write one setting a line and run again"
-            )
-        ]
+        fix = "write one setting a line and run again"
+        return [_yaml_finding(path, code, config, message, DECIDE, fix)]
     if conversion.blocked:
         return [
             _yaml_finding(
-                path,
-                code,
-                lines.get(key, config),
-                f"{prefix + key + ': ' if key else ''}{block.why}",
-                Status.NEEDS_DECISION,
-                fix=block.fix,
+                path, code, lines.get(key, config), _reason(prefix + key if key else "", block), DECIDE, block.fix
             )
             for key, block in conversion.blocked
         ]
     edits = conversion_edits(text, config, conversion, prefix)
     edits += [mapping_insertion(text, node, name, values) for name, values in conversion.beside.items()]
-    found = [_yaml_finding(path, code, config, _summary(conversion, prefix), Status.REWRITTEN, edits=tuple(edits))]
+    found = [_yaml_finding(path, code, config, _summary(conversion, prefix), Status.REWRITTEN, edits=edits)]
     for key, step in conversion.steps.items():
-        if isinstance(step, Keep | Drop | Become) and step.note:
-            found.append(
-                _yaml_finding(path, code, lines.get(key, config), f"{prefix}{key}: {step.note}", Status.REPORTED)
-            )
+        if not isinstance(step, Undecided) and step.note:
+            message = f"{prefix}{key}: {step.note}"
+            found.append(_yaml_finding(path, code, lines.get(key, config), message, Status.REPORTED))
     return found + [_yaml_finding(path, code, config, note, Status.REPORTED) for note in conversion.notes]
+
+
+def _reason(key: str, block: Undecided) -> str:
+    return f"{key}: {block.why}" if key else block.why
 
 
 def _cannot_edit(text: str, node: yaml.MappingNode, config: yaml.MappingNode) -> bool:
@@ -245,7 +252,7 @@ def _cannot_edit(text: str, node: yaml.MappingNode, config: yaml.MappingNode) ->
     return bool(config.flow_style or node.flow_style or has_merge or len(starts) < len(keys))
 
 
-def _summary(conversion: Conversion, prefix: str) -> str:
+def _summary(conversion: ConfigConversion, prefix: str) -> str:
     dropped = [prefix + key for key, step in conversion.steps.items() if isinstance(step, Drop)]
     became = [
         f"{prefix}{key} -> {prefix}{step.key}"
@@ -261,9 +268,9 @@ def _summary(conversion: Conversion, prefix: str) -> str:
     return "FSDP1 config moved to FSDP2: " + ("; ".join(part for part in parts if part) or "no setting had to change")
 
 
-def _transformers(path: str, node: yaml.MappingNode, config: yaml.MappingNode) -> SourceFinding:
+def _transformers(path: str, config: yaml.MappingNode) -> SourceFinding:
     message = "fsdp_config of a trainer that hands it to accelerate: FSDP1 unless it says fsdp_version: 2"
-    return _yaml_finding(path, TRANSFORMERS, config, message, Status.NEEDS_DECISION, fix=TRANSFORMERS_FIX)
+    return _yaml_finding(path, TRANSFORMERS, config, message, DECIDE, fix=TRANSFORMERS_FIX)
 
 
 def _lightning(path: str, node: yaml.MappingNode) -> Iterator[SourceFinding]:
@@ -280,36 +287,34 @@ def _lightning(path: str, node: yaml.MappingNode) -> Iterator[SourceFinding]:
 
 def lightning_finding(path: str, line: int, strategy: str) -> SourceFinding:
     """Lightning's FSDPStrategy has no drop-in successor: what a person has to write."""
-    strategy = accelerate.strategy_name(strategy) or "FULL_SHARD"
+    strategy = strategy_name(strategy) or "FULL_SHARD"
     more = {
         "SHARD_GRAD_OP": "; pass reshard_after_forward=False for SHARD_GRAD_OP",
         "NO_SHARD": "; for NO_SHARD use strategy='ddp' instead",
         "HYBRID_SHARD": "; for HYBRID_SHARD build a (replicate, shard) mesh yourself: its own has no replicate axis",
     }.get(strategy, "")
-    return SourceFinding(
-        code=LIGHTNING,
-        name=NAMES[LIGHTNING],
-        message="Lightning's FSDPStrategy is FSDP1; for FSDP2 the model shards itself",
-        where=f"{path}:{line}:1",
-        severity=Severity.WARNING,
-        fix=LIGHTNING_FIX + more,
-        path=path,
-        line=line,
-        status=Status.NEEDS_DECISION,
-    )
+    message = "Lightning's FSDPStrategy is FSDP1; for FSDP2 the model shards itself"
+    return _finding(path, line, 1, LIGHTNING, message, DECIDE, LIGHTNING_FIX + more)
 
 
 def _yaml_finding(
+    path: str, code: str, node: yaml.Node, message: str, status: Status, fix: str = "", edits: Sequence[Edit] = ()
+) -> SourceFinding:
+    mark = node.start_mark
+    return _finding(path, mark.line + 1, mark.column + 1, code, message, status, fix, tuple(edits))
+
+
+def _finding(
     path: str,
+    line: int,
+    column: int,
     code: str,
-    node: yaml.Node,
     message: str,
     status: Status,
-    *,
-    fix: str = "",
+    fix: str,
     edits: tuple[Edit, ...] = (),
+    end_line: int = 0,
 ) -> SourceFinding:
-    line, column = node.start_mark.line + 1, node.start_mark.column + 1
     return SourceFinding(
         code=code,
         name=NAMES[code],
@@ -320,6 +325,7 @@ def _yaml_finding(
         path=path,
         line=line,
         column=column,
+        end_line=end_line,
         status=status,
         edits=edits,
     )
@@ -366,9 +372,7 @@ def _plugin(file: FileContext, call: ast.Call) -> Iterator[SourceFinding]:
         return
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         message = "the plugin's settings are not all written as keywords here"
-        yield _keyword_finding(
-            file, call, ACCELERATE, message, Status.NEEDS_DECISION, fix="pass fsdp_version=2 and FSDP2's settings"
-        )
+        yield _keyword_finding(file, call, ACCELERATE, message, DECIDE, "pass fsdp_version=2 and FSDP2's settings")
         return
     settings = {str(keyword.arg).removeprefix("fsdp_"): _value(file, keyword.value) for keyword in call.keywords}
     if "sharding_strategy" not in settings:
@@ -376,21 +380,19 @@ def _plugin(file: FileContext, call: ast.Call) -> Iterator[SourceFinding]:
         fix = "set fsdp_version: 2 in the launcher's config (`shardwise migrate` converts it), or pass fsdp_version=2"
         yield _keyword_finding(file, call, ACCELERATE, message, Status.REPORTED, fix=fix)
         return
-    conversion = accelerate.convert_settings(settings, launched=False, around={})
+    conversion = convert_accelerate(settings, launched=False, around={})
     if conversion.blocked:
         for key, block in conversion.blocked:
             at = _keyword(call, key) or _keyword(call, f"fsdp_{key}")
-            message = f"{key + ': ' if key else ''}{block.why}"
-            yield _keyword_finding(
-                file, at.value if at else call, ACCELERATE, message, Status.NEEDS_DECISION, fix=block.fix
-            )
+            node = at.value if at else call
+            yield _keyword_finding(file, node, ACCELERATE, _reason(key, block), DECIDE, block.fix)
         return
-    edits = tuple(_keyword_edits(file, call, conversion))
+    edits = _keyword_edits(file, call, conversion)
     message = "FullyShardedDataParallelPlugin moved to fsdp_version=2"
     yield _keyword_finding(file, call, ACCELERATE, message, Status.REWRITTEN, edits=edits)
 
 
-def _keyword_edits(file: FileContext, call: ast.Call, conversion: Conversion) -> Iterator[Edit]:
+def _keyword_edits(file: FileContext, call: ast.Call, conversion: ConfigConversion) -> Iterator[Edit]:
     """Drop and rename keywords; `fsdp_version=2` goes where the strategy was."""
     spans = [file.positions.span(keyword) for keyword in call.keywords]
     steps = [conversion.steps.get(str(keyword.arg).removeprefix("fsdp_")) for keyword in call.keywords]
@@ -429,30 +431,29 @@ def _composer(file: FileContext, call: ast.Call) -> Iterator[SourceFinding]:
     fix = 'pass parallelism_config={"fsdp": FSDP2Config(...)} with FSDP2\'s settings'
     if config is None:
         message = "Composer's FSDP settings are not written out here"
-        status = Status.NEEDS_DECISION if given.arg == "fsdp_config" else Status.REPORTED
+        status = DECIDE if given.arg == "fsdp_config" else Status.REPORTED
         yield _keyword_finding(file, given.value, COMPOSER, message, status, fix=fix)
         return
     settings = {key: _value(file, value) for key, value in _items(config)}
-    if settings.keys() & composer.FSDP2_KEYS:
+    if settings.keys() & COMPOSER_FSDP2_KEYS:
         return
-    conversion = composer.convert_settings(settings, around={})
+    conversion = convert_composer(settings, around={})
     for key, block in conversion.blocked:
-        message = f"{key + ': ' if key else ''}{block.why}"
-        yield _keyword_finding(file, config, COMPOSER, message, Status.NEEDS_DECISION, fix=block.fix)
+        yield _keyword_finding(file, config, COMPOSER, _reason(key, block), DECIDE, block.fix)
     if not conversion.blocked:
         shown = f'parallelism_config={{"fsdp": {_as_config(file, config, conversion)}}}'
         message = "Composer's FSDP1 settings; each has a place in FSDP2Config"
-        yield _keyword_finding(file, given.value, COMPOSER, message, Status.NEEDS_DECISION, fix=f"pass {shown}")
+        yield _keyword_finding(file, given.value, COMPOSER, message, DECIDE, fix=f"pass {shown}")
 
 
-def _as_config(file: FileContext, config: ast.Dict, conversion: Conversion) -> str:
+def _as_config(file: FileContext, config: ast.Dict, conversion: ConfigConversion) -> str:
     """The call of FSDP2Config that a dict of FSDP1 settings becomes."""
     parts = []
     for key, value in _items(config):
         match conversion.steps.get(key):
             case Become(new_key, new_value):
                 parts.append(f"{new_key}={new_value!r}")
-            case Drop() | Block():
+            case Drop() | Undecided():
                 pass
             case _:
                 parts.append(f"{key}={file.source(value)}")
@@ -471,7 +472,7 @@ def _training_arguments(file: FileContext, call: ast.Call) -> Iterator[SourceFin
     if version is not None and str(_value(file, version)) == "2":
         return
     message = "fsdp= of the trainer's arguments is FSDP1 unless fsdp_config says fsdp_version: 2"
-    yield _keyword_finding(file, switch.value, TRANSFORMERS, message, Status.NEEDS_DECISION, fix=TRANSFORMERS_FIX)
+    yield _keyword_finding(file, switch.value, TRANSFORMERS, message, DECIDE, fix=TRANSFORMERS_FIX)
 
 
 def _keyword(call: ast.Call, name: str) -> ast.keyword | None:
@@ -518,23 +519,9 @@ def _keyword_finding(
     code: str,
     message: str,
     status: Status,
-    *,
     fix: str = "",
-    edits: tuple[Edit, ...] = (),
+    edits: Iterable[Edit] = (),
 ) -> SourceFinding:
-    start, _ = file.positions.span(node)
-    column = file.positions.column(node.lineno, start)
-    return SourceFinding(
-        code=code,
-        name=NAMES[code],
-        message=message,
-        where=f"{file.path}:{node.lineno}:{column}",
-        severity=Severity.NOTE if status is Status.REPORTED else Severity.WARNING,
-        fix=fix,
-        path=file.path,
-        line=node.lineno,
-        column=column,
-        end_line=node.end_lineno or node.lineno,
-        status=status,
-        edits=edits,
-    )
+    column = file.positions.column(node.lineno, file.positions.span(node)[0])
+    end_line = node.end_lineno or node.lineno
+    return _finding(file.path, node.lineno, column, code, message, status, fix, tuple(edits), end_line)

@@ -7,8 +7,8 @@ import re
 
 from shardwise.errors import SourceError
 from shardwise.findings import Edit
-from shardwise.fsdp1.codemod.draft import apply_edits, change
 from shardwise.fsdp1.codemod.emitted import assemble, is_ours, names_used, origins
+from shardwise.source.edits import apply, change
 from shardwise.source.syntax import FileContext
 
 _FSDP = "torch.distributed.fsdp"
@@ -30,10 +30,10 @@ def finish(before: FileContext, text: str, names: set[str], helpers: set[str], f
     """
     after = FileContext(text, before.path)
     newline = "\r\n" if "\r\n" in text else "\n"
-    carried = [] if not helpers else assemble(helpers, features)
-    carried = [(name, piece) for name, piece in carried if name not in after.scopes[after.tree].names]
+    there = after.scopes[after.tree].names
+    emitted = [(name, piece) for name, piece in assemble(helpers, features) if name not in there]
     wanted = set(names)
-    for _, piece in carried:
+    for _, piece in emitted:
         wanted |= set(names_used(piece))
     missing, renamed = _missing(after, wanted)
     if clash := sorted(names & renamed.keys()):
@@ -43,12 +43,12 @@ def finish(before: FileContext, text: str, names: set[str], helpers: set[str], f
             why="emitted code uses the name as torch does",
             fix="rename it",
         )
-    block = "\n\n\n".join(piece for _, piece in carried)
+    block = "\n\n\n".join(piece for _, piece in emitted)
     for old, new in renamed.items():
         block = re.sub(rf"\b{old}\b", new, block)
-    edits = _removals(before, after, (bool(carried) and block) or "")
+    edits = _removals(before, after, block)
     edits += _insertion(after, _statements(missing, renamed), block, newline, edits)
-    return apply_edits(text, edits)
+    return apply(text, edits)
 
 
 def _missing(after: FileContext, wanted: set[str]) -> tuple[list[str], dict[str, str]]:
@@ -98,12 +98,12 @@ def _insertion(after: FileContext, statements: list[str], block: str, newline: s
     if statement is None:
         place, head = 0, ""
         if after.tree.body and ast.get_docstring(after.tree, clean=False) is not None:
-            place = _line_end(text, after.positions.span(after.tree.body[0])[1])
+            place = after.positions.line_end(after.positions.span(after.tree.body[0])[1])
             head = "\n"
         else:
             place = _after_comments(text)
     else:
-        place = _line_end(text, after.positions.span(statement)[1])
+        place = after.positions.line_end(after.positions.span(statement)[1])
         head = ""
     removed = next((edit for edit in removals if edit.start < place <= edit.end), None)
     if removed is not None:
@@ -124,12 +124,6 @@ def _after_comments(text: str) -> int:
     """Behind the comments at the top of a file: `#!`, coding, licence."""
     match = re.match(r"(?:[ \t]*#[^\n]*\n|[ \t]*\r?\n)*", text)
     return match.end() if match else 0
-
-
-def _line_end(text: str, offset: int) -> int:
-    """Behind the end of the line that `offset` is on."""
-    match = re.compile(r"[^\r\n]*(\r\n|\r|\n|$)").match(text, offset)
-    return match.end() if match else len(text)
 
 
 def _last_import(tree: ast.Module) -> ast.stmt | None:
@@ -161,11 +155,11 @@ def _imports_only(statement: ast.stmt) -> bool:
     )
 
 
-def _removals(before: FileContext, after: FileContext, carried: str) -> list[Edit]:
+def _removals(before: FileContext, after: FileContext, helpers_text: str) -> list[Edit]:
     """Imports of FSDP1 names that were used before and are not now."""
     if after.path.endswith("__init__.py"):
         return []
-    was, now = _used(before.tree), _used(after.tree) | set(re.findall(r"\b\w+\b", carried))
+    was, now = _used(before.tree), _used(after.tree) | set(re.findall(r"\b\w+\b", helpers_text))
     exported = _exported(after.tree)
     edits: list[Edit] = []
     for node in after.parents:
@@ -208,8 +202,8 @@ def _without(after: FileContext, node: ast.ImportFrom, gone: list[ast.alias]) ->
     if len(gone) == len(node.names):
         line_start = after.positions.starts[node.lineno - 1]
         alone = text[line_start:start].strip() == ""
-        behind = _line_end(text, end)
-        body = _siblings(after, node)
+        behind = after.positions.line_end(end)
+        body = after.block(node)
         if alone and len(body) > 1 and text[end:behind].strip() == "":
             return [change(line_start, behind, "")]
         return [change(start, end, "pass")] if len(body) == 1 else []
@@ -235,12 +229,3 @@ def _without(after: FileContext, node: ast.ImportFrom, gone: list[ast.alias]) ->
             edits = [edit for edit in edits if edit.start < after.positions.span(previous)[0]]
             edits.append(change(after.positions.span(previous)[1], finish, ""))
     return edits
-
-
-def _siblings(after: FileContext, node: ast.stmt) -> list[ast.stmt]:
-    parent = after.parents.get(node, after.tree)
-    for name in ("body", "orelse", "finalbody"):
-        body = getattr(parent, name, [])
-        if isinstance(body, list) and node in body:
-            return body
-    return [node]

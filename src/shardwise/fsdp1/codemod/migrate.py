@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,16 +14,15 @@ from shardwise.findings import Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod.draft import KINDS
 from shardwise.fsdp1.codemod.framework_files import convert_yaml, may_hold_config
 from shardwise.fsdp1.codemod.program import Program
-from shardwise.fsdp1.codemod.rewriting import rewrite, stays_everywhere
+from shardwise.fsdp1.codemod.rewriting import rewrite, skipped_everywhere
 from shardwise.progress import NoProgress, Progress
+from shardwise.source.files import find_files, map_files, read_bytes, write_bytes
 from shardwise.source.syntax import decode
 
 Target = Literal["torch", "shardwise"]
 TARGETS: tuple[Target, ...] = ("torch", "shardwise")
 _CONCERNED = ("fsdp", "fullyshard", "shardedgradscaler")
-_SKIPPED = {".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", ".ruff_cache"}
 _YAML = (".yaml", ".yml")
-_FEW = 24  # files; a second process costs more than it saves below
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,92 +121,50 @@ def migrate(
     """
     if target not in TARGETS:
         raise SourceError(f"the target is {target!r}", where="--target", fix=f"choose among {', '.join(TARGETS)}")
-    found = list(dict.fromkeys(_find(paths)))
-    texts = _read(found)
+    found = find_files(paths, (".py", *_YAML))
+    texts, unreadable = _read(found)
     program = Program({path: text for path, (text, _) in texts.items() if not path.endswith(_YAML)})
     jobs = [path for path, (text, _) in texts.items() if _is_concerned(path, text) or program.handed(path)]
     heard = progress or NoProgress()
     heard.start(len(jobs), "files")
+    skipped_everywhere(program)  # read once, before there are several processes that would each find out
+
+    def work(path: str) -> MigratedFile:
+        return _migrate_file(path, *texts[path], program, target)
+
     files = []
-    for file in _run(jobs, texts, program, target, num_processes):
+    for file in map_files(work, jobs, num_processes=num_processes):
         heard.advance()
         if file.changed or file.findings:
             files.append(file)
     heard.finish()
-    files = sorted([*files, *texts.problems], key=lambda file: file.path)
+    files = sorted([*files, *unreadable], key=lambda file: file.path)
     if write:
         for file in files:
             if file.changed:
-                _write(file)
+                write_bytes(file.path, file.output.encode(file.encoding))
     return Migration(files=tuple(files), num_read=len(found))
 
 
-class _Texts(dict[str, tuple[str, str]]):
-    """Text and encoding by path, and the files that could not be decoded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.problems: list[MigratedFile] = []
-
-
-def _find(paths: Iterable[str | Path]) -> Iterator[str]:
-    for path in map(Path, paths):
-        if path.is_file():
-            yield str(path)
-        elif path.is_dir():
-            for folder, folders, names in os.walk(path):
-                folders[:] = sorted(name for name in folders if name not in _SKIPPED)
-                yield from (os.path.join(folder, name) for name in sorted(names) if name.endswith((".py", *_YAML)))
-        else:
-            raise SourceError(f"there is no {path}", where=str(path), fix="give files or folders that exist")
-
-
-def _read(paths: Sequence[str]) -> _Texts:
-    texts = _Texts()
+def _read(paths: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[MigratedFile]]:
+    """Text and encoding by path, and the files that cannot be decoded."""
+    texts, unreadable = {}, []
     for path in paths:
-        data = b""
+        data = None
         try:
-            data = Path(path).read_bytes()
+            data = read_bytes(path)
             if not path.endswith(_YAML) or may_hold_config(data.decode("utf-8", errors="replace")):
                 texts[path] = decode(data, path)
-        except OSError as error:
-            texts.problems.append(_unreadable(path, f"cannot be read: {error.strerror}"))
         except SourceError as error:
-            if _is_concerned(path, data.decode("latin-1")):
-                texts.problems.append(_unreadable(path, error.what))
-    return texts
+            if data is None or _is_concerned(path, data.decode("latin-1")):
+                unreadable.append(_unreadable(path, error.what))
+    return texts, unreadable
 
 
 def _is_concerned(path: str, text: str) -> bool:
     """Whether a file names FSDP at all, or is a config that may."""
     lower = text.lower()
     return path.endswith(_YAML) or any(word in lower for word in _CONCERNED)
-
-
-def _run(
-    jobs: Sequence[str], texts: _Texts, program: Program, target: Target, num_processes: int | None
-) -> Iterator[MigratedFile]:
-    wanted = num_processes or (os.cpu_count() or 1)
-    if wanted == 1 or (num_processes is None and len(jobs) < _FEW):
-        yield from (_migrate_file(path, *texts[path], program, target) for path in jobs)
-        return
-    program.handed("")  # once, before there are several processes that would each find out
-    stays_everywhere(program)
-    largest_first = sorted(jobs, key=lambda path: -len(texts[path][0]))
-    with ProcessPoolExecutor(wanted, initializer=_start, initargs=(program, dict(texts), target)) as pool:
-        yield from pool.map(_migrate_in_worker, largest_first, chunksize=4)
-
-
-_worker: dict[str, Any] = {}
-
-
-def _start(program: Program, texts: dict[str, tuple[str, str]], target: Target) -> None:
-    _worker.update(program=program, texts=texts, target=target)
-
-
-def _migrate_in_worker(path: str) -> MigratedFile:
-    text, encoding = _worker["texts"][path]
-    return _migrate_file(path, text, encoding, _worker["program"], _worker["target"])
 
 
 def _migrate_file(path: str, text: str, encoding: str, program: Program, target: Target) -> MigratedFile:
@@ -240,23 +194,3 @@ def _unreadable(path: str, what: str, text: str = "", where: str = "") -> Migrat
         status=Status.NEEDS_DECISION,
     )
     return MigratedFile(path=path, before=text, output=text, findings=(finding,))
-
-
-def _write(file: MigratedFile) -> None:
-    """Replace the file in one step: a reader, or a crash, sees the old text or the new."""
-    path = Path(os.path.realpath(file.path))
-    try:
-        mode = path.stat().st_mode
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".shardwise")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(file.output.encode(file.encoding))
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.chmod(temporary, mode & 0o7777)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except (OSError, UnicodeEncodeError) as error:
-        raise SourceError(f"cannot write: {error}", where=file.path, fix="check the folder's permissions") from error

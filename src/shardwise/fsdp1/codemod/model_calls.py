@@ -5,17 +5,17 @@ from __future__ import annotations
 import ast
 import re
 
-from shardwise.fsdp1.codemod.constructors import Argument, ArgumentList, read_arguments
-from shardwise.fsdp1.codemod.draft import ROAD1, Draft
+from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
+from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, FileDraft
 from shardwise.fsdp1.codemod.program import Program, is_constant
 from shardwise.fsdp1.codemod.sharded import FLAT, Holds, Sharded
-from shardwise.source.syntax import FSDP1, FileContext, Function
+from shardwise.source.syntax import FSDP1, FileContext, Function, argument_of, given_to
 
 ACCUMULATION_CODE = "SW121"
 _OTHERS = re.compile(r"^self$|^cls$|accelerator|fabric|plugin|strategy", re.IGNORECASE)
 
 
-def rewrite_no_sync(draft: Draft, program: Program) -> None:
+def rewrite_no_sync(draft: FileDraft, program: Program) -> None:
     """Rewrite `model.no_sync()` and `model.no_sync` passed on uncalled."""
     context, sharded = draft.context, program.sharded(draft.context)
     moved: set[str] = set()
@@ -43,7 +43,7 @@ def rewrite_no_sync(draft: Draft, program: Program) -> None:
     _rewrite_questions(draft, moved)
 
 
-def _rewrite_questions(draft: Draft, moved: set[str]) -> None:
+def _rewrite_questions(draft: FileDraft, moved: set[str]) -> None:
     """`hasattr(model, "no_sync")`, where that is asked before: FSDP2's models have none and can do it."""
     context = draft.context
     for call in draft.calls():
@@ -55,8 +55,8 @@ def _rewrite_questions(draft: Draft, moved: set[str]) -> None:
             draft.rewritten(ACCUMULATION_CODE, call, "the question for no_sync is also answered for FSDP2's models")
 
 
-def _may_be_wrapped(draft: Draft, node: ast.expr) -> bool:
-    """A model from elsewhere, in a file that has to do with FSDP: the carried function takes any that has `no_sync`."""
+def _may_be_wrapped(draft: FileDraft, node: ast.expr) -> bool:
+    """A model from elsewhere, in a file that has to do with FSDP: the emitted helper takes any that has `no_sync`."""
     context = draft.context
     if "torch.distributed.fsdp" not in context.text or not isinstance(node, ast.Name | ast.Attribute):
         return False
@@ -71,7 +71,7 @@ _OTHER_CLIPPING = re.compile(r"self$|super|utils|accelerator|fabric|engine|train
 _FUNCTIONS = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_norm"}
 
 
-def rewrite_clipping(draft: Draft, program: Program) -> None:
+def rewrite_clipping(draft: FileDraft, program: Program) -> None:
     """Rewrite the method, and the use of torch's result where it is a sharded number now."""
     context, sharded = draft.context, program.sharded(draft.context)
     for call in draft.calls():
@@ -83,7 +83,7 @@ def rewrite_clipping(draft: Draft, program: Program) -> None:
             _function(draft, call, sharded)
 
 
-def _is_model(draft: Draft, call: ast.Call, holds: Holds) -> bool:
+def _is_model(draft: FileDraft, call: ast.Call, holds: Holds) -> bool:
     """Plain modules have no such method; accelerators and engines of other libraries do, and take the parameters."""
     if holds is not Holds.NEVER:
         return True
@@ -97,7 +97,7 @@ def _is_model(draft: Draft, call: ast.Call, holds: Holds) -> bool:
     return "fsdp" in context.text.lower() and "param" not in given and not is_other
 
 
-def _method(draft: Draft, call: ast.Call, func: ast.Attribute) -> None:
+def _method(draft: FileDraft, call: ast.Call, func: ast.Attribute) -> None:
     context = draft.context
     model = context.source(func.value)
     start, end = context.positions.span(func)
@@ -117,7 +117,7 @@ def _method(draft: Draft, call: ast.Call, func: ast.Attribute) -> None:
     )
 
 
-def _function(draft: Draft, call: ast.Call, sharded: object) -> None:
+def _function(draft: FileDraft, call: ast.Call, sharded: object) -> None:
     """FSDP1 clipped by the norm of each rank's own part; FSDP2's is over all ranks, and its result is sharded."""
     context = draft.context
     first = call.args[0] if call.args else None
@@ -150,7 +150,7 @@ def _function(draft: Draft, call: ast.Call, sharded: object) -> None:
 FORWARD_CALLS_CODE = "SW136"
 
 
-def rewrite_forward_calls(draft: Draft, program: Program) -> None:
+def rewrite_forward_calls(draft: FileDraft, program: Program) -> None:
     """Call the model itself; for a part of it, say what happens."""
     context, sharded = draft.context, program.sharded(draft.context)
     for call in draft.calls():
@@ -186,7 +186,7 @@ _FORWARD = {"forward", "generate", "sample", "encode", "decode", "predict", "inf
 _FORWARD |= {"generate_text", "chat", "beam_search", "greedy_search"}
 
 
-def rewrite_full_params(draft: Draft, program: Program) -> None:
+def rewrite_full_params(draft: FileDraft, program: Program) -> None:
     """Rewrite each `with FSDP.summon_full_params(model, ...)`."""
     sharded = program.sharded(draft.context)
     for call in draft.calls():
@@ -197,7 +197,7 @@ def rewrite_full_params(draft: Draft, program: Program) -> None:
             _rewrite(draft, call, is_static, sharded)
 
 
-def _rewrite(draft: Draft, call: ast.Call, is_static: bool, sharded: Sharded) -> None:
+def _rewrite(draft: FileDraft, call: ast.Call, is_static: bool, sharded: Sharded) -> None:
     context = draft.context
     draft.taken.update(ast.walk(call.func))
     try:
@@ -221,7 +221,7 @@ def _rewrite(draft: Draft, call: ast.Call, is_static: bool, sharded: Sharded) ->
     _swap(draft, call, listed, given)
 
 
-def _body(draft: Draft, call: ast.Call) -> list[ast.stmt] | None:
+def _body(draft: FileDraft, call: ast.Call) -> list[ast.stmt] | None:
     """The statements under the context, where it is entered at once."""
     for parent in draft.context.ancestors(call):
         if isinstance(parent, ast.With | ast.AsyncWith):
@@ -254,11 +254,11 @@ def _writes(body: list[ast.stmt]) -> bool:
     )
 
 
-def _is_on(argument: Argument | None, *, default: bool) -> bool:
+def _is_on(argument: WrittenArgument | None, *, default: bool) -> bool:
     return default if argument is None else not is_constant(argument.value, False)
 
 
-def _run_forward(draft: Draft, call: ast.Call, listed: ArgumentList, given: dict[str, Argument]) -> None:
+def _run_forward(draft: FileDraft, call: ast.Call, listed: ArgumentList, given: dict[str, WrittenArgument]) -> None:
     """A forward gathers what it needs by itself; what runs outside of it finds the root gathered."""
     for name, argument in given.items():
         if name not in ("module", "recurse"):
@@ -272,7 +272,7 @@ def _run_forward(draft: Draft, call: ast.Call, listed: ArgumentList, given: dict
     )
 
 
-def _swap(draft: Draft, call: ast.Call, listed: ArgumentList, given: dict[str, Argument]) -> None:
+def _swap(draft: FileDraft, call: ast.Call, listed: ArgumentList, given: dict[str, WrittenArgument]) -> None:
     for name, argument in given.items():
         if argument.name == "" and name != "module":
             listed.rename(argument, name)
@@ -289,7 +289,7 @@ def _swap(draft: Draft, call: ast.Call, listed: ArgumentList, given: dict[str, A
     draft.rewritten(FULL_PARAMS_CODE, call, "the parameters stand in full, as plain tensors, until the block ends")
 
 
-def _leave(draft: Draft, call: ast.Call, why: str) -> None:
+def _leave(draft: FileDraft, call: ast.Call, why: str) -> None:
     draft.undecided(
         FULL_PARAMS_CODE,
         call,
@@ -304,15 +304,14 @@ _SAYS = re.compile(r"fsdp", re.IGNORECASE)
 _PRIVATE = "torch.distributed.fsdp._"
 
 
-def report_handed_out(draft: Draft, program: Program) -> None:
+def report_handed_out(draft: FileDraft, program: Program) -> None:
     """Note each call that hands a wrapped model to a function made for FSDP1, by what it does or is called."""
     context, sharded = draft.context, program.sharded(draft.context)
     for call in draft.calls():
         name = context.source(call.func).rpartition(".")[2]
         if call in draft.taken or not _SAYS.search(name) or sharded.holds(call.func) is not Holds.NEVER:
             continue
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        models = [one for one in given if isinstance(one, ast.Name | ast.Attribute)]
+        models = [one for one in given_to(call) if isinstance(one, ast.Name | ast.Attribute)]
         if not any(sharded.holds(one) is Holds.ALWAYS for one in models) or _is_torchs(context, call):
             continue
         found = program.function(context, call.func)
@@ -323,7 +322,7 @@ def report_handed_out(draft: Draft, program: Program) -> None:
             HANDING_OUT_CODE,
             call,
             f"{name} is handed the sharded model; it {why}",
-            f"see whether it takes FSDP2's models, or leave the call out; or {ROAD1}",
+            f"see whether it takes FSDP2's models, or leave the call out; or {KEEP_FSDP1_API}",
         )
 
 
@@ -352,7 +351,7 @@ INNER_MODULES_CODE = "SW126"
 _NAMES = ("module", "_fsdp_wrapped_module")
 
 
-def rewrite_inner_modules(draft: Draft, program: Program) -> None:
+def rewrite_inner_modules(draft: FileDraft, program: Program) -> None:
     """Take `.module` off wrapped models."""
     context, sharded = draft.context, program.sharded(draft.context)
     for node in draft.nodes():
@@ -382,28 +381,23 @@ def _is_guarded(context: FileContext, node: ast.Attribute, program: Program) -> 
             isinstance(one, ast.Call)
             and isinstance(one.func, ast.Name)
             and one.func.id in ("hasattr", "isinstance", "getattr")
-            and not _names_fsdp(context, one, program)
+            and not program.names_fsdp(context, one)
             for one in ast.walk(parent.test)
         ):
             return True
     return False
 
 
-def _names_fsdp(context: FileContext, call: ast.Call, program: Program) -> bool:
-    kinds = [one for given in call.args[1:] for one in ast.walk(given) if isinstance(one, ast.Name | ast.Attribute)]
-    return any(program.is_any(context, one, {FSDP1}) for one in kinds)
-
-
 OFFLOADING_CODE = "SW129"
 
 
-def rewrite_backends(draft: Draft, program: Program) -> None:
+def rewrite_backends(draft: FileDraft, program: Program) -> None:
     """Add gloo to `init_process_group("nccl")` where the program offloads."""
     context = draft.context
     if not _offloads(draft, program):
         return
     for call in context.calls_to("torch.distributed.init_process_group"):
-        backend = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "backend"), None)
+        backend = argument_of(call, 0, "backend")
         if isinstance(backend, ast.Constant) and backend.value == "nccl":
             draft.replace(backend, '"cpu:gloo,cuda:nccl"')
             draft.rewritten(OFFLOADING_CODE, call, "gloo joins nccl: offloaded gradients are on the CPU")
@@ -416,7 +410,7 @@ def rewrite_backends(draft: Draft, program: Program) -> None:
             )
 
 
-def _offloads(draft: Draft, program: Program) -> bool:
+def _offloads(draft: FileDraft, program: Program) -> bool:
     """Whether this file, or one that it belongs to, asks FSDP to offload."""
     return (
         "CPUOffloadPolicy" in draft.names
@@ -429,7 +423,7 @@ SCALING_CODE = "SW122"
 _NAME = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
 
 
-def rewrite_scalers(draft: Draft, program: Program) -> None:
+def rewrite_scalers(draft: FileDraft, program: Program) -> None:
     """Rewrite every use of the class."""
     context = draft.context
     for node in draft.nodes():
@@ -452,7 +446,7 @@ def _is_alias(node: ast.expr, parent: ast.AST) -> bool:
     return isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) and isinstance(parent, ast.Assign)
 
 
-def _arguments(draft: Draft, call: ast.Call) -> None:
+def _arguments(draft: FileDraft, call: ast.Call) -> None:
     listed = read_arguments(draft.context, call)
     for argument in listed.arguments:
         if argument.name == "process_group":
@@ -471,7 +465,7 @@ _REDUCTIONS = {f"torch.distributed.{name}" for name in ("all_reduce", "reduce", 
 _LOOPS = ast.For | ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 
 
-def report_numbers(draft: Draft, program: Program) -> None:
+def report_numbers(draft: FileDraft, program: Program) -> None:
     """Note loops over a sharded model's parameters that count their elements or take norms of their gradients."""
     _report_reductions(draft, program)
     sharded = program.sharded(draft.context)
@@ -498,13 +492,11 @@ def report_numbers(draft: Draft, program: Program) -> None:
             )
 
 
-def _report_reductions(draft: Draft, program: Program) -> None:
+def _report_reductions(draft: FileDraft, program: Program) -> None:
     """Note branches for FSDP1's models that add something up over ranks."""
     context = draft.context
     for branch in draft.nodes():
-        if not isinstance(branch, ast.If) or not any(
-            _checks_fsdp(context, one, program) for one in ast.walk(branch.test)
-        ):
+        if not isinstance(branch, ast.If) or not any(program.names_fsdp(context, one) for one in ast.walk(branch.test)):
             continue
         calls = [one for statement in branch.body for one in ast.walk(statement) if isinstance(one, ast.Call)]
         added = [one for one in calls if context.is_any(one.func, _REDUCTIONS)]
@@ -515,13 +507,6 @@ def _report_reductions(draft: Draft, program: Program) -> None:
                 "what FSDP1's models had in parts is added up over ranks here; numbers from DTensors are of the whole",
                 "leave the reduction out if it is of sizes or norms of parameters and gradients",
             )
-
-
-def _checks_fsdp(context: FileContext, node: ast.AST, program: Program) -> bool:
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"):
-        return False
-    kinds = [one for given in node.args[1:] for one in ast.walk(given) if isinstance(one, ast.Name | ast.Attribute)]
-    return any(program.is_any(context, one, {FSDP1}) for one in kinds)
 
 
 def _lists_parameters(node: ast.expr) -> bool:

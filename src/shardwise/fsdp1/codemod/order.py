@@ -8,18 +8,19 @@ from pathlib import PurePath
 
 from shardwise.fsdp1.codemod import constructors
 from shardwise.fsdp1.codemod.constructors import Blocked, Wrap
-from shardwise.fsdp1.codemod.draft import Draft, change
+from shardwise.fsdp1.codemod.draft import FileDraft
 from shardwise.fsdp1.codemod.emitted import is_ours
 from shardwise.fsdp1.codemod.program import Program, is_constant, is_simple
 from shardwise.fsdp1.codemod.sharded import INTERNAL
-from shardwise.source.syntax import FSDP1, FileContext, Function, all_parameters
+from shardwise.source.edits import change
+from shardwise.source.syntax import FSDP1, FileContext, Function, all_parameters, argument_of, checked_types, given_to
 
 _SAYS = re.compile(r"fsdp_?v?[12]|fsdp_?version", re.IGNORECASE)
 _FOLDER = re.compile(r"fsdp_?v?2", re.IGNORECASE)
 _NOTHING = re.compile(r"^fsdp2_[A-Z]|^FSDP1$")  # as `imports` calls a class of ours; as some call FSDP1's class
 
 
-def tells_apart(draft: Draft, program: Program) -> int | None:
+def tells_apart(draft: FileDraft, program: Program) -> int | None:
     """The line on which a file tells FSDP1 from FSDP2, by a name or by a check of both types; None if it does not."""
     context = draft.context
     if any(_FOLDER.search(part) for part in PurePath(context.path).parts[-2:]):
@@ -54,13 +55,11 @@ def _named(node: ast.AST) -> list[int]:
     return [node.lineno] if _SAYS.search(name) and not _NOTHING.match(name) else []  # pyrefly: ignore
 
 
-def _checked(draft: Draft, program: Program) -> list[int]:
+def _checked(draft: FileDraft, program: Program) -> list[int]:
     """Lines of checks for FSDP2's class, in a file that also checks for FSDP1's alone."""
     context, first, second = draft.context, False, []
     for call in draft.calls():
-        if not (isinstance(call.func, ast.Name) and call.func.id == "isinstance" and len(call.args) == 2):
-            continue
-        kinds = [one for one in ast.walk(call.args[1]) if isinstance(one, ast.Name | ast.Attribute)]
+        kinds = checked_types(call)
         has_new = any(_is_fsdp2(context, one, program) for one in kinds)
         first |= not has_new and any(program.is_any(context, one, {FSDP1}) for one in kinds)
         second += [call.lineno] if has_new else []
@@ -77,7 +76,7 @@ TYPE_CHECK_CODE = "SW123"
 _BECAME = "the class became FSDPModule, which every sharded module is"
 
 
-def rewrite_type_checks(draft: Draft, program: Program) -> None:
+def rewrite_type_checks(draft: FileDraft, program: Program) -> None:
     """Rewrite every use of the class as a type."""
     context = draft.context
     for call in draft.calls():
@@ -96,7 +95,7 @@ def rewrite_type_checks(draft: Draft, program: Program) -> None:
             draft.rewritten(TYPE_CHECK_CODE, node, _BECAME)
 
 
-def with_types_changed(draft: Draft, program: Program, statement: ast.stmt, start: int, stop: int) -> str:
+def with_types_changed(draft: FileDraft, program: Program, statement: ast.stmt, start: int, stop: int) -> str:
     """The text from `start` to `stop`, which holds a statement that is moved, with its uses of the class rewritten."""
     context = draft.context
     piece = context.text[start:stop]
@@ -136,7 +135,7 @@ def is_type_use(context: FileContext, node: ast.expr) -> bool:
     return False
 
 
-def _modules(draft: Draft, call: ast.Call) -> None:
+def _modules(draft: FileDraft, call: ast.Call) -> None:
     """`FSDP.fsdp_modules(m, root_only=...)`."""
     if len(call.args) != 1 or call.keywords:
         draft.undecided(
@@ -163,7 +162,7 @@ def _modules(draft: Draft, call: ast.Call) -> None:
     draft.rewritten(TYPE_CHECK_CODE, call, "fsdp_modules became a walk over the modules")
 
 
-def _reaches_inside(draft: Draft, call: ast.Call) -> bool:
+def _reaches_inside(draft: FileDraft, call: ast.Call) -> bool:
     """Whether a call is what a loop goes over, which reaches into FSDP1's internals."""
     loop = draft.context.parents[call]
     if not (isinstance(loop, ast.For) and loop.iter is call and isinstance(loop.target, ast.Name)):
@@ -172,7 +171,7 @@ def _reaches_inside(draft: Draft, call: ast.Call) -> bool:
     return any(one.attr in INTERNAL and one.value.id == loop.target.id for one in used)  # pyrefly: ignore
 
 
-def _quoted(draft: Draft, program: Program, node: ast.Constant) -> None:
+def _quoted(draft: FileDraft, program: Program, node: ast.Constant) -> None:
     """An annotation in quotes."""
     context, value = draft.context, node.value
     if not isinstance(value, str) or not re.fullmatch(r"[\w.\[\], |]+", value) or not is_type_use(context, node):
@@ -198,7 +197,7 @@ _TRAINS = {"backward", "step", "zero_grad", "load_state_dict"}
 """Methods that a function which only prepares a model does not call."""
 
 
-def rewrite_order(draft: Draft, program: Program) -> None:
+def rewrite_order(draft: FileDraft, program: Program) -> None:
     """Move recomputation before sharding where nothing stands in between."""
     context = draft.context
     wraps = [call for call, is_partial in constructors.find(context, program) if not is_partial]
@@ -215,10 +214,10 @@ def rewrite_order(draft: Draft, program: Program) -> None:
                 _leave(draft, call)
 
 
-def model_names(draft: Draft, wrap: ast.Call) -> set[str]:
+def model_names(draft: FileDraft, wrap: ast.Call) -> set[str]:
     """The names by which the wrapped model is known."""
     context = draft.context
-    module = module_of(wrap)
+    module = argument_of(wrap, 0, "module")
     names = {context.source(module)} if module is not None else set()
     statement = context.statement(wrap)
     if isinstance(statement, ast.Assign):
@@ -226,15 +225,10 @@ def model_names(draft: Draft, wrap: ast.Call) -> set[str]:
     return names
 
 
-def module_of(wrap: ast.Call) -> ast.expr | None:
-    """The module that a constructor call is given."""
-    return wrap.args[0] if wrap.args else next((k.value for k in wrap.keywords if k.arg == "module"), None)
-
-
-def _recomputes(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> bool:
+def _recomputes(draft: FileDraft, program: Program, call: ast.Call, wrap: ast.Call) -> bool:
     """Whether a call applies activation checkpointing to the wrapped model, itself or through a function."""
     context, names = draft.context, model_names(draft, wrap)
-    if not any(context.source(one) in names for one in _given(call)):
+    if not any(context.source(one) in names for one in given_to(call)):
         return False
     if context.is_any(call.func, _APPLY):
         return True
@@ -244,10 +238,6 @@ def _recomputes(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) 
         for inner in ast.walk(function)
         if isinstance(inner, ast.Call)
     )
-
-
-def _given(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def _reached(
@@ -261,7 +251,7 @@ def _reached(
     handed = _parameters(context, call, function, names)
     reached: list[tuple[FileContext, ast.AST]] = [found]
     for inner in ast.walk(function):
-        if isinstance(inner, ast.Call) and any(other.source(one) in handed for one in _given(inner)):
+        if isinstance(inner, ast.Call) and any(other.source(one) in handed for one in given_to(inner)):
             reached += _reached(program, other, inner, handed, hops + 1)
     return reached
 
@@ -283,7 +273,7 @@ def _only_prepares(program: Program, context: FileContext, call: ast.Call, names
     )
 
 
-def _move_up(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> None:
+def _move_up(draft: FileDraft, program: Program, call: ast.Call, wrap: ast.Call) -> None:
     """Put the statement in front of the one that shards, if both are in one block and nothing between minds."""
     context = draft.context
     target = context.statement(wrap)
@@ -294,17 +284,16 @@ def _move_up(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> 
         return
     text, end = context.text, context.positions.span(moved)[1]
     line_start = context.positions.starts[moved.lineno - 1]
-    behind = re.compile(r"[^\r\n]*(\r\n|\r|\n|$)").match(text, end)
-    stop = behind.end() if behind else end
+    stop = context.positions.line_end(end)
     lead = _comments_above(text, line_start, draft.indent(moved))
     place = context.positions.starts[target.lineno - 1]
     piece = with_types_changed(draft, program, moved, lead, stop)
-    given = module_of(wrap)
+    module = argument_of(wrap, 0, "module")
     new_name = context.source(target.targets[0]) if isinstance(target, ast.Assign) else ""
-    old_name = context.source(given) if given is not None else ""
-    if given is not None and new_name and not is_simple(given):
+    old_name = context.source(module) if module is not None else ""
+    if module is not None and new_name and not is_simple(module):
         # The model is built in the call itself: it gets its name first.
-        draft.replace(given, new_name)
+        draft.replace(module, new_name)
         piece = f"{draft.indent(target)}{new_name} = {old_name}{draft.newline}{piece}"
     elif new_name and old_name and new_name != old_name:
         piece = re.sub(rf"(?<![\w.]){re.escape(new_name)}(?!\w)", old_name, piece)
@@ -315,7 +304,7 @@ def _move_up(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> 
     )
 
 
-def _leave(draft: Draft, call: ast.Call) -> None:
+def _leave(draft: FileDraft, call: ast.Call) -> None:
     draft.undecided(
         ORDER_CODE,
         call,
@@ -324,14 +313,14 @@ def _leave(draft: Draft, call: ast.Call) -> None:
     )
 
 
-def _looks_like_it(draft: Draft, program: Program, call: ast.Call, wrap: ast.Call) -> bool:
+def _looks_like_it(draft: FileDraft, program: Program, call: ast.Call, wrap: ast.Call) -> bool:
     """A function with a name that says what it does to the model, of a file not given or in a way not known."""
     context = draft.context
     name = context.source(call.func).rpartition(".")[2]
     found = program.function(context, call.func)
     if not _APPLIES.search(name) or (found is not None and "checkpoint_wrapper" not in found[0].source(found[1])):
         return False
-    return any(context.source(one) in model_names(draft, wrap) for one in _given(call))
+    return any(context.source(one) in model_names(draft, wrap) for one in given_to(call))
 
 
 def _comments_above(text: str, line_start: int, indent: str) -> int:
@@ -345,7 +334,7 @@ def _comments_above(text: str, line_start: int, indent: str) -> int:
     return line_start
 
 
-def _block_member(draft: Draft, node: ast.AST, target: ast.stmt) -> ast.stmt | None:
+def _block_member(draft: FileDraft, node: ast.AST, target: ast.stmt) -> ast.stmt | None:
     """The statement around `node` that stands in the same block as `target`; alone in its `if`, or none."""
     context = draft.context
     block = context.parents[target]
@@ -355,21 +344,15 @@ def _block_member(draft: Draft, node: ast.AST, target: ast.stmt) -> ast.stmt | N
         if not isinstance(parent, ast.If) or parent.orelse:
             return None
         current = parent
-    siblings = next((body for body in bodies(block) if target in body), [])
-    return current if current in siblings else None
+    return current if current in context.block(target) else None
 
 
-def bodies(node: ast.AST) -> list[list[ast.stmt]]:
-    """The blocks of statements that a node has."""
-    return [body for name in ("body", "orelse", "finalbody") if isinstance(body := getattr(node, name, None), list)]
-
-
-def _can_move(draft: Draft, moved: ast.stmt, target: ast.stmt, wrap: ast.Call) -> bool:
+def _can_move(draft: FileDraft, moved: ast.stmt, target: ast.stmt, wrap: ast.Call) -> bool:
     """Whether nothing between the two gives a name that the moved statement reads, and nothing in it is rewritten."""
     context = draft.context
     if not draft.starts_line(moved) or not draft.starts_line(target) or moved in draft.taken:
         return False
-    siblings = next(body for body in bodies(context.parents[target]) if target in body)
+    siblings = context.block(target)
     between = siblings[siblings.index(target) + 1 : siblings.index(moved)]
     read = {node.id for node in ast.walk(moved) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     given = {
@@ -399,7 +382,7 @@ _OPTIMIZER = re.compile(
 )
 
 
-def refuse_early_optimizers(draft: Draft, wrap: Wrap) -> None:
+def refuse_early_optimizers(draft: FileDraft, wrap: Wrap) -> None:
     """Refuse a constructor that comes after its optimizer, where the optimizer cannot be moved.
 
     Raises:
@@ -427,7 +410,7 @@ def _handed_in(wrap: Wrap) -> list[int]:
     return [function.lineno] if given and (parameters & _HANDED) - rebuilt else []
 
 
-def _handed_out(draft: Draft, wrap: ast.Call) -> list[int]:
+def _handed_out(draft: FileDraft, wrap: ast.Call) -> list[int]:
     """Lines before the constructor on which a function hands out an optimizer of the model, used behind it."""
     context, names = draft.context, model_names(draft, wrap)
     home = context.enclosing_function(wrap)
@@ -440,7 +423,7 @@ def _handed_out(draft: Draft, wrap: ast.Call) -> list[int]:
         is_bound = isinstance(node.ctx, ast.Store) and "optim" in node.id.lower() and node.lineno < wrap.lineno
         if not is_bound or not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
             continue
-        if node.id not in used or node.id in bound_later or _in_other_branch(draft, statement.value, wrap):
+        if node.id not in used or node.id in bound_later or context.are_exclusive(statement.value, wrap):
             continue
         if any(_OPTIMIZER.search(origin) for origin in context.origins(statement.value.func)):
             continue  # `_early` has it
@@ -452,7 +435,7 @@ def _handed_out(draft: Draft, wrap: ast.Call) -> list[int]:
     return lines
 
 
-def move_optimizers(draft: Draft, program: Program) -> None:
+def move_optimizers(draft: FileDraft, program: Program) -> None:
     """Move each optimizer built too early, and what depends on it, behind the constructor."""
     for wrap, is_partial in constructors.find(draft.context, program):
         if is_partial or wrap not in draft.taken:
@@ -461,7 +444,7 @@ def move_optimizers(draft: Draft, program: Program) -> None:
             _move(draft, call, wrap)
 
 
-def _early(draft: Draft, wrap: ast.Call) -> list[ast.Call]:
+def _early(draft: FileDraft, wrap: ast.Call) -> list[ast.Call]:
     """Optimizers of the wrapped model that the same function builds before it wraps."""
     context, names = draft.context, model_names(draft, wrap)
     home = context.enclosing_function(wrap)
@@ -473,28 +456,16 @@ def _early(draft: Draft, wrap: ast.Call) -> list[ast.Call]:
             continue
         asked = [node for node in ast.walk(call) if isinstance(node, ast.Attribute)]
         given = {context.source(node.value) for node in asked if node.attr in ("parameters", "named_parameters")}
-        if given & names and not _in_other_branch(draft, call, wrap):
+        if given & names and not context.are_exclusive(call, wrap):
             found.append(call)
     return found
 
 
-def _in_other_branch(draft: Draft, call: ast.Call, wrap: ast.Call) -> bool:
-    """Whether the two are in branches of one `if` that exclude each other."""
-    around = {id(one): one for one in draft.context.ancestors(call)}
-    for parent in draft.context.ancestors(wrap):
-        if isinstance(parent, ast.If) and id(parent) in around:
-            first = any(call in ast.walk(one) for one in parent.body)
-            second = any(wrap in ast.walk(one) for one in parent.body)
-            return first != second
-    return False
-
-
-def _to_move(draft: Draft, call: ast.Call, wrap: ast.Call) -> list[ast.stmt] | None:
+def _to_move(draft: FileDraft, call: ast.Call, wrap: ast.Call) -> list[ast.stmt] | None:
     """The optimizer's statement and those up to the constructor that need it; None where that is not possible."""
     context = draft.context
     first, target = context.statement(call), context.statement(wrap)
-    blocks: list[list[ast.stmt]] = [body for body in bodies(context.parents[target]) if target in body]
-    block = blocks[0] if blocks else []
+    block = context.block(target)
     if first not in block or not isinstance(first, ast.Assign) or not all(map(draft.starts_line, (first, target))):
         return None
     moved: list[ast.stmt] = [first]
@@ -517,21 +488,16 @@ def _names(statement: ast.stmt, kind: type[ast.expr_context]) -> set[str]:
     return {node.id for node in found}
 
 
-def _move(draft: Draft, call: ast.Call, wrap: ast.Call) -> None:
+def _move(draft: FileDraft, call: ast.Call, wrap: ast.Call) -> None:
     context = draft.context
     statements = _to_move(draft, call, wrap) or []
     text, target = context.text, context.statement(wrap)
-    place = _line_end(text, context.positions.span(target)[1])
+    place = context.positions.line_end(context.positions.span(target)[1])
     for statement in statements:
         start = context.positions.starts[statement.lineno - 1]
-        end = _line_end(text, context.positions.span(statement)[1])
+        end = context.positions.line_end(context.positions.span(statement)[1])
         draft.edits += [change(start, end, ""), change(place, place, text[start:end])]
         draft.taken.update(ast.walk(statement))
     draft.rewritten(
         OPTIMIZER_ORDER_CODE, call, "the optimizer moved behind the sharding, whose parameters it must update"
     )
-
-
-def _line_end(text: str, offset: int) -> int:
-    match = re.compile(r"[^\r\n]*(\r\n|\r|\n|$)").match(text, offset)
-    return match.end() if match else len(text)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.errors import SourceError
-from shardwise.source.syntax import FileContext, Function, canonical
+from shardwise.source.syntax import FSDP1, FileContext, Function, canonical, checked_types
 
 if TYPE_CHECKING:
     from shardwise.fsdp1.codemod.sharded import Sharded
@@ -118,14 +118,6 @@ class Program:
             for start in range(len(parts)):
                 self._by_tail.setdefault(parts[start:], []).append(path)
 
-    def __getstate__(self) -> tuple[dict[str, str], Any, dict[str, Any]]:
-        # Syntax trees are cheaper to make again than to send to another process.
-        return self.texts, self._handed, self._remembered
-
-    def __setstate__(self, state: tuple[dict[str, str], Any, dict[str, Any]]) -> None:
-        self.__init__(state[0])
-        self._handed, self._remembered = state[1:]
-
     def file(self, path: str) -> FileContext:
         """A file by its path.
 
@@ -169,6 +161,16 @@ class Program:
         if name not in self._remembered:
             self._remembered[name] = work(self)
         return self._remembered[name]
+
+    def files(self, concerns: Callable[[str], object]) -> Iterator[FileContext]:
+        """The files whose text concerns the caller, as far as they can be parsed."""
+        for path, text in self.texts.items():
+            if concerns(text) and (context := self._parsed(path)) is not None:
+                yield context
+
+    def names_fsdp(self, context: FileContext, node: ast.AST) -> bool:
+        """Whether `isinstance(x, ...)` asks for FSDP1's class."""
+        return any(self.is_any(context, one, {FSDP1}) for one in checked_types(node))
 
     def _parsed(self, path: str) -> FileContext | None:
         try:

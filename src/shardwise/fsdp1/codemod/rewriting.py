@@ -10,7 +10,7 @@ from dataclasses import replace
 from shardwise.errors import SourceError
 from shardwise.findings import Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod import constructors
-from shardwise.fsdp1.codemod.draft import ROAD1, Draft, apply_edits
+from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, FileDraft
 from shardwise.fsdp1.codemod.framework_files import framework_findings
 from shardwise.fsdp1.codemod.imports import finish
 from shardwise.fsdp1.codemod.model_calls import (
@@ -29,6 +29,7 @@ from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.sharded import built_anywhere, report_leftovers, subclasses
 from shardwise.fsdp1.codemod.state_dicts import rewrite_state_dicts
 from shardwise.fsdp1.codemod.writing import rewrite_constructors, rewrite_enable_wrap
+from shardwise.source.edits import apply
 from shardwise.source.syntax import FSDP1, FileContext
 
 _NAMED = re.compile(r"FSDP|FullyShardedDataParallel")
@@ -36,7 +37,7 @@ _FRAMEWORK = re.compile(r"FSDPStrategy|FullyShardedDataParallelPlugin|fsdp_confi
 _ON_MODELS = ("SW120", "SW121", "SW123", "SW124", "SW126")
 
 
-def why_it_stays(draft: Draft, program: Program) -> str:
+def why_skipped(draft: FileDraft, program: Program) -> str:
     """Why the file's models may still be FSDP1's, so that their methods must stay; empty if they are not."""
     left = [note for note in draft.notes if note.code == constructors.CODE and note.status is Status.NEEDS_DECISION]
     if left:
@@ -52,41 +53,30 @@ def why_it_stays(draft: Draft, program: Program) -> str:
     other = built_anywhere(program)
     if other:
         return f"models may be of {other}, a subclass of FSDP that stays"
-    if not program.remember("wraps", _wraps) and (framework := program.remember("framework_stays", _framework_stays)):
+    if not program.remember("wraps", _wraps) and (framework := program.remember("framework_stays", _framework_skipped)):
         return f"{framework} is left alone, and its models stay FSDP1's"
-    stays = stays_everywhere(program)
+    stays = skipped_everywhere(program)
     return f"{stays} is left alone, and so are all others" if stays else ""
 
 
-def _framework_stays(program: Program) -> str:
+def _framework_skipped(program: Program) -> str:
     """The place where a framework is told to wrap models by FSDP1, if a person must decide about that."""
-    for path, text in program.texts.items():
-        if not _FRAMEWORK.search(text):
-            continue
-        try:
-            found = framework_findings(program.file(path))
-        except SourceError:
-            continue
-        for finding in found:
+    for context in program.files(_FRAMEWORK.search):
+        for finding in framework_findings(context):
             if finding.status is Status.NEEDS_DECISION:
-                return f"the framework's setting at {path}:{finding.line}"
+                return f"the framework's setting at {finding.path}:{finding.line}"
     return ""
 
 
-def stays_everywhere(program: Program) -> str:
+def skipped_everywhere(program: Program) -> str:
     """The place of an FSDP(...) call, if the program has some and none of them can be rewritten; else empty."""
-    return program.remember("stays_everywhere", _stays_everywhere)
+    return program.remember("skipped_everywhere", _skipped_everywhere)
 
 
-def _stays_everywhere(program: Program) -> str:
+def _skipped_everywhere(program: Program) -> str:
     stays = ""
-    for path, text in program.texts.items():
-        if not _NAMED.search(text):
-            continue
-        try:
-            draft = Draft(program.file(path), "torch")
-        except SourceError:
-            continue
+    for context in program.files(_NAMED.search):
+        draft = FileDraft(context, "torch")
         rewrite_constructors(draft, program)
         for note in draft.notes:
             if note.code == constructors.CODE and note.status is Status.REWRITTEN:
@@ -100,7 +90,7 @@ def copy_of_fsdp1(context: FileContext, program: Program) -> SourceFinding | Non
     own = context.classes.get(FSDP1.rpartition(".")[2])
     if own is None or own.name in subclasses(context, program):
         return None
-    draft = Draft(context, "torch")
+    draft = FileDraft(context, "torch")
     draft.undecided(
         "SW102",
         own,
@@ -110,7 +100,7 @@ def copy_of_fsdp1(context: FileContext, program: Program) -> SourceFinding | Non
     return draft.notes[0]
 
 
-def report_wrapped_elsewhere(draft: Draft, program: Program) -> None:
+def report_wrapped_elsewhere(draft: FileDraft, program: Program) -> None:
     """Say that models come from code that was not given, where that decides whether the rewrite is right."""
     fresh = [note for note in draft.notes if note.status is Status.REWRITTEN and note.code in _ON_MODELS]
     if not fresh or program.remember("wraps", _wraps):
@@ -125,20 +115,12 @@ def report_wrapped_elsewhere(draft: Draft, program: Program) -> None:
 
 def _wraps(program: Program) -> bool:
     """Whether the program has an FSDP(...) call, or `fully_shard`."""
-    texts = [(path, text) for path, text in program.texts.items() if _NAMED.search(text) or "fully_shard" in text]
-    for path, text in texts:
-        if "fully_shard(" in text or "sw.shard(" in text:
-            return True
-        try:
-            context = program.file(path)
-        except SourceError:
-            continue
-        if next(constructors.find(context, program), None) is not None:
-            return True
-    return False
+    if any("fully_shard(" in text or "sw.shard(" in text for text in program.texts.values()):
+        return True
+    return any(next(constructors.find(one, program), None) is not None for one in program.files(_NAMED.search))
 
 
-Rule = Callable[[Draft, Program], None]
+Rule = Callable[[FileDraft, Program], None]
 _WITH_CONSTRUCTORS: tuple[Rule, ...] = (rewrite_order, move_optimizers)
 """What belongs to a rewritten constructor, whatever else the file keeps."""
 _RULES: tuple[Rule, ...] = (
@@ -159,7 +141,7 @@ _RULES: tuple[Rule, ...] = (
 def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, list[SourceFinding]]:
     """Rewrite one file.
 
-    A rule that cannot be carried out beside the others is not carried out at all, and says so.
+    A rule whose edits collide with earlier ones is not applied, and says so.
 
     Args:
         context: The file.
@@ -169,24 +151,24 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
     if (copied := copy_of_fsdp1(context, program)) is not None:
         return context.text, [copied]
     for rules in (_RULES, ()):
-        draft = Draft(context, target)
+        draft = FileDraft(context, target)
         rewrite_constructors(draft, program)
         for rule in _WITH_CONSTRUCTORS:
-            _carry_out(rule, draft, program, "")
-        keeps = why_it_stays(draft, program)
+            _apply_rule(rule, draft, program, "")
+        keeps = why_skipped(draft, program)
         for rule in rules:
-            _carry_out(rule, draft, program, keeps)
+            _apply_rule(rule, draft, program, keeps)
         report_leftovers(draft, program)
         if not keeps:
             report_handed_out(draft, program)
             report_numbers(draft, program)
             report_wrapped_elsewhere(draft, program)
-        _carry_out(_rewrite_frameworks, draft, program, "")
+        _apply_rule(_rewrite_frameworks, draft, program, "")
         notes = sorted(draft.notes, key=lambda note: (note.line, note.code))
         if not draft.edits:
             return context.text, notes
         try:
-            text = finish(context, apply_edits(context.text, draft.edits), draft.names, draft.helpers, draft.features)
+            text = finish(context, apply(context.text, draft.edits), draft.names, draft.helpers, draft.features)
             ast.parse(text)
         except (SourceError, SyntaxError):
             continue  # with fewer rules
@@ -194,13 +176,13 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
     return context.text, [_undone(note, "the rewritten file would not parse") for note in notes]
 
 
-def _carry_out(rule: Rule, draft: Draft, program: Program, keeps: str) -> None:
+def _apply_rule(rule: Rule, draft: FileDraft, program: Program, keeps: str) -> None:
     """Apply a rule; where it collides with earlier edits, or FSDP1 stays, only say what was to be done."""
     earlier = draft.snapshot()
     rule(draft, program)
     why = keeps
     try:
-        apply_edits(draft.context.text, draft.edits)
+        apply(draft.context.text, draft.edits)
     except SourceError:
         why = why or "another rewrite touches the same lines"
     if why:
@@ -219,11 +201,11 @@ def _undone(note: SourceFinding, why: str) -> SourceFinding:
         status=Status.NEEDS_DECISION,
         severity=Severity.WARNING,
         message=f"left alone, because {why}",
-        fix=f"rewrite it by hand, both together; or {ROAD1}",
+        fix=f"rewrite it by hand, both together; or {KEEP_FSDP1_API}",
     )
 
 
-def _rewrite_frameworks(draft: Draft, program: Program) -> None:
+def _rewrite_frameworks(draft: FileDraft, program: Program) -> None:
     for finding in framework_findings(draft.context):
         draft.edits += finding.edits
         draft.notes.append(finding)

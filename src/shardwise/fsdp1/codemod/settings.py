@@ -15,6 +15,7 @@ from shardwise.fsdp1.codemod.program import (
     single_value,
     strategy,
 )
+from shardwise.source.syntax import argument_of
 
 _CLASS_POLICIES = {"wrap.transformer_auto_wrap_policy": "transformer_layer_cls"}
 
@@ -110,12 +111,8 @@ def _num_uses(wrap: Wrap, name: ast.Name) -> int:
     context = wrap.context
     found = context.scope(name).find(name.id)
     home = found[0] if found else None
-    uses = 0
-    for node in context.parents:
-        if isinstance(node, ast.Name) and node.id == name.id and isinstance(node.ctx, ast.Load):
-            other = context.scope(node).find(node.id)
-            uses += other is not None and other[0] is home
-    return uses
+    others = [context.scope(node).find(node.id) for node in context.loads(name.id)]
+    return sum(other is not None and other[0] is home for other in others)
 
 
 def _literal(
@@ -211,7 +208,7 @@ def _offload_text(wrap: Wrap, node: ast.expr) -> str | None:
     if called_fsdp_name(wrap.context, value) != "CPUOffload":
         return None
     assert isinstance(value, ast.Call)
-    told = value.args[0] if value.args else next((k.value for k in value.keywords if k.arg == "offload_params"), None)
+    told = argument_of(value, 0, "offload_params")
     if told is None or is_constant(told, False):
         return "OffloadPolicy()"
     if is_constant(told, True):
@@ -321,18 +318,13 @@ def _is_clear(wrap: Wrap, mesh: ast.expr | None, member: str) -> bool:
         )
     if not (isinstance(built, ast.Call) and wrap.context.is_any(built.func, _BUILDERS)):
         return False
-    shape = built.args[1] if len(built.args) > 1 else _keyword(built, "mesh_shape")
-    named = _keyword(built, "mesh_dim_names")
+    shape, named = argument_of(built, 1, "mesh_shape"), argument_of(built, 2, "mesh_dim_names")
     if not isinstance(shape, ast.Tuple):
         return False
     return len(shape.elts) == (2 if member in HYBRID else 1) and (len(shape.elts) == 1 or not is_none(named))
 
 
 _BUILDERS = {"torch.distributed.device_mesh.init_device_mesh", "torch.distributed.init_device_mesh"}
-
-
-def _keyword(call: ast.Call, name: str) -> ast.expr | None:
-    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
 
 
 def _mesh_text(wrap: Wrap, member: str, kind: str) -> str | None:

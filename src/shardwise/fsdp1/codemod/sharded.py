@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ast
 import enum
-import itertools
 import re
 from collections.abc import Iterator
 from functools import cached_property
 
 from shardwise.errors import SourceError
 from shardwise.fsdp1.codemod import constructors
-from shardwise.fsdp1.codemod.draft import ROAD1, Draft
+from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, FileDraft
 from shardwise.fsdp1.codemod.program import Program, fsdp_name
-from shardwise.source.syntax import FSDP1, FileContext, Function, all_parameters
+from shardwise.source.syntax import FSDP1, FileContext, Function, all_parameters, checked_types
 
 _FSDP = "FullyShardedDataParallel"
 _STATIC = ("state_dict_type", "set_state_dict_type", "optim_state_dict", "summon_full_params", "fsdp_modules")
@@ -181,8 +180,7 @@ class Sharded:
             owner, _, method = name.partition(".")
             if owner == _FSDP and method in _STATIC and call.args and (key := self._key(call.args[0])) is not None:
                 found.add(key)
-            is_check = isinstance(call.func, ast.Name) and call.func.id == "isinstance" and len(call.args) == 2
-            if is_check and self._names_fsdp(call.args[1]) and (key := self._key(call.args[0])) is not None:
+            if checked_types(call) and self._names_fsdp(call.args[1]) and (key := self._key(call.args[0])) is not None:
                 found.add(key)
         for function in self.context.functions:
             for parameter in all_parameters(function.args):
@@ -209,23 +207,11 @@ class Sharded:
             return True
         if _line(bound) > _line(used):
             return self._in_same_loop(bound, used)
-        return not self._in_other_branch(bound, used)
+        return not self.context.are_exclusive(bound, used)
 
     def _in_same_loop(self, bound: ast.AST, used: ast.AST) -> bool:
         loops = {one for one in self.context.ancestors(bound) if isinstance(one, ast.For | ast.While)}
         return any(one in loops for one in self.context.ancestors(used))
-
-    def _in_other_branch(self, bound: ast.AST, used: ast.AST) -> bool:
-        """Whether they are in the two branches of one `if`."""
-        around = {id(one): one for one in [bound, *self.context.ancestors(bound)]}
-        chain = [used, *self.context.ancestors(used)]
-        for inner, outer in itertools.pairwise(chain):
-            if isinstance(outer, ast.If) and id(outer) in around:
-                in_body = any(id(one) in around for one in outer.body)
-                used_in_body = any(one is inner for one in outer.body)
-                in_test = inner is outer.test
-                return in_body != used_in_body and not in_test
-        return False
 
     def _always_reaches(self, bound: ast.AST, used: ast.AST) -> bool:
         """Whether the assignment happens on every way to the use, within one function."""
@@ -365,25 +351,18 @@ def built_anywhere(program: Program) -> str:
 
 
 def _built_anywhere(program: Program) -> str:
-    for path, text in program.texts.items():
-        if _INHERITS.search(text):
-            try:
-                found = built_subclasses(program.file(path), program)
-            except SourceError:
-                continue
-            if found:
-                return found[0]
-    return ""
+    found = (name for one in program.files(_INHERITS.search) for name in built_subclasses(one, program))
+    return next(found, "")
 
 
-def report_leftovers(draft: Draft, program: Program) -> None:
+def report_leftovers(draft: FileDraft, program: Program) -> None:
     """Note every use of FSDP1 that is still there."""
     _classes(draft, program)
     _wraps(draft)
     _internals(draft, program)
 
 
-def _classes(draft: Draft, program: Program) -> None:
+def _classes(draft: FileDraft, program: Program) -> None:
     context = draft.context
     inherited = subclasses(context, program)
     for node in draft.nodes():
@@ -397,7 +376,7 @@ def _classes(draft: Draft, program: Program) -> None:
                 "SW102",
                 node,
                 f"{parent.name} is a subclass of FSDP: FSDP2 has no wrapper class to inherit from",
-                f"keep its methods as functions of the sharded model; or {ROAD1}",
+                f"keep its methods as functions of the sharded model; or {KEEP_FSDP1_API}",
             )
         elif isinstance(parent, ast.Attribute):
             if parent not in draft.taken and not any(_has_note(draft, one) for one in context.ancestors(node)):
@@ -413,47 +392,47 @@ def _classes(draft: Draft, program: Program) -> None:
                 "SW101",
                 call,
                 f"{name}(...) is left alone: it is a subclass of FSDP",
-                f"shard with fully_shard and keep {name}'s methods as functions; or {ROAD1}",
+                f"shard with fully_shard and keep {name}'s methods as functions; or {KEEP_FSDP1_API}",
             )
 
 
-def _has_note(draft: Draft, node: ast.AST) -> bool:
+def _has_note(draft: FileDraft, node: ast.AST) -> bool:
     line = getattr(node, "lineno", None)
     return isinstance(node, ast.stmt | ast.expr) and any(
         note.line == line and note.status.value != "reported" for note in draft.notes
     )
 
 
-def _static(draft: Draft, node: ast.expr, parent: ast.Attribute) -> None:
+def _static(draft: FileDraft, node: ast.expr, parent: ast.Attribute) -> None:
     draft.undecided(
         "SW131",
         node,
         f"FSDP.{parent.attr} works on FSDP1's models only",
-        f"replace it by what it is used for; or {ROAD1}",
+        f"replace it by what it is used for; or {KEEP_FSDP1_API}",
     )
 
 
-def _value(draft: Draft, node: ast.expr) -> None:
+def _value(draft: FileDraft, node: ast.expr) -> None:
     draft.undecided(
         "SW102",
         node,
         "FSDP's class is used as a value here: passed on, stored or chosen at run time",
-        f"pass a function that calls fully_shard and returns the module; or {ROAD1}",
+        f"pass a function that calls fully_shard and returns the module; or {KEEP_FSDP1_API}",
     )
 
 
-def _wraps(draft: Draft) -> None:
+def _wraps(draft: FileDraft) -> None:
     for call in draft.calls():
         if call not in draft.taken and draft.context.is_any(call.func, _WRAP):
             draft.undecided(
                 "SW103",
                 call,
                 "enable_wrap and wrap make FSDP1 units while the model is built",
-                f"build the model first, then call fully_shard on the same modules, children first; or {ROAD1}",
+                f"build the model first, then call fully_shard on the same modules, inner first; or {KEEP_FSDP1_API}",
             )
 
 
-def _internals(draft: Draft, program: Program) -> None:
+def _internals(draft: FileDraft, program: Program) -> None:
     sharded = program.sharded(draft.context)
     for node in draft.nodes():
         if isinstance(node, ast.ImportFrom) and _PRIVATE.match(node.module or ""):
@@ -467,30 +446,30 @@ def _internals(draft: Draft, program: Program) -> None:
                 "SW127",
                 node,
                 f".{node.attr} is a part of FSDP1's flat parameters, which FSDP2 does not have",
-                f"work on the DTensors that model.parameters() gives; or {ROAD1}",
+                f"work on the DTensors that model.parameters() gives; or {KEEP_FSDP1_API}",
             )
         if node.attr in _ATTRIBUTES and sharded.holds(node.value) is not Holds.NEVER:
             draft.undecided(
                 "SW127",
                 node,
                 f".{node.attr} is an attribute of FSDP1's wrapper, which FSDP2 does not have",
-                f"take it from the mesh or the settings that the model is sharded with; or {ROAD1}",
+                f"take it from the mesh or the settings that the model is sharded with; or {KEEP_FSDP1_API}",
             )
         if node.attr in _HOOKS and sharded.holds(node.value) is not Holds.NEVER:
             draft.undecided(
                 "SW130",
                 node,
                 f"{node.attr} has no direct counterpart in FSDP2",
-                f"set_all_reduce_hook, or a custom communication class; or {ROAD1}",
+                f"set_all_reduce_hook, or a custom communication class; or {KEEP_FSDP1_API}",
             )
 
 
-def _private(draft: Draft, node: ast.AST, name: str) -> None:
+def _private(draft: FileDraft, node: ast.AST, name: str) -> None:
     draft.undecided(
         "SW127",
         node,
         f"{name} is private to FSDP1",
-        f"remove what uses it, or write it anew on DTensor; or {ROAD1}",
+        f"remove what uses it, or write it anew on DTensor; or {KEEP_FSDP1_API}",
     )
 
 

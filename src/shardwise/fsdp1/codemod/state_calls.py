@@ -9,10 +9,10 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.errors import SourceError
-from shardwise.fsdp1.codemod.draft import Draft, change
+from shardwise.fsdp1.codemod.draft import FileDraft
 from shardwise.fsdp1.codemod.program import Program, called_fsdp_name, fsdp_name, is_none, single_value
-from shardwise.source.syntax import FileContext
+from shardwise.source.edits import change
+from shardwise.source.syntax import FileContext, argument_of
 
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
 _PARAMETERS = ("module", "state_dict_type", "state_dict_config", "optim_state_dict_config")
@@ -38,25 +38,18 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class StateSettings:
     """FSDP1's settings in force at some place."""
 
     model: Gather
     optimizer: Gather
 
 
-DEFAULT = Settings(Gather(FULL), Gather(FULL, offload=True))
+DEFAULT = StateSettings(Gather(FULL), Gather(FULL, offload=True))
 """Where nothing was said: whole tensors on every rank, an optimizer's on the CPU."""
 
 
-def model_argument(call: ast.Call) -> ast.expr | None:
-    """The model that a call of `state_dict_type` or `set_state_dict_type` is about."""
-    if call.args:
-        return call.args[0]
-    return next((keyword.value for keyword in call.keywords if keyword.arg == "module"), None)
-
-
-def read_settings(context: FileContext, call: ast.Call) -> Settings | None:
+def read_settings(context: FileContext, call: ast.Call) -> StateSettings | None:
     """The settings that a call makes; None where its arguments cannot be told apart."""
     given: dict[str, ast.expr] = dict(zip(_PARAMETERS, call.args, strict=False))
     for keyword in call.keywords:
@@ -73,7 +66,7 @@ def read_settings(context: FileContext, call: ast.Call) -> Settings | None:
         offload_to_cpu, rank0_only = _fields(context, config, default_offload=offload)
         text = "None" if config is None else context.source(config)
         gathers.append(Gather(kind, offload_to_cpu, rank0_only, context.source(kind_node), text))
-    return Settings(*gathers)
+    return StateSettings(*gathers)
 
 
 def _kind(context: FileContext, node: ast.expr) -> str | None:
@@ -103,7 +96,7 @@ def _fields(context: FileContext, node: ast.expr | None, *, default_offload: boo
 STATE_CODE, PLAIN_CODE, OPTIMIZER_CODE, LOCAL_CODE = "SW110", "SW111", "SW112", "SW113"
 
 
-class Unmovable(Exception):
+class NotRewritable(Exception):
     """A state-dict call that stays as it is: where, why, and what a person should do."""
 
     def __init__(self, node: ast.AST, why: str, fix: str, code: str = STATE_CODE) -> None:
@@ -112,10 +105,10 @@ class Unmovable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class StateCallWriter:
     """Writes calls of `torch.distributed.checkpoint.state_dict` into one draft."""
 
-    draft: Draft
+    draft: FileDraft
 
     def model_state(self, model: str, gather: Gather) -> str:
         """What `model.state_dict()` gave."""
@@ -156,7 +149,7 @@ class Writer:
         """
         if gather.kind is None or gather.rank0_only is None:
             if not sure:
-                raise Unmovable(self.draft.context.tree, "what it loads is only known at run time", "write it out")
+                raise NotRewritable(self.draft.context.tree, "what it loads is only known at run time", "write it out")
             return self._at_run_time("_load_optimizer_state", [model, optimizer, state], gather)
         self._refuse_local(gather)
         is_full = gather.kind == FULL
@@ -190,7 +183,7 @@ class Writer:
 
     def _refuse_local(self, gather: Gather) -> None:
         if gather.kind == LOCAL:
-            raise Unmovable(
+            raise NotRewritable(
                 self.draft.context.tree,
                 "LOCAL_STATE_DICT holds FSDP1's flat shards, which FSDP2 does not have",
                 "save SHARDED_STATE_DICT instead; `shardwise ckpt convert` reads checkpoints that are there already",
@@ -255,21 +248,15 @@ def sets_types_globally(program: Program) -> bool:
 
 
 def _sets_types_globally(program: Program) -> bool:
-    for path, text in program.texts.items():
-        if ".set_state_dict_type" not in text:
-            continue
-        try:
-            context = program.file(path)
-        except SourceError:
-            continue
-        for call in context.calls:
-            if fsdp_name(context, call.func) == _SETTER and not _used_nearby(context, call):
-                return True
-    return False
+    return any(
+        fsdp_name(context, call.func) == _SETTER and not _used_nearby(context, call)
+        for context in program.files(lambda text: ".set_state_dict_type" in text)
+        for call in context.calls
+    )
 
 
 def _used_nearby(context: FileContext, call: ast.Call) -> bool:
-    model, function = model_argument(call), context.enclosing_function(call)
+    model, function = argument_of(call, 0, "module"), context.enclosing_function(call)
     text = ast.unparse(model) if model is not None else ""
     for one in context.calls:
         if one.lineno > call.lineno and context.enclosing_function(one) is function:
@@ -290,20 +277,20 @@ def _chain(context: FileContext, node: ast.AST) -> Iterator[tuple[ast.AST, ast.A
 _HEADER_END = re.compile(r"(?:[\s),]|#[^\n]*\n)*:[ \t]*(?P<comment>#[^\r\n]*)?\r?\n")
 
 
-def dissolve(draft: Draft, block: ast.With, call: ast.Call) -> None:
+def dissolve(draft: FileDraft, block: ast.With, call: ast.Call) -> None:
     """Remove one context from a `with`; if it was the only one, the statement around its body too.
 
     Raises:
-        Unmovable: The body stands on the line of the `with`, or its lines cannot be moved.
+        NotRewritable: The body stands on the line of the `with`, or its lines cannot be moved.
     """
     context = draft.context
     others = [item for item in block.items if item.context_expr is not call]
     if any(item.optional_vars is not None for item in block.items if item not in others):
-        raise Unmovable(call, "the context is given a name", "take the `as` away")
+        raise NotRewritable(call, "the context is given a name", "take the `as` away")
     start, end = context.positions.span(block)[0], _last(draft, block)
     header = _HEADER_END.match(context.text, end)
     if header is None or not draft.starts_line(block):
-        raise Unmovable(call, "the body stands on the same line", "put it on a line of its own")
+        raise NotRewritable(call, "the body stands on the same line", "put it on a line of its own")
     if others:
         kept = ", ".join(_item(draft, item) for item in others)
         draft.edits.append(change(start, header.end(), f"with {kept}:{_comment(header)}{draft.newline}"))
@@ -316,11 +303,11 @@ def dissolve(draft: Draft, block: ast.With, call: ast.Call) -> None:
     _move_out(draft, block, body)
 
 
-def remove_statement(draft: Draft, statement: ast.stmt) -> None:
+def remove_statement(draft: FileDraft, statement: ast.stmt) -> None:
     """Take a statement away with its line; `pass` stays where it was the only one."""
     context = draft.context
     start, end = context.positions.span(statement)
-    siblings = _siblings(context.parents.get(statement), statement)
+    siblings = context.block(statement)
     rest = re.compile(r"[ \t]*(#[^\r\n]*)?(\r?\n|$)").match(context.text, end)
     if len(siblings) < 2 or rest is None or not draft.starts_line(statement):
         draft.edits.append(change(start, end, "pass"))
@@ -331,7 +318,7 @@ def remove_statement(draft: Draft, statement: ast.stmt) -> None:
         draft.edits.append(change(start, behind.end() if behind else rest.end(), ""))
 
 
-def drop_dead_configs(draft: Draft, program: Program) -> None:
+def drop_dead_configs(draft: FileDraft, program: Program) -> None:
     """Remove `policy = FullStateDictConfig(...)` where only settings that are gone now had used it."""
     context = draft.context
     gone = [call for call in draft.taken if isinstance(call, ast.Call) and _is_setting(context, call)]
@@ -353,12 +340,12 @@ def _is_setting(context: FileContext, call: ast.Call) -> bool:
     return (fsdp_name(context, call.func) or "").endswith("state_dict_type")
 
 
-def _last(draft: Draft, block: ast.With) -> int:
+def _last(draft: FileDraft, block: ast.With) -> int:
     item = block.items[-1]
     return draft.context.positions.span(item.optional_vars or item.context_expr)[1]
 
 
-def _item(draft: Draft, item: ast.withitem) -> str:
+def _item(draft: FileDraft, item: ast.withitem) -> str:
     text = draft.context.source(item.context_expr)
     return f"{text} as {draft.context.source(item.optional_vars)}" if item.optional_vars is not None else text
 
@@ -367,12 +354,12 @@ def _comment(header: re.Match[str]) -> str:
     return f"  {header['comment']}" if header["comment"] else ""
 
 
-def _move_out(draft: Draft, block: ast.With, body_start: int) -> None:
+def _move_out(draft: FileDraft, block: ast.With, body_start: int) -> None:
     """Take one level of indentation from every line of the body that is not inside a string."""
     context, positions = draft.context, draft.context.positions
     outer, inner = draft.indent(block), draft.indent(block.body[0])
     if not inner.startswith(outer) or inner == outer:
-        raise Unmovable(block, "its lines are indented in mixed ways", "indent them alike")
+        raise NotRewritable(block, "its lines are indented in mixed ways", "indent them alike")
     width, in_string = len(inner) - len(outer), _string_lines(context.text)
     edits = list(draft.edits)
     first = next(number for number, start in enumerate(positions.starts, 1) if start >= body_start)
@@ -402,11 +389,3 @@ def _string_lines(text: str) -> set[int]:
     except (tokenize.TokenError, IndentationError):
         pass
     return found
-
-
-def _siblings(parent: ast.AST | None, statement: ast.stmt) -> list[ast.stmt]:
-    for name in ("body", "orelse", "finalbody", "handlers"):
-        body = getattr(parent, name, [])
-        if isinstance(body, list) and statement in body:
-            return body
-    return [statement]

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from shardwise.errors import SourceError
-from shardwise.fsdp1.codemod.draft import ROAD1, Draft, apply_edits
+from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, FileDraft
 from shardwise.fsdp1.codemod.emitted import functions
 from shardwise.fsdp1.codemod.program import Program, fsdp_name, is_none
 from shardwise.fsdp1.codemod.sharded import Holds
@@ -18,19 +18,19 @@ from shardwise.fsdp1.codemod.state_calls import (
     SHARDED,
     STATE_CODE,
     Gather,
-    Settings,
-    Unmovable,
-    Writer,
+    NotRewritable,
+    StateCallWriter,
+    StateSettings,
     dissolve,
     drop_dead_configs,
-    model_argument,
     read_settings,
     remove_statement,
     rules_out,
     sets_types_globally,
     under_rank_zero,
 )
-from shardwise.source.syntax import FileContext
+from shardwise.source.edits import apply
+from shardwise.source.syntax import FileContext, argument_of, given_to
 
 _OWNER = "FullyShardedDataParallel."
 _GETS = {
@@ -64,17 +64,17 @@ def model_of(context: FileContext, call: ast.Call) -> ast.expr | None:
     return _arguments(context, call, name).get("model") if name else None
 
 
-def rewrite_call(writer: Writer, call: ast.Call, settings: Settings) -> None:
+def rewrite_call(writer: StateCallWriter, call: ast.Call, settings: StateSettings) -> None:
     """Rewrite one call, and for a load the statement that hands its result to the optimizer.
 
     Raises:
-        Unmovable: An argument has no counterpart, or the result goes elsewhere.
+        NotRewritable: An argument has no counterpart, or the result goes elsewhere.
     """
     context = writer.draft.context
     name = method(context, call)
     assert name is not None
     if name in _OPTIMIZER_BY_HAND:
-        raise Unmovable(
+        raise NotRewritable(
             call,
             f"{name} renames the entries of a saved state, which FSDP2 always names by parameter",
             "load the saved state with set_optimizer_state_dict, which takes names; convert older files offline",
@@ -82,7 +82,7 @@ def rewrite_call(writer: Writer, call: ast.Call, settings: Settings) -> None:
         )
     given = _arguments(context, call, name)
     if "model" not in given or any(isinstance(one, ast.Starred) for one in call.args):
-        raise Unmovable(call, f"the arguments of {name} cannot be told apart", _LOAD_FIX, OPTIMIZER_CODE)
+        raise NotRewritable(call, f"the arguments of {name} cannot be told apart", _LOAD_FIX, OPTIMIZER_CODE)
     _refuse_wrapper(context, call, given.get("optim"))
     if name in _GETS:
         _get(writer, call, name, given, settings)
@@ -90,15 +90,17 @@ def rewrite_call(writer: Writer, call: ast.Call, settings: Settings) -> None:
         _load(writer, call, name, given, settings)
 
 
-def _get(writer: Writer, call: ast.Call, name: str, given: dict[str, ast.expr], settings: Settings) -> None:
+def _get(
+    writer: StateCallWriter, call: ast.Call, name: str, given: dict[str, ast.expr], settings: StateSettings
+) -> None:
     _refuse(call, name, given, "optim_input", "group", "optim_state_dict")
     if "optim" not in given:
-        raise Unmovable(call, f"{name} is called without the optimizer", "pass the optimizer", OPTIMIZER_CODE)
+        raise NotRewritable(call, f"{name} is called without the optimizer", "pass the optimizer", OPTIMIZER_CODE)
     gather = settings.optimizer
     if name == "full_optim_state_dict":
         rank0 = given.get("rank0_only")
         if rank0 is not None and not isinstance(rank0, ast.Constant):
-            raise Unmovable(call, "rank0_only is only known at run time", "write it out", OPTIMIZER_CODE)
+            raise NotRewritable(call, "rank0_only is only known at run time", "write it out", OPTIMIZER_CODE)
         gather = Gather(FULL, offload=True, rank0_only=rank0 is None or bool(rank0.value))
     elif name == "sharded_optim_state_dict":
         gather = Gather(SHARDED)
@@ -106,7 +108,9 @@ def _get(writer: Writer, call: ast.Call, name: str, given: dict[str, ast.expr], 
     writer.draft.replace(call, writer.optimizer_state(source(given["model"]), source(given["optim"]), gather))
 
 
-def _load(writer: Writer, call: ast.Call, name: str, given: dict[str, ast.expr], settings: Settings) -> None:
+def _load(
+    writer: StateCallWriter, call: ast.Call, name: str, given: dict[str, ast.expr], settings: StateSettings
+) -> None:
     _refuse(call, name, given, "optim_input", "group", "is_named_optimizer")
     context, draft = writer.draft.context, writer.draft
     gather = {
@@ -115,7 +119,7 @@ def _load(writer: Writer, call: ast.Call, name: str, given: dict[str, ast.expr],
         "flatten_sharded_optim_state_dict": Gather(SHARDED),
     }.get(name, settings.optimizer)
     if "optim_state_dict" not in given:
-        raise Unmovable(call, f"{name} is called without the state", _LOAD_FIX, OPTIMIZER_CODE)
+        raise NotRewritable(call, f"{name} is called without the state", _LOAD_FIX, OPTIMIZER_CODE)
     model, state = context.source(given["model"]), context.source(given["optim_state_dict"])
     if _read_sharded(writer, given):
         gather = Gather(SHARDED)
@@ -143,7 +147,7 @@ def _refuse_wrapper(context: FileContext, call: ast.Call, optimizer: ast.expr | 
     """Refuse an optimizer that the function uses for what torch's have not: FSDP1 asks for a state dict only.
 
     Raises:
-        Unmovable: With what it has.
+        NotRewritable: With what it has.
     """
     if not isinstance(optimizer, ast.Name):
         return
@@ -152,7 +156,7 @@ def _refuse_wrapper(context: FileContext, call: ast.Call, optimizer: ast.expr | 
         if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == optimizer.id):
             continue
         if node.attr not in _OPTIMIZERS_OWN and context.enclosing_function(node) is home:
-            raise Unmovable(
+            raise NotRewritable(
                 call,
                 f"{optimizer.id} is no optimizer of torch: it has .{node.attr} (line {node.lineno})",
                 "pass the optimizer inside it to get_ or set_optimizer_state_dict",
@@ -165,7 +169,7 @@ def _always_before(context: FileContext, statement: ast.stmt, load: ast.Call) ->
     return context.parents[statement] in set(context.ancestors(load))
 
 
-def _read_sharded(writer: Writer, given: dict[str, ast.expr]) -> bool:
+def _read_sharded(writer: StateCallWriter, given: dict[str, ast.expr]) -> bool:
     """Rewrite the `load_sharded_optimizer_state_dict` that made the state; it reads FSDP1's shards only."""
     context, draft = writer.draft.context, writer.draft
     state, found = given["optim_state_dict"], False
@@ -176,7 +180,9 @@ def _read_sharded(writer: Writer, given: dict[str, ast.expr]) -> bool:
         if isinstance(made, ast.Call) and context.is_any(made.func, READS_SHARDED):
             told = {keyword.arg: context.source(keyword.value) for keyword in made.keywords}
             if set(told) - {"model_state_dict", "optimizer_key", "storage_reader", "planner"} or made.args:
-                raise Unmovable(made, "its arguments cannot be told apart", "write them as keywords", OPTIMIZER_CODE)
+                raise NotRewritable(
+                    made, "its arguments cannot be told apart", "write them as keywords", OPTIMIZER_CODE
+                )
             words = [context.source(given["model"]), context.source(given["optim"]), told["optimizer_key"]]
             words += [told["storage_reader"], *([f"planner={told['planner']}"] if "planner" in told else [])]
             start, end = context.positions.span(made)  # what was rewritten inside goes with it
@@ -191,9 +197,9 @@ def _later_loads(context: FileContext, call: ast.Call) -> list[ast.Call]:
     """The calls `optimizer.load_state_dict(x)` for `x = FSDP...(...)`, if `x` is used for nothing else.
 
     Raises:
-        Unmovable: It is used for something else, or never loaded.
+        NotRewritable: It is used for something else, or never loaded.
     """
-    problem = Unmovable(
+    problem = NotRewritable(
         call, "the state made for FSDP1's optimizer is not loaded here", f"{_LOAD_FIX} instead", OPTIMIZER_CODE
     )
     statement = context.parents[call]
@@ -227,17 +233,15 @@ def _is_sibling(context: FileContext, one: ast.Call, call: ast.Call, name: str) 
 
 def _uses_after(context: FileContext, target: ast.Name, call: ast.Call) -> Iterator[ast.Name]:
     function = context.enclosing_function(call)
-    for node in context.parents:
-        if isinstance(node, ast.Name) and node.id == target.id and isinstance(node.ctx, ast.Load):
-            is_later = (node.lineno, node.col_offset) > (call.end_lineno or 0, call.end_col_offset or 0)
-            if is_later and context.enclosing_function(node) is function:
-                yield node
+    for node in context.loads(target.id):
+        is_later = (node.lineno, node.col_offset) > (call.end_lineno or 0, call.end_col_offset or 0)
+        if is_later and context.enclosing_function(node) is function:
+            yield node
 
 
-def _loads(parent: ast.Call, argument: ast.expr) -> bool:
+def _loads(parent: ast.Call, loaded: ast.expr) -> bool:
     is_load = isinstance(parent.func, ast.Attribute) and parent.func.attr == "load_state_dict"
-    given = [*parent.args, *(keyword.value for keyword in parent.keywords)]
-    return is_load and len(given) == 1 and given[0] is argument and bool(parent.args)
+    return is_load and len(parent.args) == 1 and not parent.keywords and parent.args[0] is loaded
 
 
 def _arguments(context: FileContext, call: ast.Call, name: str) -> dict[str, ast.expr]:
@@ -277,7 +281,7 @@ def _refuse(call: ast.Call, name: str, given: dict[str, ast.expr], *unknown: str
     for one in unknown:
         value = given.get(one)
         if not is_none(value) and not (isinstance(value, ast.Constant) and value.value is False):
-            raise Unmovable(call, f"{name}({one}=...) has no counterpart", f"leave {one} out", OPTIMIZER_CODE)
+            raise NotRewritable(call, f"{name}({one}=...) has no counterpart", f"leave {one} out", OPTIMIZER_CODE)
 
 
 _METHODS = ("state_dict", "load_state_dict")
@@ -285,7 +289,7 @@ _CONTEXTS = ("state_dict_type", "set_state_dict_type", "get_state_dict_type")
 _HARMLESS = {"isinstance", "print", "type", "len", "id", "hasattr", "getattr", "str", "next", "sum"}
 
 
-def rewrite_state_dicts(draft: Draft, program: Program) -> None:
+def rewrite_state_dicts(draft: FileDraft, program: Program) -> None:
     """Rewrite every state-dict call of a file that FSDP1 had a say in; leave and report what cannot be.
 
     Args:
@@ -307,22 +311,22 @@ def rewrite_state_dicts(draft: Draft, program: Program) -> None:
     drop_dead_configs(draft, program)
 
 
-def _attempt(draft: Draft, call: ast.Call, handled: set[ast.AST], name: str) -> None:
+def _attempt(draft: FileDraft, call: ast.Call, handled: set[ast.AST], name: str) -> None:
     """One setting and all calls that it governs: rewritten together, or left together."""
     context = draft.context
     earlier = draft.snapshot()
     governed = [one for one in _governed(context, call, name) if one not in handled]
     try:
         if name == "get_state_dict_type":
-            raise Unmovable(call, "FSDP2 keeps no state-dict type", "remember the options yourself")
+            raise NotRewritable(call, "FSDP2 keeps no state-dict type", "remember the options yourself")
         settings = read_settings(context, call)
         if settings is None:
-            raise Unmovable(call, f"the arguments of {name} cannot be told apart", "write them out")
+            raise NotRewritable(call, f"the arguments of {name} cannot be told apart", "write them out")
         block = _block(context, call)
         if name == "state_dict_type" and block is None:
-            raise Unmovable(call, "the context is stored, not entered here", _BY_HAND)
+            raise NotRewritable(call, "the context is stored, not entered here", _BY_HAND)
         if not governed:
-            raise Unmovable(call, "the state dict is taken elsewhere", _BY_HAND)
+            raise NotRewritable(call, "the state dict is taken elsewhere", _BY_HAND)
         _refuse_leaks(context, call, block)
         for one in governed:
             _rewrite(draft, one, settings)
@@ -333,19 +337,19 @@ def _attempt(draft: Draft, call: ast.Call, handled: set[ast.AST], name: str) -> 
         draft.taken.update(ast.walk(call))
         _check(draft, call)
         draft.rewritten(STATE_CODE, call, f"{name} became options of get_ and set_model_state_dict")
-    except Unmovable as problem:
+    except NotRewritable as problem:
         draft.restore(earlier)
         at = call if isinstance(problem.node, ast.Module) else problem.node
-        draft.undecided(problem.code, at, f"{name} is left alone: {problem.why}", f"{problem.fix}; or {ROAD1}")
+        draft.undecided(problem.code, at, f"{name} is left alone: {problem.why}", f"{problem.fix}; or {KEEP_FSDP1_API}")
     handled.update([call, *governed])
 
 
-def _check(draft: Draft, call: ast.Call) -> None:
+def _check(draft: FileDraft, call: ast.Call) -> None:
     """Raise if the edits so far cannot be made together."""
     try:
-        apply_edits(draft.context.text, draft.edits)
+        apply(draft.context.text, draft.edits)
     except SourceError:
-        raise Unmovable(call, "another rewrite touches the same lines", "rewrite it by hand") from None
+        raise NotRewritable(call, "another rewrite touches the same lines", "rewrite it by hand") from None
 
 
 _READ_FIX = (
@@ -356,7 +360,7 @@ _BY_HAND = "call get_model_state_dict(model, options=StateDictOptions(...)) wher
 
 def _governed(context: FileContext, call: ast.Call, name: str) -> list[ast.Call]:
     """The calls whose outcome a setting decides, as far as the function around it goes."""
-    model = model_argument(call)
+    model = argument_of(call, 0, "module")
     if model is None:
         return []
     text, block = ast.unparse(model), _block(context, call)
@@ -396,7 +400,7 @@ def _nearest(context: FileContext, call: ast.Call, model: str) -> ast.With | Non
             for item in one.items:
                 inner = item.context_expr
                 if isinstance(inner, ast.Call) and fsdp_name(context, inner.func) == f"{_OWNER}state_dict_type":
-                    given = model_argument(inner)
+                    given = argument_of(inner, 0, "module")
                     if given is not None and ast.unparse(given) == model:
                         return one
     return None
@@ -404,25 +408,24 @@ def _nearest(context: FileContext, call: ast.Call, model: str) -> ast.With | Non
 
 def _refuse_leaks(context: FileContext, call: ast.Call, block: ast.With | None) -> None:
     """Raise if the model goes to a function inside the block, which may take a state dict there."""
-    model = model_argument(call)
+    model = argument_of(call, 0, "module")
     if block is None or model is None:
         return
     text = ast.unparse(model)
     for one in context.calls:
         if one is call or block not in set(context.ancestors(one)) or method(context, one):
             continue
-        given = [*one.args, *(keyword.value for keyword in one.keywords)]
         name = ast.unparse(one.func).rsplit(".", 1)[-1]
-        if name not in _HARMLESS and any(ast.unparse(value) == text for value in given):
-            raise Unmovable(one, f"{name}() gets the model, and may take its state dict", _BY_HAND)
+        if name not in _HARMLESS and any(ast.unparse(value) == text for value in given_to(one)):
+            raise NotRewritable(one, f"{name}() gets the model, and may take its state dict", _BY_HAND)
 
 
-def _rewrite(draft: Draft, call: ast.Call, settings: Settings, *, sure: bool = True) -> None:
+def _rewrite(draft: FileDraft, call: ast.Call, settings: StateSettings, *, sure: bool = True) -> None:
     """Rewrite one call. Not `sure`: the model may also be a plain one, whose own method must stay."""
-    context, writer = draft.context, Writer(draft)
+    context, writer = draft.context, StateCallWriter(draft)
     names = draft.names.copy()
     if under_rank_zero(context, call):
-        raise Unmovable(
+        raise NotRewritable(
             call,
             "it is called on one rank only, and gathering takes all of them",
             "call it on every rank and use the result on rank 0",
@@ -435,22 +438,22 @@ def _rewrite(draft: Draft, call: ast.Call, settings: Settings, *, sure: bool = T
     for name in draft.names - names:
         found = context.scope(call).find(name)
         if found is not None and not isinstance(found[0].node, ast.Module):
-            raise Unmovable(call, f"{name} is a name of its own in this function", "rename it")
+            raise NotRewritable(call, f"{name} is a name of its own in this function", "rename it")
 
 
-def _model_call(writer: Writer, call: ast.Call, settings: Settings, *, sure: bool) -> str:
+def _model_call(writer: StateCallWriter, call: ast.Call, settings: StateSettings, *, sure: bool) -> str:
     """`model.state_dict()` or `model.load_state_dict(...)` in FSDP2's words."""
     context = writer.draft.context
     assert isinstance(call.func, ast.Attribute)
     model = context.source(call.func.value)
     if call.func.attr == "state_dict":
         if call.args or call.keywords:
-            raise Unmovable(call, "state_dict() has arguments", "take the whole state dict, then choose from it")
+            raise NotRewritable(call, "state_dict() has arguments", "take the whole state dict, then choose from it")
         return writer.model_state(model, settings.model) if sure else writer.whole_state(model)
     given: dict[str | None, ast.expr] = dict(zip(("state_dict", "strict"), call.args, strict=False))
     given.update((keyword.arg, keyword.value) for keyword in call.keywords)
     if set(given) - {"state_dict", "strict"} or "state_dict" not in given or len(call.args) > 2:
-        raise Unmovable(call, "load_state_dict() has arguments without a counterpart", "leave them out")
+        raise NotRewritable(call, "load_state_dict() has arguments without a counterpart", "leave them out")
     strict = given.get("strict")
     told = "" if strict is None or ast.unparse(strict) == "True" else context.source(strict)
     state = context.source(given["state_dict"])
@@ -459,7 +462,7 @@ def _model_call(writer: Writer, call: ast.Call, settings: Settings, *, sure: boo
     )
 
 
-def _plain(draft: Draft, program: Program, call: ast.Call) -> None:
+def _plain(draft: FileDraft, program: Program, call: ast.Call) -> None:
     """A call outside any setting: whole tensors, as FSDP1 gave by default."""
     context = draft.context
     is_optimizer = method(context, call) is not None
@@ -470,17 +473,17 @@ def _plain(draft: Draft, program: Program, call: ast.Call) -> None:
     code = OPTIMIZER_CODE if is_optimizer else PLAIN_CODE
     try:
         if sets_types_globally(program):
-            raise Unmovable(call, "set_state_dict_type decides elsewhere what it gives", _BY_HAND, code)
+            raise NotRewritable(call, "set_state_dict_type decides elsewhere what it gives", _BY_HAND, code)
         _rewrite(draft, call, DEFAULT, sure=holds is Holds.ALWAYS)
         _check(draft, call)
         draft.rewritten(code, call, f"{_shown(context, call)} is gathered as FSDP1 did")
-    except Unmovable as problem:
+    except NotRewritable as problem:
         draft.restore(earlier)
         message = f"{_shown(context, call)} is left alone: {problem.why}"
         draft.undecided(problem.code if is_optimizer else code, call, message, problem.fix)
 
 
-def _holds(draft: Draft, program: Program, call: ast.Call) -> Holds:
+def _holds(draft: FileDraft, program: Program, call: ast.Call) -> Holds:
     """Whether the call is a wrapped model's: ALWAYS only where it was wrapped in the same function, before."""
     if not (isinstance(call.func, ast.Attribute) and call.func.attr in _METHODS):
         return Holds.NEVER

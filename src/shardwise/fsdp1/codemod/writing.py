@@ -9,12 +9,13 @@ from pathlib import PurePath
 from shardwise.errors import SourceError
 from shardwise.fsdp1.codemod import constructors, settings
 from shardwise.fsdp1.codemod.constructors import CODE, Blocked, Wrap, has_stars
-from shardwise.fsdp1.codemod.draft import Draft, apply_edits
+from shardwise.fsdp1.codemod.draft import FileDraft
 from shardwise.fsdp1.codemod.emitted import FEATURES
 from shardwise.fsdp1.codemod.order import refuse_early_optimizers
 from shardwise.fsdp1.codemod.program import Program, called_fsdp_name, is_constant, is_none, is_simple, single_value
 from shardwise.fsdp1.codemod.sharded import FLAT, built_subclasses
-from shardwise.source.syntax import FSDP1, Binding, FileContext, Function, all_parameters
+from shardwise.source.edits import apply
+from shardwise.source.syntax import FSDP1, Binding, FileContext, Function, all_parameters, given_to
 
 _PARTS = re.compile(r"\.(named_)?(modules|children)\(|\b\w*(layers|blocks)\b")
 _LOOPS = ast.For | ast.ListComp | ast.GeneratorExp | ast.DictComp
@@ -68,25 +69,20 @@ def _uses(wrap: Wrap) -> list[ast.expr]:
     maker = next((one for one in context.ancestors(call) if isinstance(one, ast.Lambda | Function)), None)
     value = call if wrap.is_partial else maker
     if isinstance(value, Function) and _is_parameter(wrap, value):
-        return [one for one in _names(context, value.name) if context.definition(one) is value]
+        return [one for one in context.loads(value.name) if context.definition(one) is value]
     if not isinstance(value, ast.expr):
         return []
     parent = context.parents[value]
     targets = parent.targets if isinstance(parent, ast.Assign) else []
     if len(targets) != 1 or not isinstance(targets[0], ast.Name):
         return [value]
-    return [one for one in _names(context, targets[0].id) if any(b.value is value for b in context.bindings(one))]
+    return [one for one in context.loads(targets[0].id) if any(b.value is value for b in context.bindings(one))]
 
 
 def _is_parameter(wrap: Wrap, function: Function) -> bool:
     """Whether the module is handed in; a function that builds the model itself wraps the whole of it."""
     module = wrap.value("module")
     return isinstance(module, ast.Name) and any(one.arg == module.id for one in all_parameters(function.args))
-
-
-def _names(context: FileContext, name: str) -> list[ast.Name]:
-    nodes = (node for node in context.parents if isinstance(node, ast.Name) and node.id == name)
-    return [node for node in nodes if isinstance(node.ctx, ast.Load)]
 
 
 def _in_loop_over_parts(context: FileContext, call: ast.Call) -> bool:
@@ -182,15 +178,10 @@ def seeded_by_rank(context: FileContext, program: Program) -> str:
         return f"line {found}"
     stem = PurePath(context.path).stem
     imports = re.compile(rf"^[ \t]*(from|import)\b[^\n]*\b{re.escape(stem)}\b", re.MULTILINE)
-    for path, text in program.texts.items():
-        if path == context.path or "seed" not in text or not _RANK.search(text) or not imports.search(text):
-            continue
-        try:
-            found = _line(program.file(path))
-        except SourceError:
-            continue
+    for other in program.files(lambda text: "seed" in text and _RANK.search(text) and imports.search(text)):
+        found = _line(other) if other is not context else None
         if found is not None:
-            return f"{path}:{found}"
+            return f"{other.path}:{found}"
     return ""
 
 
@@ -199,10 +190,10 @@ def _line(context: FileContext) -> int | None:
         name = context.source(call.func)
         if _ELSEWHERE.search(name):
             continue
-        given = [keyword.value for keyword in call.keywords if _SEEDS.search(keyword.arg or "")]
+        seeds = [keyword.value for keyword in call.keywords if _SEEDS.search(keyword.arg or "")]
         if context.is_any(call.func, _TORCH) or _SETS.search(name.rpartition(".")[2]):
-            given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        if any(_depends_on_rank(context, one) for one in given):
+            seeds = given_to(call)
+        if any(_depends_on_rank(context, one) for one in seeds):
             return call.lineno
     return None
 
@@ -457,7 +448,7 @@ _WRAP = {"torch.distributed.fsdp.wrap.wrap"}
 _ENABLE = {"torch.distributed.fsdp.wrap.enable_wrap"}
 
 
-def rewrite_chosen_class(draft: Draft, program: Program, call: ast.Call) -> None:
+def rewrite_chosen_class(draft: FileDraft, program: Program, call: ast.Call) -> None:
     """`wrapper = FSDP if sharded else DDP` and `wrapper(model, ...)`: the choice changes, the call stays.
 
     Raises:
@@ -476,7 +467,7 @@ def rewrite_chosen_class(draft: Draft, program: Program, call: ast.Call) -> None
     draft.rewritten(CODE, call, "where FSDP is chosen, a function now shards with fully_shard and returns the module")
 
 
-def _classes(draft: Draft, program: Program, binding: Binding) -> list[ast.expr]:
+def _classes(draft: FileDraft, program: Program, binding: Binding) -> list[ast.expr]:
     """The mentions of the class in what a name is given, if it is chosen between values there."""
     if not isinstance(binding.value, ast.IfExp | ast.Name | ast.Attribute):
         return []
@@ -485,23 +476,21 @@ def _classes(draft: Draft, program: Program, binding: Binding) -> list[ast.expr]
     return [node for node in mentions if program.origins(draft.context, node) == {FSDP1}]
 
 
-def _is_only_called(draft: Draft, call: ast.Call) -> bool:
+def _is_only_called(draft: FileDraft, call: ast.Call) -> bool:
     """Whether the name of the chosen class serves for nothing but calls."""
     context = draft.context
     if not isinstance(call.func, ast.Name):
         return True
     home = context.scope(call.func).find(call.func.id)
-    for node in context.parents:
-        if isinstance(node, ast.Name) and node.id == call.func.id and isinstance(node.ctx, ast.Load):
-            parent = context.parents[node]
-            same = context.scope(node).find(node.id)
-            is_called = isinstance(parent, ast.Call) and parent.func is node
-            if home and same and same[0] is home[0] and not is_called:
-                return False
+    for node in context.loads(call.func.id):
+        parent, same = context.parents[node], context.scope(node).find(node.id)
+        is_called = isinstance(parent, ast.Call) and parent.func is node
+        if home and same and same[0] is home[0] and not is_called:
+            return False
     return True
 
 
-def rewrite_enable_wrap(draft: Draft, program: Program) -> None:
+def rewrite_enable_wrap(draft: FileDraft, program: Program) -> None:
     """`enable_wrap(wrapper_cls=FSDP, ...)` takes any function: `wrap` keeps working, on FSDP2."""
     context = draft.context
     for call in draft.calls():
@@ -519,7 +508,7 @@ def rewrite_enable_wrap(draft: Draft, program: Program) -> None:
         draft.rewritten(ENABLE_CODE, call, "wrap now calls a function that shards with fully_shard")
 
 
-def rewrite_constructors(draft: Draft, program: Program) -> None:
+def rewrite_constructors(draft: FileDraft, program: Program) -> None:
     """Rewrite every constructor call of a file that can be, and note why the others cannot."""
     inherited = built_subclasses(draft.context, program)
     for call, is_partial in constructors.find(draft.context, program):
@@ -535,7 +524,7 @@ def rewrite_constructors(draft: Draft, program: Program) -> None:
             refuse_early_optimizers(draft, wrap)
             rewrite(wrap, program)
             refuse_local_names(wrap)
-            apply_edits(draft.context.text, draft.edits)
+            apply(draft.context.text, draft.edits)
         except Blocked as blocked:
             draft.restore(earlier)
             constructors.leave(draft, call, blocked)

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 
 from shardwise.findings import Severity
-from shardwise.linting.registry import Hit, Reading, rule
+from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source.syntax import FSDP1_NAMES, FULLY_SHARD
 from shardwise.source.usage import Usage
-from shardwise.source.values import Constant, Event, Part, Row, Thing, Value
+from shardwise.source.values import Constant, ObjectRef, PartRef, ProgramEvent, TupleValue, Value
 
 _KNOWN = frozenset(
     {
@@ -49,7 +49,7 @@ _HYBRID = re.compile(r"hybrid|hsdp", re.IGNORECASE)
 
 
 @rule("SW193", "fsdp1-argument", severity=Severity.ERROR)
-def fsdp1_argument(reading: Reading) -> Iterator[Hit]:
+def fsdp1_argument(reading: LintContext) -> Iterator[Hit]:
     """FSDP1's settings given to `fully_shard`.
 
     Symptom: `TypeError: fully_shard() got an unexpected keyword argument`, or an attribute missing at the forward.
@@ -81,7 +81,7 @@ def _fsdp1_kind(value: Value) -> str:
 
 
 @rule("SW215", "wrong-fully-shard-argument", severity=Severity.ERROR)
-def wrong_fully_shard_argument(reading: Reading) -> Iterator[Hit]:
+def wrong_fully_shard_argument(reading: LintContext) -> Iterator[Hit]:
     """`fully_shard` takes one module and keyword arguments of its own.
 
     Symptom: `TypeError`, when the call is reached.
@@ -115,7 +115,7 @@ def wrong_fully_shard_argument(reading: Reading) -> Iterator[Hit]:
 
 
 @rule("SW219", "hsdp-without-named-mesh", severity=Severity.ERROR)
-def hsdp_without_named_mesh(reading: Reading) -> Iterator[Hit]:
+def hsdp_without_named_mesh(reading: LintContext) -> Iterator[Hit]:
     """Hybrid sharding needs a 2-D mesh with named axes, replicas first.
 
     Why: without names `fully_shard` refuses the mesh; a flattened or missing mesh is worse, it silently shards over all
@@ -128,7 +128,7 @@ def hsdp_without_named_mesh(reading: Reading) -> Iterator[Hit]:
         for value in mesh.values:
             message = _mesh_problem(usage, value, event)
             if message:
-                made = value.site if isinstance(value, Thing) else None
+                made = value.site if isinstance(value, ObjectRef) else None
                 yield Hit(
                     node=made if isinstance(made, ast.Call) else mesh.node,  # where the fix goes
                     message=f"{message} (line {event.node.lineno})",
@@ -137,7 +137,7 @@ def hsdp_without_named_mesh(reading: Reading) -> Iterator[Hit]:
     yield from _hybrid_without_mesh(reading)
 
 
-def _mesh_problem(usage: Usage, value: Value, event: Event) -> str:
+def _mesh_problem(usage: Usage, value: Value, event: ProgramEvent) -> str:
     made = next((one for one in usage.trace.calls_to(_INIT_MESH, _MESH) if value in one.result), None)
     if made is not None and not made.is_open and "dp_mesh_dims" not in event.keywords:
         num_axes = _num_axes(made)
@@ -146,20 +146,20 @@ def _mesh_problem(usage: Usage, value: Value, event: Event) -> str:
             return f"the mesh has {num_axes} axes; fully_shard takes one or two"
         if num_axes == 2 and not is_named:
             return "the 2-D mesh has no mesh_dim_names, so fully_shard refuses it"
-    if isinstance(value, Thing) and isinstance(value.site, ast.Call):
+    if isinstance(value, ObjectRef) and isinstance(value.site, ast.Call):
         return _flattened(value.site)
     return ""
 
 
-def _num_axes(made: Event) -> int:
+def _num_axes(made: ProgramEvent) -> int:
     """How many axes a new mesh has; 0 where that is computed."""
     if made.is_call_to(_INIT_MESH):
-        shape = next((one for one in made.argument(1, "mesh_shape") if isinstance(one, Row)), None)
+        shape = next((one for one in made.argument(1, "mesh_shape") if isinstance(one, TupleValue)), None)
         return len(shape.items) if shape is not None else 0
     for value in made.argument(1, "mesh"):
-        if isinstance(value, Row):  # ranks as nested lists
-            return 2 if any(isinstance(inner, Row) for item in value.items for inner in item) else 1
-        call = value.site if isinstance(value, Thing) else None
+        if isinstance(value, TupleValue):  # ranks as nested lists
+            return 2 if any(isinstance(inner, TupleValue) for item in value.items for inner in item) else 1
+        call = value.site if isinstance(value, ObjectRef) else None
         if isinstance(call, ast.Call) and getattr(call.func, "attr", "") in ("view", "reshape"):
             return len(call.args) if not isinstance(call.args[0], ast.Tuple) else len(call.args[0].elts)
     return 0
@@ -176,7 +176,7 @@ def _flattened(call: ast.Call) -> str:
     return ""
 
 
-def _hybrid_without_mesh(reading: Reading) -> Iterator[Hit]:
+def _hybrid_without_mesh(reading: LintContext) -> Iterator[Hit]:
     """A setting called hybrid is tested, but no `fully_shard` call of the file gets a mesh."""
     calls = [event for _, event in reading.events_of(FULLY_SHARD)]
     if not calls or any(event.is_open or "mesh" in event.keywords for event in calls):
@@ -202,27 +202,26 @@ def _asks_for_hybrid(test: ast.expr) -> ast.expr | None:
 
 
 @rule("SW237", "root-reshards-after-forward", severity=Severity.NOTE, preview=True)
-def root_reshards_after_forward(reading: Reading) -> Iterator[Hit]:
+def root_reshards_after_forward(reading: LintContext) -> Iterator[Hit]:
     """`reshard_after_forward=True` on the root frees what backward gathers again at once.
 
     Why: the root's parameters are the first that backward needs; by default they stay gathered.
     """
-    for usage in reading.usages:
-        for shard in usage.shards:
-            given = shard.event.keywords.get("reshard_after_forward")
-            holds_others = any(usage.trace.is_part_of(other.subject, shard.subject) for other in usage.shards)
-            if (
-                given is not None
-                and given.values == {Constant(True)}
-                and holds_others
-                and not _is_inner(usage, shard.subject)
-            ):
-                yield Hit(
-                    node=given.node,
-                    message="the root is freed after forward and gathered again at the start of backward",
-                    fix="leave reshard_after_forward out on the root",
-                )
+    for usage, shard in reading.shards:
+        given = shard.event.keywords.get("reshard_after_forward")
+        holds_others = any(usage.trace.is_part_of(other.subject, shard.subject) for other in usage.shards)
+        if (
+            given is not None
+            and given.values == {Constant(True)}
+            and holds_others
+            and not _is_inner(usage, shard.subject)
+        ):
+            yield Hit(
+                node=given.node,
+                message="the root is freed after forward and gathered again at the start of backward",
+                fix="leave reshard_after_forward out on the root",
+            )
 
 
-def _is_inner(usage: Usage, subject: Thing | Part) -> bool:
+def _is_inner(usage: Usage, subject: ObjectRef | PartRef) -> bool:
     return any(usage.trace.is_part_of(subject, other.subject) for other in usage.shards)

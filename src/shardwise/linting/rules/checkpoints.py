@@ -7,18 +7,18 @@ import re
 from collections.abc import Iterator
 
 from shardwise.findings import Edit, Safety, Severity
-from shardwise.linting.registry import Hit, Reading, rule
+from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source import facts
 from shardwise.source.syntax import FULLY_SHARD
 from shardwise.source.usage import Usage, asks_for_rank_zero, modules, parting_test, tested_classes
 from shardwise.source.values import (
-    Event,
-    Guard,
+    BranchTest,
+    DictValue,
+    ObjectRef,
     Param,
-    Part,
+    PartRef,
+    ProgramEvent,
     StateDict,
-    Table,
-    Thing,
     Value,
     Values,
     owners_of_params,
@@ -42,34 +42,33 @@ _OPTION_NAMES = frozenset(
 
 
 @rule("SW223", "full-checkpoint-into-shards", severity=Severity.ERROR)
-def full_checkpoint_into_shards(reading: Reading) -> Iterator[Hit]:
+def full_checkpoint_into_shards(reading: LintContext) -> Iterator[Hit]:
     """A file with whole tensors cannot be copied into a sharded model or its optimizer.
 
     Symptom: `got mixed torch.Tensor and DTensor`, when loading or at the next optimizer step.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            if event.is_call_to(*_SETTERS) and not event.is_open:
-                options = event.keywords.get("options")
-                whole = options is not None and (
-                    facts.option(options.values, "full_state_dict") is not False
-                    or facts.option(options.values, "broadcast_from_rank0") is True  # SW224 tells what is missing
-                )
-                targets, given = event.argument(0, "model"), _state_given(event)
-            elif event.method == "load_state_dict":
-                whole, targets, given = False, event.receiver, event.argument(0, "state_dict")
-            else:
-                continue
-            if not whole and any(map(_is_whole_file, given)) and _is_for_shards(usage, targets, event):
-                yield Hit(
-                    node=event.node,
-                    message="the checkpoint has whole tensors, the sharded model has DTensors",
-                    fix="set_model_state_dict(model, state_dict, options=StateDictOptions(full_state_dict=True)), "
-                    "and set_optimizer_state_dict for the optimizer",
-                )
+    for usage, event in reading.events:
+        if event.is_call_to(*_SETTERS) and not event.is_open:
+            options = event.keywords.get("options")
+            whole = options is not None and (
+                facts.option(options.values, "full_state_dict") is not False
+                or facts.option(options.values, "broadcast_from_rank0") is True  # SW224 tells what is missing
+            )
+            targets, given = event.argument(0, "model"), _state_given(event)
+        elif event.method == "load_state_dict":
+            whole, targets, given = False, event.receiver, event.argument(0, "state_dict")
+        else:
+            continue
+        if not whole and any(map(_is_whole_file, given)) and _is_for_shards(usage, targets, event):
+            yield Hit(
+                node=event.node,
+                message="the checkpoint has whole tensors, the sharded model has DTensors",
+                fix="set_model_state_dict(model, state_dict, options=StateDictOptions(full_state_dict=True)), "
+                "and set_optimizer_state_dict for the optimizer",
+            )
 
 
-def _state_given(event: Event) -> Values:
+def _state_given(event: ProgramEvent) -> Values:
     position = 1 if event.is_call_to(facts.SET_MODEL) else 2
     for name in ("model_state_dict", "optim_state_dict"):
         if name in event.keywords:
@@ -79,14 +78,14 @@ def _state_given(event: Event) -> Values:
 
 def _is_whole_file(value: Value) -> bool:
     """Whether a value is, or comes out of, a file read into memory; not one that each rank has for itself."""
-    thing = value.owner if isinstance(value, Part) else value
-    if not (isinstance(thing, Thing) and thing.origins & _READERS and isinstance(thing.site, ast.Call)):
+    thing = value.owner if isinstance(value, PartRef) else value
+    if not (isinstance(thing, ObjectRef) and thing.origins & _READERS and isinstance(thing.site, ast.Call)):
         return False
     names = (getattr(n, "id", "") + getattr(n, "attr", "") for arg in thing.site.args[:1] for n in ast.walk(arg))
     return not any("rank" in name for name in names)
 
 
-def _is_for_shards(usage: Usage, targets: Values, event: Event) -> bool:
+def _is_for_shards(usage: Usage, targets: Values, event: ProgramEvent) -> bool:
     owners = set(modules(targets))
     for optimizer in usage.optimizers:
         if targets & optimizer.event.result:
@@ -95,7 +94,7 @@ def _is_for_shards(usage: Usage, targets: Values, event: Event) -> bool:
 
 
 @rule("SW224", "state-dict-option-misplaced", severity=Severity.ERROR, safety=Safety.SAFE)
-def state_dict_option_misplaced(reading: Reading) -> Iterator[Hit]:
+def state_dict_option_misplaced(reading: LintContext) -> Iterator[Hit]:
     """State-dict functions take their settings in `StateDictOptions`, and broadcasting needs a full state dict.
 
     Symptom: `TypeError: ... unexpected keyword argument`, or `full_state_dict must be True when broadcast_from_rank0 is
@@ -124,7 +123,7 @@ def state_dict_option_misplaced(reading: Reading) -> Iterator[Hit]:
 
 
 @rule("SW225", "load-into-empty-state-dict", severity=Severity.ERROR)
-def load_into_empty_state_dict(reading: Reading) -> Iterator[Hit]:
+def load_into_empty_state_dict(reading: LintContext) -> Iterator[Hit]:
     """`torch.distributed.checkpoint.load` fills what is in the dictionary; an empty one gets nothing.
 
     Why: it loads in place, into the tensors it is given, and asks the checkpoint for no others.
@@ -133,7 +132,7 @@ def load_into_empty_state_dict(reading: Reading) -> Iterator[Hit]:
         if "planner" in event.keywords or len(event.args) > 3:
             continue
         for table in event.argument(0, "state_dict"):
-            if isinstance(table, Table) and not table.is_open and (name := _empty_entry(table)) is not None:
+            if isinstance(table, DictValue) and not table.is_open and (name := _empty_entry(table)) is not None:
                 yield Hit(
                     node=event.node,
                     message=f"{name} is empty, so nothing is loaded into it",
@@ -141,17 +140,19 @@ def load_into_empty_state_dict(reading: Reading) -> Iterator[Hit]:
                 )
 
 
-def _empty_entry(table: Table) -> str | None:
+def _empty_entry(table: DictValue) -> str | None:
     if not table.entries:
         return "the state dict"
     for entry in table.entries:
-        if entry.values and all(isinstance(one, Table) and not one.entries and not one.is_open for one in entry.values):
+        if entry.values and all(
+            isinstance(one, DictValue) and not one.entries and not one.is_open for one in entry.values
+        ):
             return f"{entry.key!r}" if entry.key else "an entry"
     return None
 
 
 @rule("SW226", "fresh-optimizer-loaded", severity=Severity.ERROR)
-def fresh_optimizer_loaded(reading: Reading) -> Iterator[Hit]:
+def fresh_optimizer_loaded(reading: LintContext) -> Iterator[Hit]:
     """A new optimizer's `state_dict()` has no state, so `checkpoint.load` restores none.
 
     Why: the state is made at the first step. `get_optimizer_state_dict` makes it before, `state_dict()` does not.
@@ -159,7 +160,7 @@ def fresh_optimizer_loaded(reading: Reading) -> Iterator[Hit]:
     """
     for usage, event in reading.events_of(*_LOAD):
         for table in event.argument(0, "state_dict"):
-            for entry in table.entries if isinstance(table, Table) else ():
+            for entry in table.entries if isinstance(table, DictValue) else ():
                 if any(_is_fresh(usage, value, event) for value in entry.values):
                     yield Hit(
                         node=entry.node,
@@ -168,7 +169,7 @@ def fresh_optimizer_loaded(reading: Reading) -> Iterator[Hit]:
                     )
 
 
-def _is_fresh(usage: Usage, value: Value, event: Event) -> bool:
+def _is_fresh(usage: Usage, value: Value, event: ProgramEvent) -> bool:
     if not (isinstance(value, StateDict) and getattr(value.call.func, "attr", "") == "state_dict"):
         return False
     optimizer = next((one for one in usage.optimizers if value.owner in one.event.result), None)
@@ -202,7 +203,7 @@ _GROUP_POSITION = {
 
 
 @rule("SW221", "shards-saved-as-model", severity=Severity.ERROR)
-def shards_saved_as_model(reading: Reading) -> Iterator[Hit]:
+def shards_saved_as_model(reading: LintContext) -> Iterator[Hit]:
     """A sharded model's state dict holds this rank's shards, not the model.
 
     Why: FSDP1's `state_dict()` gathered; FSDP2's does not. The file has a fraction of each tensor, and nothing says so
@@ -230,7 +231,7 @@ def shards_saved_as_model(reading: Reading) -> Iterator[Hit]:
             )
 
 
-def _mentions_rank(event: Event) -> bool:
+def _mentions_rank(event: ProgramEvent) -> bool:
     call = event.node
     path = call.args[1:] + [k.value for k in call.keywords if k.arg != "obj"] if isinstance(call, ast.Call) else []
     return any(
@@ -238,7 +239,7 @@ def _mentions_rank(event: Event) -> bool:
     )
 
 
-def _is_of_shards(usage: Usage, state: StateDict, event: Event) -> bool:
+def _is_of_shards(usage: Usage, state: StateDict, event: ProgramEvent) -> bool:
     """Whether a state dict was taken of a sharded module, or of its optimizer, without gathering."""
     plain = isinstance(state.call.func, ast.Attribute) and state.call.func.attr == "state_dict"
     if not (plain or state.is_full is False):
@@ -251,25 +252,24 @@ def _is_of_shards(usage: Usage, state: StateDict, event: Event) -> bool:
 
 
 @rule("SW222", "collective-on-some-ranks", severity=Severity.ERROR)
-def collective_on_some_ranks(reading: Reading) -> Iterator[Hit]:
+def collective_on_some_ranks(reading: LintContext) -> Iterator[Hit]:
     """A call that all ranks must make together stands under `if rank == 0`.
 
     Why: collectives, gathered state dicts, full tensors, checkpoints and the forward of a sharded model communicate;
     the rank that is alone in one waits for the others until the watchdog ends the run.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            what = _collective(reading, usage, event)
-            test = parting_test(reading.file, event) if what else None
-            if test is not None and not _others_do_it_too(reading, usage, event):
-                yield Hit(
-                    node=event.node,
-                    message=f"{what} needs every rank, but the test on line {test.lineno} lets only some through",
-                    fix="call it on every rank and keep only the writing under the test",
-                )
+    for usage, event in reading.events:
+        what = _collective(reading, usage, event)
+        test = parting_test(reading.file, event) if what else None
+        if test is not None and not _others_do_it_too(reading, usage, event):
+            yield Hit(
+                node=event.node,
+                message=f"{what} needs every rank, but the test on line {test.lineno} lets only some through",
+                fix="call it on every rank and keep only the writing under the test",
+            )
 
 
-def _collective(reading: Reading, usage: Usage, event: Event) -> str:
+def _collective(reading: LintContext, usage: Usage, event: ProgramEvent) -> str:
     """What a call does that needs every rank; empty where it needs none."""
     if event.is_store or not isinstance(event.node, ast.Call):
         return ""
@@ -296,7 +296,7 @@ def _collective(reading: Reading, usage: Usage, event: Event) -> str:
     return ""
 
 
-def _is_surely_sharded(reading: Reading, usage: Usage, event: Event) -> bool:
+def _is_surely_sharded(reading: LintContext, usage: Usage, event: ProgramEvent) -> bool:
     """Not under `isinstance(p, DTensor)`, unless the parameter's model is known to be sharded."""
     owners = [value.owner for value in event.receiver if isinstance(value, Param | StateDict)]
     if any(usage.holds_shards(owner, event) is not None for owner in owners):
@@ -304,18 +304,18 @@ def _is_surely_sharded(reading: Reading, usage: Usage, event: Event) -> bool:
     return not any("DTensor" in tested_classes(reading.file, guard.test) for guard in event.guards)
 
 
-def _gathers(usage: Usage, event: Event) -> bool:
+def _gathers(usage: Usage, event: ProgramEvent) -> bool:
     options = event.keywords.get("options")
     if options is None:
         return False
     if facts.option(options.values, "full_state_dict") or facts.option(options.values, "broadcast_from_rank0"):
         return True
-    owners = [value for value in event.argument(0, "model") if isinstance(value, Thing | Part)]
+    owners = [value for value in event.argument(0, "model") if isinstance(value, ObjectRef | PartRef)]
     unknown = facts.option(options.values, "full_state_dict") is None
     return unknown and any(usage.holds_shards(owner, event) is not None for owner in owners)
 
 
-def _others_do_it_too(reading: Reading, usage: Usage, event: Event) -> bool:
+def _others_do_it_too(reading: LintContext, usage: Usage, event: ProgramEvent) -> bool:
     """Whether the ranks that the test keeps out make the same call in the other branch, or under the opposite test."""
     for other in usage.events:
         if other is event or other.method != event.method or other.is_store:
@@ -328,13 +328,13 @@ def _others_do_it_too(reading: Reading, usage: Usage, event: Event) -> bool:
     return False
 
 
-def _side(reading: Reading, guard: Guard) -> bool | None:
+def _side(reading: LintContext, guard: BranchTest) -> bool | None:
     """True where only the first rank passes, False where all but it do, None where the test is no such."""
     asked = asks_for_rank_zero(reading.file, guard.test) if isinstance(guard.test, ast.expr) else None
     return None if asked is None else asked is guard.taken
 
 
-def _is_other_branch(one: Guard, other: Guard) -> bool:
+def _is_other_branch(one: BranchTest, other: BranchTest) -> bool:
     if one.branch[0] is other.branch[0]:
         return one.branch[1] != other.branch[1]
     return one.key == other.key and one.taken != other.taken

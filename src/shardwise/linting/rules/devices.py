@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 
 from shardwise.findings import Edit, Safety, Severity
-from shardwise.linting.registry import Hit, Reading, rule
+from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source.syntax import FULLY_SHARD
-from shardwise.source.values import Constant, Event, Thing, Value
+from shardwise.source.values import Constant, ObjectRef, ProgramEvent, Value
 
 _INIT = "torch.distributed.init_process_group"
 _OFFLOAD = "torch.distributed.fsdp.CPUOffloadPolicy"
@@ -19,7 +19,7 @@ _SETS_DEVICE = frozenset({"set_device", "set_device_index", "init_distributed"})
 
 
 @rule("SW220", "offload-with-nccl-only", severity=Severity.ERROR, safety=Safety.UNSAFE)
-def offload_with_nccl_only(reading: Reading) -> Iterator[Hit]:
+def offload_with_nccl_only(reading: LintContext) -> Iterator[Hit]:
     """CPU offload needs a process group that can reduce CPU tensors.
 
     Why: offloaded gradients are on the CPU, and clipping or any other collective on them has no NCCL.
@@ -51,7 +51,7 @@ def _backend_literal(node: ast.AST) -> ast.Constant | None:
 
 
 @rule("SW235", "no-device-set", severity=Severity.WARNING)
-def no_device_set(reading: Reading) -> Iterator[Hit]:
+def no_device_set(reading: LintContext) -> Iterator[Hit]:
     """Without `torch.cuda.set_device`, FSDP puts the parameters of every local rank on GPU 0.
 
     Why: `fully_shard` uses the current device. FSDP1 took a `device_id` instead, and `set_device` was often lost with
@@ -77,7 +77,7 @@ def no_device_set(reading: Reading) -> Iterator[Hit]:
             yield from _left_to_the_mesh(reading, inits[0], names)
 
 
-def _left_to_the_mesh(reading: Reading, init: Event, names: set[str]) -> Iterator[Hit]:
+def _left_to_the_mesh(reading: LintContext, init: ProgramEvent, names: set[str]) -> Iterator[Hit]:
     """Nothing of the file says which GPU is whose: only a launcher that sets LOCAL_RANK makes it work."""
     uses_nccl = Constant("nccl") in init.argument(0, "backend")
     if uses_nccl and "init_device_mesh" not in names and "local_rank" not in reading.file.text.lower():
@@ -88,7 +88,7 @@ def _left_to_the_mesh(reading: Reading, init: Event, names: set[str]) -> Iterato
         )
 
 
-def _moves_to_gpu(event: Event) -> bool:
+def _moves_to_gpu(event: ProgramEvent) -> bool:
     """`.cuda()`, `.to("cuda")`, `.to(f"cuda:{rank}")`, `.to(rank)`: the GPU is in use before a mesh could choose it."""
     if not isinstance(event.node, ast.Call) or event.is_store or event.origins:
         return False
@@ -105,7 +105,7 @@ def _moves_to_gpu(event: Event) -> bool:
 def _is_cuda(value: Value) -> bool:
     if isinstance(value, Constant):
         return str(value.value).startswith("cuda")
-    if isinstance(value, Thing) and "torch.device" in value.origins and isinstance(value.site, ast.Call):
+    if isinstance(value, ObjectRef) and "torch.device" in value.origins and isinstance(value.site, ast.Call):
         return bool(value.site.args) and _is_cuda_text(value.site.args[0])
     return False
 
@@ -117,7 +117,7 @@ def _is_cuda_text(node: ast.AST | None) -> bool:
 
 
 @rule("SW236", "offload-materialized-on-gpu", severity=Severity.ERROR)
-def offload_materialized_on_gpu(reading: Reading) -> Iterator[Hit]:
+def offload_materialized_on_gpu(reading: LintContext) -> Iterator[Hit]:
     """With CPU offload, parameters are materialised on the CPU.
 
     Symptom: `FSDP parameters should be materialized on CPU when enabling CPU offloading`.

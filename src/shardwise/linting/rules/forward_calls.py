@@ -6,43 +6,42 @@ import ast
 from collections.abc import Iterator
 
 from shardwise.findings import Edit, Safety, Severity
-from shardwise.linting.registry import Hit, Reading, rule
+from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source.syntax import Function
 from shardwise.source.usage import Module, Usage, modules
-from shardwise.source.values import Constant, Event, Part, Thing
+from shardwise.source.values import Constant, ObjectRef, PartRef, ProgramEvent
 
 _REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method"
 
 
 @rule("SW229", "forward-called-directly", severity=Severity.ERROR, safety=Safety.SAFE)
-def forward_called_directly(reading: Reading) -> Iterator[Hit]:
+def forward_called_directly(reading: LintContext) -> Iterator[Hit]:
     """`model.forward(x)` bypasses the hooks that gather a sharded model's parameters.
 
     Symptom: `got mixed torch.Tensor and DTensor`.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            function = event.node.func if isinstance(event.node, ast.Call) else None
-            if event.method != "forward" or not isinstance(function, ast.Attribute):
-                continue
-            if any(_is_hooked(usage, module, event) for module in modules(event.receiver)):
-                start = reading.file.positions.span(function.value)[1]
-                end = reading.file.positions.span(function)[1]
-                yield Hit(
-                    node=event.node,
-                    message="forward() does not run FSDP's hooks; the parameters stay sharded",
-                    fix="call the model itself",
-                    edits=(Edit(start=start, end=end, text=""),),
-                )
+    for usage, event in reading.events:
+        function = event.node.func if isinstance(event.node, ast.Call) else None
+        if event.method != "forward" or not isinstance(function, ast.Attribute):
+            continue
+        if any(_is_hooked(usage, module, event) for module in modules(event.receiver)):
+            start = reading.file.positions.span(function.value)[1]
+            end = reading.file.positions.span(function)[1]
+            yield Hit(
+                node=event.node,
+                message="forward() does not run FSDP's hooks; the parameters stay sharded",
+                fix="call the model itself",
+                edits=(Edit(start=start, end=end, text=""),),
+            )
 
 
-def _is_hooked(usage: Usage, module: Module, event: Event) -> bool:
+def _is_hooked(usage: Usage, module: Module, event: ProgramEvent) -> bool:
     """Whether only hooks gather the module's parameters: sharded by hand, and not unsharded by hand."""
     return usage.is_sharded_by_hand(module, event) and not usage.is_gathered_by_hand(module, event)
 
 
 @rule("SW230", "registered-method-reached-from-forward", severity=Severity.ERROR)
-def registered_method_reached_from_forward(reading: Reading) -> Iterator[Hit]:
+def registered_method_reached_from_forward(reading: LintContext) -> Iterator[Hit]:
     """A method that `forward` calls must not be registered as a second way in.
 
     Why: the call enters FSDP twice; when the inner method ends, the parameters are freed under `forward`'s feet.
@@ -61,12 +60,12 @@ def registered_method_reached_from_forward(reading: Reading) -> Iterator[Hit]:
                 )
 
 
-def _is_reached(reading: Reading, event: Event, name: str) -> bool:
+def _is_reached(reading: LintContext, event: ProgramEvent, name: str) -> bool:
     """Whether `forward` of the module's class calls the method; of every class that has both, where it is unknown."""
     if name == "forward":
         return True
     definitions = [
-        one.definition for one in modules(event.argument(0, "module")) if isinstance(one, Thing) and one.definition
+        one.definition for one in modules(event.argument(0, "module")) if isinstance(one, ObjectRef) and one.definition
     ]
     if not definitions:
         definitions = [one for one in reading.file.classes.values() if {name, "forward"} <= _methods(one).keys()]
@@ -90,7 +89,7 @@ def _calls_own(function: Function | None, name: str) -> bool:
 
 
 @rule("SW231", "unregistered-entry-point", severity=Severity.ERROR)
-def unregistered_entry_point(reading: Reading) -> Iterator[Hit]:
+def unregistered_entry_point(reading: LintContext) -> Iterator[Hit]:
     """A method other than `forward` that uses the model's own parameters has to be registered.
 
     Why: only `forward` is hooked; in any other method the parameters of this group are still DTensors.
@@ -107,7 +106,7 @@ def unregistered_entry_point(reading: Reading) -> Iterator[Hit]:
             continue  # names computed at run time
         for event in usage.events:
             for model in event.receiver:
-                if not (isinstance(model, Thing) and model.definition and _is_hooked(usage, model, event)):
+                if not (isinstance(model, ObjectRef) and model.definition and _is_hooked(usage, model, event)):
                     continue
                 method = _methods(model.definition).get(event.method)
                 if method is None or event.method == "forward" or event.method in registered:
@@ -132,7 +131,7 @@ def _calls_itself(method: Function) -> bool:
     )
 
 
-def _child_used(usage: Usage, event: Event, model: Thing) -> str:
+def _child_used(usage: Usage, event: ProgramEvent, model: ObjectRef) -> str:
     """A module of the model's own group that runs inside the method, by its name."""
     for later, module in usage.entered:
         is_inside = len(later.chain) == len(event.chain) + 1 and later.chain[-1] is event.node
@@ -145,7 +144,7 @@ def _child_used(usage: Usage, event: Event, model: Thing) -> str:
     return ""
 
 
-def _name_on_self(event: Event) -> str:
+def _name_on_self(event: ProgramEvent) -> str:
     """`x` of a call `self.x(...)`."""
     function = event.node.func if isinstance(event.node, ast.Call) else None
     if isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "self":
@@ -155,7 +154,7 @@ def _name_on_self(event: Event) -> str:
 
 def _is_module(module: Module) -> bool:
     """Made by torch.nn, or by a class of this file that has a forward."""
-    if isinstance(module, Part):
+    if isinstance(module, PartRef):
         return False
     if module.definition is not None:
         return "forward" in _methods(module.definition)

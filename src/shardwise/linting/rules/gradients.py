@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 
 from shardwise.findings import Severity
-from shardwise.linting.registry import Hit, Reading, rule
+from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source.usage import Usage
-from shardwise.source.values import Event, Param, Table, Value, owners_of_params
+from shardwise.source.values import DictValue, Param, ProgramEvent, Value, owners_of_params
 
 _CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.get_total_norm")
 _SWITCHES = ("set_requires_gradient_sync", "set_requires_all_reduce")
@@ -19,7 +19,7 @@ _LOGS = re.compile(r"^(print|log|info|debug|warning|add_scalar|log_metrics|set_p
 
 
 @rule("SW232", "gradient-sync-left-off", severity=Severity.ERROR)
-def gradient_sync_left_off(reading: Reading) -> Iterator[Hit]:
+def gradient_sync_left_off(reading: LintContext) -> Iterator[Hit]:
     """`set_requires_gradient_sync(False)` stays until it is set to True again.
 
     Why: it is a switch, not a context manager. Without the way back no gradient is ever reduced: ranks train apart.
@@ -46,7 +46,7 @@ def _flag(call: ast.Call) -> ast.expr | None:
 
 
 @rule("SW233", "norm-of-shards", severity=Severity.WARNING)
-def norm_of_shards(reading: Reading) -> Iterator[Hit]:
+def norm_of_shards(reading: LintContext) -> Iterator[Hit]:
     """The norm of a sharded gradient is a DTensor; its local value is not the norm.
 
     Why: a norm computed by hand is a partial result of this rank's shard, too small by about the square root of the
@@ -65,7 +65,7 @@ def norm_of_shards(reading: Reading) -> Iterator[Hit]:
                     )
 
 
-def _is_norm(usage: Usage, event: Event) -> bool:
+def _is_norm(usage: Usage, event: ProgramEvent) -> bool:
     """Whether a call returns a norm over gradients of sharded parameters."""
     if event.is_call_to(*_CLIP):
         owners = owners_of_params(event.argument(0, "parameters") or event.argument(0, "tensors"))
@@ -78,7 +78,9 @@ def _is_norm(usage: Usage, event: Event) -> bool:
     return any(usage.holds_shards(owner, event) is not None for owner in owners)
 
 
-def _norms_read(reading: Reading, event: Event, norms: dict[Value, Event]) -> Iterator[tuple[Value, Event]]:
+def _norms_read(
+    reading: LintContext, event: ProgramEvent, norms: dict[Value, ProgramEvent]
+) -> Iterator[tuple[Value, ProgramEvent]]:
     """The norms that an event turns into numbers or text."""
     if event.method in ("item", "to_local", "tolist") and not event.args:
         yield from ((value, norms[value]) for value in event.receiver if value in norms)
@@ -92,10 +94,10 @@ def _norms_read(reading: Reading, event: Event, norms: dict[Value, Event]) -> It
                 yield by_name[name]
 
 
-def _logged(event: Event) -> Iterator[Value]:
+def _logged(event: ProgramEvent) -> Iterator[Value]:
     """What a logging call gets, by position or in a dictionary."""
     for value in frozenset().union(*event.args):
-        if isinstance(value, Table):
+        if isinstance(value, DictValue):
             yield from frozenset().union(*(entry.values for entry in value.entries))
         else:
             yield value
@@ -108,14 +110,14 @@ def _formatted_names(node: ast.AST) -> Iterator[str]:
             yield one.value.id
 
 
-def _bound_name(reading: Reading, node: ast.AST) -> str:
+def _bound_name(reading: LintContext, node: ast.AST) -> str:
     statement = reading.file.statement(node)
     target = statement.targets[0] if isinstance(statement, ast.Assign) and statement.value is node else None
     return target.id if isinstance(target, ast.Name) else ""
 
 
 @rule("SW234", "numel-times-world-size", severity=Severity.WARNING)
-def numel_times_world_size(reading: Reading) -> Iterator[Hit]:
+def numel_times_world_size(reading: LintContext) -> Iterator[Hit]:
     """A DTensor's `numel()` and `shape` are those of the whole tensor.
 
     Why: FSDP1's flat shards had to be multiplied by the number of ranks; FSDP2's parameters say their global size.
@@ -133,13 +135,13 @@ def numel_times_world_size(reading: Reading) -> Iterator[Hit]:
                     )
 
 
-def _is_world(reading: Reading, node: ast.expr) -> bool:
+def _is_world(reading: LintContext, node: ast.expr) -> bool:
     if isinstance(node, ast.Call):
         return reading.file.is_any(node.func, {"torch.distributed.get_world_size"})
     return bool(_WORLD.match(getattr(node, "id", getattr(node, "attr", ""))))
 
 
-def _counts(reading: Reading, node: ast.expr) -> bool:
+def _counts(reading: LintContext, node: ast.expr) -> bool:
     if any(isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "numel" for n in ast.walk(node)):
         return True
     if isinstance(node, ast.Name):

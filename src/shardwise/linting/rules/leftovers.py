@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 
 from shardwise.findings import Edit, Safety, Severity
-from shardwise.linting.registry import Hit, Reading, rule
+from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source.syntax import FSDP1, FSDP1_NAMES, FSDP2_NAMES, FULLY_SHARD, FileContext
 from shardwise.source.usage import Module, Usage, modules
-from shardwise.source.values import Event
+from shardwise.source.values import ProgramEvent
 
 _PRIVATE = re.compile(r"^torch\.distributed\.(_composable\.fsdp|fsdp\._fully_shard)(\.|$)")
 _FSDP1_MODULES = re.compile(
@@ -34,7 +34,7 @@ _SCALER = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
 
 
 @rule("SW190", "private-fsdp2-import", severity=Severity.WARNING, safety=Safety.SAFE)
-def private_fsdp2_import(reading: Reading) -> Iterator[Hit]:
+def private_fsdp2_import(reading: LintContext) -> Iterator[Hit]:
     """FSDP2 is public: `torch.distributed.fsdp` since torch 2.6.
 
     Why: the private paths it had before are kept for compatibility only.
@@ -93,7 +93,7 @@ def _module_edit(file: FileContext, node: ast.ImportFrom) -> Edit:
 
 
 @rule("SW191", "leftover-fsdp1-import", severity=Severity.WARNING, safety=Safety.SAFE)
-def leftover_fsdp1_import(reading: Reading) -> Iterator[Hit]:
+def leftover_fsdp1_import(reading: LintContext) -> Iterator[Hit]:
     """FSDP1's names are imported by a file that uses none of them.
 
     Why: it was moved to FSDP2, or never used FSDP1; readers take it for FSDP1 code.
@@ -157,32 +157,31 @@ def _removal(file: FileContext, node: ast.ImportFrom, alias: ast.alias) -> tuple
 
 
 @rule("SW192", "fsdp1-call-on-fsdp2-model", severity=Severity.ERROR)
-def fsdp1_call_on_fsdp2_model(reading: Reading) -> Iterator[Hit]:
+def fsdp1_call_on_fsdp2_model(reading: LintContext) -> Iterator[Hit]:
     """FSDP1's methods and functions do not work on a model sharded by `fully_shard`.
 
     Symptom: `AttributeError`; `FSDP.state_dict_type` silently does nothing.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            if event.method in _FSDP1_METHODS and not event.is_store and _is_on_fsdp2(usage, event):
-                yield Hit(
-                    node=event.node,
-                    message=f"{event.method} is FSDP1's; the model is sharded by fully_shard",
-                    fix=_FSDP1_METHODS[event.method],
-                )
-            elif event.is_call_to(_SCALER) and usage.shards and not _uses_fsdp1(reading):
-                yield Hit(
-                    node=event.node,
-                    message="ShardedGradScaler is FSDP1's",
-                    fix='torch.amp.GradScaler("cuda") handles DTensors',
-                )
+    for usage, event in reading.events:
+        if event.method in _FSDP1_METHODS and not event.is_store and _is_on_fsdp2(usage, event):
+            yield Hit(
+                node=event.node,
+                message=f"{event.method} is FSDP1's; the model is sharded by fully_shard",
+                fix=_FSDP1_METHODS[event.method],
+            )
+        elif event.is_call_to(_SCALER) and usage.shards and not _uses_fsdp1(reading):
+            yield Hit(
+                node=event.node,
+                message="ShardedGradScaler is FSDP1's",
+                fix='torch.amp.GradScaler("cuda") handles DTensors',
+            )
 
 
-def _uses_fsdp1(reading: Reading) -> bool:
+def _uses_fsdp1(reading: LintContext) -> bool:
     return any(True for _ in reading.file.calls_to(FSDP1))
 
 
-def _is_on_fsdp2(usage: Usage, event: Event) -> bool:
+def _is_on_fsdp2(usage: Usage, event: ProgramEvent) -> bool:
     static = any(origin.startswith(f"{FSDP1}.") for origin in event.origins)
     if event.origins and not static:
         return False
@@ -190,7 +189,7 @@ def _is_on_fsdp2(usage: Usage, event: Event) -> bool:
     return any(_is_plainly_sharded(usage, subject, event) for subject in subjects)
 
 
-def _is_plainly_sharded(usage: Usage, subject: Module, event: Event) -> bool:
+def _is_plainly_sharded(usage: Usage, subject: Module, event: ProgramEvent) -> bool:
     own = getattr(getattr(subject, "definition", None), "body", [])
     if any(getattr(statement, "name", "") == event.method for statement in own):
         return False  # the model has a method of that name
@@ -200,21 +199,20 @@ def _is_plainly_sharded(usage: Usage, subject: Module, event: Event) -> bool:
 
 
 @rule("SW194", "fsdp1-isinstance", severity=Severity.ERROR)
-def fsdp1_isinstance(reading: Reading) -> Iterator[Hit]:
+def fsdp1_isinstance(reading: LintContext) -> Iterator[Hit]:
     """`isinstance(model, FullyShardedDataParallel)` is never true for a model sharded by `fully_shard`.
 
     Why: sharding makes it an `FSDPModule`; the branch is silently skipped.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            call = event.node
-            if event.method != "isinstance" or event.receiver or not isinstance(call, ast.Call) or len(call.args) != 2:
-                continue
-            if reading.file.is_any(call.args[1], {FSDP1}) and any(
-                usage.is_sharded(module, event) for module in modules(event.args[0])
-            ):
-                yield Hit(
-                    node=call,
-                    message="the model is an FSDPModule, never FSDP1's FullyShardedDataParallel",
-                    fix="isinstance(model, FSDPModule)",
-                )
+    for usage, event in reading.events:
+        call = event.node
+        if event.method != "isinstance" or event.receiver or not isinstance(call, ast.Call) or len(call.args) != 2:
+            continue
+        if reading.file.is_any(call.args[1], {FSDP1}) and any(
+            usage.is_sharded(module, event) for module in modules(event.args[0])
+        ):
+            yield Hit(
+                node=call,
+                message="the model is an FSDPModule, never FSDP1's FullyShardedDataParallel",
+                fix="isinstance(model, FSDPModule)",
+            )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from shardwise.findings import Severity
-from shardwise.linting.registry import Hit, Reading, rule
+from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source import facts
 from shardwise.source.syntax import FSDP1, FileContext, Function
 
@@ -23,7 +23,7 @@ _MEANS = frozenset(
 
 
 @rule("SW239", "token-mean-per-rank", severity=Severity.WARNING)
-def token_mean_per_rank(reading: Reading) -> Iterator[Hit]:
+def token_mean_per_rank(reading: LintContext) -> Iterator[Hit]:
     """A loss divided by this rank's own number of tokens weights the tokens of ranks unequally.
 
     Why: gradients are averaged over ranks. Where ranks hold different numbers of unmasked tokens, a mean of each rank's

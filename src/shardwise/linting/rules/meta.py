@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 
 from shardwise.findings import Severity
-from shardwise.linting.registry import Hit, Reading, rule
+from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source import facts
 from shardwise.source.syntax import FULLY_SHARD
 from shardwise.source.usage import Module, Usage
-from shardwise.source.values import Event, Param, Params, Part, StateDict, Thing, Value, state_dicts_in
+from shardwise.source.values import ObjectRef, Param, Params, PartRef, ProgramEvent, StateDict, Value, state_dicts_in
 
 _READING_METHODS = (
     "parameters named_parameters buffers named_buffers modules named_modules children named_children state_dict"
@@ -38,7 +38,7 @@ _LOADERS = frozenset({facts.SET_MODEL, facts.SET_BOTH, "torch.distributed.checkp
 
 
 @rule("SW209", "meta-without-init", severity=Severity.ERROR)
-def meta_without_init(reading: Reading) -> Iterator[Hit]:
+def meta_without_init(reading: LintContext) -> Iterator[Hit]:
     """A model built on the meta device trains on whatever was in memory.
 
     Why: `to_empty` allocates and writes nothing. Something has to initialise the parameters, or load them, afterwards.
@@ -66,24 +66,24 @@ def meta_without_init(reading: Reading) -> Iterator[Hit]:
             )
 
 
-def _is_for_resuming(event: Event) -> bool:
+def _is_for_resuming(event: ProgramEvent) -> bool:
     """Whether an event happens only when a checkpoint is resumed: a fresh run comes by without it."""
     return any(guard.taken and _RESUMING.search(guard.key) for guard in event.guards)
 
 
-def _sharded_on_meta(usage: Usage) -> set[Thing]:
+def _sharded_on_meta(usage: Usage) -> set[ObjectRef]:
     """Models made on meta that are given to `fully_shard`, themselves or by their parts."""
-    found: set[Thing] = set()
+    found: set[ObjectRef] = set()
     for shard in usage.shards:
         if shard.event.is_call_to(FULLY_SHARD):
-            owner = shard.subject.owner if isinstance(shard.subject, Part) else shard.subject
+            owner = shard.subject.owner if isinstance(shard.subject, PartRef) else shard.subject
             holders = usage.trace.owners.get(owner, ())
             if owner.on_meta and not any(getattr(holder, "on_meta", False) for holder in holders):
                 found.add(owner)
     return found
 
 
-def _first_shard(usage: Usage, model: Module) -> Event:
+def _first_shard(usage: Usage, model: Module) -> ProgramEvent:
     return next(shard.event for shard in usage.shards if usage.trace.are_related(shard.subject, model))
 
 
@@ -92,7 +92,7 @@ def _is_trained(usage: Usage, model: Module) -> bool:
     return has_optimizer or any(module == model for _, module in usage.entered)
 
 
-def _may_write(usage: Usage, event: Event, model: Module, after: int) -> bool:
+def _may_write(usage: Usage, event: ProgramEvent, model: Module, after: int) -> bool:
     """Whether an event may give the model values: anything with the model in it that is not known to be harmless."""
     if event.order <= after and event.root is usage.events[after].root:
         return False
@@ -121,43 +121,42 @@ def _is_forward(usage: Usage, called: Value, model: Module) -> bool:
     """The model itself or a module of it is called; `model.name()` is a module only where it is known to be one."""
     if called == model or any(shard.subject == called for shard in usage.shards):
         return True
-    return isinstance(called, Thing) and _belongs(usage, called, model)
+    return isinstance(called, ObjectRef) and _belongs(usage, called, model)
 
 
 def _belongs(usage: Usage, value: Value, model: Module) -> bool:
     if isinstance(value, Params | Param | StateDict):
         value = value.owner
-    return isinstance(value, Thing | Part) and (value == model or usage.trace.is_part_of(value, model))
+    return isinstance(value, ObjectRef | PartRef) and (value == model or usage.trace.is_part_of(value, model))
 
 
 @rule("SW210", "buffers-lost-by-to-empty", severity=Severity.ERROR)
-def buffers_lost_by_to_empty(reading: Reading) -> Iterator[Hit]:
+def buffers_lost_by_to_empty(reading: LintContext) -> Iterator[Hit]:
     """Non-persistent buffers are garbage after `to_empty`, and no checkpoint brings them back.
 
     Why: a state dict does not contain them. Rotary tables and masks have to be computed again after `to_empty`.
     Symptom: NaN or bad losses, often on some ranks only.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            if event.method != "to_empty":
+    for usage, event in reading.events:
+        if event.method != "to_empty":
+            continue
+        for model in event.receiver:
+            if not (isinstance(model, ObjectRef) and model.on_meta and _has_lost_buffers(reading, model)):
                 continue
-            for model in event.receiver:
-                if not (isinstance(model, Thing) and model.on_meta and _has_lost_buffers(reading, model)):
-                    continue
-                writers = [one for one in usage.events if _may_write(usage, one, model, event.order)]
-                if writers and all(_only_loads(one) for one in writers):
-                    yield Hit(
-                        node=event.node,
-                        message="non-persistent buffers stay uninitialised: loading a checkpoint skips them",
-                        fix="recompute them after to_empty, or call sw.materialize(model) instead",
-                    )
+            writers = [one for one in usage.events if _may_write(usage, one, model, event.order)]
+            if writers and all(_only_loads(one) for one in writers):
+                yield Hit(
+                    node=event.node,
+                    message="non-persistent buffers stay uninitialised: loading a checkpoint skips them",
+                    fix="recompute them after to_empty, or call sw.materialize(model) instead",
+                )
 
 
-def _only_loads(event: Event) -> bool:
+def _only_loads(event: ProgramEvent) -> bool:
     return event.method in _LOADS or event.is_call_to(*_LOADERS)
 
 
-def _has_lost_buffers(reading: Reading, model: Thing) -> bool:
+def _has_lost_buffers(reading: LintContext, model: ObjectRef) -> bool:
     """Whether the class of a model, or a class of this file that it builds, registers a buffer as not persistent."""
     if model.definition is None:
         return any(map(_TRANSFORMERS.match, model.origins))
@@ -170,7 +169,7 @@ def _has_lost_buffers(reading: Reading, model: Thing) -> bool:
     )
 
 
-def _built_classes(reading: Reading, definition: ast.ClassDef, seen: set[ast.ClassDef]) -> set[ast.ClassDef]:
+def _built_classes(reading: LintContext, definition: ast.ClassDef, seen: set[ast.ClassDef]) -> set[ast.ClassDef]:
     if definition not in seen:
         seen.add(definition)
         for node in ast.walk(definition):

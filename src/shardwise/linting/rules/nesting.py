@@ -6,10 +6,10 @@ import ast
 from collections.abc import Iterator
 
 from shardwise.findings import Severity
-from shardwise.linting.registry import Hit, Reading, rule
+from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source import facts
 from shardwise.source.usage import Module, Shard, Usage, class_names, modules, tested_classes
-from shardwise.source.values import Event, Thing
+from shardwise.source.values import ObjectRef, ProgramEvent
 
 _APPLY_CHECKPOINTING = (
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing",
@@ -19,7 +19,7 @@ _WRAP_CHECKPOINTING = ("torch.distributed.algorithms._checkpoint.checkpoint_wrap
 
 
 @rule("SW206", "checkpointing-after-shard", severity=Severity.ERROR)
-def checkpointing_after_shard(reading: Reading) -> Iterator[Hit]:
+def checkpointing_after_shard(reading: LintContext) -> Iterator[Hit]:
     """Activation checkpointing applied after `fully_shard` wraps the sharded block from outside.
 
     Why: FSDP's hooks then run inside the recomputation, so parameters are gathered twice and casts are replayed; the
@@ -37,7 +37,7 @@ def checkpointing_after_shard(reading: Reading) -> Iterator[Hit]:
                 )
 
 
-def _is_inside_out(usage: Usage, event: Event, module: Module, shard: Shard, whole: bool) -> bool:
+def _is_inside_out(usage: Usage, event: ProgramEvent, module: Module, shard: Shard, whole: bool) -> bool:
     if not usage.trace.precedes(shard.event, event):
         return False
     if whole:
@@ -46,7 +46,7 @@ def _is_inside_out(usage: Usage, event: Event, module: Module, shard: Shard, who
 
 
 @rule("SW207", "block-sharded-inside-checkpoint", severity=Severity.ERROR)
-def block_sharded_inside_checkpoint(reading: Reading) -> Iterator[Hit]:
+def block_sharded_inside_checkpoint(reading: LintContext) -> Iterator[Hit]:
     """Picking blocks by class after checkpointing finds the block inside its wrapper.
 
     Why: `apply_activation_checkpointing` puts a `CheckpointWrapper` around each block; the class matches what is
@@ -70,7 +70,7 @@ def block_sharded_inside_checkpoint(reading: Reading) -> Iterator[Hit]:
                 )
 
 
-def _checkpointed_classes(reading: Reading, event: Event) -> set[str]:
+def _checkpointed_classes(reading: LintContext, event: ProgramEvent) -> set[str]:
     """The classes that a `check_fn` picks, where it is a lambda or function of this file."""
     check = event.keywords.get("check_fn") or event.keywords.get("auto_wrap_policy")
     node = check.node if check is not None else None
@@ -84,7 +84,7 @@ def _checkpointed_classes(reading: Reading, event: Event) -> set[str]:
 
 
 @rule("SW208", "compiled-model-sharded", severity=Severity.WARNING)
-def compiled_model_sharded(reading: Reading) -> Iterator[Hit]:
+def compiled_model_sharded(reading: LintContext) -> Iterator[Hit]:
     """`torch.compile` of the whole model before `fully_shard` compiles what FSDP then takes apart.
 
     Why: the graph breaks at every hook, and state-dict keys get an `_orig_mod.` prefix. Compile block by block, or
@@ -106,7 +106,7 @@ def compiled_model_sharded(reading: Reading) -> Iterator[Hit]:
 
 
 @rule("SW203", "parent-before-child", severity=Severity.ERROR)
-def parent_before_child(reading: Reading) -> Iterator[Hit]:
+def parent_before_child(reading: LintContext) -> Iterator[Hit]:
     """`fully_shard` on a parent before its child leaves the child nothing to shard.
 
     Why: each call takes the parameters that no earlier call took; children go first, the root last.
@@ -138,7 +138,7 @@ def _goes_first(usage: Usage, parent: Shard, child: Shard) -> bool:
     return usage.trace.precedes(parent.event, child.event)
 
 
-def _parents_come_first(reading: Reading, shard: Shard) -> str:
+def _parents_come_first(reading: LintContext, shard: Shard) -> str:
     """Why a loop over `modules()` meets a module that is to be sharded before one inside it; else nothing."""
     loop = shard.event.loop
     path = getattr(shard.subject, "path", ())
@@ -164,7 +164,7 @@ def _parents_come_first(reading: Reading, shard: Shard) -> str:
     return ""
 
 
-def _contains(reading: Reading, outer: str, inner: str) -> bool:
+def _contains(reading: LintContext, outer: str, inner: str) -> bool:
     if (outer, inner) in facts.NESTED:
         return True
     definition = reading.file.classes.get(outer)
@@ -175,39 +175,38 @@ def _contains(reading: Reading, outer: str, inner: str) -> bool:
 
 
 @rule("SW204", "sharded-twice", severity=Severity.ERROR)
-def sharded_twice(reading: Reading) -> Iterator[Hit]:
+def sharded_twice(reading: LintContext) -> Iterator[Hit]:
     """A module can be given to `fully_shard` only once.
 
     Why: the first call has already replaced its parameters and installed its hooks.
     Symptom: `fully_shard has already been applied to the module`.
     """
-    for usage in reading.usages:
-        for second in usage.shards:
-            for first in usage.shards:
-                if (
-                    first.subject == second.subject
-                    and usage.trace.precedes(first.event, second.event)
-                    and _is_one_module(reading, first, second)
-                ):
-                    yield Hit(
-                        node=second.event.node,
-                        message=f"this module is already sharded (line {first.event.node.lineno})",
-                        fix="remove one of the two calls",
-                    )
-                    break
-            if _is_in_a_loop_of_its_own(second):
+    for usage, second in reading.shards:
+        for first in usage.shards:
+            if (
+                first.subject == second.subject
+                and usage.trace.precedes(first.event, second.event)
+                and _is_one_module(reading, first, second)
+            ):
                 yield Hit(
                     node=second.event.node,
-                    message="every turn of the loop shards the same module",
-                    fix="shard it once, before the loop",
+                    message=f"this module is already sharded (line {first.event.node.lineno})",
+                    fix="remove one of the two calls",
                 )
+                break
+        if _is_in_a_loop_of_its_own(second):
+            yield Hit(
+                node=second.event.node,
+                message="every turn of the loop shards the same module",
+                fix="shard it once, before the loop",
+            )
 
 
 def _is_in_a_loop_of_its_own(shard: Shard) -> bool:
     """Whether a loop of the same function repeats the call for a module that was made before the loop."""
     loop, subject = shard.event.loop, shard.subject
     (argument, *_) = (*_first_arguments(shard), None)
-    if not (isinstance(loop, ast.For) and isinstance(subject, Thing) and isinstance(argument, ast.Name)):
+    if not (isinstance(loop, ast.For) and isinstance(subject, ObjectRef) and isinstance(argument, ast.Name)):
         return False
     inside = list(ast.walk(loop))
     stored = {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -215,7 +214,7 @@ def _is_in_a_loop_of_its_own(shard: Shard) -> bool:
     return shard.event.node in inside and subject.site not in inside and argument.id not in stored and not ends
 
 
-def _is_one_module(reading: Reading, first: Shard, second: Shard) -> bool:
+def _is_one_module(reading: LintContext, first: Shard, second: Shard) -> bool:
     """Not merely two elements of one list: then both loops have to go over the same."""
     if first.event.loop is None and second.event.loop is None:
         return "[]" not in getattr(first.subject, "path", ()) and len(first.together) == len(second.together) == 1

@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterator
 
 from shardwise.findings import Severity
-from shardwise.linting.registry import Hit, Reading, rule
+from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source import facts
 from shardwise.source.usage import Module, Optimizer, Shard, Usage, modules
-from shardwise.source.values import Constant, Event, Param
+from shardwise.source.values import Constant, Param, ProgramEvent
 
 # `group["params"] = ...`: the program gives its optimizers new parameters itself.
 _REPOINTS = re.compile(r"""\[["']params["']\]\s*=[^=]""")
 
 
 @rule("SW201", "optimizer-before-shard", severity=Severity.ERROR)
-def optimizer_before_shard(reading: Reading) -> Iterator[Hit]:
+def optimizer_before_shard(reading: LintContext) -> Iterator[Hit]:
     """An optimizer built before `fully_shard` updates tensors that the model no longer uses.
 
     Why: sharding replaces each parameter by a DTensor; the optimizer keeps the old ones.
@@ -57,7 +57,7 @@ def _is_rebuilt(usage: Usage, optimizer: Optimizer, shard: Shard) -> bool:
 
 
 @rule("SW216", "optimizer-after-forward", severity=Severity.ERROR)
-def optimizer_after_forward(reading: Reading) -> Iterator[Hit]:
+def optimizer_after_forward(reading: LintContext) -> Iterator[Hit]:
     """An optimizer built after a forward without backward holds the root's gathered parameters.
 
     Why: the root group stays gathered after forward until backward ends; `model.parameters()` then gives plain
@@ -82,11 +82,11 @@ def optimizer_after_forward(reading: Reading) -> Iterator[Hit]:
                     break
 
 
-def _is_without_grad(event: Event) -> bool:
+def _is_without_grad(event: ProgramEvent) -> bool:
     return any(context.is_call_to(*facts.NO_GRAD) for context in event.contexts)
 
 
-def _is_resharded(usage: Usage, module: object, after: Event, before: Event) -> bool:
+def _is_resharded(usage: Usage, module: object, after: ProgramEvent, before: ProgramEvent) -> bool:
     given = [shard.event.keywords.get("reshard_after_forward") for shard in usage.shards if shard.subject == module]
     if any(one is not None and not one.values & {Constant(False), Constant(None)} for one in given):
         return True
@@ -95,7 +95,7 @@ def _is_resharded(usage: Usage, module: object, after: Event, before: Event) -> 
 
 
 @rule("SW217", "submodule-before-root", severity=Severity.ERROR)
-def submodule_before_root(reading: Reading) -> Iterator[Hit]:
+def submodule_before_root(reading: LintContext) -> Iterator[Hit]:
     """Calling a sharded submodule before its root makes the submodule a root of its own.
 
     Why: the first module that is called sets up FSDP for everything inside it.
@@ -123,39 +123,38 @@ def submodule_before_root(reading: Reading) -> Iterator[Hit]:
                     )
 
 
-def _shares_loop(early: Event, later: Event) -> bool:
+def _shares_loop(early: ProgramEvent, later: ProgramEvent) -> bool:
     return early.loop is None or early.loop is later.loop
 
 
 @rule("SW240", "zero-grad-after-forward", severity=Severity.ERROR)
-def zero_grad_after_forward(reading: Reading) -> Iterator[Hit]:
+def zero_grad_after_forward(reading: LintContext) -> Iterator[Hit]:
     """`model.zero_grad()` between forward and backward does not clear the gradients of the root's parameters.
 
     Why: the root group stays unsharded after forward. What is registered then are temporary parameters; the sharded
     ones, which the optimizer steps, keep their gradients, and these add up from step to step. No error is raised.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            for module in _cleared(reading, event):
-                last = max(
-                    (e.order for e, m in usage.forwards if m == module and usage.trace.precedes(e, event)), default=None
+    for usage, event in reading.events:
+        for module in _cleared(reading, event):
+            last = max(
+                (e.order for e, m in usage.forwards if m == module and usage.trace.precedes(e, event)), default=None
+            )
+            if last is None or not usage.is_sharded_by_hand(module, event):
+                continue
+            forward, is_trained = (
+                usage.events[last],
+                any(e.method == "backward" for e in usage.events[event.order :]),
+            )
+            if is_trained and not _is_resharded(usage, module, forward, event):
+                yield Hit(
+                    node=event.node,
+                    message=f"since the forward on line {forward.node.lineno} the root's unsharded parameters are "
+                    "registered; the gradients of its shards stay and add up",
+                    fix="clear gradients before the forward, or with optimizer.zero_grad()",
                 )
-                if last is None or not usage.is_sharded_by_hand(module, event):
-                    continue
-                forward, is_trained = (
-                    usage.events[last],
-                    any(e.method == "backward" for e in usage.events[event.order :]),
-                )
-                if is_trained and not _is_resharded(usage, module, forward, event):
-                    yield Hit(
-                        node=event.node,
-                        message=f"since the forward on line {forward.node.lineno} the root's unsharded parameters are "
-                        "registered; the gradients of its shards stay and add up",
-                        fix="clear gradients before the forward, or with optimizer.zero_grad()",
-                    )
 
 
-def _cleared(reading: Reading, event: Event) -> list[Module]:
+def _cleared(reading: LintContext, event: ProgramEvent) -> list[Module]:
     """The modules whose gradients an event clears: `model.zero_grad()`, or `p.grad = None` for its parameters."""
     if event.method == "zero_grad" and not event.is_store:
         return modules(event.receiver)

@@ -6,14 +6,14 @@ import ast
 from collections.abc import Iterator
 
 from shardwise.findings import Edit, Safety, Severity
-from shardwise.linting.registry import Hit, Reading, rule
+from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source.facts import refers_to
 from shardwise.source.usage import Usage, modules
-from shardwise.source.values import Event, Param, Part, Value, Values
+from shardwise.source.values import Param, PartRef, ProgramEvent, Value, Values
 
 
 @rule("SW227", "deepcopy-of-sharded-model", severity=Severity.ERROR)
-def deepcopy_of_sharded_model(reading: Reading) -> Iterator[Hit]:
+def deepcopy_of_sharded_model(reading: LintContext) -> Iterator[Hit]:
     """A sharded model cannot be copied with `deepcopy`.
 
     Symptom: `AssertionError: FSDP does not support deepcopy.`
@@ -35,31 +35,30 @@ def deepcopy_of_sharded_model(reading: Reading) -> Iterator[Hit]:
 
 
 @rule("SW228", "data-assigned-after-shard", severity=Severity.ERROR)
-def data_assigned_after_shard(reading: Reading) -> Iterator[Hit]:
+def data_assigned_after_shard(reading: LintContext) -> Iterator[Hit]:
     """Assigning `.data` of a sharded parameter is ignored.
 
     Why: FSDP keeps the shard it made and gathers from that; the new tensor is never used.
     """
-    for usage in reading.usages:
-        for event in usage.events:
-            if not (event.is_store and event.method == "data"):
-                continue
-            for value in event.receiver:
-                if _is_of_shards(usage, value, event):
-                    yield Hit(
-                        node=event.node,
-                        message="FSDP2 goes on using the shard it has; this assignment changes nothing",
-                        fix="write in place under torch.no_grad(): p.copy_(...), or change the model before sharding",
-                    )
+    for usage, event in reading.events:
+        if not (event.is_store and event.method == "data"):
+            continue
+        for value in event.receiver:
+            if _is_of_shards(usage, value, event):
+                yield Hit(
+                    node=event.node,
+                    message="FSDP2 goes on using the shard it has; this assignment changes nothing",
+                    fix="write in place under torch.no_grad(): p.copy_(...), or change the model before sharding",
+                )
 
 
-def _is_of_shards(usage: Usage, value: Value, event: Event) -> bool:
+def _is_of_shards(usage: Usage, value: Value, event: ProgramEvent) -> bool:
     """Whether a value is a parameter that `fully_shard` has replaced; shardwise lets `.data` arrive."""
     owner: Value | None = None
     if isinstance(value, Param):
         owner = value.owner
-    elif isinstance(value, Part) and value.path[-1] in ("weight", "bias"):
-        owner = Part(value.owner, value.path[:-1]) if len(value.path) > 1 else value.owner
+    elif isinstance(value, PartRef) and value.path[-1] in ("weight", "bias"):
+        owner = PartRef(value.owner, value.path[:-1]) if len(value.path) > 1 else value.owner
     shard = usage.holds_shards(owner, event) if owner is not None else None
     return shard is not None and not shard.is_automatic
 
@@ -70,7 +69,7 @@ _BFLOAT = ("torch.bfloat16",)
 
 
 @rule("SW211", "no-reduce-dtype", severity=Severity.WARNING, safety=Safety.UNSAFE)
-def no_reduce_dtype(reading: Reading) -> Iterator[Hit]:
+def no_reduce_dtype(reading: LintContext) -> Iterator[Hit]:
     """Without `reduce_dtype`, gradients are summed over ranks in the 16-bit compute dtype.
 
     Why: bfloat16 keeps 8 bits of a sum; the error grows with the number of ranks. Which dtype is used when it is left
@@ -89,7 +88,7 @@ def no_reduce_dtype(reading: Reading) -> Iterator[Hit]:
             )
 
 
-def _with_reduce_dtype(reading: Reading, event: Event) -> tuple[Edit, ...]:
+def _with_reduce_dtype(reading: LintContext, event: ProgramEvent) -> tuple[Edit, ...]:
     """Insert the argument after the last one, spelling torch as the dtype next to it does."""
     call = event.node
     if not isinstance(call, ast.Call) or not (call.args or call.keywords):
@@ -103,7 +102,7 @@ def _with_reduce_dtype(reading: Reading, event: Event) -> tuple[Edit, ...]:
 
 
 @rule("SW212", "fp16-without-scaler", severity=Severity.ERROR)
-def fp16_without_scaler(reading: Reading) -> Iterator[Hit]:
+def fp16_without_scaler(reading: LintContext) -> Iterator[Hit]:
     """Training in float16 without a gradient scaler loses small gradients.
 
     Why: gradients below 6e-8 become zero in float16. bfloat16 has float32's range and needs no scaler.
@@ -120,7 +119,7 @@ def fp16_without_scaler(reading: Reading) -> Iterator[Hit]:
 
 
 @rule("SW238", "low-precision-weights", severity=Severity.WARNING, preview=True)
-def low_precision_weights(reading: Reading) -> Iterator[Hit]:
+def low_precision_weights(reading: LintContext) -> Iterator[Hit]:
     """A model stored in 16 bits also keeps its optimizer state and its updates in 16 bits.
 
     Why: an update smaller than 1/256 of a bfloat16 weight changes nothing. Store float32 and compute in bfloat16 with
@@ -141,7 +140,7 @@ def low_precision_weights(reading: Reading) -> Iterator[Hit]:
                     break
 
 
-def _casts_to_16_bits(event: Event) -> bool:
+def _casts_to_16_bits(event: ProgramEvent) -> bool:
     if event.method in ("bfloat16", "half") and not event.args:
         return True
     dtypes: list[Values] = [event.keywords[key].values for key in ("dtype", "torch_dtype") if key in event.keywords]

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 
 from shardwise.findings import Severity
-from shardwise.linting.registry import Hit, Reading, rule
+from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source.facts import LISTS
 from shardwise.source.syntax import FULLY_SHARD
 from shardwise.source.usage import Shard, Usage
-from shardwise.source.values import Event, Part, Thing, Value, owners_of_params
+from shardwise.source.values import ObjectRef, PartRef, ProgramEvent, Value, owners_of_params
 
 _SHARDS_INSIDE = re.compile(r"shard|fsdp|wrap|paralle|prepare", re.IGNORECASE)
 _LAYER = re.compile(r"(Linear|Layer|Norm|Embedding|Block|Conv\dd|MLP|Attention|Experts?|Router|Head)$")
@@ -20,7 +20,7 @@ _SIZED = {"torch.ones", "torch.zeros", "torch.empty", "torch.randn", "torch.rand
 
 
 @rule("SW202", "root-only-sharding", severity=Severity.WARNING)
-def root_only_sharding(reading: Reading) -> Iterator[Hit]:
+def root_only_sharding(reading: LintContext) -> Iterator[Hit]:
     """One `fully_shard` call on the whole model makes one group: all of it is gathered at once.
 
     Why: a group is gathered and freed as one; with a single group the peak is the unsharded model, and no communication
@@ -28,24 +28,23 @@ def root_only_sharding(reading: Reading) -> Iterator[Hit]:
     """
     if not _every_call_is_read(reading):
         return
-    for usage in reading.usages:
-        for shard in usage.shards:
-            if _is_whole_model(reading, usage, shard) and not _has_groups_inside(usage, shard):
-                yield Hit(
-                    node=shard.event.node,
-                    message="the whole model is one group: every parameter is gathered at once, nothing overlaps",
-                    fix="call fully_shard on each block first, then on the model",
-                )
+    for usage, shard in reading.shards:
+        if _is_whole_model(reading, usage, shard) and not _has_groups_inside(usage, shard):
+            yield Hit(
+                node=shard.event.node,
+                message="the whole model is one group: every parameter is gathered at once, nothing overlaps",
+                fix="call fully_shard on each block first, then on the model",
+            )
 
 
-def _every_call_is_read(reading: Reading) -> bool:
+def _every_call_is_read(reading: LintContext) -> bool:
     """Whether the subject of every `fully_shard` in the file is known; an unknown one may be a block."""
     read = {shard.event.node for usage in reading.usages for shard in usage.shards}
     mentions = sum(reading.file.is_any(node, {FULLY_SHARD}) for node in _loads(reading))
     return mentions == len(read)
 
 
-def _loads(reading: Reading) -> Iterator[ast.expr]:
+def _loads(reading: LintContext) -> Iterator[ast.expr]:
     for node in reading.file.parents:
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             parent = reading.file.parents[node]
@@ -53,13 +52,13 @@ def _loads(reading: Reading) -> Iterator[ast.expr]:
                 yield node
 
 
-def _is_whole_model(reading: Reading, usage: Usage, shard: Shard) -> bool:
+def _is_whole_model(reading: LintContext, usage: Usage, shard: Shard) -> bool:
     subject = shard.subject
-    if shard.is_automatic or (isinstance(subject, Part) and "[]" in subject.path) or shard.event.loop is not None:
+    if shard.is_automatic or (isinstance(subject, PartRef) and "[]" in subject.path) or shard.event.loop is not None:
         return False
     if not _is_trained(usage, subject):
         return False
-    definition = subject.definition if isinstance(subject, Thing) else None
+    definition = subject.definition if isinstance(subject, ObjectRef) else None
     if definition is not None:
         return _has_blocks(reading, definition)
     made_by = getattr(subject, "origins", frozenset())
@@ -73,7 +72,7 @@ def _is_trained(usage: Usage, subject: Value) -> bool:
     return is_called and any(event.method == "backward" for event in usage.events)
 
 
-def _has_blocks(reading: Reading, definition: ast.ClassDef, seen: frozenset[str] = frozenset()) -> bool:
+def _has_blocks(reading: LintContext, definition: ast.ClassDef, seen: frozenset[str] = frozenset()) -> bool:
     """Whether a class of this file holds a list of modules, or one that does."""
     for node in ast.walk(definition):
         if not isinstance(node, ast.Call):
@@ -103,34 +102,33 @@ def _has_groups_inside(usage: Usage, shard: Shard) -> bool:
 
 
 @rule("SW205", "container-sharded", severity=Severity.ERROR)
-def container_sharded(reading: Reading) -> Iterator[Hit]:
+def container_sharded(reading: LintContext) -> Iterator[Hit]:
     """`nn.ModuleList` and `nn.ModuleDict` have no forward to hook.
 
     Symptom: `fully_shard does not support containers that do not implement forward`.
     """
-    for usage in reading.usages:
-        for shard in usage.shards:
-            kind = _kind_of_list(shard.subject)
-            if kind and not shard.is_automatic:
-                yield Hit(
-                    node=shard.event.node,
-                    message=f"{kind} has no forward, so fully_shard refuses it",
-                    fix="shard each module in it: for block in blocks: fully_shard(block)",
-                )
+    for _, shard in reading.shards:
+        kind = _kind_of_list(shard.subject)
+        if kind and not shard.is_automatic:
+            yield Hit(
+                node=shard.event.node,
+                message=f"{kind} has no forward, so fully_shard refuses it",
+                fix="shard each module in it: for block in blocks: fully_shard(block)",
+            )
 
 
 def _kind_of_list(subject: Value) -> str:
     """`ModuleList` or `ModuleDict`, where the subject is known to be one."""
-    if isinstance(subject, Thing):
+    if isinstance(subject, ObjectRef):
         return next((origin.rpartition(".")[2] for origin in sorted(subject.origins & LISTS)), "")
-    if isinstance(subject, Part) and subject.path[-1] in ("layers", "h", "blocks"):
+    if isinstance(subject, PartRef) and subject.path[-1] in ("layers", "h", "blocks"):
         # The transformers library keeps its blocks in a ModuleList, under one of these names.
         return "ModuleList" if any(one.startswith("transformers.") for one in subject.owner.origins) else ""
     return ""
 
 
 @rule("SW213", "tied-weights-split", severity=Severity.ERROR)
-def tied_weights_split(reading: Reading) -> Iterator[Hit]:
+def tied_weights_split(reading: LintContext) -> Iterator[Hit]:
     """Tied weights sharded in separate groups come apart.
 
     Why: each group makes a parameter of its own. Up to torch 2.12 and sometimes later this is silent: the two weights
@@ -151,19 +149,19 @@ def tied_weights_split(reading: Reading) -> Iterator[Hit]:
             )
 
 
-def _ties(usage: Usage) -> Iterator[tuple[Value, Value, Event]]:
+def _ties(usage: Usage) -> Iterator[tuple[Value, Value, ProgramEvent]]:
     """Pairs of modules of which one was given the other's weight."""
     for event in usage.events:
         if event.is_store and event.method == "weight":
             for given in event.args[0]:
-                if isinstance(given, Part) and given.path[-1] == "weight":
-                    source = Part(given.owner, given.path[:-1]) if len(given.path) > 1 else given.owner
+                if isinstance(given, PartRef) and given.path[-1] == "weight":
+                    source = PartRef(given.owner, given.path[:-1]) if len(given.path) > 1 else given.owner
                     for target in event.receiver:
                         yield target, source, event
 
 
 @rule("SW214", "scalar-parameter", severity=Severity.ERROR)
-def scalar_parameter(reading: Reading) -> Iterator[Hit]:
+def scalar_parameter(reading: LintContext) -> Iterator[Hit]:
     """A parameter without dimensions cannot be sharded.
 
     Symptom: `fully_shard doesn't support scalar parameters. Change ... to a 1D tensor with numel equal to 1.`
@@ -189,7 +187,7 @@ def _takes(usage: Usage, shard: Shard, owner: Value) -> bool:
     return owner == shard.subject or usage.trace.is_part_of(owner, shard.subject)
 
 
-def _is_scalar_parameter(reading: Reading, event: Event) -> bool:
+def _is_scalar_parameter(reading: LintContext, event: ProgramEvent) -> bool:
     statement = reading.file.statement(event.node)
     value = getattr(statement, "value", None)
     if not (isinstance(value, ast.Call) and value.args and reading.file.is_any(value.func, {"torch.nn.Parameter"})):
@@ -197,7 +195,7 @@ def _is_scalar_parameter(reading: Reading, event: Event) -> bool:
     return _is_scalar(reading, value.args[0])
 
 
-def _is_scalar(reading: Reading, node: ast.expr) -> bool:
+def _is_scalar(reading: LintContext, node: ast.expr) -> bool:
     if isinstance(node, ast.BinOp):
         sides = (node.left, node.right)
         numbers = [side for side in sides if not any(isinstance(n, ast.Call) for n in ast.walk(side))]
@@ -221,26 +219,25 @@ def _is_number(node: ast.expr) -> bool:
 
 
 @rule("SW218", "ignored-params-on-some-calls", severity=Severity.WARNING)
-def ignored_params_on_some_calls(reading: Reading) -> Iterator[Hit]:
+def ignored_params_on_some_calls(reading: LintContext) -> Iterator[Hit]:
     """`ignored_params` holds for one `fully_shard` call only.
 
     Why: a block that is sharded without it takes the parameters that the root's call was told to leave alone.
     """
-    for usage in reading.usages:
-        for root in usage.shards:
-            ignored = root.event.keywords.get("ignored_params")
-            if ignored is None:
-                continue
-            owners = owners_of_params(ignored.values)
-            for shard in usage.shards:
-                if (
-                    usage.trace.is_part_of(shard.subject, root.subject)
-                    and "ignored_params" not in shard.event.keywords
-                    and not shard.event.is_open
-                    and any(usage.trace.are_related(owner, shard.subject) for owner in owners)
-                ):
-                    yield Hit(
-                        node=shard.event.node,
-                        message=f"this call shards what the call on line {root.event.node.lineno} ignores",
-                        fix="pass the same ignored_params to every fully_shard call",
-                    )
+    for usage, root in reading.shards:
+        ignored = root.event.keywords.get("ignored_params")
+        if ignored is None:
+            continue
+        owners = owners_of_params(ignored.values)
+        for shard in usage.shards:
+            if (
+                usage.trace.is_part_of(shard.subject, root.subject)
+                and "ignored_params" not in shard.event.keywords
+                and not shard.event.is_open
+                and any(usage.trace.are_related(owner, shard.subject) for owner in owners)
+            ):
+                yield Hit(
+                    node=shard.event.node,
+                    message=f"this call shards what the call on line {root.event.node.lineno} ignores",
+                    fix="pass the same ignored_params to every fully_shard call",
+                )

@@ -25,8 +25,8 @@ from shardwise.planning.source.values import (
     Known,
     Many,
     Mapping,
+    Origin,
     Sequence,
-    Source,
     Super,
     Unknown,
     Value,
@@ -66,13 +66,13 @@ def has_attribute(thing: Any, name: str) -> bool:
 def wrap(thing: Any) -> Value:
     """A real object as a value; tensors are data, everything else is plain."""
     value = known(thing)
-    return value.like(source=Source.TENSOR) if isinstance(thing, torch.Tensor) else value
+    return value.like(source=Origin.TENSOR) if isinstance(thing, torch.Tensor) else value
 
 
 def _load_open(value: Value, name: str) -> Value:
     if name in _SIZES:
-        return CONTENT if value.source == Source.DYNAMIC else PLAIN
-    if name in METADATA or value.source == Source.PLAIN:
+        return CONTENT if value.source == Origin.DYNAMIC else PLAIN
+    if name in METADATA or value.source == Origin.PLAIN:
         return PLAIN
     return Value(open=True, source=value.source) if name in _STILL_TENSORS else ARGUMENT
 
@@ -121,7 +121,7 @@ def load_from_module(module: nn.Module, name: str, frame: Frame) -> Value:
     if fallback is not None and fallback is not nn.Module.__getattr__ and name != "__getattr__":
         return result_of(fallback, module, [known(name)], frame)
     # Set by the model's own code as it runs, or in a branch that this model never takes.
-    return Value(frozenset({Absent()}), open=True, source=Source.ARGUMENT)
+    return Value(frozenset({Absent()}), open=True, source=Origin.ARGUMENT)
 
 
 def _registered(module: nn.Module, name: str) -> Any:
@@ -146,7 +146,7 @@ def _load_property(module: nn.Module, descriptor: Any, name: str, frame: Frame) 
 def _all_of(parameters: list[Any]) -> Value:
     """One tensor that is computed from several parameters: using it uses them all."""
     atoms = frozenset(Known(parameter) for parameter in parameters if parameter is not None)
-    return Value(atoms, open=not atoms, source=Source.TENSOR)
+    return Value(atoms, open=not atoms, source=Origin.TENSOR)
 
 
 def _load_class_attribute(attribute: Any, name: str, receiver: Known) -> Value:
@@ -210,7 +210,7 @@ _DICTIONARIES = (nn.ModuleDict, nn.ParameterDict)
 _MOST_ITEMS = 20_000
 
 
-class Walk(NamedTuple):
+class LoopItems(NamedTuple):
     """What a loop over a value gets."""
 
     element: Value
@@ -247,15 +247,15 @@ def _own(module: nn.Module, name: str) -> bool:
     return function is not None and not (function.__module__ or "").startswith("torch.")
 
 
-def walk(value: Value, frame: Frame) -> Walk:
+def walk(value: Value, frame: Frame) -> LoopItems:
     """One turn of a loop over the value, standing for all of them."""
     walks = [_walk_atom(atom, value, frame) for atom in value.atoms]
     if value.open or not walks:
-        source = Source.CONTENT if value.source >= Source.CONTENT else value.source
-        walks.append(Walk(PLAIN.like(source=source), None, value.source == Source.DYNAMIC))
+        source = Origin.CONTENT if value.source >= Origin.CONTENT else value.source
+        walks.append(LoopItems(PLAIN.like(source=source), None, value.source == Origin.DYNAMIC))
     element = join(one.element for one in walks)
     counts = {one.count for one in walks}
-    return Walk(
+    return LoopItems(
         element.like(picked=element.picked or value.picked, loops=element.loops | value.loops),
         counts.pop() if len(counts) == 1 else None,
         any(one.dynamic for one in walks),
@@ -274,21 +274,21 @@ def contents(atom: Atom) -> Sequence | Mapping | Many | None:
     return None
 
 
-def _walk_atom(atom: Atom, value: Value, frame: Frame) -> Walk:
+def _walk_atom(atom: Atom, value: Value, frame: Frame) -> LoopItems:
     held = contents(atom)
     if isinstance(held, Many):
-        return Walk(held.element, held.count, value.source == Source.DYNAMIC)
+        return LoopItems(held.element, held.count, value.source == Origin.DYNAMIC)
     if isinstance(held, Sequence):
-        return Walk(join(held.items), None if value.open and held is atom else len(held.items))
+        return LoopItems(join(held.items), None if value.open and held is atom else len(held.items))
     if isinstance(held, Mapping):
-        return Walk(join(known(key) for key, _ in held.items), len(held.items))
+        return LoopItems(join(known(key) for key, _ in held.items), len(held.items))
     thing = atom.object if isinstance(atom, Known) else None
     if isinstance(thing, torch.Tensor):
         consume(known(thing), frame)
-        return Walk(TENSOR, None)
+        return LoopItems(TENSOR, None)
     if isinstance(thing, nn.Module) and _own(thing, "__iter__"):
         return walk(result_of(getattr(type(thing), "__iter__", None), thing, [], frame), frame)
-    return Walk(PLAIN, None)
+    return LoopItems(PLAIN, None)
 
 
 def item(value: Value, index: Value, frame: Frame) -> Value:
@@ -299,16 +299,16 @@ def item(value: Value, index: Value, frame: Frame) -> Value:
         found.append(PLAIN.like(source=_indexed(value, index), loops=value.loops))
     result = join(found)
     # A name looked up by a number from the data is itself up to the data: `experts[names[best]]`.
-    source = max(result.source, index.source) if index.source >= Source.CONTENT else result.source
+    source = max(result.source, index.source) if index.source >= Origin.CONTENT else result.source
     return result.like(picked=result.picked or value.picked, loops=result.loops | value.loops, source=source)
 
 
-def _indexed(value: Value, index: Value) -> Source:
+def _indexed(value: Value, index: Value) -> Origin:
     """What an item of something unknown is: `x[mask]` has its own length, `x[0, 1]` must be a tensor's."""
-    if value.source >= Source.TENSOR and index.source >= Source.CONTENT:
-        return Source.DYNAMIC
+    if value.source >= Origin.TENSOR and index.source >= Origin.CONTENT:
+        return Origin.DYNAMIC
     several = any(isinstance(atom, Sequence) and len(atom.items) > 1 for atom in index.atoms)
-    return Source.TENSOR if several and value.source == Source.ARGUMENT else value.source
+    return Origin.TENSOR if several and value.source == Origin.ARGUMENT else value.source
 
 
 def _item_of(atom: Atom, at: Any, index: Value, frame: Frame) -> Value:
@@ -335,7 +335,7 @@ def _pick(items: AnySequence[Value], at: Any, index: Value) -> Value:
         if not is_slice:
             return _chosen(everything, index)
         # `layers[:depth]`: which ones run is up to the data where the bound is.
-        return just(Many(_chosen(everything, index) if index.source >= Source.TENSOR else everything))
+        return just(Many(_chosen(everything, index) if index.source >= Origin.TENSOR else everything))
     try:
         chosen = items[at]
     except (IndexError, TypeError, ValueError):
@@ -354,7 +354,7 @@ def _look_up(by_key: dict[Any, Value], at: Any, index: Value) -> Value:
 
 def _chosen(element: Value, index: Value) -> Value:
     """One of several alike, chosen by an index that is not known."""
-    picked = (index.picked or index.source >= Source.ARGUMENT) and len(element.atoms) > 1
+    picked = (index.picked or index.source >= Origin.ARGUMENT) and len(element.atoms) > 1
     return element.like(picked=element.picked or picked, loops=element.loops | index.loops)
 
 
@@ -470,16 +470,16 @@ def torch_result(name: str, arguments: Arguments) -> Value:
     """What a torch function returns."""
     values = arguments.values()
     if name in ("rand", "rand_like", "bernoulli", "randperm", "randint"):
-        return opaque(*values, source=Source.RANDOM)
+        return opaque(*values, source=Origin.RANDOM)
     if name in _DYNAMIC or (name == "where" and len(values) == 1):
-        return opaque(*values, source=Source.DYNAMIC)
+        return opaque(*values, source=Origin.DYNAMIC)
     if (cut := _cut_by_data(name, values)) is not None:
         return cut
     if name in _CONTENT:
-        return opaque(*values, source=Source.CONTENT)
+        return opaque(*values, source=Origin.CONTENT)
     if name.startswith(("is_", "get_", "has_", "finfo", "iinfo", "device")):
         return PLAIN
-    return opaque(*values, source=Source.TENSOR)
+    return opaque(*values, source=Origin.TENSOR)
 
 
 def method_reads_content(name: str) -> bool:
@@ -498,36 +498,36 @@ def method_result(receiver: Value, name: str, arguments: Arguments) -> Value:
     """What a method of an unknown value returns, which is taken for a tensor if its name is a tensor's."""
     source = receiver.source
     if name in _SIZE_METHODS:
-        return opaque(receiver, source=Source.CONTENT if source == Source.DYNAMIC else Source.PLAIN)
+        return opaque(receiver, source=Origin.CONTENT if source == Origin.DYNAMIC else Origin.PLAIN)
     top = max([source, *(value.source for value in arguments.values())])
-    if source == Source.PLAIN:
-        return opaque(receiver, *arguments.values(), source=min(top, Source.ARGUMENT))
+    if source == Origin.PLAIN:
+        return opaque(receiver, *arguments.values(), source=min(top, Origin.ARGUMENT))
     if name in _DYNAMIC:
-        return opaque(receiver, source=Source.DYNAMIC)
+        return opaque(receiver, source=Origin.DYNAMIC)
     if (cut := _cut_by_data(name, [receiver, *arguments.values()])) is not None:
         return cut
-    if name in ("tolist", "numpy") and source == Source.DYNAMIC:
+    if name in ("tolist", "numpy") and source == Origin.DYNAMIC:
         return opaque(receiver)
     if name in _CONTENT:
-        return opaque(receiver, source=Source.CONTENT)
+        return opaque(receiver, source=Origin.CONTENT)
     if name.startswith(("is_", "has_", "get_")):
-        return opaque(receiver, source=min(source, Source.ARGUMENT))
+        return opaque(receiver, source=min(source, Origin.ARGUMENT))
     if name in _TENSOR_METHODS:
-        return opaque(receiver, source=max(source, Source.TENSOR))
+        return opaque(receiver, source=max(source, Origin.TENSOR))
     return opaque(receiver, source=source)
 
 
 def _cut_by_data(name: str, values: list[Value]) -> Value | None:
     """What cutting a tensor (the first value) returns where the data decides the lengths."""
-    if not any(value.source >= Source.CONTENT for value in values[1:]):
+    if not any(value.source >= Origin.CONTENT for value in values[1:]):
         return None
-    part = opaque(*values, source=Source.DYNAMIC)
+    part = opaque(*values, source=Origin.DYNAMIC)
     if name in _INTO_PARTS:
         return just(Many(part))
     return part if name in _TO_LENGTH else None
 
 
-def compare(left: Value, right: Value) -> Source:
+def compare(left: Value, right: Value) -> Origin:
     """What a comparison of two unknown values depends on."""
     top = max(left.source, right.source)
-    return Source.CONTENT if top >= Source.TENSOR else top
+    return Origin.CONTENT if top >= Origin.TENSOR else top

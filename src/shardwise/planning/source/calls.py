@@ -50,9 +50,9 @@ from shardwise.planning.source.values import (
     Known,
     Many,
     Mapping,
+    Origin,
     Partial,
     Sequence,
-    Source,
     Super,
     Unknown,
     Value,
@@ -133,7 +133,7 @@ def _len(arguments: Arguments, frame: Frame) -> Value:
     count = walk(value, frame).count if value.atoms and not value.open else None
     if count is not None:
         return known(count)
-    return opaque(value, source=Source.CONTENT if value.source == Source.DYNAMIC else Source.PLAIN)
+    return opaque(value, source=Origin.CONTENT if value.source == Origin.DYNAMIC else Origin.PLAIN)
 
 
 @handles(BUILTINS, range)
@@ -148,9 +148,9 @@ def _range(arguments: Arguments, frame: Frame) -> Value:
         return just(Many(element))
 
 
-def _content(values: list[Value]) -> Source:
-    top = max((value.source for value in values), default=Source.PLAIN)
-    return Source.CONTENT if top >= Source.CONTENT else Source.PLAIN
+def _content(values: list[Value]) -> Origin:
+    top = max((value.source for value in values), default=Origin.PLAIN)
+    return Origin.CONTENT if top >= Origin.CONTENT else Origin.PLAIN
 
 
 @handles(BUILTINS, enumerate)
@@ -161,8 +161,8 @@ def _enumerate(arguments: Arguments, frame: Frame) -> Value:
     return Value(frozenset({Many(pair, inner.count)}), source=_dynamic(value), loops=value.loops)
 
 
-def _dynamic(*values: Value) -> Source:
-    return Source.DYNAMIC if any(value.source == Source.DYNAMIC for value in values) else Source.PLAIN
+def _dynamic(*values: Value) -> Origin:
+    return Origin.DYNAMIC if any(value.source == Origin.DYNAMIC for value in values) else Origin.PLAIN
 
 
 @handles(BUILTINS, zip)
@@ -188,13 +188,13 @@ def _getattr(arguments: Arguments, frame: Frame) -> Value:
     names = [atom.object for atom in name.atoms if isinstance(atom, Known) and isinstance(atom.object, str)]
     if names and not name.open:
         found = [_attribute(thing, one, default, frame) for one in names]
-        return join(found).like(picked=name.source >= Source.ARGUMENT and len(found) > 1, loops=name.loops)
+        return join(found).like(picked=name.source >= Origin.ARGUMENT and len(found) > 1, loops=name.loops)
     modules = [atom.object for atom in thing.atoms if isinstance(atom, Known) and isinstance(atom.object, nn.Module)]
     fits = _name_filter(name)
     children = [
         wrap(child) for module in modules for key, child in module._modules.items() if child is not None and fits(key)
     ]
-    picked = name.source >= Source.ARGUMENT
+    picked = name.source >= Origin.ARGUMENT
     return join([*children, *default]).like(picked=picked, loops=name.loops, open=True) if children else PLAIN
 
 
@@ -257,8 +257,8 @@ def _number(arguments: Arguments, frame: Frame) -> Value:
         *arguments.positional,
         *(walk(value, frame).element for value in arguments.positional if value.atoms),
     ]
-    top = max((value.source for value in values), default=Source.PLAIN)
-    return opaque(*arguments.positional, source=Source.CONTENT if top >= Source.TENSOR else top)
+    top = max((value.source for value in values), default=Origin.PLAIN)
+    return opaque(*arguments.positional, source=Origin.CONTENT if top >= Origin.TENSOR else top)
 
 
 @handles(BUILTINS, type, callable, id, print, repr, hash, issubclass, vars, dir)
@@ -324,12 +324,12 @@ def invoke(callee: Value, arguments: Arguments, frame: Frame) -> Value:
         # Where some callee is known, the unknown rest is a fallback of the same kind.
         if not callee.atoms:
             hand_over(arguments, frame)
-        results.append(opaque(*arguments.values(), source=min(_top(arguments), Source.ARGUMENT)))
+        results.append(opaque(*arguments.values(), source=min(_top(arguments), Origin.ARGUMENT)))
     return join(results)
 
 
-def _top(arguments: Arguments) -> Source:
-    return max((value.source for value in arguments.values()), default=Source.PLAIN)
+def _top(arguments: Arguments) -> Origin:
+    return max((value.source for value in arguments.values()), default=Origin.PLAIN)
 
 
 def _invoke_atom(atom: Any, callee: Value, arguments: Arguments, frame: Frame) -> Value:
@@ -364,7 +364,7 @@ def _invoke_known(thing: Any, callee: Value, arguments: Arguments, frame: Frame)
     if isinstance(thing, type):
         return _construct(thing, arguments, frame)
     if is_random_function(thing):
-        return opaque(*arguments.values(), source=Source.RANDOM)
+        return opaque(*arguments.values(), source=Origin.RANDOM)
     if is_torch_function(thing):
         return _invoke_torch(thing, arguments, frame)
     if isinstance(thing, types.FunctionType | types.MethodType) or hasattr(thing, "__wrapped__"):
@@ -443,7 +443,7 @@ def _invoke_function(function: Any, arguments: Arguments, frame: Frame) -> Value
         if result is not None:
             return result
         return hand_over(arguments, frame)
-    return opaque(*arguments.values(), source=min(_top(arguments), Source.ARGUMENT))
+    return opaque(*arguments.values(), source=min(_top(arguments), Origin.ARGUMENT))
 
 
 def _is_method_of(function: Any, module: nn.Module) -> bool:
@@ -471,7 +471,7 @@ def hand_over(arguments: Arguments, frame: Frame, *, name: str = "") -> Value:
             _hand_over_one(value, Arguments(arguments.positional[position + 1 :]), frame)
         for value in arguments.keywords.values():
             _hand_over_one(value, Arguments(), frame)
-    return opaque(*arguments.values(), source=min(_top(arguments), Source.ARGUMENT))
+    return opaque(*arguments.values(), source=min(_top(arguments), Origin.ARGUMENT))
 
 
 def _hand_over_one(value: Value, rest: Arguments, frame: Frame) -> None:

@@ -13,7 +13,7 @@ from shardwise.planning.source.functions import find_node, is_generator, record_
 from shardwise.planning.source.values import Analysis, Fact, Frame
 
 
-class Entry(NamedTuple):
+class MethodEntry(NamedTuple):
     """A module's method by which code enters it."""
 
     module: nn.Module
@@ -25,7 +25,7 @@ class FactBook:
 
     def __init__(self, places: Places) -> None:
         self.places = places
-        self.facts: dict[tuple[Any, ...], tuple[Fact, Entry]] = {}
+        self.facts: dict[tuple[Any, ...], tuple[Fact, MethodEntry]] = {}
         self.active: dict[tuple[int, str], bool] = {}
         self.assumed: set[int] = set()
         self.unreadable: dict[str, None] = {}
@@ -33,7 +33,7 @@ class FactBook:
         self._failed: set[tuple[type, str]] = set()
         self._touched: set[int] = set()
 
-    def follow(self, entry: Entry) -> bool:
+    def follow(self, entry: MethodEntry) -> bool:
         """Read an entry and everything it leads to; say whether the entry itself computes anything."""
         pending = [entry]
         while pending:
@@ -48,14 +48,14 @@ class FactBook:
     def assume(self, module: nn.Module) -> None:
         """Take it that a script calls this module."""
         self.assumed.add(id(module))
-        self._add(Fact("call", (self.places.root,), module), Entry(self.places.root, "?"))
-        self.follow(Entry(module, "forward"))
+        self._add(Fact("call", (self.places.root,), module), MethodEntry(self.places.root, "?"))
+        self.follow(MethodEntry(module, "forward"))
 
     def is_touched(self, module: nn.Module) -> bool:
         """Whether the module, a part of it or one of its parameters is used by code that was read."""
         return id(module) in self._touched
 
-    def _read(self, entry: Entry) -> list[Entry]:
+    def _read(self, entry: MethodEntry) -> list[MethodEntry]:
         module = entry.module
         if is_opaque(module) or (type(module).__module__.startswith("torch.") and not self._has_parts(module)):
             self.active[id(module), entry.name] = True
@@ -79,7 +79,7 @@ class FactBook:
     def _has_parts(self, module: nn.Module) -> bool:
         return any(id(child) not in self.places.internal for child in module.children())
 
-    def _analyse(self, entry: Entry) -> Analysis | None:
+    def _analyse(self, entry: MethodEntry) -> Analysis | None:
         module = entry.module
         analysis = Analysis(self.places, entry.name)
         frame = Frame(analysis, (module,), None, {}, receiver=module)
@@ -94,7 +94,7 @@ class FactBook:
             start(entered, module, frame)
         return analysis
 
-    def _give_up(self, entry: Entry) -> list[Entry]:
+    def _give_up(self, entry: MethodEntry) -> list[MethodEntry]:
         module = entry.module
         self.active[id(module), entry.name] = True
         if module._modules:
@@ -103,19 +103,19 @@ class FactBook:
         for child in _callable_children(module):
             if id(child) not in self.places.internal:
                 self._add(Fact("call", (module,), child), entry)
-                entries.append(Entry(child, "forward"))
+                entries.append(MethodEntry(child, "forward"))
         return entries
 
-    def _keep(self, analysis: Analysis, entry: Entry) -> list[Entry]:
+    def _keep(self, analysis: Analysis, entry: MethodEntry) -> list[MethodEntry]:
         self.active[id(entry.module), entry.name] = analysis.activity > 0
         modules = {id(fact.target): fact.target for fact in analysis.facts.values()}
         for identity, count in analysis.counts.items():
             analysis.add(Fact("count", (entry.module,), modules[identity], str(count)))
         for fact in analysis.facts.values():
             self._add(fact, entry)
-        return [Entry(fact.target, "forward") for fact in analysis.facts.values() if fact.kind == "call"]
+        return [MethodEntry(fact.target, "forward") for fact in analysis.facts.values() if fact.kind == "call"]
 
-    def _add(self, fact: Fact, entry: Entry) -> None:
+    def _add(self, fact: Fact, entry: MethodEntry) -> None:
         self.facts.setdefault((*fact.key(), id(entry.module), entry.name), (fact, entry))
         if fact.kind in ("call", "method", "read"):
             self._touched |= self.places.covered([fact.target])
@@ -153,7 +153,7 @@ def public_entries(model: nn.Module, book: FactBook) -> tuple[list[str], list[st
         if name == "generate" and function is not None and (function.__module__ or "").startswith("transformers."):
             found.append(name)  # thousands of lines that end in self(...)
             continue
-        if node is None or not book.follow(Entry(model, name)):
+        if node is None or not book.follow(MethodEntry(model, name)):
             continue
         if is_generator(node) or inspect.iscoroutinefunction(function):
             notes.append(f"{name}() computes step by step as its caller asks; it cannot be an entry point")

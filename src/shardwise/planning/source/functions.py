@@ -42,8 +42,6 @@ from shardwise.planning.source.values import (
     opaque,
 )
 
-_MOST_TRAILING_LINES = 40
-
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -51,26 +49,16 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 def find_node(function: types.FunctionType) -> FunctionNode | None:
     """The syntax tree of a function, or None where its source is not to be had."""
     code = function.__code__
-    lines = linecache.getlines(code.co_filename)
     if code.co_name == "<lambda>":
         return _lambdas_in(code.co_filename).get(code.co_firstlineno)
-    first = code.co_firstlineno - 1
-    # Parsing the one function is far cheaper than parsing a file of five thousand lines for it.
-    for last in range(_last_line(code), min(len(lines), _last_line(code) + _MOST_TRAILING_LINES) + 1):
-        try:
-            tree = ast.parse(textwrap.dedent("".join(lines[first:last])))
-        except (SyntaxError, ValueError):
-            continue  # the statement goes on: a closing bracket stands on a line without code
-        node = tree.body[0] if tree.body else None
-        found = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name
-        return node if found else None  # type: ignore[return-value]
-    return None
-
-
-def _last_line(code: types.CodeType) -> int:
-    """The last line that a function, or one nested in it, has code on."""
-    last = max((line for *_, line in code.co_lines() if line is not None), default=code.co_firstlineno)
-    return max([last, *(_last_line(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))])
+    try:
+        # Parsing the one function is far cheaper than parsing a file of five thousand lines for it.
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    node = tree.body[0] if tree.body else None
+    found = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name
+    return node if found else None  # type: ignore[return-value]
 
 
 def underlying(function: Any) -> tuple[types.FunctionType | None, Any]:
@@ -222,14 +210,6 @@ class Arguments:
         """All arguments, however they are given."""
         return [*self.positional, *self.keywords.values()]
 
-    def key(self) -> tuple[Any, ...]:
-        """What makes two calls alike."""
-        return (
-            tuple(self.positional),
-            tuple(sorted(self.keywords.items(), key=lambda item: item[0])),
-            self.spread,
-        )
-
     def after(self, *first: Value) -> "Arguments":
         """The same arguments with these in front."""
         return Arguments([*first, *self.positional], dict(self.keywords), self.spread)
@@ -262,28 +242,11 @@ def enter_function(
         arguments = arguments.after(known(bound_to))
     analysis = frame.analysis
     chain = frame.chain if chain is None else chain
-    loops = unwalked(through, frame) if through is not None else frame.loops
-    key = (node, id(receiver), arguments.key(), tuple(map(id, chain)), frame.is_conditional, loops)
-    if key in analysis.results:
-        result, added, activity = analysis.results[key]
-        analysis.activity += activity
-        for identity, count in added.items():
-            analysis.counts[identity] = analysis.counts.get(identity, 0) + count
-        return result
     if analysis.running.count((node, id(receiver))) >= 2:
         return opaque(*arguments.values())
-    before = dict(analysis.counts)
-    activity = analysis.activity
     inner = _child(frame, chain, plain, _defaults(plain, node), receiver)
-    inner.loops = loops
-    result = _run(node, arguments, inner, (node, id(receiver)))
-    added = {
-        identity: count - before.get(identity, 0)
-        for identity, count in analysis.counts.items()
-        if count > before.get(identity, 0)
-    }
-    analysis.results[key] = (result, added, analysis.activity - activity)
-    return result
+    inner.loops = unwalked(through, frame) if through is not None else frame.loops
+    return _run(node, arguments, inner, (node, id(receiver)))
 
 
 def result_of(function: Any, receiver: Any, arguments: list[Value], frame: Frame) -> Value:

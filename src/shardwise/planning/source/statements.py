@@ -33,8 +33,8 @@ from shardwise.planning.source.values import (
     Loop,
     Many,
     Mapping,
+    Origin,
     Sequence,
-    Source,
     Unknown,
     Value,
     evaluate,
@@ -50,19 +50,22 @@ from shardwise.planning.source.values import (
 )
 
 
-def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame) -> None:
+def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame) -> int | None:
     """Run a loop's body for one turn, twice, so that names set in a turn are seen by the next.
 
     Args:
         iterable: What the loop walks through; None for `while`.
         body: Gets the element, marked as belonging to this loop.
         frame: Where the loop is written.
+
+    Returns:
+        Its number of turns where known.
     """
     analysis = frame.analysis
     analysis.num_loops += 1
     element, count, dynamic = walk(iterable, frame) if iterable is not None else (Value(open=True), None, False)
     if count == 0:
-        return
+        return count
     loop = Loop(analysis.num_loops, count)
     element = _mark(element, loop.identity)
     before = (frame.loops, frame.conditional, frame.skipping, frame.jumps)
@@ -81,6 +84,7 @@ def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame
         frame.dead, frame.skipping = "", before[2]
     analysis.counts = counts_after
     frame.loops, frame.conditional, frame.skipping, frame.jumps = before
+    return count
 
 
 def _mark(element: Value, identity: int) -> Value:
@@ -97,34 +101,26 @@ def comprehension(generators: list[ast.comprehension], results: list[ast.expr], 
     outside = dict(frame.names)
     made: list[Value] = []
 
-    def level(depth: int) -> None:
+    def level(depth: int) -> int | None:
         if depth == len(generators):
             made.append([evaluate(result, frame) for result in results][-1])
-            return
+            return None
         generator = generators[depth]
         iterable = evaluate(generator.iter, frame)
 
         def body(element: Value) -> None:
             assign(generator.target, element, frame)
             tests = [evaluate(test, frame) for test in generator.ifs]
-            with frame.under(any(test.source >= Source.TENSOR for test in tests)):
+            with frame.under(any(test.source >= Origin.TENSOR for test in tests)):
                 level(depth + 1)
 
-        run_loop(iterable, body, frame)
+        return run_loop(iterable, body, frame)
 
-    level(0)
+    count = level(0)
     walrus = {name: value for name, value in frame.names.items() if name in outside}
     frame.names = {**outside, **walrus} if walrus else outside
-    element = join(made) if made else Value()
-    count = _count(generators, frame)
-    picked = element.like(loops=frozenset())
-    return Value(frozenset({Many(picked, count)}), source=Source.PLAIN)
-
-
-def _count(generators: list[ast.comprehension], frame: Frame) -> int | None:
-    if len(generators) != 1 or generators[0].ifs:
-        return None
-    return walk(evaluate(generators[0].iter, frame), frame).count
+    is_counted = len(generators) == 1 and not generators[0].ifs
+    return just(Many(join(made).like(loops=frozenset()), count if is_counted else None))
 
 
 @handles(EXPRESSIONS, ast.Tuple, ast.List, ast.Set)
@@ -203,8 +199,8 @@ def combine(left: Value, right: Value, op: ast.operator, frame: Frame) -> Value:
     if isinstance(op, ast.Add | ast.Mult) and (_is_list(left) or _is_list(right)):
         return _join_lists([value for value in (left, right) if _is_list(value)], frame)
     result = opaque(use_as_data(left, frame), use_as_data(right, frame))
-    if result.source == Source.CONTENT and not isinstance(op, ast.BitAnd | ast.BitOr):
-        return result.like(source=Source.CONTENT if min(left.source, right.source) != Source.TENSOR else Source.TENSOR)
+    if result.source == Origin.CONTENT and not isinstance(op, ast.BitAnd | ast.BitOr):
+        return result.like(source=Origin.CONTENT if min(left.source, right.source) != Origin.TENSOR else Origin.TENSOR)
     return result
 
 
@@ -264,7 +260,7 @@ def _compare_two(left: Value, op: ast.cmpop, right: Value, frame: Frame) -> Valu
     if isinstance(op, ast.Is | ast.IsNot):
         answer = _same_object(left, right)
         return PLAIN if answer is None else known(answer is isinstance(op, ast.Is))
-    if left.source == Source.RANDOM and isinstance(op, ast.Lt | ast.LtE) and other in (0, 0.0) and other is not False:
+    if left.source == Origin.RANDOM and isinstance(op, ast.Lt | ast.LtE) and other in (0, 0.0) and other is not False:
         return known(False)  # layerdrop that is switched off
     if isinstance(one, _SIMPLE) and isinstance(other, _SIMPLE):
         try:
@@ -307,7 +303,7 @@ def _conditional(node: ast.IfExp, frame: Frame) -> Value:
     answer = truth(test)
     if answer is not None:
         return evaluate(node.body if answer else node.orelse, frame)
-    depends = test.source >= Source.TENSOR
+    depends = test.source >= Origin.TENSOR
     with frame.under(depends):
         result = join([evaluate(node.body, frame), evaluate(node.orelse, frame)])
     return result.like(picked=result.picked or (depends and len(result.atoms) > 1))
@@ -340,7 +336,7 @@ def _call(node: ast.Call, frame: Frame) -> Value:
     if tensors:
         if method_reads_content(name):
             consume(receiver.like(atoms=tensors), frame)
-        results.append(method_result(Value(open=True, source=Source.TENSOR), name, arguments))
+        results.append(method_result(Value(open=True, source=Origin.TENSOR), name, arguments))
     if rest.atoms:
         results.append(invoke(load(rest.like(open=False), name, frame).like(loops=rest.loops), arguments, frame))
     if receiver.open or not receiver.atoms or tensors:
@@ -437,7 +433,7 @@ def _if(node: ast.If, frame: Frame) -> None:
     if answer is not None:
         execute(node.body if answer else node.orelse, frame)
         return
-    depends = test.source >= Source.TENSOR
+    depends = test.source >= Origin.TENSOR
     _branches([node.body, node.orelse], frame, depends=depends)
 
 
@@ -477,7 +473,7 @@ def _for(node: ast.For, frame: Frame) -> None:
 def _while(node: ast.While, frame: Frame) -> None:
     def body(_: Value) -> None:
         test = evaluate(node.test, frame)
-        with frame.under(test.source >= Source.TENSOR):
+        with frame.under(test.source >= Origin.TENSOR):
             execute(node.body, frame)
 
     run_loop(None, body, frame)
@@ -510,7 +506,7 @@ def _match(node: ast.Match, frame: Frame) -> None:
             name = getattr(pattern, "name", None)
             if isinstance(name, str):
                 frame.names[name] = PLAIN.like(source=subject.source)
-    _branches([*(case.body for case in node.cases), []], frame, depends=subject.source >= Source.TENSOR)
+    _branches([*(case.body for case in node.cases), []], frame, depends=subject.source >= Origin.TENSOR)
 
 
 @handles(STATEMENTS, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -16,7 +16,7 @@ _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _MOST_ATOMS = 20_000
 
 
-class Source(IntEnum):
+class Origin(IntEnum):
     """What a value was computed from; a larger one wins when two meet."""
 
     PLAIN = 0
@@ -122,7 +122,7 @@ class Value:
     atoms: frozenset[Atom] = frozenset()
     open: bool = False
     """It may also be something that the reader does not know."""
-    source: Source = Source.PLAIN
+    source: Origin = Origin.PLAIN
     picked: bool = False
     """Which of the atoms it is depends on the data."""
     loops: frozenset[int] = frozenset()
@@ -146,9 +146,9 @@ class Unknown:
 
 
 PLAIN = Value(open=True)
-ARGUMENT = Value(open=True, source=Source.ARGUMENT)
-TENSOR = Value(open=True, source=Source.TENSOR)
-CONTENT = Value(open=True, source=Source.CONTENT)
+ARGUMENT = Value(open=True, source=Origin.ARGUMENT)
+TENSOR = Value(open=True, source=Origin.TENSOR)
+CONTENT = Value(open=True, source=Origin.CONTENT)
 NONE = Value(frozenset({Known(None)}))
 
 
@@ -162,9 +162,9 @@ def just(atom: Atom) -> Value:
     return Value(frozenset({atom}))
 
 
-def opaque(*values: Value, source: Source | None = None) -> Value:
+def opaque(*values: Value, source: Origin | None = None) -> Value:
     """Something unknown that was computed from these values."""
-    top = max((value.source for value in values), default=Source.PLAIN) if source is None else source
+    top = max((value.source for value in values), default=Origin.PLAIN) if source is None else source
     return Value(
         open=True,
         source=top,
@@ -182,7 +182,7 @@ def join(values: Iterable[Value]) -> Value:
     return Value(
         atoms=frozenset() if too_many else atoms,
         open=too_many or any(value.open for value in distinct),
-        source=max((value.source for value in distinct), default=Source.PLAIN),
+        source=max((value.source for value in distinct), default=Origin.PLAIN),
         picked=any(value.picked for value in distinct),
         loops=frozenset().union(*(value.loops for value in distinct)),
     )
@@ -249,7 +249,6 @@ class Analysis:
         self.places, self.entry = places, entry
         self.facts: dict[tuple[Any, ...], Fact] = {}
         self.counts: dict[int, int] = {}
-        self.results: dict[Any, Any] = {}
         self.running: list[Any] = []
         self.activity = 0
         self.steps = 0
@@ -351,7 +350,7 @@ def evaluate(node: ast.AST, frame: Frame) -> Value:
     if handler is not None:
         return handler(node, frame)
     parts = [evaluate(child, frame) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-    return PLAIN.like(source=max((part.source for part in parts), default=Source.PLAIN))
+    return PLAIN.like(source=max((part.source for part in parts), default=Origin.PLAIN))
 
 
 def execute(body: list[ast.stmt], frame: Frame) -> None:
