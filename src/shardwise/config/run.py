@@ -101,7 +101,7 @@ class TrainingConfig:
     """Number of sequences per optimizer step over all ranks; independent of the number of ranks."""
     micro_batch_size: int | None = None
     """Number of sequences that a rank runs at once; None: all of its part of the batch, halved on all ranks until the
-    first steps fit into memory."""
+    first steps fit into memory. To find that out, the first three steps run once more, without communication."""
     accumulation: Literal["comm", "memory", "hsdp"] = "comm"
     """When the gradients of micro-batches are communicated; see `accumulate`."""
     max_grad_norm: float = 1.0
