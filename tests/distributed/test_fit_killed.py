@@ -55,7 +55,9 @@ def rows_of(seen: Path, num_ranks: int) -> list[list[tuple[int, ...]]]:
 
 @pytest.mark.slow
 def test_two_ranks_killed_and_four_that_go_on_are_two_ranks_that_never_stopped(tmp_path: Path):
-    config = tiny(tmp_path, steps=STEPS, batch_size=8, objective="tests.distributed.fit_runs:logged")
+    config = tiny(
+        tmp_path, steps=STEPS, batch_size=8, micro_batch_size=4, objective="tests.distributed.fit_runs:logged"
+    )
     config = changed(config, checkpoint={"every": 5, "keep_last": None})
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
