@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from shardwise.errors import ShardError, ShardwiseError
 
 T = TypeVar("T")
 S = TypeVar("S")
+Gather = Callable[[Any], list[Any]]
+"""Gives every rank's value, by rank. Collective."""
 _MAX_DIFF_LINES = 40
 
 
@@ -45,7 +48,14 @@ def on_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | None = Non
     return result
 
 
-def agree_on(value: str, what: str, *, fix: str = "", group: dist.ProcessGroup | None = None) -> None:
+def agree_on(
+    value: str,
+    what: str,
+    *,
+    fix: str = "",
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+) -> None:
     """Raise on every rank unless all hold the same `value`.
 
     Args:
@@ -53,6 +63,7 @@ def agree_on(value: str, what: str, *, fix: str = "", group: dist.ProcessGroup |
         what: What the value is, as in "the sharding plan".
         fix: What the reader should do; the default says to make the ranks run the same code.
         group: The ranks that take part; default: all.
+        mesh: The ranks that take part, instead of `group`.
 
     Raises:
         ShardError: With the ranks that differ from rank 0 and the lines in which they do.
@@ -62,11 +73,12 @@ def agree_on(value: str, what: str, *, fix: str = "", group: dist.ProcessGroup |
     """
     if not _is_distributed():
         return
-    digests = gather_objects(hashlib.sha256(value.encode()).hexdigest(), group=group)
+    gather: Gather = partial(gather_objects, group=group) if mesh is None else partial(gather_over_mesh, mesh)
+    digests = gather(hashlib.sha256(value.encode()).hexdigest())
     if len(set(digests)) == 1:
         return
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    values = gather_objects(value, group=group)
+    values = gather(value)
     raise ShardError(
         f"ranks do not hold the same value of {what}",
         where=f"ranks {differing} differ from rank 0",
@@ -89,10 +101,6 @@ def raise_together(error: BaseException | None, *, group: dist.ProcessGroup | No
         Collective. Call it after local work that can fail, before the next collective.
     """
     raise_on_all(error, lambda value: gather_objects(value, group=group) if _is_distributed() else [value])
-
-
-Gather = Callable[[Any], list[Any]]
-"""Gives every rank's value, by rank. Collective."""
 
 
 def raise_on_all(error: BaseException | None, gather: Gather, kind: type[ShardwiseError] = ShardError) -> None:
@@ -197,7 +205,6 @@ def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[
 
 def gather_over_mesh(mesh: DeviceMesh, value: T) -> list[T]:
     """The value of every rank of a mesh, in the mesh's order.
-
     Ranks:
         Collective over the mesh.
     """
