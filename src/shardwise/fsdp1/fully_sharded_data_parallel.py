@@ -32,10 +32,8 @@ from shardwise.fsdp1.units import (
     WRAPPED,
     Unit,
     cast_buffers,
-    find_places,
     outer_units,
     refuse_internal,
-    remember_replaced,
     units_in,
 )
 from shardwise.planning.plan import Plan
@@ -43,6 +41,7 @@ from shardwise.sharding.full_params import find_slots, full_params, reshard
 from shardwise.sharding.gradients import watch_zero_grad
 from shardwise.sharding.inventory import local_part, local_tensor
 from shardwise.sharding.registry import ShardedState, remember
+from shardwise.sharding.repointing import watch_optimizers
 from shardwise.training.step import clip_grad_norm_
 
 Places = list[tuple[nn.Module, str, nn.Parameter]]
@@ -253,7 +252,7 @@ class FullyShardedDataParallel(OptimizerStates):
         return isinstance(module, Unit) or module in self._ignored_modules
 
     def _shard(self, settings: Settings) -> None:
-        places = find_places(self)
+        places = find_slots(self, recurse=True)
         fully_shard(
             self,
             mesh=self.mesh,
@@ -266,7 +265,7 @@ class FullyShardedDataParallel(OptimizerStates):
         type(self).__name__ = type(self).__name__.removeprefix("FSDP")
         UnitForwardHooks(self)
         compat.mend_accumulation(self)
-        remember_replaced(places)
+        watch_optimizers(self, {old: owners[0][0]._parameters[owners[0][1]] for old, owners in places.items()})
 
     @property
     def module(self) -> nn.Module:

@@ -193,7 +193,7 @@ def shard(
         checkpoint_activations(model, config.activations, config=plan)
     if config is not None and config.compile:
         compile_blocks(model, config=plan)
-    replaced = list(model.parameters())
+    replaced = dict.fromkeys(model.parameters())
     _prepare_storage(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     aside = {model.get_parameter(planned.fqn) for planned in (*plan.replicated, *plan.ignored)}

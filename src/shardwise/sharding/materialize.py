@@ -397,7 +397,7 @@ def _allocate(model: nn.Module, pending: Sequence[TensorEntry], device: torch.de
         entry.allocate(device, poisoned=poisoned)
     replaced = [old for old, entry in zip(on_meta, pending, strict=True) if entry.tensor is not old]
     if replaced:
-        watch_optimizers(model, replaced)
+        watch_optimizers(model, dict.fromkeys(replaced))
 
 
 class _Walk:
