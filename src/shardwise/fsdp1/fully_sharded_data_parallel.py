@@ -30,7 +30,7 @@ from shardwise.fsdp1.units import (
     INTERNALS,
     PREFIX,
     WRAPPED,
-    Unit,
+    FSDPUnit,
     cast_buffers,
     outer_units,
     refuse_internal,
@@ -227,7 +227,7 @@ class FullyShardedDataParallel(OptimizerStates):
                 "ignored_states": self._ignored_params,
                 "device_mesh": device_mesh,
             }
-            auto_wrap(module, auto_wrap_policy, ignored, arguments, FullyShardedDataParallel, Unit)
+            auto_wrap(module, auto_wrap_policy, ignored, arguments, FullyShardedDataParallel, FSDPUnit)
         initialise_unit(module, self.compute_device, self._is_apart, self._ignored_params, param_init_fn)
         self._fsdp_wrapped_module = module
         if sync_module_states:
@@ -249,7 +249,7 @@ class FullyShardedDataParallel(OptimizerStates):
         self.register_load_state_dict_post_hook(self._clean_missing)
 
     def _is_apart(self, module: nn.Module) -> bool:
-        return isinstance(module, Unit) or module in self._ignored_modules
+        return isinstance(module, FSDPUnit) or module in self._ignored_modules
 
     def _shard(self, settings: Settings) -> None:
         places = find_slots(self, recurse=True)
@@ -327,7 +327,7 @@ class FullyShardedDataParallel(OptimizerStates):
         return bool(self._is_root)
 
     @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Unit]:
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPUnit]:
         """The units in `module`, itself included; with `root_only` those inside no other.
 
         Ranks:

@@ -28,7 +28,7 @@ def clean_name(name: str) -> str:
     return name.replace(PREFIX, "").replace(_RECOMPUTED, "")
 
 
-class Unit(nn.Module):
+class FSDPUnit(nn.Module):
     """The attributes of a unit, under FSDP1's names where scripts read them."""
 
     mesh: DeviceMesh
@@ -53,12 +53,12 @@ class Unit(nn.Module):
     _optim_state_dict_config: OptimStateDictConfig
 
 
-def units_in(module: nn.Module) -> list[Unit]:
+def units_in(module: nn.Module) -> list[FSDPUnit]:
     """The units of a module, itself included, outer ones first."""
-    return [unit for unit in module.modules() if isinstance(unit, Unit)]
+    return [unit for unit in module.modules() if isinstance(unit, FSDPUnit)]
 
 
-def outer_units(module: nn.Module) -> Iterator[Unit]:
+def outer_units(module: nn.Module) -> Iterator[FSDPUnit]:
     """The units of a module that are inside no other of its units."""
     inside: set[nn.Module] = set()
     for unit in units_in(module):
@@ -67,7 +67,7 @@ def outer_units(module: nn.Module) -> Iterator[Unit]:
             inside.update(unit.modules())
 
 
-def first_unit(module: nn.Module, where: str) -> Unit:
+def first_unit(module: nn.Module, where: str) -> FSDPUnit:
     """The outermost unit of a module.
 
     Raises:
