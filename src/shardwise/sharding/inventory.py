@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise import compat
+from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
 
 
@@ -324,25 +325,6 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(tensor, device=device, requires_grad=False)
 
 
-T = TypeVar("T")
-
-
-def values_of_ranks(value: T, mesh: DeviceMesh | None) -> list[T]:
-    """What each rank of the mesh holds, the first rank's first; only this one's where there is no mesh.
-
-    Ranks:
-        Collective over the mesh. Small picklable values only.
-    """
-    values = [value]
-    if mesh is None or dist.get_backend() == "fake":
-        return values
-    for axis in reversed(range(mesh.ndim)):
-        gathered: list[list[T]] = [[]] * mesh.size(axis)
-        dist.all_gather_object(gathered, values, group=mesh.get_group(axis))
-        values = [value for part in gathered for value in part]
-    return values
-
-
 def broadcast_from_first(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[int]) -> None:
     """Overwrite `tensor` with the values it has on the first rank of each of the axes.
 
@@ -373,7 +355,7 @@ def check_equal(entries: Sequence[TensorEntry], mesh: DeviceMesh) -> None:
         if mesh.size(axis) > 1 and compared:
             differing |= dict.fromkeys(_differing(compared, mesh, axis), axis_name)
     # Ranks that share no copy of the tensor saw no difference: they must not go on alone.
-    found = {name: axis for part in values_of_ranks(differing, mesh) for name, axis in part.items()}
+    found = {name: axis for part in gather_over_mesh(mesh, differing) for name, axis in part.items()}
     if found:
         first = next(entry.fqn for entry in entries if entry.fqn in found)
         raise ShardError(

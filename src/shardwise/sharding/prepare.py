@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from shardwise import compat
 from shardwise.config.load import load, read_yaml
 from shardwise.config.schema import ROOT_PATTERN, GroupOverride, MeshConfig, PrecisionConfig, ShardConfig
+from shardwise.distributed.agreement import gather_objects
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh, make_mesh, ranks_per_machine
 from shardwise.errors import ConfigError, ShardError
 from shardwise.planning.assignment import find_tensors
@@ -378,8 +379,7 @@ def _sync_from_rank_zero(model: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers; ranks that hold none yet (meta) get storage first."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     missing = [name for name, tensor in tensors.items() if tensor.is_meta]
-    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, missing)
+    of_ranks = gather_objects(missing)
     if of_ranks[0] and any(names != of_ranks[0] for names in of_ranks):
         raise ShardError(
             f"rank 0 has no values for {len(of_ranks[0])} tensors, first {of_ranks[0][0]!r}",
