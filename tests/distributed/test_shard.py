@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError, PlanError, ShardError
 from shardwise.models.llama import SHAPES, Llama
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
-from shardwise.sharding.apply import plan_together, shard
+from shardwise.sharding.apply import shard
 from shardwise.sharding.blocks import replacements
 from shardwise.sharding.registry import sharded_state
 from tests.collectives import count_collectives
@@ -174,14 +174,9 @@ def test_all_ranks_of_a_mesh_with_two_axes_raise_though_one_differs(rank: int):
     with pytest.raises(ShardError, match="the model's weights") as error:
         shard(model, mesh=mesh)
     assert error.value.where == "ranks [3] differ from rank 0"
-    with pytest.raises(ShardError if rank != 3 else OSError, match="no such plan"):
-        plan_together(lambda: _failing_on(rank == 3), mesh)
-
-
-def _failing_on(fails: bool) -> Plan:
-    if fails:
-        raise OSError("no such plan")
-    return plan(stack(), mesh=mesh_of(4))
+    config = ShardConfig(block_patterns=("nowhere",)) if rank == 3 else ShardConfig()
+    with pytest.raises(PlanError, match="nowhere"):
+        shard(stack(), config, mesh=mesh)
 
 
 @ranks(2)

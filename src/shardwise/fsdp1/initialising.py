@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
+from shardwise.distributed.agreement import gather_objects
 from shardwise.distributed.launchers import read_launch
 from shardwise.distributed.mesh import data_parallel_sizes
 from shardwise.errors import ConfigError, ShardError
@@ -125,8 +126,7 @@ def _replicated(process_group: Any, device_mesh: DeviceMesh | None, device_type:
 def _pair(groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device_type: str) -> DeviceMesh:
     """FSDP1's (shard, replicate) pair, as rows of ranks that shard and columns that replicate."""
     shard, replicate = groups
-    rows: list[list[int]] = [[] for _ in range(dist.get_world_size(replicate))]
-    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+    rows = gather_objects(dist.get_process_group_ranks(shard), group=replicate)
     mesh = torch.tensor(rows, dtype=torch.int)
     return DeviceMesh.from_group([replicate, shard], device_type, mesh=mesh, mesh_dim_names=_AXES)
 

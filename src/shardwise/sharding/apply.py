@@ -3,7 +3,6 @@
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwise import compat
 from shardwise.config.schema import ShardConfig
-from shardwise.distributed.agreement import agree_on, gather_over_mesh, run_on_all
+from shardwise.distributed.agreement import agree_on, run_on_all
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh
 from shardwise.errors import PlanError
 from shardwise.planning.plan import Group, Plan, PlannedParameter
@@ -39,15 +38,6 @@ from shardwise.sharding.repointing import remember_parameters, repoint, watch_as
 
 _SAMPLES = 64
 """Elements compared of each parameter: enough to tell two random draws apart, cheap for any size."""
-
-
-def plan_together(make: Callable[[], Plan], mesh: DeviceMesh) -> Plan:
-    """Make the plan, or raise on every rank if it fails on one.
-
-    Ranks:
-        Collective.
-    """
-    return run_on_all(make, partial(gather_over_mesh, mesh))
 
 
 def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -97,8 +87,8 @@ def agree_on_plan_and_weights(plan: Plan, model: nn.Module, mesh: DeviceMesh) ->
         "seed every rank alike before building the model, build it on meta and call materialize(), or call "
         "materialize(model, sync_from_rank_zero=True) before sharding"
     )
-    agree_on(plan.to_json(indent=1), "the sharding plan", mesh=mesh)
-    agree_on(weights, "the model's weights", fix=fix, mesh=mesh)
+    agree_on(plan.to_json(indent=1), "the sharding plan", group=mesh)
+    agree_on(weights, "the model's weights", fix=fix, group=mesh)
 
 
 def _fingerprint(parameter: nn.Parameter) -> str:
@@ -184,7 +174,7 @@ def shard(
     mesh = data_parallel_mesh(mesh or default_mesh())
     optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
     if plan is None:
-        plan = plan_together(lambda: make_plan(model, config, mesh=mesh, example_inputs=example_inputs), mesh)
+        plan = run_on_all(lambda: make_plan(model, config, mesh=mesh, example_inputs=example_inputs), mesh)
     check_fits(plan, model, mesh)
     agree_on_plan_and_weights(plan, model, mesh)
     remembered = remember_parameters(model, optimizers)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -324,18 +324,6 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(tensor, device=device, requires_grad=False)
 
 
-T = TypeVar("T")
-
-
-def values_of_ranks(value: T, mesh: DeviceMesh | None) -> list[T]:
-    """What each rank of the mesh holds, the first rank's first; only this one's where there is no mesh.
-
-    Ranks:
-        Collective over the mesh. Small picklable values only.
-    """
-    return [value] if mesh is None else gather_over_mesh(mesh, value)
-
-
 def broadcast_from_first(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[int]) -> None:
     """Overwrite `tensor` with the values it has on the first rank of each of the axes.
 
@@ -366,7 +354,7 @@ def check_equal(entries: Sequence[TensorEntry], mesh: DeviceMesh) -> None:
         if mesh.size(axis) > 1 and compared:
             differing |= dict.fromkeys(_differing(compared, mesh, axis), axis_name)
     # Ranks that share no copy of the tensor saw no difference: they must not go on alone.
-    found = {name: axis for part in values_of_ranks(differing, mesh) for name, axis in part.items()}
+    found = {name: axis for part in gather_over_mesh(mesh, differing) for name, axis in part.items()}
     if found:
         first = next(entry.fqn for entry in entries if entry.fqn in found)
         raise ShardError(

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from shardwise import compat
+from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.distributed.mesh import default_mesh, latest_mesh
 from shardwise.errors import ShardError
 from shardwise.sharding.inventory import (
@@ -31,7 +32,6 @@ from shardwise.sharding.inventory import (
     meta_left_in,
     replicated_axes,
     take_inventory,
-    values_of_ranks,
 )
 from shardwise.sharding.nested_tensors import change_tensors, find_tensors
 from shardwise.sharding.registry import sharded_state
@@ -255,7 +255,7 @@ def same_random_stream(device: torch.device, mesh: DeviceMesh | None) -> Iterato
         Collective on entry.
     """
     drawn = int(torch.randint(2**62, (), device="cpu"))
-    seed = values_of_ranks(drawn, mesh)[0]
+    seed = gather_over_mesh(mesh, drawn)[0]
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy else None
@@ -284,7 +284,7 @@ def refuse_unwritten(model: nn.Module, entries: Sequence[TensorEntry], mesh: Dev
     """
     unwritten = [entry.fqn for entry in entries if entry.pending and is_poisoned(entry.local)]
     unwritten += meta_left_in(model)
-    unwritten = list(dict.fromkeys(name for names in values_of_ranks(unwritten, mesh) for name in names))
+    unwritten = list(dict.fromkeys(name for names in gather_over_mesh(mesh, unwritten) for name in names))
     if unwritten:
         names, plural = set(unwritten), "s" if len(unwritten) > 1 else ""
         classes = sorted({class_name(entry.places[0].module) for entry in entries if entry.fqn in names})
@@ -353,7 +353,7 @@ def materialize(
         # Tables are computed on the CPU, as when a model is built for real, even under torch.device("meta").
         with same_random_stream(target, mesh), torch.no_grad(), torch.device("cpu"):
             walk.visit(model, "", None, init)
-        for failure in values_of_ranks(walk.failure, mesh):
+        for failure in gather_over_mesh(mesh, walk.failure):
             if failure is not None:
                 raise walk.failure or failure
     if sync_from_rank_zero and mesh is not None:
