@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _MAX_VALUE_CHARACTERS = 200
 _NEEDS_MODEL = "SW336"
-_INTERNAL = ("left_out", "metadata", "flat_starts", "unnamed", "dcp_folders", "has_our_names")
+_INTERNAL = ("left_out", "metadata", "flat_starts", "unnamed", "frames", "has_our_names")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

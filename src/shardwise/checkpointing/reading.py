@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import torch
 
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor, coverage_problem
-from shardwise.checkpointing.storage.files import Reader, join, open_reader, size_of
+from shardwise.checkpointing.storage.files import FileReader, join, size_of
 from shardwise.checkpointing.storage.memory import bytes_of, checksum_of_parts, counting
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
@@ -142,7 +142,7 @@ class RangeReader:
     def __init__(self, contents: Contents, *, verify: bool) -> None:
         self._contents, self._verify = contents, verify
         self._file = ""
-        self._reader: Reader | None = None
+        self._reader: FileReader | None = None
         # What a range shares its first and last block with: read so that the block can be verified, then dropped.
         self._before = self._after = memoryview(b"")
         self._plain: torch.Tensor | None = None
@@ -200,16 +200,16 @@ class RangeReader:
         copied.synchronize()
         return buffer
 
-    def _open(self, file: str) -> Reader:
+    def _open(self, file: str) -> FileReader:
         if self._reader is None or file != self._file:  # ranges are sorted by file
             self._close()
-            self._file, self._reader = file, open_reader(join(self._contents.folder, file))
+            self._file, self._reader = file, FileReader(join(self._contents.folder, file))
         return self._reader
 
     def _close(self) -> None:
         reader, self._reader = self._reader, None  # opening the next may fail
         if reader is not None:
-            reader.close()
+            reader.__exit__()
 
     def _read(self, item: Range, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of the range.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
+from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor, TorchStream
 from shardwise.checkpointing.formats.fsdp1 import FLAT_PARAM
 from shardwise.checkpointing.pickles.torch_files import KeyPath, Ref, TorchFile, is_torch_file, read_torch_file
 from shardwise.checkpointing.pickles.torch_objects import DTensorRef, ShardedRef, TensorRef
@@ -266,6 +266,7 @@ class _Merged:
             world_size=world_size,
             details={"left_out": self.left_out, "flat_starts": self.starts},
             structure=self.structure,
+            streams=tuple(TorchStream(file, 0, size) for file, size in self.file_bytes.items()),
         )
 
     def _place(self, root: KeyPath, name: str, path: KeyPath, entry: Any) -> None:
