@@ -30,6 +30,8 @@ from shardwise.checkpointing.weights import refuse_remote
 from shardwise.errors import ConfigError
 from shardwise.progress import NoProgress, Progress
 
+_CHUNK_BYTES = 64 << 20
+
 
 def _copy(contents: Contents, infos: Iterable[TensorInfo], count: Callable[[int], None]) -> Chunks:
     """The bytes of these tensors, cast to the dtypes that the infos say."""
@@ -92,7 +94,7 @@ def _aliases(contents: Contents) -> dict[str, str]:
 
 def _parts(contents: Contents, info: TensorInfo) -> Iterator[tuple[Box, torch.Tensor]]:
     tensor = contents.tensors[info.name]
-    for box in portions(Box.whole(tensor.shape), ITEM_BYTES[tensor.dtype]):
+    for box in portions(Box.whole(tensor.shape), ITEM_BYTES[tensor.dtype], _CHUNK_BYTES):
         yield box, read_box(contents, tensor, box).to(getattr(torch, info.dtype)).contiguous()
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.agreement import Channel, mesh_of_model, on_first, together
-from shardwise.checkpointing.broadcasting import FirstRankReader, Reader, describe
+from shardwise.checkpointing.broadcasting import RequestReader, describe
 from shardwise.checkpointing.contents import Contents, TensorInfo
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import NOTES, make_notes, plain_values, tensors_in, write_full
@@ -107,7 +107,7 @@ def load_full(
     channel = Channel()
     try:
         contents = _open(path, run, mesh, broadcast)
-        reader = FirstRankReader(mesh) if broadcast else Reader()
+        reader = RequestReader(broadcast, mesh)
         loaded = load_run(
             run, contents, channel, strict=strict, verify=verify, rng=False, progress=progress, reader=reader
         )
@@ -126,11 +126,8 @@ def _open(path: str | Path, run: Run, mesh: DeviceMesh | None, broadcast: bool) 
         opened.append(with_our_names(contents))
         return describe(opened[0])
 
-    if broadcast:
-        described = on_first(open_file, mesh)
-        return opened[0] if opened else described
-    together(open_file, mesh)
-    return opened[0]
+    described = on_first(open_file, mesh) if broadcast else together(open_file, mesh)
+    return opened[0] if opened else described
 
 
 def _as_tree(found: Collected) -> tuple[dict[str, Any], dict[int, Any]]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.agreement import is_first, mesh_of_model, on_first, raise_over, together, together_with
-from shardwise.checkpointing.broadcasting import FirstRankReader, Reader, describe, find_differing_copy
+from shardwise.checkpointing.broadcasting import RequestReader, describe, find_differing_copy
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, TensorInfo
 from shardwise.checkpointing.formats.detect import TORCH_SUFFIXES, open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import tensors_in, write_full
@@ -30,11 +30,11 @@ from shardwise.checkpointing.formats.safetensors import (
     write_safetensors,
 )
 from shardwise.checkpointing.hugging_face import in_model_layout
+from shardwise.checkpointing.loading import load_requests
 from shardwise.checkpointing.matching import Matched, match, rename_contents
-from shardwise.checkpointing.reading import Problem, Verify
-from shardwise.checkpointing.staging import wait_for_copies
+from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.state.names import KeyReport, Rename, canonical_name
-from shardwise.checkpointing.state.run import mark_unusable, mark_usable, refuse_unusable
+from shardwise.checkpointing.state.run import refuse_unusable
 from shardwise.checkpointing.state.slices import ModelTensor, dtype_name, model_tensors, parts_of, requests_for
 from shardwise.checkpointing.storage.files import is_remote
 from shardwise.checkpointing.storage.memory import bytes_of, counting, give_back_freed
@@ -341,22 +341,32 @@ def load_weights(
     """
     _check_verify(verify)
     mesh = mesh_of_model(model)
-    reader = FirstRankReader(mesh) if broadcast else Reader()
     tensors = together(lambda: model_tensors(model), mesh)
     contents, left_out = _open(model, tensors, path, rename, mesh, broadcast)
     matched = _match(model, tensors, contents, mesh, strict)
-    requests = together(lambda: requests_for(tensors, matched.stored_names), mesh)
-    together(lambda: _refuse_unreadable(contents, reader.check(contents, requests)), mesh)
-    if strict:
-        together(lambda: _refuse_differing_copies(contents, matched, tensors, whole=broadcast), mesh)
-    if verify == "before":
-        together(lambda: reader.verify(contents, requests), mesh)
-    try:
-        _read(model, tensors, contents, matched, reader, mesh, verify, progress)
-    except Exception as error:
-        mark_unusable(model, getattr(error, "where", "") or str(error))
-        raise
-    mark_usable(model)
+
+    def allocate_wanted() -> None:
+        nonlocal tensors
+        wanted = [tensor.tensor for tensor in tensors if tensor.name in matched.stored_names]
+        if any(map(is_meta, wanted)):
+            allocate(model, wanted)
+            tensors = model_tensors(model)  # recurrent layers have new ones
+
+    def check_copies() -> None:
+        if strict:
+            _refuse_differing_copies(contents, matched, tensors, whole=broadcast)
+
+    load_requests(
+        [model],
+        contents,
+        lambda: requests_for(tensors, matched.stored_names),
+        lambda work: together(work, mesh),
+        RequestReader(broadcast, mesh),
+        allocate=allocate_wanted,
+        check=check_copies,
+        verify=verify,
+        progress=progress,
+    )
     rebuilt = tuple(sorted({canonical_name(entry.fqn) for entry in take_inventory(model) if entry.pending}))
     if rebuilt:
         materialize(model)
@@ -423,17 +433,6 @@ def _digest(contents: Contents, matched: Matched) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _refuse_unreadable(contents: Contents, problems: Sequence[Problem]) -> None:
-    if problems:
-        lines = [f"{problem.name}: {problem.text}" for problem in problems[:20]]
-        raise CheckpointError(
-            f"the checkpoint cannot be loaded: {len(problems)} problems",
-            where="\n".join([str(contents.path), *lines]),
-            why="every byte must be there before the first is written into the model",
-            fix="copy the checkpoint again, or load another one",
-        )
-
-
 def _refuse_differing_copies(
     contents: Contents, matched: Matched, tensors: Sequence[ModelTensor], *, whole: bool
 ) -> None:
@@ -451,25 +450,6 @@ def _refuse_differing_copies(
                 why="in this model they are one tensor, so one of the two would be lost",
                 fix="untie them in the model's config, or choose one: rename={" + repr(other) + ": None}",
             )
-
-
-def _read(
-    model: nn.Module,
-    tensors: Sequence[ModelTensor],
-    contents: Contents,
-    matched: Matched,
-    reader: Reader,
-    mesh: DeviceMesh | None,
-    verify: Verify,
-    progress: Progress | None,
-) -> None:
-    wait_for_copies()  # a save in the background may still be copying what is about to be overwritten
-    wanted = [tensor.tensor for tensor in tensors if tensor.name in matched.stored_names]
-    if any(map(is_meta, wanted)):
-        allocate(model, wanted)
-        tensors = model_tensors(model)  # recurrent layers have new ones
-    requests = requests_for(tensors, matched.stored_names)
-    together(lambda: reader.read(contents, requests, verify=verify != "no", progress=progress), mesh)
 
 
 def _check_verify(verify: str) -> None:

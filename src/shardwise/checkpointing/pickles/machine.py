@@ -124,6 +124,10 @@ class _Unpickler(_PythonUnpickler):
         elif type(self.stack[-1]) is not dict:  # an OrderedDict's attributes (`_metadata` of a state dict)
             raise ValueError(f"state given to a {type(self.stack[-1]).__name__}")
 
+    def new_frozenset(self, values: list[Any]) -> None:
+        """A set of values; marks change where `append` appends to, so that they must be popped first."""
+        self.append(frozenset(map(_checked_key, values)))
+
     def new_dict(self, values: list[Any]) -> None:
         """A dictionary of keys and values, one after another."""
         self.append({})
@@ -186,7 +190,7 @@ _REPLACED: dict[str, Callable[[_Unpickler], None]] = {
     "SETITEMS": lambda machine: machine.set_items(machine.pop_mark()),
     "DICT": lambda machine: machine.new_dict(machine.pop_mark()),
     "ADDITEMS": lambda machine: machine.add_items(machine.pop_mark()),
-    "FROZENSET": lambda machine: machine.append(frozenset(map(_checked_key, machine.pop_mark()))),
+    "FROZENSET": lambda machine: machine.new_frozenset(machine.pop_mark()),
 }
 _COUNTED = b"}]ltdQRqr\x81\x85\x86\x87\x8f\x91\x92\x94"
 """Instructions that make an object, or a place in the memo."""
