@@ -137,14 +137,10 @@ class Calls:
     """Part of `called`: nothing that was read calls or uses them, so a script may call them."""
     conditional: Names = frozenset()
     """Modules that run only if the data says so: an expert picked by a router, and all that only it calls."""
-    internal: Names = frozenset()
-    """Modules whose owner uses their weights itself (`MultiheadAttention.out_proj`, parametrizations)."""
     bypassed: NamesBy = field(default_factory=dict)
     """Module with a forward → its descendants entered by code that runs outside it."""
     methods: NamesBy = field(default_factory=dict)
     """Module → methods other than `__call__` that other modules enter it by, if they compute anything."""
-    dispatched: NamesBy = field(default_factory=dict)
-    """Module → own methods its forward reaches, if they compute anything."""
     foreign_reads: NamesBy = field(default_factory=dict)
     """Parameter → modules whose code computes with it while its owner is not entered."""
     repeated: Mapping[str, int] = field(default_factory=dict)
@@ -172,10 +168,8 @@ class Calls:
             called=self.called | other.called,
             assumed=(self.assumed | other.assumed) - known,
             conditional=(self.conditional | other.conditional) - _certain(self) - _certain(other),
-            internal=self.internal | other.internal,
             bypassed=_union(self.bypassed, other.bypassed),
             methods=_union(self.methods, other.methods),
-            dispatched=_union(self.dispatched, other.dispatched),
             foreign_reads=_union(self.foreign_reads, other.foreign_reads),
             repeated={**other.repeated, **self.repeated},
             order=self.order or other.order,

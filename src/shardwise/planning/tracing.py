@@ -247,7 +247,6 @@ class _Watch:
         }
         return Calls(
             called=frozenset(self.counts),
-            internal=frozenset(name for name, module in places.modules.items() if id(module) in places.internal),
             bypassed=_freeze(self.bypassed),
             methods=_freeze(self.methods),
             foreign_reads=_freeze(self.reads),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shardwise.planning.calls import Calls, Places, has_forward, has_parameters, is_opaque
-from shardwise.planning.source.functions import find_node, is_generator, record_escape, start, underlying
+from shardwise.planning.source.functions import find_node, is_generator, start, underlying
 from shardwise.planning.source.values import Analysis, Fact, Frame
 
 
@@ -81,13 +81,13 @@ class FactBook:
 
     def _analyse(self, entry: MethodEntry) -> Analysis | None:
         module = entry.module
-        analysis = Analysis(self.places, entry.name)
+        analysis = Analysis(self.places)
         frame = Frame(analysis, (module,), None, {}, receiver=module)
         own = vars(module).get(entry.name)
         result = start(own if own is not None else inspect.getattr_static(type(module), entry.name), module, frame)
         if result is None:
             return None
-        record_escape(result, frame)
+        frame.record_escape(result)
         entered = inspect.getattr_static(type(module), "__call__")
         if entry.name == "forward" and entered is not nn.Module.__call__:
             analysis.counts = {}
@@ -184,9 +184,7 @@ Table = dict[str, frozenset[str]]
 def summarise(book: FactBook, facts: Iterable[Fact], public_methods: Iterable[str] = ()) -> Calls:
     """Name these facts of a book; what is conditional or repeated is judged from all of them."""
     places = book.places
-    tables: dict[str, dict[str, set[str]]] = {
-        kind: defaultdict(set) for kind in ("bypassed", "methods", "dispatched", "reads")
-    }
+    tables: dict[str, dict[str, set[str]]] = {kind: defaultdict(set) for kind in ("bypassed", "methods", "reads")}
     called: set[str] = {""} if has_forward(places.root) else set()
     for fact in (*facts, *_escaped(book)):
         _enter(fact, tables, called, book)
@@ -195,10 +193,8 @@ def summarise(book: FactBook, facts: Iterable[Fact], public_methods: Iterable[st
         called=frozenset(called),
         assumed=frozenset(places.name(module) for module in _modules(book) if id(module) in book.assumed),
         conditional=frozenset(name for name in called - unconditional if has_parameters(places.modules[name])),
-        internal=frozenset(name for name, module in places.modules.items() if id(module) in places.internal),
         bypassed=_freeze(tables["bypassed"]),
         methods=_freeze(tables["methods"]),
-        dispatched=_freeze(tables["dispatched"]),
         foreign_reads=_freeze(tables["reads"]),
         repeated=dict.fromkeys(sorted(_repeated(book)), 2),
         public_methods=tuple(public_methods),
@@ -219,8 +215,6 @@ def _enter(fact: Fact, tables: dict[str, dict[str, set[str]]], called: set[str],
         called.add(target)
     if fact.kind == "method" and book.active.get((id(fact.target), fact.name), True):
         tables["methods"][target].add(fact.name)
-    if fact.kind == "dispatch":
-        tables["dispatched"][target].add(fact.name)
     if fact.kind == "read":
         tables["reads"][f"{target}.{fact.name}" if target else fact.name].add(reader)
     if fact.kind in ("call", "method") and id(fact.target) not in book.assumed:
