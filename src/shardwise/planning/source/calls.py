@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.planning.calls import is_holder
+from shardwise.planning.calls import Fact, is_holder
 from shardwise.planning.source.attributes import (
     contents,
     elements,
@@ -35,7 +35,6 @@ from shardwise.planning.source.values import (
     TENSOR,
     Bound,
     Closure,
-    Fact,
     Frame,
     Known,
     Many,

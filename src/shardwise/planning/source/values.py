@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.planning.calls import Places, is_holder
+from shardwise.planning.calls import Fact, Places, is_holder
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _MOST_ATOMS = 20_000
@@ -226,22 +226,6 @@ def inside(atom: Atom) -> Iterable[Value]:
 
 MOST_STEPS = 30_000
 MOST_DEPTH = 30
-
-
-class Fact(NamedTuple):
-    """One thing that the code of the last module in `chain` does to `target`."""
-
-    kind: str
-    """call, method, read (of `target`'s parameter `name`), escape (of it to the caller), or count (`name` times
-    at least)."""
-    chain: tuple[nn.Module, ...]
-    target: nn.Module
-    name: str = ""
-    conditional: bool = False
-
-    def key(self) -> tuple[Any, ...]:
-        """What makes two facts the same."""
-        return (self.kind, tuple(map(id, self.chain)), id(self.target), self.name, self.conditional)
 
 
 class TooComplex(Exception):
