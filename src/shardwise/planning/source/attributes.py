@@ -176,7 +176,7 @@ def contents(atom: Atom) -> Sequence | Mapping | Many | None:
     """What a container holds, be it written out in the code or a real one: list, dictionary or module."""
     if isinstance(atom, Sequence | Mapping | Many):
         return atom
-    thing = atom.object if isinstance(atom, Known) else None
+    thing: Any = atom.object if isinstance(atom, Known) else None
     if isinstance(thing, nn.ParameterList):
         return Sequence(tuple(wrap(thing._parameters.get(str(index))) for index in range(len(thing))))
     if isinstance(thing, nn.ParameterDict):

@@ -208,23 +208,24 @@ def read_calls(model: nn.Module, traced: Calls | None = None) -> Calls:
         skipped = not name or is_holder(module) or id(module) in places.internal or not has_parameters(module)
         if not skipped and not book.is_touched(module):
             book.assume(module)
-    met = traced.called if traced is not None else frozenset[str]()
-    table = CallTable(places, traced or Calls(called=frozenset({""} if has_forward(model) else ())))
+    seen = traced or Calls()
+    table = CallTable(places, seen)
     called = {""} if has_forward(model) else set()
     for index, (fact, _) in enumerate(book.facts.values()):
         target = places.name(fact.target)
         called |= {target} if fact.kind == "call" else set()
-        is_met = index < num_below_forward and target in met
-        if not (is_met and fact.kind == "read" and table.parameter_name(fact) not in traced.foreign_reads):
+        is_met = index < num_below_forward and target in seen.called
+        if not (is_met and fact.kind == "read" and table.parameter_name(fact) not in seen.foreign_reads):
             table.enter(fact, bypasses=not is_met and id(fact.target) not in book.assumed)
     for fact in _escaped(book):
         table.enter(fact)
+    table.called |= called
     unconditional = {"", *_unconditional(book)}
     assumed = {places.name(module) for module in places.modules.values() if id(module) in book.assumed}
     return table.calls(
-        assumed=frozenset(assumed - met),
+        assumed=frozenset(assumed - seen.called),
         conditional=frozenset(name for name in called - unconditional if has_parameters(places.modules[name])),
-        repeated=frozenset(_repeated(book)) | (traced.repeated if traced is not None else frozenset()),
+        repeated=seen.repeated | _repeated(book),
         public_methods=tuple(public_methods),
         unreadable=tuple(book.unreadable),
         notes=tuple(dict.fromkeys(book.notes)),
