@@ -166,7 +166,7 @@ def on_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | DeviceMesh
     return result  # pyrefly: ignore[bad-return]  # what `work` returned
 
 
-def agree_on(value: str, what: str, *, fix: str = "", group: dist.ProcessGroup | None = None) -> None:
+def agree_on(value: str, what: str, *, fix: str = "", group: Ranks = None) -> None:
     """Raise on every rank unless all hold the same `value`.
 
     Args:

@@ -17,7 +17,7 @@ from shardwise.distributed.agreement import gather_objects
 from shardwise.distributed.launchers import read_launch
 from shardwise.distributed.mesh import data_parallel_sizes
 from shardwise.errors import ConfigError, ShardError
-from shardwise.fsdp1.units import Unit, clean_name
+from shardwise.fsdp1.units import FSDPUnit, clean_name
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.settings import dtype_name
 from shardwise.sharding.forward_hooks import Casts, ForwardHooks, register_post_backward
@@ -358,7 +358,7 @@ def plan_of(root: Any) -> Plan:
     )
 
 
-def _inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[Unit]:
+def _inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[FSDPUnit]:
     """The units at and below a module, each after those inside it."""
     seen = set() if seen is None else seen
     if module in seen:
@@ -366,7 +366,7 @@ def _inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Itera
     seen.add(module)
     for child in module.children():
         yield from _inner_first(child, seen)
-    if isinstance(module, Unit):
+    if isinstance(module, FSDPUnit):
         yield module
 
 

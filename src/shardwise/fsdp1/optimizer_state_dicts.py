@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ConfigError, ShardError
 from shardwise.fsdp1.state_dicts import StateDicts, copy_sharded, laid_out
-from shardwise.fsdp1.units import adopt, clean_name, first_unit
+from shardwise.fsdp1.units import clean_name, first_unit
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order, reshard
 from shardwise.sharding.inventory import local_tensor
+from shardwise.sharding.repointing import adopt
 
 StateDict = dict[str, Any]
 _BUCKET_BYTES = 256 * 1024**2

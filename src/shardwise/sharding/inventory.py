@@ -169,18 +169,20 @@ class Place:
     name: str
     is_parameter: bool
 
+    @property
+    def _registered(self) -> dict[str, Any]:
+        return self.module._parameters if self.is_parameter else self.module._buffers
+
     def get(self) -> torch.Tensor | None:
         """What stands there now."""
-        return (self.module._parameters if self.is_parameter else self.module._buffers).get(self.name)
+        return self._registered.get(self.name)
 
     def put(self, tensor: torch.Tensor) -> None:
         """Let `tensor` stand there."""
         if type(self.module).__setattr__ is not nn.Module.__setattr__:
             setattr(self.module, self.name, tensor)  # recurrent layers keep a list of their weights in step
-        elif self.is_parameter:
-            self.module._parameters[self.name] = tensor  # pyrefly: ignore[unsupported-operation]
         else:
-            self.module._buffers[self.name] = tensor
+            self._registered[self.name] = tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -213,11 +215,10 @@ class TensorEntry:
         """Storage in place of meta, for this rank's part only; poisoned, unless the caller writes all of it."""
         if self.fsdp_param is not None:
             self.stand(compat.allocate_shard(self.fsdp_param))
-        elif isinstance(self.tensor, DTensor):
-            local = torch.empty_like(self.local, device=device)
-            self.stand(compat.replace_in_place(self.tensor, compat.dtensor_like(local, self.tensor)))
         else:
-            self.stand(compat.replace_in_place(self.tensor, _empty_like(self.tensor, device)))
+            new = _empty_like(self.local, device)
+            new = compat.dtensor_like(new, self.tensor) if isinstance(self.tensor, DTensor) else new
+            self.stand(compat.replace_in_place(self.tensor, new))
         if poisoned:
             poison(self.local)
 
@@ -311,12 +312,10 @@ def meta_left_in(model: nn.Module) -> Iterable[str]:
 
 
 def _places_of(module: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
-    for name, parameter in list(module._parameters.items()):
-        if parameter is not None:
-            yield Place(module, name, True), parameter
-    for name, buffer in list(module._buffers.items()):
-        if buffer is not None:
-            yield Place(module, name, False), buffer
+    for is_parameter, registered in ((True, module._parameters), (False, module._buffers)):
+        for name, tensor in list(registered.items()):
+            if tensor is not None:
+                yield Place(module, name, is_parameter), tensor
 
 
 def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

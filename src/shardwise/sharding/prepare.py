@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from shardwise import compat
 from shardwise.config.load import load, read_yaml
 from shardwise.config.schema import ROOT_PATTERN, GroupOverride, MeshConfig, PrecisionConfig, ShardConfig
-from shardwise.distributed.agreement import gather_objects
+from shardwise.distributed.agreement import gather_objects, run_on_all
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh, make_mesh, ranks_per_machine
 from shardwise.errors import ConfigError, ShardError
 from shardwise.planning.assignment import find_tensors
@@ -26,7 +26,7 @@ from shardwise.planning.plan import Plan
 from shardwise.planning.planner import device_capability
 from shardwise.planning.planner import plan as make_plan
 from shardwise.planning.settings import choose_compute, dtype_name
-from shardwise.sharding.apply import plan_together, shard
+from shardwise.sharding.apply import shard
 from shardwise.sharding.blocks import Mode, change_activations, find_blocks
 from shardwise.sharding.fsdp1_keys import HYBRID, NAMED, Translation, fields_of, read_fields, resolve_named, translate
 from shardwise.sharding.materialize import materialize
@@ -212,7 +212,7 @@ def prepare_fully_shard(
     mesh = default_mesh() if translation.problems else _find_mesh(translation)
     shard_config = _complete(translation, model, mesh)
     translation.raise_problems()
-    plan = plan_together(lambda: make_plan(model, shard_config, mesh=mesh), mesh)
+    plan = run_on_all(lambda: make_plan(model, shard_config, mesh=mesh), mesh)
     recomputed = _recomputed(translation, model, plan)
     plan = _explained(plan, translation)
     for text in translation.warnings:
