@@ -13,17 +13,16 @@ from packaging.specifiers import SpecifierSet
 
 from shardwise.errors import EnvironmentProblem
 
-TESTED = ">=2.11,<2.14"
+TESTED = ">=2.11,<2.16"
 """As pyproject.toml declares it."""
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 NEEDED: dict[str, str] = {
-    f"{_FSDP2}._fsdp_param:FSDPParam": "sharded_param= _unsharded_param unsharded_accumulated_grad= "
-    "to_accumulated_grad_if_needed reset_sharded_param reduce_dtype padded_sharded_param_size sharded_size "
+    f"{_FSDP2}._fsdp_param:FSDPParam": "sharded_param= _unsharded_param reset_sharded_param padded_sharded_param_size sharded_size "
     "fsdp_placement _sharded_param_data= pin_memory offload_to_cpu device mesh_info _module_info _orig_size",
     f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules",
     f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info device device_handle "
-    "mp_policy= comm_ctx reduce_grads= all_reduce_grads= "
+    "comm_ctx reduce_grads= all_reduce_grads= "
     "is_sharded unshard wait_for_unshard post_backward _to_sharded _init_mp_dtypes _record_post_forward _is_hsdp "
     "_training_state= _register_post_backward_hook _partial_reduce_output= _all_gather_result _all_gather_comm "
     "_reduce_scatter_comm",
