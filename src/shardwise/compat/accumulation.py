@@ -1,8 +1,12 @@
-"""What FSDP2 before torch 2.15 gets wrong when parameters are not used in every micro-step; later ones need none of it.
+"""What FSDP2 gets wrong when a gradient is a sum.
 
-(1) A group that has never run raises an AttributeError while reduction is off. (2) A parameter whose first gradient
-comes with the last micro-step has another dtype than the accumulated ones and fails an assertion (pytorch#196996).
-(3) HSDP's partial sums are dropped, or added to the wrong parameters, when the micro-steps did not use the same ones.
+Before torch 2.15, where parameters are not used in every micro-step: (1) a group that has never run raises an
+AttributeError while reduction is off; (2) a parameter whose first gradient comes with the last micro-step has another
+dtype than the accumulated ones and fails an assertion (pytorch#196996); (3) HSDP's partial sums are dropped, or added
+to the wrong parameters, when the micro-steps did not use the same ones.
+
+Since torch 2.15, where the reduce dtype is narrower than the compute dtype: autograd rounds each gradient of a
+parameter that is used twice before it adds them.
 """
 
 import functools
@@ -13,23 +17,35 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from shardwise.compat.fsdp import param_groups
+from shardwise.compat.fsdp import param_groups, unsharded_parameters
 
-# Later ones accumulate in the `grad` of the unsharded parameter.
-_IS_NEEDED = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
+# Since torch 2.15 gradients accumulate in `grad` of the unsharded parameter, in its `grad_dtype`.
+_HAS_GRAD_DTYPE = not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 
 
 def mend_accumulation(model: nn.Module) -> None:
-    """Make FSDP2's accumulation right for parameters that not every micro-step uses; repeatable."""
+    """Make the sums right in the whole tree; repeatable."""
     for group in param_groups(model):
         mend_group(group)
 
 
 def mend_group(group: Any) -> None:
     """The same for one group."""
-    if _IS_NEEDED and not hasattr(group, "_partial_reduce_output_layout"):
-        group._partial_reduce_output_layout = {}  # as torch 2.15 keeps it: first element and length by parameter
+    if hasattr(group, "_shardwise_mended"):
+        return
+    group._shardwise_mended = True
+    if _HAS_GRAD_DTYPE:
+        group.wait_for_unshard = functools.partial(_wait_and_widen, group, group.wait_for_unshard)
+    else:
         group.post_backward = functools.partial(_mended_post_backward, group, group.post_backward)
+
+
+def _wait_and_widen(group: Any, wait_for_unshard: Callable[[], None]) -> None:
+    wait_for_unshard()
+    for parameter in unsharded_parameters(group):
+        dtype = parameter.grad_dtype
+        if dtype is not None and dtype.itemsize < parameter.dtype.itemsize:
+            parameter.grad_dtype = None  # as autograd computes it; the reduction rounds the sum
 
 
 def zero_gradient(parameter: nn.Parameter) -> torch.Tensor:
