@@ -20,8 +20,9 @@ from shardwise.checkpointing.reading import (
     verify_requests,
 )
 from shardwise.checkpointing.storage.memory import bytes_of, counting
+from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.progress import Progress
-from shardwise.sharding.inventory import broadcast_from_first, values_of_ranks
+from shardwise.sharding.inventory import broadcast_from_first
 
 _PORTION_BYTES = 32 << 20
 
@@ -186,7 +187,7 @@ class FirstRankReader(Reader):
     def _names(self, requests: Sequence[Request]) -> list[str]:
         """What any rank asks for, in one order on all: a rank may hold no part of a tensor."""
         own = list(dict.fromkeys(request.name for request in requests))
-        return list(dict.fromkeys(name for names in values_of_ranks(own, self._mesh) for name in names))
+        return list(dict.fromkeys(name for names in gather_over_mesh(self._mesh, own) for name in names))
 
 
 def _whole(contents: Contents, names: Sequence[str]) -> list[Request]:

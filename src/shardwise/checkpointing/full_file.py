@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardwise.checkpointing.agreement import Channel, mesh_of_model, on_first, together
+from shardwise.checkpointing.agreement import mesh_of_model, on_first, together
 from shardwise.checkpointing.broadcasting import FirstRankReader, Reader, describe
 from shardwise.checkpointing.contents import Contents, TensorInfo
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
@@ -26,6 +26,7 @@ from shardwise.checkpointing.state.nested import put_together
 from shardwise.checkpointing.state.run import Collected, Run, Stateful
 from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.weights import Put, refuse_remote, stream_gathered
+from shardwise.distributed.agreement import Channel
 from shardwise.progress import Progress
 
 Optimizers = Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer]

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpointing.agreement import Channel
 from shardwise.checkpointing.broadcasting import Reader
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.matching import Matched, match
@@ -26,6 +25,7 @@ from shardwise.checkpointing.state.run import (
     optimizer_path,
 )
 from shardwise.checkpointing.state.slices import model_tensors
+from shardwise.distributed.agreement import Channel
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import take_inventory

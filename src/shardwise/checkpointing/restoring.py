@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import compat
-from shardwise.checkpointing.agreement import PER_RANK
 from shardwise.checkpointing.contents import Box, Contents, StoredTensor
 from shardwise.checkpointing.reading import Request
+from shardwise.checkpointing.sharing import PER_RANK
 from shardwise.checkpointing.state.names import canonical_name
 from shardwise.checkpointing.state.nested import LAYOUT, Flat, Path, flatten, put_together, unflatten
 from shardwise.checkpointing.state.optimizer_state import (

@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from shardwise import compat
+from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
 from shardwise.findings import Finding, Severity
 from shardwise.planning.plan import PlannedParameter
-from shardwise.sharding.inventory import fingerprint, local_tensor, values_of_ranks
+from shardwise.sharding.inventory import fingerprint, local_tensor
 from shardwise.sharding.registry import sharded_state
 from shardwise.units import format_bytes
 
@@ -371,7 +372,7 @@ def across_ranks(subject: Subject) -> list[Finding]:
     mesh = subject.mesh
     if mesh is None or mesh.size() == 1:
         return findings
-    told = values_of_ranks(_facts(subject), mesh)
+    told = gather_over_mesh(mesh, _facts(subject))
     findings += _shared_devices(told)
     findings += _differing(told, "buffers", _BUFFER_DIFFERS)
     findings += _differing(told, "plain", _PLAIN_DIFFERS)
