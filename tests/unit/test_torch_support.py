@@ -17,7 +17,11 @@ from shardwise.compat.support import NEEDED, TESTED, missing_attributes
 ROOT = Path(__file__).parents[2]
 COMPAT = Path(compat.__file__).parent
 OURS = {"_shardwise_mended"}
-PUBLIC = {"_parameters", "_buffers", "_modules", "pin_memory", "param_name"}
+# Of which shardwise has its own; of others; and the dicts of `nn.Module`, which are as good as public.
+AMBIGUOUS = {
+    "_device", "_is_root", "is_sharded", "mp_policy", "offload_to_cpu", "param_name", "pin_memory", "reduce_dtype",
+    "_parameters", "_buffers",
+}  # fmt: skip
 
 
 def run(change: str, use: str, version: str = "2.16.0") -> subprocess.CompletedProcess[str]:
@@ -109,12 +113,11 @@ def test_private_surface_is_what_is_recorded():
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     private = {name for name in used if name.startswith("_") and not name.startswith("__")}
     assert sorted(private - recorded() - own - OURS - {"_getframe"}) == []
-    assert sorted(recorded() - used) == []
+    assert sorted(recorded() - own - used) == []
 
 
 def test_nothing_outside_compat_names_private_torch():
-    """Words that torch uses in public too, and the dicts of `nn.Module`, may be anyone's."""
-    names = {name for name in recorded() if "_" in name and not name.startswith("_foreach_")} - PUBLIC
+    names = {name for name in recorded() if "_" in name} - AMBIGUOUS
     used = [
         f"{file.relative_to(COMPAT.parent)}: {name}"
         for file in COMPAT.parent.rglob("*.py")
