@@ -37,7 +37,7 @@ test-full: $(READY)
 # marked `torch`. The first call for a version fills a virtual environment of several GB.
 test-torch: $(TORCH_VENV)/.ready
 	$(TORCH_VENV)/bin/python -m pytest -m "not slow or torch" $(LANES) -o cache_dir=$(TORCH_VENV)/cache \
-		tests/distributed tests/unit/sharding tests/unit/test_torch_support.py $(ARGS)
+		tests/distributed tests/unit/sharding tests/unit/compat $(ARGS)
 
 $(TORCH_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TORCH_VENV)

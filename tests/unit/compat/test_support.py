@@ -14,7 +14,7 @@ import pytest
 from shardwise import compat
 from shardwise.compat.support import NEEDED, TESTED, missing_attributes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMPAT = Path(compat.__file__).parent
 OURS = {"_shardwise_mended"}
 # Of which shardwise has its own; of others; and the dicts of `nn.Module`, which are as good as public.
