@@ -7,7 +7,6 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeGuard
 
 import pytest
 
@@ -109,7 +108,7 @@ def test_declared_range_is_the_tested_one():
 def test_private_surface_is_what_is_recorded():
     """What `compat` names of torch's private parts is what `NEEDED` lists: a name more or less is a decision."""
     tree = ast.parse("\n".join(file.read_text() for file in COMPAT.glob("*.py") if file.name != "support.py"))
-    used = set(attributes(tree)) | {node.value for node in ast.walk(tree) if is_text(node)}
+    used = set(attributes(tree)) | set(texts(tree))
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     private = {name for name in used if name.startswith("_") and not name.startswith("__")}
     assert sorted(private - recorded() - own - OURS - {"_getframe"}) == []
@@ -140,8 +139,10 @@ def attributes(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+def texts(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 def test_torch_without_a_needed_attribute_is_refused_with_names_and_range(tmp_path: Path):
