@@ -34,7 +34,7 @@ from shardwise.progress import NoProgress
 from shardwise.sharding.apply import shard
 from shardwise.sharding.materialize import materialize
 from shardwise.training.loop import train
-from shardwise.training.run import Run, open_run
+from shardwise.training.run import TrainingRun, open_run
 from shardwise.training.runtime import frozen_garbage
 from shardwise.training.step import mean_over_ranks
 from shardwise.training.step_metrics import flops_per_token, mfu, peak_flops
@@ -123,7 +123,7 @@ def slow_tokens(config: DataConfig) -> RandomTokens:
     return RandomTokens(config.sequence_length, vocab_size=500, read_s=0.001)
 
 
-def steps_of(run: Run, count: int) -> None:
+def steps_of(run: TrainingRun, count: int) -> None:
     """Make some more steps of a run, by the loop that `shardwise train` runs."""
     run.config = replace(run.config, training=replace(run.config.training, steps=run.step + count))
     run.step_metrics.restart_clock()
@@ -131,7 +131,7 @@ def steps_of(run: Run, count: int) -> None:
 
 
 @contextmanager
-def ours(setup: Setup, folder: Path) -> Iterator[Run]:
+def ours(setup: Setup, folder: Path) -> Iterator[TrainingRun]:
     """A run as `fit` has it, guarded."""
     with open_run(config_of(setup, folder), NoProgress()) as run, guard(run.model), explained(run.model):
         yield run
@@ -176,11 +176,11 @@ def by_us(setup: Setup, mesh: Any) -> torch.nn.Module:
     return materialize(shard(load_model(setup.model, options=setup.options), mesh=mesh))
 
 
-def _rewound(run: Run) -> dict[str, Any]:
+def _rewound(run: TrainingRun) -> dict[str, Any]:
     return {**run.loader.state_dict(), "samples": 0, "epoch": 0}
 
 
-def _last_loss(run: Run) -> float:
+def _last_loss(run: TrainingRun) -> float:
     run.step_logger.log(run.step_metrics.flush())
     return run.step_logger.last_loss or float("nan")
 

@@ -1,5 +1,7 @@
 """Every error a user can see, in one shape: what happened, where, why, how to fix. No torch, no I/O."""
 
+from collections.abc import Sequence
+
 
 class ShardwiseError(Exception):
     """Base of all errors raised on purpose.
@@ -53,6 +55,30 @@ class EnvironmentProblem(ShardwiseError):
     """The machine, launcher or process group is not what the run needs."""
 
     exit_code = 3
+
+
+def raise_listed(
+    problems: Sequence[str],
+    what: str,
+    *,
+    why: str = "",
+    fix: str = "",
+    most: int = 10,
+    kind: type[ShardwiseError] = ConfigError,
+) -> None:
+    """Raise one error that lists all problems; nothing if there are none.
+
+    Args:
+        problems: One line each: where, and what is wrong there.
+        what: The sentence for them all; `{num}` stands for their number.
+        why: The rule that was broken.
+        fix: The smallest change that makes it work.
+        most: Number of problems to show; the others are counted.
+        kind: Class of the error.
+    """
+    if problems:
+        more = [f"... and {len(problems) - most} more"] if len(problems) > most else []
+        raise kind(what.format(num=len(problems)), where="\n".join([*problems[:most], *more]), why=why, fix=fix)
 
 
 def _row(name: str, text: str) -> str:

@@ -16,6 +16,7 @@ from shardwise.sharding.inventory import local_part
 from shardwise.training.microbatching import Batch, Microbatches
 from shardwise.training.optimizers import build_optimizer, parameter_kinds
 from shardwise.training.step import accumulate
+from shardwise.training.step_metrics import StepMetrics
 from tests.gpu.jobs import loss_of, start_ranks
 
 ROWS, LENGTH = 16, 256
@@ -90,6 +91,25 @@ def _peak(model: nn.Module, work: Callable[[list[Batch]], None], batch: Batch, s
     return peak
 
 
+def read_metrics_without_waiting() -> dict[str, list[float]]:
+    """Which step's metrics are there after each step, while every synchronising call is an error."""
+    start_ranks()
+    try:
+        metrics = StepMetrics(init_device_mesh("cuda", (1,), mesh_dim_names=("shard",)))
+        readings, read, loss = [], [], torch.ones((), device="cuda")
+        for step in (1, 2, 3):
+            loss = loss + 1
+            torch.cuda.set_sync_debug_mode("error")
+            metrics.count(torch.full((), 8.0, device="cuda"))
+            readings += metrics.add(step, metrics.mean(loss), loss)
+            torch.cuda.set_sync_debug_mode("default")
+            read.append(readings[-1].step if readings else None)
+        readings += metrics.flush()
+        return {"read": [*read, readings[-1].step], "losses": [reading.loss for reading in readings]}
+    finally:
+        dist.destroy_process_group()
+
+
 def muon_on_shards() -> dict[str, float]:
     """Muon in bfloat16 on two ranks against one, from the same gradients; how many elements differ at all."""
     _, world_size = start_ranks()
@@ -106,8 +126,13 @@ def _muon_differences(world_size: int) -> int:
     for _ in range(2):
         for each in (model, reference):
             loss_of(each, rows_of(0)).backward()
-        for name, parameter in model.named_parameters():  # the very same bits on both
-            parameter.grad.to_local().copy_(local_part(reference.get_parameter(name).grad, parameter))
+        for (
+            name,
+            parameter,
+        ) in model.named_parameters():  # the very same bits everywhere: backward adds in no fixed order
+            gradient = reference.get_parameter(name).grad
+            dist.broadcast(gradient, 0)
+            parameter.grad.to_local().copy_(local_part(gradient, parameter))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

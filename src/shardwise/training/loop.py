@@ -16,8 +16,8 @@ from shardwise.distributed.agreement import raise_together
 from shardwise.distributed.stop_requests import StopRequest, stop_requests
 from shardwise.progress import NoProgress, Progress
 from shardwise.training.milestones import evaluate_now, finish, go_back, is_due, save
-from shardwise.training.objective import Batch
-from shardwise.training.run import Run, open_run
+from shardwise.training.objective import Batch, allows_step
+from shardwise.training.run import TrainingRun, open_run
 from shardwise.training.run_folder import Training
 from shardwise.training.runtime import Profile, frozen_garbage, same_bits, seed_step
 from shardwise.training.step import accumulate, clip_grad_norm_, scale_grads_
@@ -63,7 +63,7 @@ def fit(
         return finish(run, stop)
 
 
-def train(run: Run, stop: StopRequest) -> None:
+def train(run: TrainingRun, stop: StopRequest) -> None:
     """The loop: one optimizer step after the other, until the last one or until any rank is asked to stop.
 
     Ranks:
@@ -79,26 +79,25 @@ def train(run: Run, stop: StopRequest) -> None:
             part = forward_and_backward(run, batch)
             loss = run.step_metrics.mean(part, stop=stop.asked)
             norm = clip_grad_norm_(model, max_norm)
-            if run.bad_losses.allows(optimizer, run.step, loss, norm):
+            if allows_step(optimizer, loss, norm):
                 optimizer.step()
                 if run.ema is not None:
                     run.ema.update()
             optimizer.zero_grad()
-            log_step(run, loss, norm)
+            is_last, is_kept = run.step == settings.steps, is_due(run.step, every)
+            bad_steps = log_step(run, loss, norm, wait=is_last or is_kept)
             run.schedule.step()
             profile.step()
 
-            is_last, is_kept = run.step == settings.steps, is_due(run.step, every)
-            bad = run.bad_losses.verdict(wait=is_last or is_kept or run.step_metrics.stop_agreed)
-            if bad is not None and bad.action == "rewind":
-                go_back(run, bad.step)
+            if bad_steps and settings.on_bad_loss == "rewind":
+                go_back(run, bad_steps[-1])
             elif not is_last and not run.step_metrics.stop_agreed:  # what is due after the last step is done at the end
                 metric = evaluate_now(run) if is_due(run.step, settings.evaluate_every) else None
                 if is_kept:
                     save(run, metric)
 
 
-def forward_and_backward(run: Run, batch: Batch) -> Tensor:
+def forward_and_backward(run: TrainingRun, batch: Batch) -> Tensor:
     """Gradients of the mean loss over all tokens of all ranks; return this rank's part of that mean.
 
     FSDP2 averages gradients over ranks, so each rank's summed loss is divided by the tokens per rank.
@@ -126,14 +125,28 @@ def forward_and_backward(run: Run, batch: Batch) -> Tensor:
     return loss * factor
 
 
-def log_step(run: Run, loss: Tensor, norm: Tensor) -> None:
-    """Pass on the numbers that have come; raise together if a rank had no batch."""
+def log_step(run: TrainingRun, loss: Tensor, norm: Tensor, *, wait: bool) -> list[int]:
+    """Log the numbers that have arrived; raise on all ranks if one had no batch.
+
+    Args:
+        run: The run.
+        loss: Of the step just made.
+        norm: Of its gradients.
+        wait: Wait for the numbers of the step just made, as must be before it is saved.
+
+    Returns:
+        The steps, of those whose numbers have arrived, that were not finite and so not made.
+    """
     run.step_logger.expect(
         run.step,
         learning_rate=run.schedule.learning_rate,
         data_wait_s=run.loader.wait_s,
         checkpoint_wait_s=run.checkpoints.take_wait_s(),
     )
-    run.step_logger.log(run.step_metrics.add(run.step, loss, norm))
+    readings = run.step_metrics.add(run.step, loss, norm)
+    if wait or run.step_metrics.stop_agreed:
+        readings += run.step_metrics.flush()
+    run.step_logger.log(readings)
     if run.step_metrics.failed:
         raise_together(run.data.failure)
+    return [reading.step for reading in readings if run.bad_losses.is_bad(reading)]

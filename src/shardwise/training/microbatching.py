@@ -17,8 +17,8 @@ from shardwise.diagnosing.guard import paused
 from shardwise.distributed.agreement import gather_objects, on_rank_zero
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.sharding.registry import recover
+from shardwise.training.data.samples import Batch
 
-Batch = dict[str, Tensor]
 T = TypeVar("T")
 
 _NUM_TRIALS = 3  # optimizer state and averages exist from the second step on

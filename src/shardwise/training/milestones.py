@@ -22,7 +22,7 @@ from shardwise.sharding.full_params import reshard
 from shardwise.training.ema import EMA
 from shardwise.training.generating import generate
 from shardwise.training.objective import Batch, Objective
-from shardwise.training.run import Run
+from shardwise.training.run import TrainingRun
 from shardwise.training.run_folder import Training
 from shardwise.training.step import lockstep
 
@@ -123,7 +123,7 @@ def is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def evaluate_now(run: Run) -> float | None:
+def evaluate_now(run: TrainingRun) -> float | None:
     """Take the loss on held-out data and record it; None without such data.
 
     Ranks:
@@ -145,16 +145,16 @@ def evaluate_now(run: Run) -> float | None:
     return loss
 
 
-def save(run: Run, metric: float | None = None) -> None:
+def save(run: TrainingRun, metric: float | None = None) -> None:
     """Save the run as it is now.
 
     Ranks:
         Collective.
     """
-    run.checkpoints.save(run.step, run.kept, metric)
+    run.checkpoints.save(run.step, run.state, metric)
 
 
-def go_back(run: Run, bad_step: int) -> None:
+def go_back(run: TrainingRun, bad_step: int) -> None:
     """Take up the last checkpoint again, and leave the batch of the bad step out this time.
 
     Raises:
@@ -173,14 +173,14 @@ def go_back(run: Run, bad_step: int) -> None:
         )
     run.data.leave_out(bad_step - 1)
     run.step_metrics.flush()  # of steps that are undone
-    run.checkpoints.load(found, run.kept)
+    run.checkpoints.load(found, run.state)
     run.schedule.apply()
     run.step_logger.go_back(run.step, run.schedule.steps_done)
     run.step = run.schedule.steps_done
     run.step_metrics.restart_clock()
 
 
-def finish(run: Run, stop: StopRequest) -> Training:
+def finish(run: TrainingRun, stop: StopRequest) -> Training:
     """Evaluate, save, sample and export at the end of a run; only save where it was stopped before.
 
     Ranks:
@@ -221,7 +221,7 @@ def finish(run: Run, stop: StopRequest) -> Training:
     )
 
 
-def continue_sample(run: Run) -> str | None:
+def continue_sample(run: TrainingRun) -> str | None:
     """What the model makes of `training.sample`; None where nobody asks, or where it does not write text.
 
     Ranks:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from shardwise.planning.planner import plan
 from shardwise.sharding.materialize import materialize
 from shardwise.training.optimizers import Kind, parameter_kinds
 from shardwise.training.run_folder import with_folder
-from shardwise.training.saving import CHECKPOINTS, Found, find_resumed
+from shardwise.training.saving import CHECKPOINTS, CheckpointRef, find_resumed
 from shardwise.units import format_bytes, format_count
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
@@ -150,6 +151,15 @@ def _of_all_ranks(errors: list[ShardwiseError]) -> list[ShardwiseError]:
     return list(found.values())
 
 
+_AT_LEAST_1 = (
+    "training.steps", "training.batch_size", "training.micro_batch_size", "training.evaluate_every",
+    "training.evaluation_batches", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every",
+    "checkpoint.keep_best", "metrics.every", "data.sequence_length",
+)  # fmt: skip
+_AT_LEAST_0 = ("training.max_bad_steps", "training.max_restarts", "training.max_grad_norm", "training.sample_tokens")
+_LEAST = dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_AT_LEAST_0, 0)
+
+
 def check_settings(config: RunConfig, num_data_ranks: int, problems: Problems) -> None:
     """Find settings that contradict each other or the number of ranks.
 
@@ -161,28 +171,12 @@ def check_settings(config: RunConfig, num_data_ranks: int, problems: Problems) -
     Ranks:
         Local.
     """
-    training, data = config.training, config.data
-    least = {
-        "training.steps": (training.steps, 1),
-        "training.batch_size": (training.batch_size, 1),
-        "training.micro_batch_size": (training.micro_batch_size, 1),
-        "training.evaluate_every": (training.evaluate_every, 1),
-        "training.evaluation_batches": (training.evaluation_batches, 1),
-        "training.max_bad_steps": (training.max_bad_steps, 0),
-        "training.max_restarts": (training.max_restarts, 0),
-        "training.max_grad_norm": (training.max_grad_norm, 0),
-        "training.sample_tokens": (training.sample_tokens, 0),
-        "checkpoint.every": (config.checkpoint.every, 1),
-        "checkpoint.keep_last": (config.checkpoint.keep_last, 1),
-        "checkpoint.keep_every": (config.checkpoint.keep_every, 1),
-        "checkpoint.keep_best": (config.checkpoint.keep_best, 1),
-        "metrics.every": (config.metrics.every, 1),
-        "data.sequence_length": (data.sequence_length, 1),
-    }
-    for name, (value, lowest) in least.items():
+    training = config.training
+    for path, lowest in _LEAST.items():
+        value = attrgetter(path)(config)
         if value is not None and not value >= lowest:
             with problems.collecting():
-                raise ConfigError(f"{name} is {value}", where=name, fix=f"set {name} = {max(lowest, 1)} or more")
+                raise ConfigError(f"{path} is {value}", where=path, fix=f"set {path} = {max(lowest, 1)} or more")
     with problems.collecting():
         check_batch(training.batch_size, num_data_ranks)
     if training.ema_decay is not None and not 0 <= training.ema_decay <= 1:
@@ -289,7 +283,7 @@ def _num_states(kind: Kind, config: OptimizerConfig) -> int:
     return 1 if config.name == "muon" and kind == "blocks" else 2
 
 
-def check_disk(config: RunConfig, num_bytes: int, found: Found | None) -> list[str]:
+def check_disk(config: RunConfig, num_bytes: int, found: CheckpointRef | None) -> list[str]:
     """Raise if the first checkpoint that the run writes does not fit on its disk.
 
     Args:
@@ -401,7 +395,7 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
     return to_yaml(resolved, used)
 
 
-def _folder_notes(config: RunConfig, found: Found | None) -> dict[str, list[str]]:
+def _folder_notes(config: RunConfig, found: CheckpointRef | None) -> dict[str, list[str]]:
     start = f"goes on from step {found.step}: {found.path}" if found is not None else "starts afresh"
     chosen = ["the next free name in `runs`; chosen anew for every run"] if config.folder is None else []
     return {"folder": chosen, "checkpoint.resume": [start]}

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.sharded_commit import is_committed, remove_checkpoint
-from shardwise.checkpointing.full_file import load_full, save_full
+from shardwise.checkpointing.full_file import save_full
 from shardwise.checkpointing.manager import Checkpointer, Retention, removable
 from shardwise.checkpointing.state.names import with_our_names
 from shardwise.checkpointing.state.slices import model_tensors
 from shardwise.config.run import CheckpointConfig
 from shardwise.distributed.agreement import on_rank_zero
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, raise_listed
 from shardwise.training.ema import EMA
 
 Kind = Literal["sharded", "full", "dcp"]
@@ -32,8 +32,8 @@ _METADATA = ".metadata"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Everything of a run that a checkpoint keeps."""
+class TrainState:
+    """Everything of a run that a checkpoint holds."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -42,7 +42,7 @@ class Kept:
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Found:
+class CheckpointRef:
     """A whole checkpoint in a folder."""
 
     step: int
@@ -50,7 +50,7 @@ class Found:
     kind: Kind = field(compare=False)
 
 
-def find_checkpoints(folder: Path) -> list[Found]:
+def find_checkpoints(folder: Path) -> list[CheckpointRef]:
     """The whole checkpoints of any kind that lie in `folder`, the newest last; half-written ones are left out.
 
     Ranks:
@@ -60,7 +60,7 @@ def find_checkpoints(folder: Path) -> list[Found]:
     for path in folder.iterdir() if folder.is_dir() else ():
         match, kind = _NAME.fullmatch(path.name), kind_of(path)
         if match is not None and kind is not None:
-            found.append(Found(int(match[1]), path, kind))
+            found.append(CheckpointRef(int(match[1]), path, kind))
     return sorted(found)
 
 
@@ -73,18 +73,18 @@ def kind_of(path: Path) -> Kind | None:
     return "dcp" if (path / _METADATA).is_file() else None
 
 
-def _load_dcp(path: Path, kept: Kept) -> None:
+def _load_dcp(path: Path, state: TrainState) -> None:
     """Load a folder that `torch.distributed.checkpoint` wrote for a run of shardwise before 0.3.
 
     Ranks:
         Collective.
     """
-    model, optim = get_state_dict(kept.model, kept.optimizer)
-    averages = {name: item for name, item in kept.objects.items() if isinstance(item, EMA)}
+    model, optim = get_state_dict(state.model, state.optimizer)
+    averages = {name: item for name, item in state.objects.items() if isinstance(item, EMA)}
     tensors = {name: {"shadow": item.state_dict()["shadow"]} for name, item in averages.items()}
-    state: dict[str, Any] = {"model": model, "optim": optim, "tensors": tensors, "plain": ""}
+    stored: dict[str, Any] = {"model": model, "optim": optim, "tensors": tensors, "plain": ""}
     try:
-        dcp.load(state, checkpoint_id=str(path))
+        dcp.load(stored, checkpoint_id=str(path))
     except dcp.api.CheckpointException as error:  # no `Exception`
         raise CheckpointError(
             f"torch.distributed.checkpoint failed on ranks {sorted(error.failures)}",
@@ -92,16 +92,15 @@ def _load_dcp(path: Path, kept: Kept) -> None:
             why=str(next(iter(error.failures.values()), error))[:2000],
             fix="check the folder, and that the checkpoint is of this model; older ones were kept",
         ) from None
-    set_state_dict(kept.model, kept.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    plain = json.loads(state["plain"])
-    for name, item in kept.objects.items():
-        item.load_state_dict({**plain[name], **state["tensors"].get(name, {})})
+    set_state_dict(state.model, state.optimizer, model_state_dict=stored["model"], optim_state_dict=stored["optim"])
+    plain = json.loads(stored["plain"])
+    for name, item in state.objects.items():
+        item.load_state_dict({**plain[name], **stored["tensors"].get(name, {})})
 
 
 CHECKPOINTS = "checkpoints"
 """The folder in a run's folder in which they lie."""
 _MODEL = "model."
-_MAX_SHOWN = 8
 
 
 class Checkpoints:
@@ -109,7 +108,7 @@ class Checkpoints:
 
     Args:
         folder: The run's.
-        config: What is kept.
+        config: What is state.
 
     Ranks:
         Collective throughout.
@@ -127,42 +126,40 @@ class Checkpoints:
         self._checkpointer = Checkpointer(self.folder, asynchronous=config.asynchronous, **keep)
         self._saved_step = -1
 
-    def find(self) -> Found | None:
+    def find(self) -> CheckpointRef | None:
         """The checkpoint to go on from, as `checkpoint.resume` says."""
         return on_rank_zero(lambda: find_resumed(self.folder, self.config.resume))
 
-    def newest(self) -> Found | None:
+    def newest(self) -> CheckpointRef | None:
         """The newest checkpoint of this run."""
         self.wait()
         return on_rank_zero(lambda: next(iter(find_checkpoints(self.folder)[::-1]), None))
 
-    def load(self, found: Found, kept: Kept) -> None:
+    def load(self, found: CheckpointRef, state: TrainState) -> None:
         """Put a checkpoint into the run.
 
         Raises:
             CheckpointError: It is of another model or run, or damaged; the same on every rank.
         """
         if found.kind == "dcp":
-            _load_dcp(found.path, kept)
-        elif found.kind == "full":
-            load_full(found.path, model=kept.model, optimizers=kept.optimizer, **kept.objects)
+            _load_dcp(found.path, state)
         else:
-            self._checkpointer.load(path=found.path, model=kept.model, optimizers=kept.optimizer, **kept.objects)
+            self._checkpointer.load(path=found.path, model=state.model, optimizers=state.optimizer, **state.objects)
         self.latest = found.path
         self._saved_step = found.step if found.path.parent == self.folder else -1
 
-    def save(self, step: int, kept: Kept, metric: float | None = None) -> None:
+    def save(self, step: int, state: TrainState, metric: float | None = None) -> None:
         """Save the run after `step` steps, unless that has been done."""
         if step == self._saved_step:
             return
         start = time.perf_counter()
         if self.config.format == "full":
             self.latest = self.folder / f"step-{step:08d}.pt"
-            save_full(self.latest, model=kept.model, optimizers=kept.optimizer, overwrite=True, **kept.objects)
+            save_full(self.latest, model=state.model, optimizers=state.optimizer, overwrite=True, **state.objects)
             on_rank_zero(lambda: self._retire(step, metric))
         else:  # `sharded` and `dcp`: DCP reads these folders
             self.latest = Path(str(self._checkpointer.path(step)))
-            self._checkpointer.save(step, model=kept.model, optimizers=kept.optimizer, metric=metric, **kept.objects)
+            self._checkpointer.save(step, model=state.model, optimizers=state.optimizer, metric=metric, **state.objects)
         self._saved_step = step
         self.wait_s += time.perf_counter() - start
 
@@ -204,7 +201,7 @@ class Checkpoints:
             error.add_note(f"(also, the last save failed: {failed})")
 
 
-def find_resumed(checkpoints: Path, resume: str) -> Found | None:
+def find_resumed(checkpoints: Path, resume: str) -> CheckpointRef | None:
     """Which checkpoint a run starts from.
 
     Args:
@@ -234,7 +231,7 @@ def find_resumed(checkpoints: Path, resume: str) -> Found | None:
     return _at(Path(resume))
 
 
-def refuse_other_weights(found: Found, model: nn.Module) -> None:
+def refuse_other_weights(found: CheckpointRef, model: nn.Module) -> None:
     """Raise if a checkpoint is not of this model, before anything is built or changed.
 
     Args:
@@ -257,18 +254,17 @@ def refuse_other_weights(found: Found, model: nn.Module) -> None:
         elif tuple(shapes[0]) != tensor.shape:
             problems.append(f"{tensor.name}: {list(shapes[0])} in the checkpoint, {list(tensor.shape)} in the model")
     problems += [f"{name}: not in the model" for name in stored]
-    if problems:
-        more = [f"... and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
-        raise CheckpointError(
-            f"the checkpoint is of another model: {len(problems)} tensors differ",
-            where="\n".join([str(found.path), *problems[:_MAX_SHOWN], *more]),
-            why="a run goes on with the weights and the optimizer that it had",
-            fix="set model and model_options as they were (config.yaml in the run's folder has them), or set folder to "
-            "a new one and checkpoint.resume = auto",
-        )
+    raise_listed(
+        problems,
+        "the checkpoint is of another model: {num} tensors differ",
+        why=f"a run goes on with the weights and the optimizer that it had: {found.path}",
+        fix="set model and model_options as they were (config.yaml in the run's folder has them), or set folder to "
+        "a new one and checkpoint.resume = auto",
+        kind=CheckpointError,
+    )
 
 
-def _at(path: Path) -> Found:
+def _at(path: Path) -> CheckpointRef:
     for folder in (path / CHECKPOINTS, path):
         if found := find_checkpoints(folder):
             return found[-1]
@@ -280,4 +276,4 @@ def _at(path: Path) -> Found:
             why="a run goes on from a whole checkpoint; half-written ones are left out",
             fix="name a run's folder or one of its checkpoints, or set checkpoint.resume = auto",
         )
-    return Found(0, path, kind)
+    return CheckpointRef(0, path, kind)

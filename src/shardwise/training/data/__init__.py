@@ -1,6 +1,5 @@
 """From files to batches: sources, tokens, samples, their order over all ranks, and the loader that hands them out."""
 
-from shardwise.training.data.loader import Evaluation, Loader
-from shardwise.training.data.opening import open_data, open_evaluation
+from shardwise.training.data.loader import Evaluation, Loader, open_data, open_evaluation
 
 __all__ = ["Evaluation", "Loader", "open_data", "open_evaluation"]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
+from dataclasses import KW_ONLY, dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardwise.errors import CheckpointError, ShardError
+from shardwise.config.run import DataConfig
+from shardwise.errors import CheckpointError, ConfigError, ShardError, raise_listed
+from shardwise.progress import NoProgress, Progress
+from shardwise.training.data.reading import open_samples
 from shardwise.training.data.samples import IGNORED, Batch, Samples, Tokenizer
+
+T = TypeVar("T")
 
 _NUM_ROUNDS = 8  # of which small epochs need some more than large ones to reach all their permutations
 _MASK = 0xFFFFFFFF
@@ -40,7 +46,8 @@ def shuffled(positions: Tensor, num_samples: int, *, seed: int, epoch: int) -> T
     """
     num_low = math.isqrt(num_samples - 1) + 1
     num_high = -(-num_samples // num_low)
-    keys = _round_keys(seed, epoch)
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=4 * _NUM_ROUNDS).digest()
+    keys = [int.from_bytes(digest[start : start + 4], "little") for start in range(0, len(digest), 4)]
     result = _encrypt(positions, num_low, num_high, keys)
     while bool((outside := result >= num_samples).any()):
         result[outside] = _encrypt(result[outside], num_low, num_high, keys)
@@ -77,14 +84,10 @@ def _hash(values: Tensor, key: int) -> Tensor:
     return mixed ^ (mixed >> 16)
 
 
-def _round_keys(seed: int, epoch: int) -> list[int]:
-    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=4 * _NUM_ROUNDS).digest()
-    return [int.from_bytes(digest[start : start + 4], "little") for start in range(0, len(digest), 4)]
-
-
 _BLOCK_BATCHES = 32
 
 
+@dataclass(eq=False)
 class Loader(Iterator[Batch]):
     """Endless batches. From `open_data`.
 
@@ -95,68 +98,56 @@ class Loader(Iterator[Batch]):
     several ranks passes it to `raise_together` (or iterates through `lockstep`) before the step's first collective.
     The position has not moved then, and the next `next` tries the batch again.
 
-    Args:
-        samples: What batches are made of.
-        num_samples: The first so many of them are an epoch.
-        tokenizer: What made their tokens, if it is known.
-        batch_size: Rows of a batch, over all ranks; a multiple of `num_ranks`.
-        rank: Of this loader, among those that see different data.
-        num_ranks: How many there are.
-        seed: Of the order.
-        shuffle: Another order every epoch; else as they lie.
-        device: Where batches go.
-        workers: Threads; 0 makes batches when asked.
-        prefetch: Batches held ready for each worker.
-        fingerprint: What the data is, part by part; a state of other data is refused.
-
     Ranks:
         Local. Ranks with the same data, seed and position hand out parts of the same global batch.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        *,
-        num_samples: int,
-        tokenizer: Tokenizer | None,
-        batch_size: int,
-        rank: int,
-        num_ranks: int,
-        seed: int,
-        shuffle: bool,
-        device: torch.device | str,
-        workers: int,
-        prefetch: int,
-        fingerprint: Mapping[str, Any],
-    ) -> None:
-        self.samples, self.num_samples, self.tokenizer = samples, num_samples, tokenizer
-        self.fingerprint = dict(fingerprint)
-        self._batch_size, self._rank, self._num_ranks = batch_size, rank, num_ranks
-        self._seed, self._shuffle = seed, shuffle
-        self._device = with_index(device)
-        self._workers, self._depth = workers, workers * prefetch
-        self._position = self._origin = 0
-        self._block: tuple[int | None, Tensor] = (None, torch.empty(0))
-        self._lock = Lock()
-        self._wait_s = 0.0
-        self._pool: ThreadPoolExecutor | None = None
-        self._ready: deque[Future[Batch]] = deque()
-        self._closed = False
+    samples: Samples
+    """Samples that batches are made of."""
+    _: KW_ONLY
+    num_samples: int
+    """Number of samples, from the first, in an epoch."""
+    tokenizer: Tokenizer | None
+    """Tokenizer that made the tokens, if it is known."""
+    batch_size: int
+    """Rows of a batch over all ranks; a multiple of `num_ranks`."""
+    rank: int
+    """Rank among those that see different data."""
+    num_ranks: int
+    seed: int
+    """Seed of the order."""
+    shuffle: bool
+    """Another order in every epoch; otherwise the order of the source."""
+    device: torch.device | str
+    """Device of the batches."""
+    workers: int
+    """Number of threads; 0 makes batches on demand."""
+    prefetch: int
+    """Number of batches kept ready by each worker."""
+    fingerprint: Mapping[str, Any]
+    """Identity of the data, by setting; a state of other data is refused."""
+    _position: int = field(default=0, init=False)
+    _wait_s: float = field(default=0.0, init=False)
+    _batches: Generator[Batch, None, None] | None = field(default=None, init=False)
+    _closed: bool = field(default=False, init=False)
 
     def __next__(self) -> Batch:
         """This rank's rows of the next global batch, on the device."""
         if self._closed:
             raise ShardError("the loader is closed", why="its threads have ended", fix="open the data again")
+        if self._batches is None:
+            ahead = self.workers * self.prefetch
+            self._batches = prefetched(self._make, self._upcoming(), self.workers, ahead, self.device)
         started = time.perf_counter()
         try:
-            batch = self._upcoming()
+            batch = next(self._batches)
         except BaseException:
-            self._drop_ready()  # those behind the failed one would be handed out in its place
+            self._batches = None  # a generator that has raised is at its end
             raise
         finally:
             self._wait_s += time.perf_counter() - started
-        self._position += self._batch_size
-        return to_device(batch, self._device)
+        self._position += self.batch_size
+        return batch
 
     @property
     def wait_s(self) -> float:
@@ -171,15 +162,15 @@ class Loader(Iterator[Batch]):
 
     def skip(self, batches: int) -> None:
         """Go on so many global batches later."""
-        self._move_to(self._position + batches * self._batch_size)
+        self._move_to(self._position + batches * self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Position and identity of the data, as plain values; the same on every rank."""
         return {
             "samples": self._position,
             "epoch": self.epoch,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
             "fingerprint": dict(self.fingerprint),
         }
 
@@ -189,25 +180,25 @@ class Loader(Iterator[Batch]):
         Raises:
             CheckpointError: The state is of other data or another order.
         """
-        now, then = _flat(self.state_dict()), _flat(state)
-        changed = [name for name in now if now[name] != then.get(name)]
-        if changed:
-            raise CheckpointError(
-                "the checkpoint was written while training on other data",
-                where="\n".join(f"{name}: {then.get(name, 'nothing')} then, {now[name]} now" for name in changed),
-                why="the samples not yet seen are known only for the same data in the same order",
-                fix="resume with the data settings of that run, or start a new run from its weights: "
-                "set weights to the checkpoint, folder to another",
-            )
+        now, then = _identity(self.state_dict()), _identity(state)
+        raise_listed(
+            [
+                f"{name}: {then.get(name, 'nothing')} then, {now[name]} now"
+                for name in now
+                if now[name] != then.get(name)
+            ],
+            "the checkpoint was written while training on other data",
+            why="the samples not yet seen are known only for the same data in the same order",
+            fix="resume with the data settings of that run, or start a new run from its weights: "
+            "set weights to the checkpoint, folder to another",
+            kind=CheckpointError,
+        )
         self._move_to(int(state["samples"]))
 
     def close(self) -> None:
         """End the threads. Batches that were made ahead are dropped."""
         self._closed = True
-        self._drop_ready()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
+        self._move_to(self._position)
 
     def __enter__(self) -> Loader:
         return self
@@ -217,176 +208,267 @@ class Loader(Iterator[Batch]):
     ) -> None:
         self.close()
 
-    def _upcoming(self) -> Batch:
-        if not self._workers:
-            return self._make(self._position)
-        if self._pool is None:
-            self._pool = start_threads(self._workers, self._device)
-        while len(self._ready) <= self._depth:
-            first = self._position + len(self._ready) * self._batch_size
-            self._ready.append(self._pool.submit(self._make, first))
-        batch = self._ready[0].result()
-        self._ready.popleft()
-        return batch
-
-    def _make(self, position: int) -> Batch:
-        """This rank's part of the global batch that begins at `position`."""
-        try:
-            batch = self.samples.batch(self._indices(position))
-        except Exception as error:
-            error.add_note(f"(while making the batch of samples {position} to {position + self._batch_size - 1})")
-            raise
-        return pinned(batch, self._device)
-
-    def _indices(self, position: int) -> Tensor:
-        """This rank's samples of that batch; many batches' are found at once, which costs hardly more than one's."""
-        block, within = divmod((position - self._origin) // self._batch_size, _BLOCK_BATCHES)
-        with self._lock:
-            if block != self._block[0]:
-                self._block = (block, self._indices_of_block(block))
-            return self._block[1][within]
-
-    def _indices_of_block(self, block: int) -> Tensor:
-        share = self._batch_size // self._num_ranks
-        first = self._origin + block * _BLOCK_BATCHES * self._batch_size + self._rank * share
-        batches = torch.arange(_BLOCK_BATCHES) * self._batch_size
-        positions = first + batches[:, None] + torch.arange(share)
-        return samples_at(positions, self.num_samples, seed=self._seed, shuffle=self._shuffle)
-
     def _move_to(self, position: int) -> None:
-        self._drop_ready()
-        with self._lock:
-            self._position = self._origin = position
-            self._block = (None, torch.empty(0))
+        if self._batches is not None:
+            self._batches.close()
+        self._position, self._batches = position, None
 
-    def _drop_ready(self) -> None:
-        for future in self._ready:
-            future.cancel()
-        self._ready.clear()
+    def _upcoming(self) -> Iterator[tuple[int, Tensor]]:
+        """Position and this rank's samples of every batch from here on; many are found at once, as cheaply as one."""
+        share = self.batch_size // self.num_ranks
+        own = torch.arange(share) + self.rank * share
+        for first in itertools.count(self._position, _BLOCK_BATCHES * self.batch_size):
+            starts = first + torch.arange(_BLOCK_BATCHES) * self.batch_size
+            indices = samples_at(starts[:, None] + own, self.num_samples, seed=self.seed, shuffle=self.shuffle)
+            yield from zip(starts.tolist(), indices, strict=True)
 
-
-def with_index(device: torch.device | str) -> torch.device:
-    """`cuda` as the GPU that is current here, which in another thread would be the first."""
-    device = torch.device(device)
-    if device.type == "cpu" or device.index is not None:
-        return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
-
-
-def start_threads(number: int, device: torch.device) -> ThreadPoolExecutor:
-    """Threads that make batches for `device`.
-
-    Pinning memory opens a context on the thread's current GPU: without a word it would be the first one, for all
-    the ranks of a machine.
-    """
-    index = device.index
-    prepare = (
-        (lambda: None) if index is None or device.type == "cpu" else lambda: torch.accelerator.set_device_index(index)
-    )
-    return ThreadPoolExecutor(number, thread_name_prefix="shardwise-data", initializer=prepare)
+    def _make(self, item: tuple[int, Tensor]) -> Batch:
+        position, indices = item
+        try:
+            return self.samples.batch(indices)
+        except Exception as error:
+            error.add_note(f"(while making the batch of samples {position} to {position + self.batch_size - 1})")
+            raise
 
 
-def pinned(batch: Batch, device: torch.device) -> Batch:
-    """The batch where a GPU can fetch it by itself; as it is for the CPU."""
-    if device.type == "cpu":
-        return batch
-    return {name: value.pin_memory() for name, value in batch.items()}
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on the device; the copy is queued there, nobody waits for it."""
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-
-
-def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
+def _identity(state: Mapping[str, Any]) -> dict[str, Any]:
     """What has to be the same, by the names of the settings."""
     parts = {"seed": state.get("seed"), "data.shuffle": state.get("shuffle")}
     return parts | {f"data.{name}": value for name, value in dict(state.get("fingerprint") or {}).items()}
 
 
+def prefetched(
+    make: Callable[[T], Batch], items: Iterable[T], workers: int, ahead: int, device: torch.device | str
+) -> Generator[Batch, None, None]:
+    """Batches on a device, in order, made by threads while the caller computes; closing it ends the threads.
+
+    Args:
+        make: Makes a batch in CPU memory.
+        items: What it is made of.
+        workers: Number of threads; 0 makes batches on demand.
+        ahead: Number of batches to keep ready.
+        device: Copies to it are queued there; nobody waits for them.
+    """
+    device = torch.device(device)
+    index = torch.accelerator.current_device_index() if device.type != "cpu" else 0
+
+    def prepare() -> None:
+        """Pinning opens a context on the thread's current GPU: by default the first, for all ranks of a machine."""
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(index if device.index is None else device.index)
+
+    def pinned(item: T) -> Batch:
+        batch = make(item)
+        return batch if device.type == "cpu" else {name: value.pin_memory() for name, value in batch.items()}
+
+    def to_device(batch: Batch) -> Batch:
+        return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+    if not workers:
+        yield from (to_device(pinned(item)) for item in items)
+        return
+    ready: deque[Future[Batch]] = deque()
+    with ThreadPoolExecutor(workers, thread_name_prefix="shardwise-data", initializer=prepare) as pool:
+        try:
+            for item in items:
+                ready.append(pool.submit(pinned, item))
+                if len(ready) > ahead:
+                    yield to_device(ready.popleft().result())
+            while ready:
+                yield to_device(ready.popleft().result())
+        finally:
+            for future in ready:
+                future.cancel()
+
+
 _AHEAD = 3
 
 
+@dataclass(eq=False)
 class Evaluation:
-    """A finite run over samples, which can be made again and again. From `open_evaluation`.
+    """A finite pass over samples, which can be repeated. From `open_evaluation`.
 
     The last batch is filled up with rows whose labels are all ignored: no rank waits for another, and no sample
     counts twice. Where batches have no labels there is nothing to ignore; there the last batch is smaller, and
     the fewer than `num_ranks` samples that would be left of it are left out.
 
-    Args:
-        samples: What batches are made of.
-        first: The first that is held out.
-        last: The one behind the last.
-        batch_size: Rows of a batch, over all ranks.
-        rank: Of this one.
-        num_ranks: How many there are.
-        device: Where batches go.
-        threads: 0 makes batches when asked.
-
     Ranks:
         Local. Each rank gets its part of the same batches.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        first: int,
-        last: int,
-        *,
-        batch_size: int,
-        rank: int,
-        num_ranks: int,
-        device: torch.device | str,
-        threads: int = 1,
-    ) -> None:
-        self.num_samples = last - first
-        self._samples, self._first, self._last = samples, first, last
-        self._batch_size, self._share, self._rank, self._num_ranks = (
-            batch_size,
-            batch_size // num_ranks,
-            rank,
-            num_ranks,
-        )
-        self._device, self._threads = with_index(device), threads
-        self._has_labels: bool | None = None
+    samples: Samples
+    """Samples that batches are made of."""
+    first: int
+    """First sample that is held out; all after it are too."""
+    _: KW_ONLY
+    batch_size: int
+    """Rows of a batch over all ranks."""
+    rank: int
+    num_ranks: int
+    device: torch.device | str
+    """Device of the batches."""
+    workers: int = 1
+    """Number of threads; 0 makes batches on demand."""
+
+    def __post_init__(self) -> None:
+        self.num_samples = self.samples.num_samples - self.first
+        self._is_labelled = "labels" in self.samples.batch(torch.tensor([self.first]))
 
     def __len__(self) -> int:
-        """Batches; as many on each rank."""
-        whole, rest = divmod(self.num_samples, self._batch_size)
-        enough = rest if self._labelled() else rest // self._num_ranks
+        """Number of batches, the same on every rank."""
+        whole, rest = divmod(self.num_samples, self.batch_size)
+        enough = rest if self._is_labelled else rest // self.num_ranks
         return whole + (enough > 0)
 
     def __iter__(self) -> Iterator[Batch]:
-        positions = range(len(self))
-        if not self._threads:
-            yield from (to_device(self._make(position), self._device) for position in positions)
-            return
-        # A generator that is dropped halfway is closed, which leaves the `with` and so ends the thread.
-        with start_threads(1, self._device) as pool:
-            ready = deque(pool.submit(self._make, position) for position in positions[:_AHEAD])
-            try:
-                for position in positions:
-                    batch = ready.popleft().result()
-                    ready.extend(pool.submit(self._make, later) for later in positions[position + _AHEAD :][:1])
-                    yield to_device(batch, self._device)
-            finally:
-                for future in ready:
-                    future.cancel()
+        return prefetched(self._make, range(len(self)), self.workers, _AHEAD, self.device)
 
-    def _make(self, position: int) -> Batch:
-        begin = self._first + position * self._batch_size
-        num_rows = min(self._batch_size, self._last - begin)
-        share = self._share if self._labelled() else num_rows // self._num_ranks
-        rows = torch.arange(share) + self._rank * share
+    def _make(self, number: int) -> Batch:
+        begin = self.first + number * self.batch_size
+        num_rows = min(self.batch_size, self.samples.num_samples - begin)
+        share = (self.batch_size if self._is_labelled else num_rows) // self.num_ranks
+        rows = torch.arange(share) + self.rank * share
         filler = rows >= num_rows
-        batch = self._samples.batch((rows + begin).masked_fill(filler, begin))
+        batch = self.samples.batch((rows + begin).masked_fill(filler, begin))
         if bool(filler.any()):
             # Not in place: labels may lie in the same memory as the tokens.
             batch["labels"] = batch["labels"].masked_fill(filler[:, None], IGNORED)
-        return pinned(batch, self._device)
+        return batch
 
-    def _labelled(self) -> bool:
-        if self._has_labels is None:
-            self._has_labels = "labels" in self._samples.batch(torch.tensor([self._first]))
-        return self._has_labels
+
+def open_data(
+    config: DataConfig,
+    *,
+    batch_size: int,
+    rank: int,
+    num_ranks: int,
+    seed: int,
+    vocab_size: int | None,
+    device: torch.device | str,
+    progress: Progress | None = None,
+) -> Loader:
+    """Open what is trained on.
+
+    Text and, where they are packed, JSONL and datasets are tokenised here, once, into a compact array on every rank;
+    bytes of large text files, and files of tokens, are mapped and not read. For more than a few GB of text and a
+    tokenizer of its own, files of tokens are the better source.
+
+    Args:
+        config: The data.
+        batch_size: Rows of a global batch.
+        rank: Of this process, among those that see different data.
+        num_ranks: How many there are.
+        seed: Of the order.
+        vocab_size: Tokens that the model knows; None: not checked.
+        device: Where batches go.
+        progress: Hears of files and records that are tokenised.
+
+    Raises:
+        ConfigError: The data is missing, empty, unreadable, too short, or does not fit the model or the ranks.
+        EnvironmentProblem: It needs a library that is not installed.
+
+    Ranks:
+        Local. Errors of files that only one machine has are raised there only: see `raise_together`.
+    """
+    _check_settings(config, batch_size, num_ranks)
+    opened = open_samples(config, config.source, "data.source", vocab_size, progress or NoProgress())
+    num_samples = opened.samples.num_samples - _num_held_out(config, opened.samples)
+    return Loader(
+        opened.samples,
+        num_samples=num_samples,
+        tokenizer=opened.tokenizer,
+        batch_size=batch_size,
+        rank=rank,
+        num_ranks=num_ranks,
+        seed=seed,
+        shuffle=config.shuffle,
+        device=device,
+        workers=config.workers,
+        prefetch=config.prefetch,
+        fingerprint=opened.fingerprint | {"num_samples": num_samples},
+    )
+
+
+def open_evaluation(
+    config: DataConfig,
+    *,
+    batch_size: int,
+    rank: int,
+    num_ranks: int,
+    vocab_size: int | None,
+    device: torch.device | str,
+    training: Loader | None = None,
+) -> Evaluation | None:
+    """Open what is held out, if anything is: `data.evaluation`, or the last part of the source as it lies.
+
+    Args:
+        config: The data.
+        batch_size: Rows of a batch over all ranks.
+        rank: Of this process.
+        num_ranks: How many there are.
+        vocab_size: Tokens that the model knows; None: not checked.
+        device: Where batches go.
+        training: From `open_data` with the same config: its source is then not opened twice.
+
+    Raises:
+        ConfigError: As `open_data`.
+
+    Ranks:
+        Local. Every rank gets as many batches as the others.
+    """
+    _check_settings(config, batch_size, num_ranks)
+    if config.evaluation is not None:
+        samples = open_samples(config, config.evaluation, "data.evaluation", vocab_size, NoProgress()).samples
+        first = 0
+    elif config.evaluation_fraction > 0:
+        opened = training.samples if training is not None else None
+        samples = opened or open_samples(config, config.source, "data.source", vocab_size, NoProgress()).samples
+        first = samples.num_samples - _num_held_out(config, samples)
+    else:
+        return None
+    where = {"batch_size": batch_size, "rank": rank, "num_ranks": num_ranks, "device": device}
+    held_out = Evaluation(samples, first, workers=min(1, config.workers), **where)
+    if not len(held_out):
+        raise ConfigError(
+            f"{held_out.num_samples} held-out sample(s) cannot be shared by {num_ranks} ranks",
+            where="data.evaluation",
+            why="without labels no row can be filled in, and every rank needs one",
+            fix=f"hold out at least {num_ranks} samples",
+        )
+    return held_out
+
+
+def _num_held_out(config: DataConfig, samples: Samples) -> int:
+    if config.evaluation is not None or config.evaluation_fraction == 0:
+        return 0
+    num = max(1, round(samples.num_samples * config.evaluation_fraction))
+    if num >= samples.num_samples:
+        raise ConfigError(
+            f"holding out {num} of {samples.num_samples} sample(s) leaves none to train on",
+            where="data.evaluation_fraction",
+            why="samples are held out whole, at least one of them",
+            fix="give more data, or a shorter data.sequence_length, or name data.evaluation",
+        )
+    return num
+
+
+def _check_settings(config: DataConfig, batch_size: int, num_ranks: int) -> None:
+    least = {"sequence_length": 1, "workers": 0, "prefetch": 1}
+    values = {name: getattr(config, name) for name in least}
+    problems = [f"data.{name}: {values[name]}, at least {least[name]}" for name in least if values[name] < least[name]]
+    if not 0 <= config.evaluation_fraction < 1:
+        problems.append(f"data.evaluation_fraction: {config.evaluation_fraction}, at least 0 and below 1")
+    raise_listed(
+        problems,
+        "{num} setting(s) of the data are out of range",
+        why="a sequence has a token, a worker a batch to hold, and something is left to train on",
+        fix="leave them out to have the defaults, or set them within their bounds",
+    )
+    if batch_size < 1 or batch_size % num_ranks:
+        near = max(1, round(batch_size / num_ranks)) * num_ranks
+        raise ConfigError(
+            f"a batch of {batch_size} cannot be divided among {num_ranks} ranks",
+            where="training.batch_size",
+            why="every rank takes the same number of sequences, so that none waits for another",
+            fix=f"set training.batch_size = {near}, or start another number of ranks",
+        )

@@ -12,22 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from shardwise.config.run import DataConfig
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, raise_listed
 from shardwise.models.load import find_callable
 from shardwise.progress import Progress
 from shardwise.training.data.records import (
     DataSource,
-    Document,
     Documents,
     JsonLines,
-    RecordProblems,
     Records,
     find_sources,
     open_dataset,
+    refuse_unreadable,
     to_document,
-    unreadable,
 )
 from shardwise.training.data.samples import (
     IGNORED,
@@ -41,6 +40,7 @@ from shardwise.training.data.samples import (
     TokenStream,
     check_tokens,
     check_vocabulary,
+    encode_documents,
     open_tokenizer,
 )
 
@@ -68,7 +68,10 @@ def whole_documents(stream: TokenStream, length: int) -> tuple[Rows, int]:
     """
     firsts, used = array("q"), array("q")
     room = 0
-    for start, end, num_prompt in _packed_documents(stream):
+    assert stream.starts is not None
+    assert stream.prompt_lengths is not None
+    ends = F.pad(stream.starts[1:], (0, 1), value=stream.num_tokens)
+    for start, end, num_prompt in zip(*map(_numbers, (stream.starts, ends, stream.prompt_lengths)), strict=True):
         size = min(end - start, length + 1)
         if num_prompt >= size:
             room = 0  # nothing of it would be learnt; rows do not go across it
@@ -82,13 +85,14 @@ def whole_documents(stream: TokenStream, length: int) -> tuple[Rows, int]:
             room = length + 1 - size if size == end - start else 0
     if not firsts and stream.num_tokens:
         raise no_room(length)
-    return _table(firsts, used)
+    first, length_used = _tensor(firsts), _tensor(used)
+    return lambda indices: (first[indices], length_used[indices]), len(first)
 
 
 def one_document(stream: TokenStream, length: int) -> tuple[Rows, int]:
     """Each row is one document, cut or padded."""
     starts = find_starts(stream)
-    ends = torch.cat([starts[1:], torch.tensor([stream.num_tokens])])
+    ends = F.pad(starts[1:], (0, 1), value=stream.num_tokens)
     lengths = (ends - starts).clamp(max=length + 1)
     return lambda indices: (starts[indices], lengths[indices]), len(starts)
 
@@ -126,21 +130,13 @@ def find_starts(stream: TokenStream) -> Tensor:
     return starts[starts < stream.num_tokens]
 
 
-def _packed_documents(stream: TokenStream) -> Iterator[tuple[int, int, int]]:
-    """Start, end and length of the prompt of each; a few at a time, since numbers of Python take much memory."""
-    starts, prompts = stream.starts, stream.prompt_lengths
-    assert starts is not None
-    assert prompts is not None
-    for first in range(0, len(starts), _CHUNK_DOCUMENTS):
-        chunk = starts[first : first + _CHUNK_DOCUMENTS + 1].tolist()
-        chunk += [stream.num_tokens] if first + _CHUNK_DOCUMENTS >= len(starts) else []
-        yield from zip(chunk[:-1], chunk[1:], prompts[first : first + _CHUNK_DOCUMENTS].tolist(), strict=True)
+def _numbers(values: Tensor) -> Iterator[int]:
+    """The values, a few at a time: numbers of Python take much memory."""
+    return (number for part in values.split(_CHUNK_DOCUMENTS) for number in part.tolist())
 
 
-def _table(firsts: array[int], used: array[int]) -> tuple[Rows, int]:
-    first = torch.frombuffer(firsts, dtype=torch.int64) if firsts else torch.zeros(0, dtype=torch.int64)
-    length = torch.frombuffer(used, dtype=torch.int64) if used else torch.zeros(0, dtype=torch.int64)
-    return lambda indices: (first[indices], length[indices]), len(first)
+def _tensor(values: array[int]) -> Tensor:
+    return torch.frombuffer(values, dtype=torch.int64) if values else torch.zeros(0, dtype=torch.int64)
 
 
 _NUM_WINDOWS = 64
@@ -170,21 +166,25 @@ def open_token_files(
         Local.
     """
     dtype = getattr(torch, dtype_name)
-    problems = RecordProblems(
+    sizes = {file: file.stat().st_size for file in files}
+    raise_listed(
+        [f"{file}: {size} bytes" for file, size in sizes.items() if size % dtype.itemsize],
         "{num} file(s) do not hold whole tokens",
         why=f"a file of tokens holds {dtype.itemsize} byte(s) for each ({dtype_name}) and nothing else",
         fix="set data.token_dtype as the files were written, or write them again",
     )
-    segments = []
-    for file in files:
-        size = file.stat().st_size
-        if size % dtype.itemsize:
-            problems.add(f"{file}: {size} bytes")
-        elif size:
-            segments.append(torch.from_file(str(file), shared=False, size=size // dtype.itemsize, dtype=dtype))
-    problems.raise_any()
+    segments = [
+        torch.from_file(str(file), shared=False, size=size // dtype.itemsize, dtype=dtype)
+        for file, size in sizes.items()
+        if size
+    ]
     stream = TokenStream(segments, starts=None, end_id=tokenizer.end_id)
-    most = _check(stream, files, vocab_size)
+    most = -1  # in windows all over the stream; in all of it, where it is small
+    where = f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+    for first in range(0, stream.num_tokens, max(_WINDOW_TOKENS, stream.num_tokens // _NUM_WINDOWS)):
+        window = stream.piece(first, _WINDOW_TOKENS)
+        check_tokens(window, vocab_size if vocab_size is not None else 1 << 62, where)
+        most = max(most, int(window.max()))
     if most < tokenizer.vocab_size:
         return stream, tokenizer
     if isinstance(tokenizer, Bytes):
@@ -195,22 +195,6 @@ def open_token_files(
         why="the tokenizer says which token ends a document, and reads the model's samples",
         fix="name the tokenizer that made the data, or check data.token_dtype",
     )
-
-
-def _check(stream: TokenStream, files: Sequence[Path], vocab_size: int | None) -> int:
-    """The largest id that is seen in windows all over the stream (in all of it, where it is small)."""
-    most = -1
-    step = max(_WINDOW_TOKENS, stream.num_tokens // _NUM_WINDOWS)
-    for first in range(0, stream.num_tokens, step):
-        piece = stream.piece(first, _WINDOW_TOKENS)
-        check_tokens(piece, vocab_size if vocab_size is not None else 1 << 62, _names(files))
-        most = max(most, int(piece.max()))
-    return most
-
-
-def _names(files: Sequence[Path]) -> str:
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return f"{files[0]}{more}"
 
 
 _BLOCK_TOKENS = 1 << 22
@@ -244,18 +228,19 @@ class Spool:
         Raises:
             ConfigError: Some are no text.
         """
-        problems = RecordProblems(
-            "{num} file(s) of the data are not text",
-            why="what is neither JSONL nor tokens is read as UTF-8 text",
-            fix="name only text files, as in data.source = 'folder/**/*.txt', or set data.format",
-        )
+        problems = []
         for file in files:
             try:
                 self._add_file(file)
             except ValueError as error:
-                problems.add(f"{file}: {error}")
+                problems.append(f"{file}: {error}")
             self._progress.advance()
-        problems.raise_any()
+        raise_listed(
+            problems,
+            "{num} file(s) of the data are not text",
+            why="what is neither JSONL nor tokens is read as UTF-8 text",
+            fix="name only text files, as in data.source = 'folder/**/*.txt', or set data.format",
+        )
 
     def add_documents(self, documents: Documents) -> None:
         """Each record is a document.
@@ -263,37 +248,29 @@ class Spool:
         Raises:
             ConfigError: Some cannot be read.
         """
-        problems = unreadable()
+        problems: list[str] = []
         readable = documents.read_all(problems)
         while batch := list(islice(readable, _NUM_TOGETHER)):
-            self._add_together(batch)
+            for prompt, text in encode_documents(self._tokenizer, batch):
+                if text:
+                    self._begin(len(prompt))
+                    self._extend(prompt)
+                    self._extend(text)
+                    self._end()
             self._progress.advance(len(batch))
-        problems.raise_any()
+        refuse_unreadable(problems)
 
     def stream(self) -> TokenStream:
         """Everything added, in order."""
         self._close_block()
-        prompt_lengths = torch.frombuffer(self._prompt_lengths, dtype=torch.int64) if self._prompt_lengths else None
+        prompt_lengths = _tensor(self._prompt_lengths)
         return TokenStream(
             self._segments,
-            starts=torch.frombuffer(self._starts, dtype=torch.int64) if self._starts else torch.zeros(0).long(),
+            starts=_tensor(self._starts),
             end_id=self._tokenizer.end_id,
-            prompt_lengths=prompt_lengths if prompt_lengths is not None and bool(prompt_lengths.any()) else None,
+            prompt_lengths=prompt_lengths if bool(prompt_lengths.any()) else None,
             fill_ends=self._is_bytes,
         )
-
-    def _add_together(self, batch: list[Document]) -> None:
-        """Plain texts begin a document; with a prompt, the prompt does."""
-        openings = self._tokenizer.encode_all([document.prompt or document.text for document in batch])
-        answers = self._tokenizer.encode_all([d.text for d in batch if d.prompt], starts=False)
-        remaining = iter(answers)
-        for document, opening in zip(batch, openings, strict=True):
-            answer = next(remaining) if document.prompt else b""
-            if document.text:
-                self._begin(len(opening) if document.prompt else 0)
-                self._extend(opening)
-                self._extend(answer)
-                self._end()
 
     def _add_file(self, file: Path) -> None:
         size = file.stat().st_size
@@ -406,7 +383,8 @@ def _make_samples(
     config: DataConfig, sources: list[DataSource], tokenizer: Tokenizer, vocab_size: int | None, progress: Progress
 ) -> tuple[Samples, Tokenizer | None]:
     if sources[0].format == "tokens":
-        return _token_samples(config, sources[0], tokenizer, vocab_size)
+        stream, known = open_token_files(sources[0].files, config.token_dtype, tokenizer, vocab_size)
+        return _stream_samples(config, stream, vocab_size), known
     items = _call(sources[0].callable, config) if sources[0].format == "callable" else None
     if items is not None and not _is_document(items, config):
         return ReadySamples(items, sources[0].callable, vocab_size), None
@@ -420,11 +398,13 @@ def _text_samples(
     parts = {id(source): _documents(source, items, config) for source in sources if source.format != "text"}
     if not config.pack and len(parts) == len(sources) == 1:
         documents = parts[id(sources[0])]
-        problems = unreadable()
-        deque(documents.read_all(problems, _some(len(documents))), maxlen=0)
-        problems.raise_any()
+        problems: list[str] = []
+        deque(documents.read_all(problems, _some(len(documents), _NUM_CHECKED)), maxlen=0)
+        refuse_unreadable(problems)
         samples = DocumentSamples(documents, tokenizer, config.sequence_length)
-        _check_room(samples, config.sequence_length)
+        few = _some(len(documents), _NUM_TOKENISED)
+        if few and not any(bool((samples.batch(torch.tensor([i]))["labels"] != IGNORED).any()) for i in few):
+            raise no_room(config.sequence_length)
         return samples
     spool = Spool(tokenizer, progress)
     total = sum(len(parts[id(source)]) if id(source) in parts else len(source.files) for source in sources)
@@ -441,21 +421,8 @@ def _text_samples(
 def _stream_samples(config: DataConfig, stream: TokenStream, vocab_size: int | None = None) -> StreamSamples:
     place = one_document if not config.pack else whole_documents if stream.prompt_lengths is not None else cut_anywhere
     rows, num_samples = place(stream, config.sequence_length)
-    return StreamSamples(
-        stream,
-        rows,
-        num_samples,
-        length=config.sequence_length,
-        apart=config.pack and config.keep_apart,
-        vocab_size=vocab_size,
-    )
-
-
-def _token_samples(
-    config: DataConfig, source: DataSource, tokenizer: Tokenizer, vocab_size: int | None
-) -> tuple[Samples, Tokenizer | None]:
-    stream, known = open_token_files(source.files, config.token_dtype, tokenizer, vocab_size)
-    return _stream_samples(config, stream, vocab_size), known
+    apart = config.pack and config.keep_apart
+    return StreamSamples(stream, rows, num_samples, length=config.sequence_length, apart=apart, vocab_size=vocab_size)
 
 
 def _documents(source: DataSource, items: Records | None, config: DataConfig) -> Documents:
@@ -497,16 +464,9 @@ def _is_document(items: Records, config: DataConfig) -> bool:
     return True
 
 
-def _some(num: int) -> range:
-    """All of them, or as many as take a moment, evenly spread."""
-    return range(0, num, max(1, num // _NUM_CHECKED))
-
-
-def _check_room(samples: DocumentSamples, length: int) -> None:
-    """Raise if not one of a few documents would teach anything."""
-    few = range(0, samples.num_samples, max(1, samples.num_samples // _NUM_TOKENISED))
-    if few and not any(bool((samples.batch(torch.tensor([index]))["labels"] != IGNORED).any()) for index in few):
-        raise no_room(length)
+def _some(num: int, most: int) -> range:
+    """About `most` of the first `num` numbers, evenly spread; all, where they are few."""
+    return range(0, num, max(1, num // most))
 
 
 def _refuse_empty(samples: Samples, config: DataConfig, where: str) -> None:

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from shardwise.config.run import DataConfig
-from shardwise.errors import ConfigError, EnvironmentProblem
+from shardwise.errors import ConfigError, EnvironmentProblem, raise_listed
 
 
 class JsonLines:
@@ -70,47 +70,6 @@ def parse_line(line: bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-_NUM_SHOWN = 10
-
-
-class RecordProblems:
-    """Places where one rule is broken; raises once, with all of them.
-
-    Args:
-        what: The sentence for them all; `{num}` stands for how many there are.
-        why: The rule.
-        fix: What to do.
-    """
-
-    def __init__(self, what: str, *, why: str, fix: str) -> None:
-        self._what, self._why, self._fix = what, why, fix
-        self._shown: list[str] = []
-        self._num = 0
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the next place would be shown; finding it can be slow."""
-        return self._num < _NUM_SHOWN
-
-    def add(self, place: str) -> None:
-        """Note one more; only the first few are kept."""
-        if self.wanted:
-            self._shown.append(place)
-        self._num += 1
-
-    def raise_any(self) -> None:
-        """Raise if anything was added.
-
-        Raises:
-            ConfigError: With the first places and the number of all.
-        """
-        if not self._num:
-            return
-        more = [f"... and {self._num - _NUM_SHOWN} more"] if self._num > _NUM_SHOWN else []
-        where = "\n".join(self._shown + more)
-        raise ConfigError(self._what.format(num=self._num), where=where, why=self._why, fix=self._fix)
-
-
 @dataclass(frozen=True, slots=True)
 class Document:
     """One text, of which the prompt is read and the rest is learnt."""
@@ -119,12 +78,9 @@ class Document:
     text: str
 
 
-class Records(Protocol):
-    """Anything with a length and items; an item is a text or a mapping with one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
+Records = Any
+"""Anything with a length and items; an item is a text or a mapping with one."""
+_MAX_PLACES = 10  # finding the line of a record can be slow
 
 
 class Documents:
@@ -149,26 +105,20 @@ class Documents:
         Raises:
             ConfigError: It is unreadable or lacks the fields; the place is named.
         """
-        try:
-            return self.read(index)
-        except ValueError as error:
-            problems = unreadable()
-            problems.add(f"{self.place(index)}: {error}")
-            problems.raise_any()
-            raise AssertionError("a problem that is none") from error
+        problems: list[str] = []
+        document = next(self.read_all(problems, [index]), None)
+        refuse_unreadable(problems)
+        assert document is not None
+        return document
 
-    def read(self, index: int) -> Document:
-        """The document; a ValueError says in a few words what is wrong with it."""
-        part, within = self._locate(index)
-        return to_document(self._parts[part][1][within], self._config)
-
-    def read_all(self, problems: RecordProblems, indices: Sequence[int] | None = None) -> Iterator[Document]:
+    def read_all(self, problems: list[str], indices: Sequence[int] | None = None) -> Iterator[Document]:
         """These documents, by default all, in order; those that cannot be read are added to `problems`."""
         for index in range(len(self)) if indices is None else indices:
+            part, within = self._locate(index)
             try:
-                yield self.read(index)
+                yield to_document(self._parts[part][1][within], self._config)
             except ValueError as error:
-                problems.add(f"{self.place(index)}: {error}" if problems.wanted else "")
+                problems.append(f"{self.place(index)}: {error}" if len(problems) < _MAX_PLACES else "")
 
     def place(self, index: int) -> str:
         """Where the record lies, for errors."""
@@ -181,9 +131,10 @@ class Documents:
         return part, index - self._offsets[part]
 
 
-def unreadable() -> RecordProblems:
-    """For records that cannot be read as documents."""
-    return RecordProblems(
+def refuse_unreadable(problems: Sequence[str]) -> None:
+    """Raise if some records cannot be read as documents."""
+    raise_listed(
+        problems,
         "{num} record(s) of the data cannot be read",
         why="each line of JSONL is one JSON object; text stands in data.text_field, or in data.prompt_field and "
         "data.response_field",
@@ -301,24 +252,23 @@ def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "da
         Local. The order depends on names only, so it is the same on every machine.
     """
     names = (source,) if isinstance(source, str) else source
-    problems = RecordProblems(
-        "{num} name(s) in " + where + " stand for no data",
-        why="a name is `python`, a file, a folder, a glob or `module:callable`",
-        fix=f"mend the paths, which are taken from the folder {Path.cwd()}",
-    )
+    problems = [] if names else ["an empty list"]
     found: list[DataSource] = []
     for name in names:
         matches = _find(name, format)
         if not matches:
-            problems.add(_nothing(name))
+            problems.append(_nothing(name))
         for match in matches:
             if found and found[-1].format == match.format != "callable":
                 found[-1] = DataSource(match.format, found[-1].files + match.files)
             else:
                 found.append(match)
-    if not names:
-        problems.add("an empty list")
-    problems.raise_any()
+    raise_listed(
+        problems,
+        "{num} name(s) in " + where + " stand for no data",
+        why="a name is `python`, a file, a folder, a glob or `module:callable`",
+        fix=f"mend the paths, which are taken from the folder {Path.cwd()}",
+    )
     _refuse_mixed(found, where)
     return found
 

@@ -5,29 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from shardwise.errors import ConfigError, EnvironmentProblem
-from shardwise.training.data.records import Documents, Records
-
-
-@dataclass(frozen=True, slots=True)
-class StreamWindow:
-    """A few stretches of the stream, each a row."""
-
-    tokens: Tensor
-    """(rows, length) int64."""
-    is_start: Tensor | None
-    """(rows, length) bool: a document begins here, and not already with the row; None: nowhere."""
-    is_prompt: Tensor | None
-    """(rows, length) bool: the token is read and not learnt; None: all are learnt."""
+from shardwise.training.data.records import Document, Documents, Records
 
 
 class TokenStream:
@@ -60,22 +48,27 @@ class TokenStream:
         self.prompt_lengths = prompt_lengths
         self._fill_ends = fill_ends
 
-    def window(self, firsts: Tensor, length: int) -> StreamWindow:
+    def window(self, firsts: Tensor, length: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Rows that begin at `firsts`; beyond the end of the stream they hold zeros.
+
+        Returns:
+            The tokens, int64 (rows, length); which of them begin a document inside a row, None: none does; and which
+            belong to a prompt, which is not learnt, None: none does.
 
         Ranks:
             Local.
         """
-        rows = [self._stretch(first, length) for first in firsts.tolist()]
-        tokens = torch.stack(rows).to(torch.int64)
+        tokens = torch.stack([self._stretch(first, length) for first in firsts.tolist()]).to(torch.int64)
         if self._borders is None:
-            return StreamWindow(tokens, self._starts_by_token(tokens), None)
+            if self.end_id is None:
+                return tokens, None, None
+            return tokens, F.pad(tokens[:, :-1] == self.end_id, (1, 0)), None
         # One column more: the last token ends its document if the next begins another.
         document, is_start = self._documents(self._borders, firsts, length + 1)
         if is_start is not None and self._fill_ends:
             tokens.masked_fill_(is_start[:, 1:], self.end_id or 0)
         is_prompt = self._prompts(firsts, document, is_start, length)
-        return StreamWindow(tokens, None if is_start is None else is_start[:, :-1], is_prompt)
+        return tokens, None if is_start is None else is_start[:, :-1], is_prompt
 
     def piece(self, first: int, length: int) -> Tensor:
         """One stretch as it is stored, without ends filled in; for checks."""
@@ -85,23 +78,15 @@ class TokenStream:
         """Tokens as they are stored; a view, where one segment holds them all."""
         index = bisect_right(self._offsets, first) - 1
         begin = first - self._offsets[index]
-        part = self._segments[index][begin : begin + length]
-        missing = length - len(part)
-        if not missing:
-            return part
-        parts = [part]
+        parts = [self._segments[index][begin : begin + length]]
+        missing = length - len(parts[0])
         while missing and index + 1 < len(self._segments):
             index += 1
             parts.append(self._segments[index][:missing])
             missing -= len(parts[-1])
-        return torch.cat([*parts, torch.zeros(missing, dtype=part.dtype)])
-
-    def _starts_by_token(self, tokens: Tensor) -> Tensor | None:
-        if self.end_id is None:
-            return None
-        is_start = torch.zeros_like(tokens, dtype=torch.bool)
-        is_start[:, 1:] = tokens[:, :-1] == self.end_id
-        return is_start
+        if len(parts) == 1 and not missing:
+            return parts[0]
+        return torch.cat([*parts, torch.zeros(missing, dtype=parts[0].dtype)])
 
     def _documents(self, borders: Tensor, firsts: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
         """The number of the document in which each row begins, and where others begin in it."""
@@ -130,50 +115,22 @@ _FILE = "tokenizer.json"
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot_id|>", "<|im_end|>", "[EOS]")
 
 
-class Tokenizer(Protocol):
-    """What turns text into token ids."""
-
-    @property
-    def vocab_size(self) -> int:
-        """All ids are below it."""
-        ...
-
-    @property
-    def end_id(self) -> int | None:
-        """The token that ends a document, if there is one."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Two tokenizers with the same one make the same tokens."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens with which a document of this text begins; its end is not marked."""
-        ...
-
-    def encode_all(self, texts: Sequence[str], *, starts: bool = True) -> Iterable[Sequence[int]]:
-        """Many at once. Not `starts`: the texts go on where others ended, so nothing marks their beginning."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text again; what ids cannot be text is shown as a replacement character or left out."""
-        ...
-
-
 class Bytes:
     """Each byte of UTF-8 is a token, and 256 ends a document."""
 
     vocab_size = 257
+    """All ids are below it."""
     end_id = 256
+    """The token that ends a document; None if there is none."""
     fingerprint = "bytes"
+    """Two tokenizers with the same one make the same tokens."""
 
     def encode(self, text: str) -> list[int]:
-        """The bytes."""
+        """The tokens with which a document of this text begins; its end is not marked."""
         return list(text.encode())
 
     def encode_all(self, texts: Sequence[str], *, starts: bool = True) -> Iterable[Sequence[int]]:
-        """The bytes of each."""
+        """Tokens of many texts. Not `starts`: the texts continue others, so nothing marks their beginning."""
         return (text.encode(errors="surrogatepass") for text in texts)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -221,6 +178,9 @@ class TokenizerFile:
     def _without_end(self, ids: list[int]) -> list[int]:
         """Some files end each text themselves; where a document ends is not theirs to say."""
         return ids[:-1] if ids and ids[-1] == self.end_id else ids
+
+
+Tokenizer = Bytes | TokenizerFile
 
 
 def open_tokenizer(name: str) -> Tokenizer:
@@ -299,16 +259,6 @@ Rows = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """From numbers of samples to where each begins in the stream, and how many tokens it has; None: all that fit."""
 
 
-class Samples(Protocol):
-    """Numbered samples; any of them can be asked for, by several threads at once."""
-
-    num_samples: int
-
-    def batch(self, indices: Tensor) -> Batch:
-        """These samples as rows, in memory of the CPU."""
-        ...
-
-
 class StreamSamples:
     """Samples cut from a stream.
 
@@ -338,8 +288,7 @@ class StreamSamples:
     def batch(self, indices: Tensor) -> Batch:
         """These samples as rows."""
         firsts, lengths = self._rows(indices)
-        window = self.stream.window(firsts, self._length + 1)
-        tokens, is_start, unlearnt = window.tokens, window.is_start, window.is_prompt
+        tokens, is_start, unlearnt = self.stream.window(firsts, self._length + 1)
         if lengths is not None:
             beyond = self._columns >= lengths[:, None]
             tokens.masked_fill_(beyond, self.stream.end_id or 0)
@@ -380,24 +329,24 @@ class DocumentSamples:
             ConfigError: One of them cannot be read.
         """
         documents = [self._documents[index] for index in indices.tolist()]
-        prompts = self._encode([document.prompt for document in documents], starts=True)
-        with_prompt = [bool(document.prompt) for document in documents]
-        texts = [document.text for document in documents]
-        beginning = iter(self._encode([t for t, p in zip(texts, with_prompt, strict=True) if not p], starts=True))
-        following = iter(self._encode([t for t, p in zip(texts, with_prompt, strict=True) if p], starts=False))
         end = self._tokenizer.end_id
         tokens = torch.full((len(documents), self._length + 1), end or 0)
         labels = torch.full_like(tokens, IGNORED)
-        for row, has_prompt in enumerate(with_prompt):
-            prompt = prompts[row] if has_prompt else []
-            text = next(following) if has_prompt else next(beginning)
+        for row, (prompt, text) in enumerate(encode_documents(self._tokenizer, documents)):
             ids = [*prompt, *text, *([] if end is None else [end])][: self._length + 1]
             tokens[row, : len(ids)] = torch.tensor(ids)
             labels[row, len(prompt) : len(ids)] = tokens[row, len(prompt) : len(ids)]
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": labels[:, 1:].contiguous()}
 
-    def _encode(self, texts: list[str], *, starts: bool) -> list[list[int]]:
-        return [list(ids) for ids in self._tokenizer.encode_all(texts, starts=starts)]
+
+def encode_documents(
+    tokenizer: Tokenizer, documents: Sequence[Document]
+) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """The tokens of each prompt and text; a plain text begins its document, with a prompt the prompt does."""
+    openings = tokenizer.encode_all([document.prompt or document.text for document in documents])
+    answers = iter(tokenizer.encode_all([d.text for d in documents if d.prompt], starts=False))
+    for document, opening in zip(documents, openings, strict=True):
+        yield (opening, next(answers)) if document.prompt else (b"", opening)
 
 
 class ReadySamples:
@@ -438,6 +387,10 @@ class ReadySamples:
                 why="an item is a mapping of tensors, with the same keys and shapes in every item",
                 fix="give all items one shape, or give the object a method collate(items) that returns the batch",
             ) from error
+
+
+Samples = StreamSamples | DocumentSamples | ReadySamples
+"""Numbered samples; any of them can be asked for, by several threads at once."""
 
 
 def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
