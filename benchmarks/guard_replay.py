@@ -67,7 +67,7 @@ def replay(events: Sequence[Event], num_ranks: int, device: str) -> float:
     undo = [watch_group(group, number, tracer) for number, group in enumerate(watched)]
     _time(watched, events)
     written = [event for index in range(len(events)) if (event := tracer.trace.event(index)) is not None]
-    others = [trace.writer([]) for trace in traces.ranks[1:]]
+    others = [trace.writer([]) for trace in traces[1:]]
     _write_all(others, written)
     extra = []
     for _ in range(_ROUNDS):

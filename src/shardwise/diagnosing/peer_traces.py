@@ -8,14 +8,15 @@ import threading
 import uuid
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import compat
-from shardwise.diagnosing.collective_trace import SharedTrace, create_shared_trace, open_shared_trace, shared_folder
+from shardwise.diagnosing.collective_trace import RankTrace, create_shared_trace, open_shared_trace, shared_folder
 from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
 
@@ -62,54 +63,32 @@ def machine_name() -> str:
     Ranks:
         Local.
     """
-    return f"{socket.gethostname()}/{_boot()}/{os.stat(shared_folder()).st_dev}/{_process_namespace()}"
-
-
-def _boot() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def _process_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+    parts = [socket.gethostname(), str(os.stat(shared_folder()).st_dev)]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return "/".join(parts)
 
 
 _STILL_SECONDS = 1.0
-
-
-class Store(Protocol):
-    """What is needed of torch's stores."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Keep a value."""
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that exist."""
-        ...
 
 
 class StoreExchange:
     """Traces between machines: each rank writes its own to the store, and one rank of a machine reads the others'.
 
     Args:
-        traces: The shared memory of this machine.
+        traces: The traces of all ranks, in the shared memory of this machine.
         machines: Which ranks are on which machine.
         rank: This process.
         store: A connection that nothing else uses.
     """
 
-    def __init__(self, traces: SharedTrace, machines: Machines, rank: int, store: Store) -> None:
-        self._traces, self._machines, self._rank = traces.ranks, machines, rank
-        self._store: Store | None = store
+    def __init__(self, traces: Sequence[RankTrace], machines: Machines, rank: int, store: dist.Store) -> None:
+        self._traces, self._machines, self._rank = traces, machines, rank
+        self._store: dist.Store | None = store
         self._lock = threading.Lock()
         self._received: dict[int, bytes] = {}
-        self._num_published = 0
 
     @property
     def in_trouble(self) -> bool:
@@ -129,7 +108,7 @@ class StoreExchange:
         """
         self._attempt(lambda store: self._exchange(store, with_all or self.in_trouble))
 
-    def _attempt(self, work: Callable[[Store], None]) -> None:
+    def _attempt(self, work: Callable[[dist.Store], None]) -> None:
         with self._lock:  # the training thread publishes too
             if self._store is not None:
                 try:
@@ -137,12 +116,10 @@ class StoreExchange:
                 except RuntimeError:
                     self._store = None  # the process that kept the store is gone; what was received stays
 
-    def _publish(self, store: Store, rank: int) -> None:
-        self._num_published += 1
-        message = self._num_published.to_bytes(8, "little") + self._traces[rank].to_bytes()
-        store.set(str(rank), zlib.compress(message, 1))  # steps repeat: a few hundred bytes remain
+    def _publish(self, store: dist.Store, rank: int) -> None:
+        store.set(str(rank), zlib.compress(self._traces[rank].to_bytes(), 1))  # pyrefly: ignore[bad-argument-type]
 
-    def _exchange(self, store: Store, with_all: bool) -> None:
+    def _exchange(self, store: dist.Store, with_all: bool) -> None:
         self._publish(store, self._rank)
         local = self._machines.local
         if not all(self._traces[rank].has_left for rank in local if rank < self._rank):
@@ -155,10 +132,10 @@ class StoreExchange:
         for rank, message in zip(ranks, store.multi_get([str(rank) for rank in ranks]), strict=True):
             if self._received.get(rank) != message:
                 self._received[rank] = message
-                self._traces[rank].copy_from(zlib.decompress(message)[8:])
+                self._traces[rank].copy_from(zlib.decompress(message))
 
 
-def open_traces(mesh: DeviceMesh, machine: str | None) -> tuple[SharedTrace, Machines, StoreExchange | None, int]:
+def open_traces(mesh: DeviceMesh, machine: str | None) -> tuple[list[RankTrace], Machines, StoreExchange | None, int]:
     """Open the shared memory of this machine, and the way to the traces of other machines.
 
     Args:
@@ -181,17 +158,22 @@ def open_traces(mesh: DeviceMesh, machine: str | None) -> tuple[SharedTrace, Mac
     own_path = create_shared_trace(len(members)) if is_first else None
     path = gather_over_mesh(mesh, own_path)[machines.local[0]]
     assert path is not None
-    traces, problem = None, None
+    traces, problem = [], None
     try:
         traces = open_shared_trace(path, len(members))
     except OSError as error:
         problem = str(error)
-    problems = gather_over_mesh(mesh, problem)
+    failed = [(rank, text) for rank, text in enumerate(gather_over_mesh(mesh, problem)) if text is not None]
     if own_path is not None:
         own_path.unlink()
-    _raise_if_any(problems)
-    assert traces is not None
-    traces.ranks[rank].open()
+    if failed:
+        raise ShardError(
+            f"rank {failed[0][0]} cannot open the shared trace of its machine: {failed[0][1]}",
+            where="guard(model)",
+            why="ranks of one machine share a file in memory; containers of one host may have memory of their own",
+            fix="guard(model, machine=...) with another name in each container",
+        )
+    traces[rank].open()
     exchange = None
     if len(machines.ranks) > 1:
         token = gather_over_mesh(mesh, uuid.uuid4().hex)[0]
@@ -201,14 +183,3 @@ def open_traces(mesh: DeviceMesh, machine: str | None) -> tuple[SharedTrace, Mac
         exchange.exchange(with_all=True)
     gather_over_mesh(mesh, None)  # and has been, by the first rank of each machine
     return traces, machines, exchange, rank
-
-
-def _raise_if_any(problems: Sequence[str | None]) -> None:
-    failed = [rank for rank, problem in enumerate(problems) if problem is not None]
-    if failed:
-        raise ShardError(
-            f"rank {failed[0]} cannot open the shared trace of its machine: {problems[failed[0]]}",
-            where="guard(model)",
-            why="ranks of one machine share a file in memory; containers of one host may have memory of their own",
-            fix="guard(model, machine=...) with another name in each container",
-        )

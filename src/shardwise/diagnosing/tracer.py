@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from shardwise.diagnosing.collective_trace import (
     HISTORY,
     RankTrace,
-    SharedTrace,
     TraceDifference,
     describe_absence,
     describe_difference,
@@ -109,8 +108,8 @@ class PeerView:
 
     def missing(self) -> int | None:
         """A rank that will never come to where this one is: dead, or out of the loop."""
-        lost = [rank for rank, trace in enumerate(self.traces) if trace.has_left]
-        return next((rank for rank in lost if self.traces[rank].count < self.own.count), None)
+        lost = (rank for rank, trace in enumerate(self.traces) if trace.has_left and trace.count < self.own.count)
+        return next(lost, None)
 
     def dead(self) -> int | None:
         """A rank that is dead, or on a machine that is silent, wherever it was."""
@@ -159,7 +158,7 @@ class CollectiveTracer:
 
     def __init__(
         self,
-        traces: SharedTrace,
+        traces: Sequence[RankTrace],
         machines: Machines,
         rank: int,
         groups: tuple[str, ...],
@@ -170,16 +169,16 @@ class CollectiveTracer:
         exchange: StoreExchange | None = None,
         publishes_events: bool = False,
     ) -> None:
-        self.trace = traces.ranks[rank]
+        self.trace = traces[rank]
         self.error: ShardError | None = None
         """Why this rank cannot go on: the next event raises it."""
         self.found_at_end: ShardError | None = None
         """A difference that was seen only when the guard was closed."""
         self.is_closed = self.is_paused = False
-        self._view = PeerView(traces.ranks, rank, groups)
+        self._view = PeerView(traces, rank, groups)
         self._patience, self._report, self._abort, self._exchange = patience, report, abort, exchange
         self._publish = exchange.publish if exchange is not None and publishes_events else None
-        self._write = self.trace.writer([traces.ranks[other] for other in _neighbours(machines, rank)])
+        self._write = self.trace.writer([traces[other] for other in _neighbours(machines, rank)])
         self._training_thread = threading.get_ident()
         self._was_raised = False
         """Whether the training thread has got the error."""
@@ -196,7 +195,7 @@ class CollectiveTracer:
         if self.is_closed:
             return
         self.is_closed = True
-        self.trace.end()
+        self.trace.has_ended = True
         self._stopped.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(None if self._exchange is None else _CLOSE_SECONDS)  # the store may not answer
@@ -220,7 +219,7 @@ class CollectiveTracer:
 
     def next_step(self) -> None:
         """Note that a step has ended."""
-        self.trace.set_step(self.trace.step + 1)
+        self.trace.step += 1
         self._view.note_step()
 
     def raise_error(self) -> None:
@@ -233,7 +232,7 @@ class CollectiveTracer:
     def explain_failure(self) -> ShardError | None:
         """Why a collective of this rank failed, where another rank is the reason."""
         deadline = time.monotonic() + (_EXPLAIN_SECONDS if self._exchange is not None else 0)
-        self.trace.want_all()
+        self.trace.wants_all = True
         verdict = None
         while not self.is_closed and verdict is None:
             time.sleep(LOOK_SECONDS)  # a dying process needs a moment, and so do traces of another machine
@@ -250,7 +249,7 @@ class CollectiveTracer:
         difference = self._earliest_difference(index)
         if difference is None:
             return  # what seemed to differ was long past
-        self.trace.want_all()
+        self.trace.wants_all = True
         self._wait_for_stacks(self._by_interest(difference))
         difference = self._earliest_difference(index) or difference  # other machines may have been heard by now
         self._note_stacks(difference.error, self._by_interest(difference))
@@ -295,7 +294,7 @@ class CollectiveTracer:
         difference = self._view.difference_at(index)
         if difference is None:
             return
-        self.trace.want_all()
+        self.trace.wants_all = True
         if self.trace.seconds_still >= LOOK_SECONDS:  # otherwise it goes on with mixed-up data: stop it at once
             self._wait_for_stacks(self._by_interest(difference), refresh=True)
             difference = self._view.difference_at(index) or difference
