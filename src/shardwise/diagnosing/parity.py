@@ -26,7 +26,7 @@ from shardwise.diagnosing.parity_runs import (
     seed_everything,
 )
 from shardwise.distributed.agreement import agree_on, gather_over_mesh
-from shardwise.distributed.mesh import data_parallel_mesh, default_mesh
+from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, default_mesh
 from shardwise.errors import ConfigError
 from shardwise.planning.plan import Plan
 from shardwise.sharding.apply import shard
@@ -96,7 +96,7 @@ def parity(
         state = sharded_state(model)
         assert state is not None
         _upcast(unsharded, state.plan)
-        reference = ReferenceRun(unsharded, make_optimizer(unsharded.parameters()), task, _position(ranks))
+        reference = ReferenceRun(unsharded, make_optimizer(unsharded.parameters()), task, data_parallel_rank(mesh))
         accuracy = tolerance_for(state.plan, tolerance)
         comparison = Comparison(reference, model, make_optimizer(model.parameters()), accuracy, ranks)
         comparison.compare_start()
@@ -143,7 +143,7 @@ def _build_twice(build_model: Callable[[], nn.Module], seed: int, device: torch.
             fix="draw weights from torch's generator, or load the same ones in both calls",
         )
     agree_on(weights[0], "the weights that build_model makes")
-    return _materialized(built[0].to(device) if not _has_meta(built[0]) else built[0], seed), built[1]
+    return _materialized(built[0], seed), built[1]
 
 
 def _materialized(model: nn.Module, seed: int) -> nn.Module:
@@ -175,14 +175,6 @@ def _checksums(model: nn.Module) -> str:
         weighted = flat @ torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
         lines.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {float(flat.sum())!r} {float(weighted)!r}")
     return "\n".join(lines)
-
-
-def _position(ranks: DeviceMesh) -> int:
-    """This rank's number among the data-parallel ranks."""
-    position = 0
-    for size, coordinate in zip(ranks.shape, ranks.get_coordinate() or (), strict=True):
-        position = position * size + coordinate
-    return position
 
 
 def _verdict(comparison: Comparison, plan: Plan) -> Parity:

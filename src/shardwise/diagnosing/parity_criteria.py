@@ -142,90 +142,68 @@ class Evidence:
     """A gradient equals this rank's own, not averaged; a parameter is what it was before the step."""
 
 
+_CAUSES = {
+    "weight": "the two models started from different weights: build_model() draws from something other than torch's "
+    "and Python's generators, or sharding changed a value",
+    "tie": "two names of one tensor became two tensors when the model was sharded: the tie is broken",
+    "first loss": "the weights are equal, so the forward itself differs: a buffer that was not carried over, random "
+    "numbers drawn in another order, inputs or outputs cast, or code that depends on the rank",
+    "loss": "gradients and parameters agreed until now, so this forward used other values than the optimizer wrote: a "
+    "gathered copy that outlived optimizer.step(), or state kept on the module outside its buffers",
+    "untouched": "gradients agree but the optimizer did not change it: the optimizer holds other tensors than the model "
+    "(built before sharding, or while the model stood gathered)",
+    "parameter": "gradients agree and the update does not: an optimizer that looks at whole tensors (norms, factored "
+    "or orthogonalised updates) saw only this rank's shard",
+    "buffer": "a buffer is each rank's own: it was synchronised, cast, or updated more or less often",
+}
+
+
 def likely_cause(evidence: Evidence) -> str:
     """What to look at first."""
     first = evidence.deviations[0]
-    match first.quantity:
-        case "weight":
-            return (
-                "the two models started from different weights: build_model() draws from something "
-                "other than torch's and Python's generators, or sharding changed a value"
-            )
-        case "tie":
-            return "two names of one tensor became two tensors when the model was sharded: the tie is broken"
-        case "loss":
-            cause = _of_loss(first)
-        case "gradient":
-            cause = _of_gradient(first, evidence)
-        case "parameter":
-            cause = _of_parameter(evidence)
-        case _:
-            cause = "a buffer is each rank's own: it was synchronised, cast, or updated more or less often"
-    if evidence.low_precision and math.isfinite(first.relative) and first.relative < 0.5:
+    if first.quantity == "gradient":
+        cause = _of_gradient(first, evidence)
+    elif first.quantity == "loss" and first.step == 1:
+        cause = _CAUSES["first loss"]
+    elif first.quantity == "parameter" and evidence.usual_mistake:
+        cause = _CAUSES["untouched"]
+    else:
+        cause = _CAUSES[first.quantity]
+    is_slight = math.isfinite(first.relative) and first.relative < 0.5 and first.quantity not in ("weight", "tie")
+    if evidence.low_precision and is_slight:
         rounding = "possibly nothing but rounding: the sharded run computes in 16 bits (pass tolerance=...)"
         return f"{rounding}; else {cause}"
     return cause
 
 
-def _of_loss(first: Deviation) -> str:
-    if first.step == 1:
-        return (
-            "the weights are equal, so the forward itself differs: a buffer that was not carried "
-            "over, random numbers drawn in another order, inputs or outputs cast, or code that "
-            "depends on the rank"
-        )
-    return (
-        "gradients and parameters agreed until now, so this forward used other values than the "
-        "optimizer wrote: a gathered copy that outlived optimizer.step(), or state kept on the module"
-        " outside its buffers"
-    )
-
-
 def _of_gradient(first: Deviation, evidence: Evidence) -> str:
     if first.sharded is None:
         return (
-            "the gradient never reached the shard: the module's parameters were used without calling "
-            "the module, so FSDP2's hooks did not run (name the method in entry_points), or the graph"
-            " was cut"
+            "the gradient never reached the shard: the module's parameters were used without calling the module, so "
+            "FSDP2's hooks did not run (name the method in entry_points), or the graph was cut"
         )
     if first.reference is None:
         return (
-            "one process has no gradient here, the sharded run has one: zeros were reduced for a "
-            'parameter nobody used, which weight decay then shrinks (unused_parameters="skip" keeps '
-            "them at None)"
+            "one process has no gradient here, the sharded run has one: zeros were reduced for a parameter nobody "
+            'used, which weight decay then shrinks (unused_parameters="skip" keeps them at None)'
         )
     if evidence.usual_mistake and evidence.world_size > 1:
         return "it is this rank's own gradient, not averaged over ranks: the parameter was left out of sharding"
-    if (ratio := _common_ratio(evidence.deviations)) is not None and evidence.world_size > 1:
-        return _of_ratio(ratio, evidence.world_size)
+    ratio, world_size = _common_ratio(evidence.deviations), evidence.world_size
+    if ratio is not None and world_size > 1:
+        if abs(ratio / world_size - 1) < SCALE_TOLERANCE:
+            return f"gradients are {world_size} times too large: summed over ranks instead of averaged"
+        if abs(ratio * world_size - 1) < SCALE_TOLERANCE:
+            return f"gradients are {world_size} times too small: divided by the number of ranks twice"
+        return f"gradients are {ratio:.4g} times those of one process: a wrong divisor (micro-steps, tokens)"
     if {deviation.name for deviation in evidence.deviations} <= evidence.tied:
         return "only parameters with several names differ: a use of a tied weight missed the shared gradient"
     if len(evidence.deviations) < evidence.num_compared:
         return (
-            "some gradients agree: the ones that do not belong to modules that ran another number of "
-            "times, were freed and gathered in between, or were changed in place"
+            "some gradients agree: the ones that do not belong to modules that ran another number of times, were "
+            "freed and gathered in between, or were changed in place"
         )
     return "every gradient differs: ranks saw other batches than one process, or the backward differs"
-
-
-def _of_ratio(ratio: float, world_size: int) -> str:
-    if abs(ratio / world_size - 1) < SCALE_TOLERANCE:
-        return f"gradients are {world_size} times too large: summed over ranks instead of averaged"
-    if abs(ratio * world_size - 1) < SCALE_TOLERANCE:
-        return f"gradients are {world_size} times too small: divided by the number of ranks twice"
-    return f"gradients are {ratio:.4g} times those of one process: a wrong divisor (micro-steps, tokens)"
-
-
-def _of_parameter(evidence: Evidence) -> str:
-    if evidence.usual_mistake:
-        return (
-            "gradients agree but the optimizer did not change it: the optimizer holds other tensors "
-            "than the model (built before sharding, or while the model stood gathered)"
-        )
-    return (
-        "gradients agree and the update does not: an optimizer that looks at whole tensors (norms, "
-        "factored or orthogonalised updates) saw only this rank's shard"
-    )
 
 
 def _common_ratio(deviations: Sequence[Deviation]) -> float | None:
@@ -321,11 +299,6 @@ def largest(tensor: Tensor | None) -> float:
     flat = _flat(tensor).abs()
     finite = flat[flat.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0
-
-
-def largest_change(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
-    """The largest update of any parameter in a step."""
-    return max((largest(after[name].detach() - before[name]) for name in after), default=0.0)
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -467,7 +440,8 @@ class Comparison:
         floor = GRADIENT_FLOOR * max(map(largest, expected.gradients.values()), default=0.0)
         mistaken = expected.own_gradients
         self._compare("gradient", step, ours, expected.gradients, floor=floor, mistaken=mistaken)
-        update = largest_change(before, dict(self.reference.model.named_parameters()))
+        changes = (largest(p.detach() - before[name]) for name, p in self.reference.model.named_parameters())
+        update = max(changes, default=0.0)
         for name, theirs in expected.gradients.items():
             mine, part = own_part(ours[name], theirs)
             if mine is not None and part is not None and mine.shape == part.shape:
@@ -516,24 +490,15 @@ class Comparison:
     ) -> None:
         """Keep the worst, and the first that differs: earliest in time, then by forward order."""
         order = self.reference.parameter_order
-        rank = self.reference.rank
-        deviations = [
-            Deviation(
-                quantity=quantity,
-                name=name,
-                step=step,
-                rank=rank,
-                sharded=gaps[name].sharded,
-                reference=gaps[name].reference,
-                relative=gaps[name].relative,
-                within=gaps[name].within,
-            )
-            for name in sorted(gaps, key=lambda name: order.get(name, 0))
-        ]
-        for deviation in deviations:
-            worst = self.found.worst.get(quantity)
-            if worst is None or deviation.relative > worst.relative:
-                self.found.worst[quantity] = deviation
+        same = {"quantity": quantity, "step": step, "rank": self.reference.rank}
+        deviations = []
+        for name in sorted(gaps, key=lambda name: order.get(name, 0)):
+            gap = gaps[name]
+            seen = {"sharded": gap.sharded, "reference": gap.reference, "relative": gap.relative, "within": gap.within}
+            deviations.append(Deviation(name=name, **same, **seen))
+        ranked = [*filter(None, [self.found.worst.get(quantity)]), *deviations]
+        if ranked:
+            self.found.worst[quantity] = max(ranked, key=lambda deviation: deviation.relative)
         wrong = [deviation for deviation in deviations if not deviation.within]
         if wrong and self.found.first is None:
             evidence = Evidence(

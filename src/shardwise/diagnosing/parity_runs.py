@@ -74,7 +74,7 @@ def bind_batch(make_batch: Callable[..., Any]) -> Callable[[int, int, int], Any]
     are seeded for it); one other parameter, the seed; or two, rank and step.
     """
     required = _required_parameters(make_batch, "make_batch")
-    known = {"rank", "step", "seed"} & set(_parameters(make_batch))
+    known = {"rank", "step", "seed"} & set(inspect.signature(make_batch).parameters)
     if known:
         if unknown := [name for name in required if name not in known]:
             raise _wrong_signature("make_batch", unknown, "rank, step and seed are all that parity() can give")
@@ -150,10 +150,6 @@ def floating_tensors(value: Any) -> Iterator[Tensor]:
             yield torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(function).parameters)
-
-
 def _required_parameters(function: Callable[..., Any], what: str) -> list[str]:
     if not callable(function):
         raise ConfigError(
@@ -162,14 +158,9 @@ def _required_parameters(function: Callable[..., Any], what: str) -> list[str]:
             why="it is called for every rank and step",
             fix=f"pass a function: {what}=lambda ...: ...",
         )
-    kinds = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.KEYWORD_ONLY,
-    )
-    return [
-        name for name, p in _parameters(function).items() if p.kind in kinds and p.default is inspect.Parameter.empty
-    ]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters
+    return [name for name, p in parameters.items() if p.kind not in variadic and p.default is inspect.Parameter.empty]
 
 
 def _wrong_signature(what: str, names: list[str], rule: str) -> ConfigError:
@@ -225,7 +216,7 @@ class ReferenceRun:
         for rank in range(self.task.num_ranks):
             put_buffers(self.model, self.buffers[rank])
             self.model.zero_grad(set_to_none=True)
-            with self._watching_order():
+            with _noting_order(self.model, self.parameter_order):
                 loss = self.task.loss_of(self.model, rank, step)
             loss.backward()
             losses.append(float(loss.detach()))
@@ -237,36 +228,24 @@ class ReferenceRun:
         self.optimizer.step()
         return ReferenceStep(losses, gradients, by_rank[self.rank])
 
-    def _watching_order(self) -> "_CallOrder":
-        return _CallOrder(self.model, self.parameter_order)
 
+@contextmanager
+def _noting_order(model: nn.Module, order: dict[str, int]) -> Iterator[None]:
+    """Within the block, note in which order modules are first called, and with them their parameters."""
 
-class _CallOrder:
-    """While open, notes in which order modules are first called, and with them their parameters."""
+    names = {module: prefix for prefix, module in model.named_modules()}
 
-    def __init__(self, model: nn.Module, order: dict[str, int]) -> None:
-        self.model, self.order, self.handles = model, order, []
+    def note(module: nn.Module, inputs: object = None) -> None:
+        for name, _ in module.named_parameters(names[module], recurse=module is model and inputs is None):
+            order.setdefault(name, len(order))
 
-    def __enter__(self) -> None:
-        if self.order:
-            return
-        for prefix, module in self.model.named_modules():
-            own = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]
-            if own:
-                self.handles.append(module.register_forward_pre_hook(self._note(own)))
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self.handles:
+    handles = [module.register_forward_pre_hook(note) for module in names] if not order else []
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
-        for name, _ in self.model.named_parameters():  # never called through a module: after the others
-            self.order.setdefault(name, len(self.order))
-
-    def _note(self, names: list[str]) -> Callable[..., None]:
-        def hook(*call: object) -> None:
-            for name in names:
-                self.order.setdefault(name, len(self.order))
-
-        return hook
+        note(model)  # parameters that were never used through a module come after the others
 
 
 def average(gradients: list[Tensor | None]) -> Tensor | None:

@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwise.config.run import RunConfig
 from shardwise.diagnosing.check import check, refuse_errors
 from shardwise.distributed.agreement import agree_on, on_rank_zero, raise_together
 from shardwise.distributed.launchers import read_launch
-from shardwise.distributed.mesh import data_parallel_mesh, init_distributed
+from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, init_distributed
 from shardwise.errors import ShardwiseError
 from shardwise.models.load import load_model
 from shardwise.planning.plan import Plan
@@ -91,8 +90,9 @@ class TrainingRun:
         """Join the ranks, and find all that is wrong before anything heavy is made."""
         config, problems = self.config, Problems()
         mesh = problems.result_of(lambda: init_distributed(config.mesh))
-        self.rank, self.num_data_ranks = _data_rank(mesh) if mesh is not None else (0, 1)
-        """Rank among those that have batches of their own, and their number."""
+        self.rank = data_parallel_rank(mesh) if mesh is not None else 0
+        """Rank among those that have batches of their own."""
+        self.num_data_ranks = data_parallel_mesh(mesh).size() if mesh is not None else 1
         is_first = (dist.get_rank() if dist.is_initialized() else read_launch().rank) == 0
         check_settings(config, self.num_data_ranks, problems)
         model = problems.result_of(lambda: load_model(config.model, options=config.model_options))
@@ -183,15 +183,6 @@ def _look_at_folder(config: RunConfig, model: nn.Module | None) -> CheckpointRef
         if model is not None:
             refuse_other_weights(found, model)
     return found
-
-
-def _data_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank among those that have batches of their own, and how many they are."""
-    ranks = data_parallel_mesh(mesh)
-    rank = 0
-    for axis in range(ranks.ndim):
-        rank = rank * ranks.size(axis) + ranks.get_local_rank(axis)
-    return rank, ranks.size()
 
 
 def _error_of_check(model: nn.Module, optimizer: Optimizer) -> ShardwiseError | None:
