@@ -150,8 +150,8 @@ _CAUSES = {
     "numbers drawn in another order, inputs or outputs cast, or code that depends on the rank",
     "loss": "gradients and parameters agreed until now, so this forward used other values than the optimizer wrote: a "
     "gathered copy that outlived optimizer.step(), or state kept on the module outside its buffers",
-    "untouched": "gradients agree but the optimizer did not change it: the optimizer holds other tensors than the model "
-    "(built before sharding, or while the model stood gathered)",
+    "untouched": "gradients agree but the optimizer did not change it: the optimizer holds other tensors than the "
+    "model (built before sharding, or while the model stood gathered)",
     "parameter": "gradients agree and the update does not: an optimizer that looks at whole tensors (norms, factored "
     "or orthogonalised updates) saw only this rank's shard",
     "buffer": "a buffer is each rank's own: it was synchronised, cast, or updated more or less often",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,10 +61,11 @@ def map_unsharded_matrices(
             whole = compat.dtensor_like(part.to(dtype), parameter).full_tensor()
             yield index, local_part(work(whole), parameter)
     for (mesh, axis), matrices in shared.items():
-        ranks = _Ranks(mesh, axis)
-        for bucket in _buckets(matrices, bucket_bytes // dtype.itemsize * ranks.count):
-            _choose_owners(bucket, ranks)
-            yield from _exchange(bucket, parts, work, ranks, dtype)
+        replicas = next((other for other in range(mesh.ndim) if other != axis and mesh.size(other) > 1), None)
+        num_ranks = mesh.size(axis) * (1 if replicas is None else mesh.size(replicas))
+        for bucket in _buckets(matrices, bucket_bytes // dtype.itemsize * num_ranks):
+            _choose_owners(bucket, num_ranks, mesh.size(axis))
+            yield from _exchange(bucket, parts, work, mesh, axis, replicas, dtype)
 
 
 def _is_whole(parameter: Tensor, layout: ShardLayout | None) -> bool:
@@ -100,34 +101,6 @@ class _Matrix:
         return torch.Size(self.part_shape(part)).numel()
 
 
-@dataclass(slots=True)
-class _Ranks:
-    """The ranks that share matrices: `num_parts` hold one copy, and there may be several copies."""
-
-    mesh: DeviceMesh
-    axis: int
-    group: dist.ProcessGroup = field(init=False)
-    num_parts: int = field(init=False)
-    part: int = field(init=False)
-    """What this rank holds."""
-    replicas: dist.ProcessGroup | None = field(init=False)
-    """The ranks with the same part in every copy; None where there is one copy only."""
-    num_replicas: int = field(init=False)
-    replica: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.group, self.num_parts = self.mesh.get_group(self.axis), self.mesh.size(self.axis)
-        self.part = self.mesh.get_local_rank(self.axis)
-        others = [axis for axis in range(self.mesh.ndim) if axis != self.axis and self.mesh.size(axis) > 1]
-        self.replicas = self.mesh.get_group(others[0]) if others else None
-        self.num_replicas = self.mesh.size(others[0]) if others else 1
-        self.replica = self.mesh.get_local_rank(others[0]) if others else 0
-
-    @property
-    def count(self) -> int:
-        return self.num_parts * self.num_replicas
-
-
 def _buckets(matrices: Iterable[_Matrix], max_numel: int) -> Iterator[list[_Matrix]]:
     bucket: list[_Matrix] = []
     for matrix in matrices:
@@ -139,73 +112,58 @@ def _buckets(matrices: Iterable[_Matrix], max_numel: int) -> Iterator[list[_Matr
         yield bucket
 
 
-def _choose_owners(bucket: list[_Matrix], ranks: _Ranks) -> None:
+def _choose_owners(bucket: list[_Matrix], num_ranks: int, num_parts: int) -> None:
     """Give the most laborious matrix left to the least busy rank: the same choice on every rank."""
-    busy = [0] * ranks.count
+    busy = [0] * num_ranks
     for matrix in sorted(bucket, key=lambda each: (-each.work, each.index)):
-        worker = min(range(ranks.count), key=lambda each: (busy[each], each))
-        matrix.replica, matrix.owner = divmod(worker, ranks.num_parts)
+        worker = min(range(num_ranks), key=lambda each: (busy[each], each))
+        matrix.replica, matrix.owner = divmod(worker, num_parts)
         busy[worker] += matrix.work
 
 
 def _exchange(
-    bucket: list[_Matrix], parts: Sequence[Tensor], work: Work, ranks: _Ranks, dtype: torch.dtype
+    bucket: list[_Matrix],
+    parts: Sequence[Tensor],
+    work: Work,
+    mesh: DeviceMesh,
+    axis: int,
+    replicas: int | None,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Parts to their owners, work, and results back; then from each replica to the others."""
-    in_replica = sorted((each for each in bucket if each.replica == ranks.replica), key=lambda each: each.owner)
-    mine = [each for each in in_replica if each.owner == ranks.part]
-    own_parts = [each.part_numel(ranks.part) for each in in_replica]
-    own_by_owner = [
-        sum(n for each, n in zip(in_replica, own_parts, strict=True) if each.owner == p) for p in range(ranks.num_parts)
-    ]
-    owned_by_part = [sum(each.part_numel(p) for each in mine) for p in range(ranks.num_parts)]
-    device = ranks.mesh.device_type  # offloaded parts travel there: not every group can send from CPU memory
+    """Parts to their owners over `axis`, work, and results back; then from each replica to the others."""
+    part, num_parts = mesh.get_local_rank(axis), mesh.size(axis)
+    replica = 0 if replicas is None else mesh.get_local_rank(replicas)
+    bucket = sorted(bucket, key=lambda each: each.owner)
+    here = [each for each in bucket if each.replica == replica]
+    mine = [each for each in here if each.owner == part]
+    to_owners = [sum(each.part_numel(part) for each in here if each.owner == owner) for owner in range(num_parts)]
+    from_parts = [sum(each.part_numel(p) for each in mine) for p in range(num_parts)]
 
-    sent = torch.empty(sum(own_parts), dtype=dtype, device=device)
-    for each, place in zip(in_replica, sent.split(own_parts), strict=True):
-        place.copy_(parts[each.index].flatten())
-    received = _all_to_all(sent, own_by_owner, owned_by_part, ranks)
-    results = _work_on(mine, received, owned_by_part, work)
-    back = _all_to_all(results, owned_by_part, own_by_owner, ranks)
-    for replica, flat in enumerate(_share_with_replicas(back, bucket, ranks)):
-        there = sorted((each for each in bucket if each.replica == replica), key=lambda each: each.owner)
-        for each, values in zip(there, flat.split([each.part_numel(ranks.part) for each in there]), strict=True):
-            yield each.index, values.view(each.part_shape(ranks.part))
+    def all_to_all(values: list[Tensor], sent_sizes: list[int], received_sizes: list[int]) -> Tensor:
+        # Offloaded parts travel on the mesh's device: not every group can send from CPU memory.
+        empty = torch.empty(0, dtype=dtype, device=mesh.device_type)
+        sent = torch.cat([empty, *(value.flatten().to(empty) for value in values)])
+        received = sent.new_empty(sum(received_sizes))
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=mesh.get_group(axis))
+        return received
 
-
-def _work_on(mine: list[_Matrix], received: Tensor, owned_by_part: list[int], work: Work) -> Tensor:
-    """Put each matrix together, work on it, and take the result apart again, part by part as it came."""
-    by_part = [
-        flat.split([each.part_numel(part) for each in mine]) for part, flat in enumerate(received.split(owned_by_part))
-    ]
-    pieces: list[list[Tensor]] = [[] for _ in by_part]
+    received = all_to_all([parts[each.index] for each in here], to_owners, from_parts)
+    by_part = [flat.split([each.part_numel(p) for each in mine]) for p, flat in enumerate(received.split(from_parts))]
+    results: list[list[Tensor]] = [[] for _ in by_part]
     for number, each in enumerate(mine):
-        cut = [flats[number].view(each.part_shape(part)) for part, flats in enumerate(by_part)]
+        cut = [flats[number].view(each.part_shape(p)) for p, flats in enumerate(by_part)]
         result = work(torch.cat(cut, dim=each.layout.dim))
-        for part, piece in enumerate(pieces):
-            piece.append(result.narrow(each.layout.dim, *each.layout.bounds(part)).flatten())
-    flat = [values for piece in pieces for values in piece]
-    return torch.cat(flat) if flat else received.new_empty(0)
-
-
-def _all_to_all(sent: Tensor, sent_sizes: list[int], received_sizes: list[int], ranks: _Ranks) -> Tensor:
-    received = sent.new_empty(sum(received_sizes))
-    dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=ranks.group)
-    return received
-
-
-def _share_with_replicas(back: Tensor, bucket: list[_Matrix], ranks: _Ranks) -> Sequence[Tensor]:
-    """This rank's parts of all results, by the replica in which they were made."""
-    if ranks.replicas is None:
-        return [back]
-    sizes = [
-        sum(each.part_numel(ranks.part) for each in bucket if each.replica == r) for r in range(ranks.num_replicas)
-    ]
-    padded = back.new_zeros(max(sizes))
-    padded[: back.numel()] = back
-    gathered = back.new_empty(ranks.num_replicas, max(sizes))
-    compat.all_gather_flat(gathered.view(-1), padded, ranks.replicas)
-    return [row[:size] for row, size in zip(gathered, sizes, strict=True)]
+        for p, values in enumerate(results):
+            values.append(result.narrow(each.layout.dim, *each.layout.bounds(p)))
+    back = all_to_all([value for values in results for value in values], from_parts, to_owners)
+    for other in range(1 if replicas is None else mesh.size(replicas)):
+        there = [each for each in bucket if each.replica == other]
+        sizes = [each.part_numel(part) for each in there]
+        values = back if other == replica else back.new_empty(sum(sizes))
+        if replicas is not None and sum(sizes):
+            dist.broadcast(values, group=mesh.get_group(replicas), group_src=other)
+        for each, flat in zip(there, values.split(sizes), strict=True):
+            yield each.index, flat.view(each.part_shape(part))
 
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

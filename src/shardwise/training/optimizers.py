@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from shardwise import compat
 from shardwise.config.run import OptimizerConfig
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, raise_listed
 from shardwise.sharding.full_params import reshard
 from shardwise.training.muon import Muon
 
@@ -83,7 +83,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     Ranks:
         Local. Its `step` is collective for Muon, else local.
     """
-    _check(config)
+    what = "{num} setting(s) of the optimizer are out of range"
+    raise_listed(list(_out_of_range(config)), what, why="the update is not defined there", fix="set them in range")
     reshard(model)
     groups = _groups(model, config)
     if config.name == "muon":
@@ -156,22 +157,11 @@ def _fused(optimizer: type[Optimizer], groups: list[dict[str, Any]], config: Opt
     return True if is_possible and config.fused is not False else None
 
 
-def _check(config: OptimizerConfig) -> None:
-    problems = list(_out_of_range(config))
-    if problems:
-        raise ConfigError(
-            "; ".join(f"{name} is {value}" for name, value, _ in problems),
-            where=", ".join(f"optimizer.{name}" for name, _, _ in problems),
-            why="; ".join(f"{name} must be {rule}" for name, _, rule in problems),
-            fix="choose values in these ranges",
-        )
-
-
-def _out_of_range(config: OptimizerConfig) -> Iterator[tuple[str, object, str]]:
+def _out_of_range(config: OptimizerConfig) -> Iterator[str]:
     for name in ("learning_rate", "muon_learning_rate", "weight_decay", "eps"):
         if not getattr(config, name) >= 0:  # refuses NaN too
-            yield name, getattr(config, name), "at least 0"
+            yield f"optimizer.{name} is {getattr(config, name)}: at least 0"
     if not 0 <= config.momentum < 1:
-        yield "momentum", config.momentum, "at least 0 and below 1"
+        yield f"optimizer.momentum is {config.momentum}: at least 0 and below 1"
     if not all(0 <= beta < 1 for beta in config.betas):
-        yield "betas", config.betas, "at least 0 and below 1"
+        yield f"optimizer.betas is {config.betas}: at least 0 and below 1"
