@@ -10,47 +10,13 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 
 from shardwise.config.run import MetricsConfig
 from shardwise.distributed.agreement import raise_together
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
-
-
-class Tracker(Protocol):
-    """Gets every record of a run."""
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take a record over."""
-        ...
-
-    def close(self) -> None:
-        """Send or write what is left."""
-        ...
-
-
-def open_trackers(config: MetricsConfig, folder: Path, steps_done: int) -> list[Tracker]:
-    """The trackers that the config names.
-
-    Args:
-        config: Which.
-        folder: Of the run; trackers keep their files in folders inside.
-        steps_done: Where the run goes on.
-
-    Raises:
-        EnvironmentProblem: One of them is not installed.
-
-    Ranks:
-        Local: call it on rank 0.
-    """
-    trackers: list[Tracker] = []
-    if config.tensorboard:
-        trackers.append(TensorBoard(folder / "tensorboard", steps_done))
-    if config.wandb is not None:
-        trackers.append(WeightsAndBiases(config.wandb, folder))
-    return trackers
 
 
 class TensorBoard:
@@ -129,8 +95,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 FILE_NAME = "metrics.jsonl"
 
-Number = float | int
-Value = Number | str | bool | None
+Value = float | int | str | bool | None
 
 
 class Metrics:
@@ -161,20 +126,21 @@ class Metrics:
         self.on_record: Callable[[int, Mapping[str, Any]], None] | None = None
         """Hears every record, with its step, on every rank."""
         self._file: IO[str] | None = None
-        self._trackers: list[Tracker] = []
+        self._trackers: list[TensorBoard | WeightsAndBiases] = []
         error: ShardwiseError | None = None
         if rank == 0:
             try:
                 self._open(steps_done)
             except OSError as problem:
-                error = _unwritable(self.path, problem)
+                error = ConfigError(
+                    f"metrics cannot be written: {problem}",
+                    where=str(self.path),
+                    why="every run keeps its metrics in its folder",
+                    fix="set folder to a place that this user can write to, with room left",
+                )
             except ShardwiseError as problem:
                 error = problem
         raise_together(error)
-
-    def is_due(self, step: int) -> bool:
-        """Whether a record of that step is wanted, so that nobody gathers numbers in vain."""
-        return step % max(1, self.config.every) == 0
 
     def record(self, step: int, **values: Any) -> None:
         """Write a record.
@@ -221,7 +187,10 @@ class Metrics:
 
     def _open(self, steps_done: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._trackers = open_trackers(self.config, self.path.parent, steps_done)
+        if self.config.tensorboard:
+            self._trackers.append(TensorBoard(self.path.parent / "tensorboard", steps_done))
+        if self.config.wandb is not None:
+            self._trackers.append(WeightsAndBiases(self.config.wandb, self.path.parent))
         keep_records(self.path, steps_done)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by `close`
 
@@ -253,12 +222,3 @@ def keep_records(path: Path, steps_done: int) -> None:
 
 def _encoded(value: Value) -> Value:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _unwritable(path: Path, problem: OSError) -> ConfigError:
-    return ConfigError(
-        f"metrics cannot be written: {problem}",
-        where=str(path),
-        why="every run keeps its metrics in its folder",
-        fix="set folder to a place that this user can write to, with room left",
-    )

@@ -381,7 +381,10 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
     with problems.collecting():
         resolved = with_folder(config, reserve=False)
         found = find_resumed(Path(resolved.folder or "") / CHECKPOINTS, config.checkpoint.resume)
-        notes |= _folder_notes(config, found)
+        start = f"goes on from step {found.step}: {found.path}" if found is not None else "starts afresh"
+        notes["checkpoint.resume"] = [start]
+        if config.folder is None:
+            notes["folder"] = ["the next free name in `runs`; chosen anew for every run"]
     problems.raise_any(is_joined=False)
     notes["checkpoint"] = check_disk(resolved, checkpoint_bytes(model, made, config), found)
     notes |= _batch_notes(config, num_ranks)
@@ -393,12 +396,6 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
     notes["weights"] = [f"read from {weights}" if weights is not None else "drawn anew, from the seed"]
     used = {path: lines for path, lines in notes.items() if lines}
     return to_yaml(resolved, used)
-
-
-def _folder_notes(config: RunConfig, found: CheckpointRef | None) -> dict[str, list[str]]:
-    start = f"goes on from step {found.step}: {found.path}" if found is not None else "starts afresh"
-    chosen = ["the next free name in `runs`; chosen anew for every run"] if config.folder is None else []
-    return {"folder": chosen, "checkpoint.resume": [start]}
 
 
 def _batch_notes(config: RunConfig, num_ranks: int) -> dict[str, list[str]]:

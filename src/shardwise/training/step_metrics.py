@@ -315,7 +315,7 @@ class StepLogger:
             self.data_wait_s += values.get("data_wait_s", 0.0)
             rate = self._unrecorded_tokens / self._unrecorded_s if self._unrecorded_s else 0.0
             memory = self._used_memory()
-            if self._metrics.is_due(reading.step) or reading.step == self._num_steps:
+            if reading.step % max(1, self._metrics.config.every) == 0 or reading.step == self._num_steps:
                 self._metrics.record(
                     reading.step,
                     loss=reading.loss,
