@@ -108,20 +108,20 @@ class PeerView:
 
     def missing(self) -> int | None:
         """A rank that will never come to where this one is: dead, or out of the loop."""
-        lost = (rank for rank, trace in enumerate(self.traces) if trace.has_left and trace.count < self.own.count)
-        return next(lost, None)
+        return self._first_rank(lambda trace: trace.has_left and trace.count < self.own.count)
 
     def dead(self) -> int | None:
         """A rank that is dead, or on a machine that is silent, wherever it was."""
-        for rank, trace in enumerate(self.traces):
-            if not trace.is_alive or (not trace.has_ended and trace.seconds_unheard > _SILENT_SECONDS):
-                return rank
-        return None
+        return self._first_rank(
+            lambda trace: not trace.is_alive or (not trace.has_ended and trace.seconds_unheard > _SILENT_SECONDS)
+        )
 
     def late(self, patience: float) -> int | None:
         """A rank that has not come to where this one is, and has not moved for so long."""
-        behind = (rank for rank, trace in enumerate(self.traces) if trace.count < self.own.count)
-        return next((rank for rank in behind if self.traces[rank].seconds_still > patience), None)
+        return self._first_rank(lambda trace: trace.count < self.own.count and trace.seconds_still > patience)
+
+    def _first_rank(self, condition: Callable[[RankTrace], bool]) -> int | None:
+        return next((rank for rank, trace in enumerate(self.traces) if condition(trace)), None)
 
     def absence_of(self, rank: int) -> ShardError:
         """The error for a rank that does not come to where this one waits."""
@@ -246,22 +246,26 @@ class CollectiveTracer:
         return verdict
 
     def _raise_difference(self, index: int) -> None:
-        difference = self._earliest_difference(index)
-        if difference is None:
-            return  # what seemed to differ was long past
-        self.trace.wants_all = True
-        self._wait_for_stacks(self._by_interest(difference))
-        difference = self._earliest_difference(index) or difference  # other machines may have been heard by now
-        self._note_stacks(difference.error, self._by_interest(difference))
-        self._was_raised = True
-        self._conclude(difference.error)
-        raise difference.error
-
-    def _earliest_difference(self, index: int) -> TraceDifference | None:
-        """What differs at a place, or before it, where the trace of another machine has arrived late."""
+        """Raise what differs at a place, or before it, where the trace of another machine has arrived late."""
         first = self._view.first_difference()
         earlier = self._view.difference_at(first) if first is not None and first < index else None
-        return earlier or self._view.difference_at(index)
+        difference = earlier or self._view.difference_at(index)
+        if difference is not None:  # otherwise what seemed to differ was long past
+            self._was_raised = True
+            difference = self._with_stacks(difference)
+            self._conclude(difference.error)
+            raise difference.error
+
+    def _with_stacks(self, difference: TraceDifference, *, refresh: bool = False) -> TraceDifference:
+        """The difference as it is known when the ranks have shown where they are; first those that differ."""
+        self.trace.wants_all = True
+        ranks = [r for r, trace in enumerate(self._view.traces) if r != self._view.rank and not trace.has_left]
+        ranks = sorted(ranks, key=lambda rank: rank not in difference.odd)[:_MAX_STACKS]
+        self._wait_for_stacks(ranks, refresh=refresh)
+        first = self._view.first_difference()  # other machines may have been heard by now
+        difference = (None if first is None else self._view.difference_at(first)) or difference
+        self._note_stacks(difference.error, ranks)
+        return difference
 
     def _watch(self) -> None:
         """The thread: looks at the traces four times a second, more often while something is wrong."""
@@ -296,9 +300,7 @@ class CollectiveTracer:
             return
         self.trace.wants_all = True
         if self.trace.seconds_still >= LOOK_SECONDS:  # otherwise it goes on with mixed-up data: stop it at once
-            self._wait_for_stacks(self._by_interest(difference), refresh=True)
-            difference = self._view.difference_at(index) or difference
-            self._note_stacks(difference.error, self._by_interest(difference))
+            difference = self._with_stacks(difference, refresh=True)
         if self.error is None:
             self._say(difference.error)
             self._conclude(difference.error)
@@ -327,12 +329,6 @@ class CollectiveTracer:
             self._conclude(error)
         else:
             self._reported_at = here  # it may still come
-
-    def _by_interest(self, difference: TraceDifference) -> list[int]:
-        """The other ranks that may show a stack, first those that differ."""
-        traces = self._view.traces
-        ranks = [r for r in range(len(traces)) if r != self._view.rank and not traces[r].has_left]
-        return sorted(ranks, key=lambda rank: rank not in difference.odd)[:_MAX_STACKS]
 
     def _wait_for_stacks(self, ranks: Sequence[int], *, refresh: bool = False) -> None:
         """Wait until the ranks stand still and show where, but not for long."""
