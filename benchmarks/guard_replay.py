@@ -11,12 +11,12 @@ from shardwise.diagnosing.collective_trace import (
     CollectiveKind,
     RankTrace,
     create_shared_trace,
+    group_by_machine,
     group_of,
     kind_of,
     open_shared_trace,
 )
 from shardwise.diagnosing.guard import watch_group
-from shardwise.diagnosing.peer_traces import group_by_machine
 from shardwise.diagnosing.tracer import CollectiveTracer
 
 Event = tuple[CollectiveKind, int]

@@ -1,4 +1,4 @@
-"""guard(): raise when ranks diverge, and repair what can be repaired."""
+"""guard(): raise when ranks diverge, and repair what can be repaired. explained(): errors leave with cause and fix."""
 
 from __future__ import annotations
 
@@ -18,15 +18,36 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise import compat
 from shardwise.diagnosing.check import mesh_of
-from shardwise.diagnosing.collective_trace import CollectiveKind, encode
-from shardwise.diagnosing.peer_traces import open_traces
+from shardwise.diagnosing.collective_trace import CollectiveKind, encode, open_traces
 from shardwise.diagnosing.tracer import CollectiveTracer
 from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
 from shardwise.sharding.forward_hooks import differentiable, wanting_gradient
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
 from shardwise.sharding.nested_tensors import change_tensors
+from shardwise.sharding.notes import annotate
 from shardwise.sharding.registry import forget_when_recovered, sharded_state
+
+
+@contextmanager
+def explained(model: nn.Module) -> Iterator[None]:
+    """Add a note to any error that leaves the block: module, group, caller's line, cause and fix.
+
+    The error keeps its type and its traceback. Errors in the forward of a model that `shard` sharded carry the note
+    anyhow; around `loss.backward()` and `optimizer.step()` this is what adds it.
+
+    Args:
+        model: Sharded by shardwise or by hand.
+
+    Ranks:
+        Local.
+    """
+    try:
+        yield
+    except BaseException as error:  # DCP's CheckpointException is no Exception
+        annotate(error, model)
+        raise
+
 
 _REPAIRED = "_shardwise_repaired"
 

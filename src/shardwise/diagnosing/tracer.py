@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 
 from shardwise.diagnosing.collective_trace import (
     HISTORY,
+    Machines,
     RankTrace,
+    StoreExchange,
     TraceDifference,
     describe_absence,
     describe_difference,
     from_text,
     to_text,
 )
-from shardwise.diagnosing.peer_traces import Machines, StoreExchange
 from shardwise.errors import ShardError
 
 LOOK_SECONDS = 0.25

@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError, TrainingError
 from shardwise.models.load import find_callable
 from shardwise.training.data import Loader
 from shardwise.training.data.samples import IGNORED, Batch
-from shardwise.training.step_metrics import StepReading
+from shardwise.training.metrics import StepReading
 
 Call = Callable[[nn.Module, Batch], tuple[Tensor, Tensor | int]]
 

@@ -14,9 +14,9 @@ from shardwise.diagnosing.collective_trace import (
     RankTrace,
     create_shared_trace,
     encode,
+    group_by_machine,
     open_shared_trace,
 )
-from shardwise.diagnosing.peer_traces import group_by_machine
 from shardwise.diagnosing.tracer import CollectiveTracer, PeerView
 from shardwise.errors import ShardError
 

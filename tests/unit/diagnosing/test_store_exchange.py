@@ -8,8 +8,14 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from shardwise.diagnosing.collective_trace import HISTORY, RankTrace, create_shared_trace, open_shared_trace
-from shardwise.diagnosing.peer_traces import StoreExchange, group_by_machine
+from shardwise.diagnosing.collective_trace import (
+    HISTORY,
+    RankTrace,
+    StoreExchange,
+    create_shared_trace,
+    group_by_machine,
+    open_shared_trace,
+)
 from shardwise.diagnosing.tracer import PeerView
 
 NAMES = ["a", "a", "b", "b", "c"]

@@ -13,8 +13,7 @@ from shardwise import compat
 from shardwise.config.run import OptimizerConfig
 from shardwise.errors import ConfigError
 from shardwise.models.load import load_model
-from shardwise.training.muon import Muon, orthogonalize
-from shardwise.training.optimizers import build_optimizer, parameter_kinds
+from shardwise.training.optimizers import Muon, build_optimizer, orthogonalize, parameter_kinds
 
 
 class Experts(nn.Module):

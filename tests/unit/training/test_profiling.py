@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.config.run import MetricsConfig
-from shardwise.training.runtime import Profile
+from shardwise.training.loop import Profile
 
 
 def run(profile: Profile, num_steps: int, first: int = 1) -> None:
