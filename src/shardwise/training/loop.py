@@ -13,14 +13,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerAction, profile
 
 from shardwise.checkpointing.weights import save_weights
 from shardwise.config.run import MetricsConfig, RunConfig
@@ -56,10 +55,11 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-class Profile:
-    """Records the steps that the config names, and writes `profile/rank0.json`, which Perfetto and Chrome open.
-
-    Outside of that window it costs a comparison a step.
+@contextmanager
+def profiled(
+    config: MetricsConfig, folder: Path, *, rank: int = 0, steps_done: int = 0
+) -> Iterator[Callable[[], None]]:
+    """Profile the steps that the config names into `profile/rank0.json`, which Perfetto and Chrome open.
 
     Args:
         config: Which steps.
@@ -67,50 +67,30 @@ class Profile:
         rank: Of this process; only rank 0 records.
         steps_done: Where the run goes on.
 
+    Yields:
+        A function to call after each step.
+
     Ranks:
         Local.
     """
+    first, last = config.profile_step or 0, (config.profile_step or 0) + max(1, config.profile_steps) - 1
+    if rank != 0 or config.profile_step is None or last <= steps_done:
+        yield lambda: None
+        return
+    path = folder / "profile" / "rank0.json"
 
-    def __init__(self, config: MetricsConfig, folder: str | Path, *, rank: int = 0, steps_done: int = 0) -> None:
-        self.path = Path(folder) / "profile" / f"rank{rank}.json"
-        self._steps_done = steps_done
-        first = config.profile_step if rank == 0 else None
-        self._window = range(0) if first is None else range(first, first + max(1, config.profile_steps))
-        self._profiler: profile | None = None
+    def write(profiler: profile) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
 
-    def __enter__(self) -> Profile:
-        self._move()
-        return self
+    def action(number: int) -> ProfilerAction:
+        step = steps_done + 1 + number
+        if step == last:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.RECORD if first <= step < last else ProfilerAction.NONE
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop()
-
-    def step(self) -> None:
-        """A step is done. Call it after each."""
-        self._steps_done += 1
-        self._move()
-
-    def _move(self) -> None:
-        """Start before the first step of the window, stop after its last."""
-        is_inside = self._steps_done + 1 in self._window
-        if is_inside and self._profiler is None:
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
-            self._profiler = profile(activities=activities)
-            self._profiler.start()
-        elif not is_inside:
-            self._stop()
-
-    def _stop(self) -> None:
-        if self._profiler is None:
-            return
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self.path))
+    with profile(schedule=action, on_trace_ready=write) as profiler:
+        yield profiler.step
 
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -446,7 +426,7 @@ def train(run: TrainingRun, stop: StopRequest) -> None:
     """
     model, optimizer, settings, every = run.model, run.optimizer, run.config.training, run.config.checkpoint.every
     max_norm = settings.max_grad_norm or math.inf
-    with Profile(run.config.metrics, run.folder, rank=run.mesh.get_rank(), steps_done=run.step) as profile:
+    with profiled(run.config.metrics, run.folder, rank=run.mesh.get_rank(), steps_done=run.step) as step_done:
         while run.step < settings.steps and not run.step_metrics.stop_agreed:
             seed_step(run.config.seed, run.rank, run.step)
             batch = run.data.next()  # this rank's rows of the next global batch
@@ -462,7 +442,7 @@ def train(run: TrainingRun, stop: StopRequest) -> None:
             is_last, is_kept = run.step == settings.steps, is_due(run.step, every)
             bad_steps = log_step(run, loss, norm, wait=is_last or is_kept)
             run.schedule.step()
-            profile.step()
+            step_done()
 
             if bad_steps and settings.on_bad_loss == "rewind":
                 go_back(run, bad_steps[-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.config.run import MetricsConfig, RunConfig
 from shardwise.distributed.agreement import raise_together
 from shardwise.distributed.mesh import data_parallel_mesh
-from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
+from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError, import_optional
 from shardwise.progress import Progress
 from shardwise.training.optimizers import parameter_kinds
 from shardwise.units import format_bytes, format_count, format_seconds
@@ -38,7 +37,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, steps_done: int) -> None:
-        _import("tensorboard", "metrics.tensorboard", "tensorboard")
+        _import("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1 if steps_done else None)
@@ -62,7 +61,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, project: str, folder: Path) -> None:
-        wandb = _import("wandb", "metrics.wandb", "wandb")
+        wandb = _import("wandb")
         name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
         try:
             self._run = wandb.init(project=project, id=name, name=folder.name, dir=str(folder), resume="allow")
@@ -83,16 +82,14 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _import(module: str, where: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"{module} is not installed ({error})",
-            where=where,
-            why="the run's config asks for it, and it is an extra of shardwise",
-            fix=f"pip install 'shardwise[{extra}]', or leave {where} out: metrics.jsonl is always written",
-        ) from None
+def _import(module: str) -> Any:
+    setting = f"metrics.{module}"
+    return import_optional(
+        module,
+        where=setting,
+        why="the run's config asks for it, and it is an extra of shardwise",
+        fix=f"pip install 'shardwise[{module}]', or leave {setting} out: metrics.jsonl is always written",
+    )
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
@@ -234,28 +231,6 @@ def _encoded(value: Value) -> Value:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-Moment = float | torch.Event
-
-
-def _now(device: torch.device) -> Moment:
-    """The CPU's clock, or a mark in an accelerator's queue, which nothing waits for."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.Event(device, enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds_between(start: Moment, end: Moment) -> float:
-    """Seconds between two moments; waits for an accelerator to reach the second."""
-    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-    assert isinstance(start, float)
-    assert isinstance(end, float)
-    return end - start
-
-
 @dataclass(frozen=True, slots=True)
 class StepReading:
     """The numbers of one step, the same on every rank."""
@@ -294,8 +269,8 @@ class StepMetrics:
         self._device = torch.device(mesh.device_type)
         self._copies = mesh.size() // self.num_ranks
         self._tokens = self._stop = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._in_flight: tuple[int, Tensor, Moment, Moment] | None = None
-        self._start = _now(self._device)
+        self._in_flight: tuple[int, Tensor, torch.Event | None] | None = None
+        self._start = time.perf_counter()
 
     def count(self, num_tokens: Tensor, *, failed: bool = False) -> Tensor:
         """The tokens of this step on all ranks, from those on this one; on the device.
@@ -322,7 +297,7 @@ class StepMetrics:
 
     def restart_clock(self) -> None:
         """Count the time since the last step to no step."""
-        self._start = _now(self._device)
+        self._start = time.perf_counter()
 
     def add(self, step: int, loss: Tensor, grad_norm: Tensor) -> list[StepReading]:
         """Start copying the numbers of a step to the host; return those that have arrived.
@@ -334,16 +309,23 @@ class StepMetrics:
         """
         readings = self.flush()
         row = torch.stack([number.detach().to(self._tokens) for number in (loss, grad_norm, self._tokens, self._stop)])
-        on_host, start, self._start = _to_host(row), self._start, _now(self._device)
-        self._in_flight = (step, on_host, start, self._start)
-        return readings + (self.flush() if self._device.type == "cpu" else [])
+        if row.device.type == "cpu":
+            self._in_flight = step, row, None
+            return readings + self.flush()
+        on_host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True).copy_(row, non_blocking=True)
+        self._in_flight = step, on_host, torch.Event(self._device)
+        torch.accelerator.current_stream().record_event(self._in_flight[2])
+        return readings
 
     def flush(self) -> list[StepReading]:
         """The numbers that were not returned yet, if any; waits for them."""
         if self._in_flight is None:
             return []
-        (step, row, start, end), self._in_flight = self._in_flight, None
-        seconds = _seconds_between(start, end)  # the end was marked after the copy
+        (step, row, copied), self._in_flight = self._in_flight, None
+        if copied is not None:
+            copied.synchronize()
+        now = time.perf_counter()
+        seconds, self._start = now - self._start, now  # the host is at most a step ahead of the device
         loss, norm, tokens, stop = row.tolist()
         self.stop_agreed = self.stop_agreed or stop > 0
         if math.isnan(tokens):
@@ -355,12 +337,6 @@ class StepMetrics:
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(numbers)
         return numbers / self._copies if self._copies > 1 else numbers
-
-
-def _to_host(row: Tensor) -> Tensor:
-    if row.device.type == "cpu":
-        return row
-    return torch.empty(row.shape, dtype=row.dtype, pin_memory=True).copy_(row, non_blocking=True)
 
 
 # Dense bfloat16 with float32 sums, in FLOP/s, from the makers' data sheets. The first name found in the device's wins.
