@@ -23,6 +23,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ from torch import nn
 
 from shardwise.diagnosing.guard import Guard, guard
 from shardwise.distributed import mesh as meshes
-from shardwise.sharding.registry import sharded_state, when_sharded
+from shardwise.sharding import apply
+from shardwise.sharding.registry import sharded_state
 from tests.leaks import leaks_since, num_groups, restore, take_snapshot
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -76,7 +78,7 @@ def serve(rank: int, num_ranks: int, folder: Path, connection: Connection) -> No
         store = dist.FileStore(str(folder / "store"), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_COLLECTIVE_TIMEOUT)
         dist.barrier()
-        when_sharded(_guard)
+        _guard_sharded_models()
         connection.send("ready")
         while (job := _next_job(connection)) is not None:
             connection.send(_run(job, rank))
@@ -114,8 +116,22 @@ def _freeze_imports() -> None:
         gc.freeze()
 
 
-def _guard(model: nn.Module) -> None:
+def _guard_sharded_models() -> None:
     """Every model that a test shards is guarded: ranks that diverge are named, and no alarm may be false."""
+    plain = apply.shard
+
+    @functools.wraps(plain)
+    def shard(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        sharded = plain(model, *args, **kwargs)
+        _guard(sharded)
+        return sharded
+
+    for module in list(sys.modules.values()):  # also where it was imported by name
+        if getattr(module, "__dict__", {}).get("shard") is plain:
+            vars(module)["shard"] = shard
+
+
+def _guard(model: nn.Module) -> None:
     state = sharded_state(model)
     assert state is not None
     if state.mesh.size() > 1 and dist.get_backend() == "gloo":

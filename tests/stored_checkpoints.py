@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from shardwise.checkpointing.contents import TensorInfo
-from shardwise.checkpointing.formats.full import FullWriter
+from shardwise.checkpointing.formats.full import tensors_in, write_full
 from shardwise.checkpointing.storage.memory import bytes_of
 from tests.sharded_checkpoints import dtype_name, write_checkpoint
 
@@ -48,9 +48,8 @@ def write_all(folder: Path) -> None:
     torch.save({"model": tensors(), "extra": VALUES}, folder / "full.pt")
     save_file(tensors(), folder / "weights.safetensors")
     infos = {name: TensorInfo(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors().items()}
-    with FullWriter(folder / "our-full.pt", {"model": infos, "extra": VALUES}) as writer:
-        for info in writer.order:
-            writer.write(info, bytes_of(tensors()[info.name]))
+    tree = {"model": infos, "extra": VALUES}
+    write_full(folder / "our-full.pt", tree, ((info, bytes_of(tensors()[info.name])) for info in tensors_in(tree)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Every error a user can see, in one shape: what happened, where, why, how to fix. No torch, no I/O."""
 
+import difflib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -93,6 +94,12 @@ def import_optional(module: str, *, where: str, why: str, fix: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise EnvironmentProblem(f"{module} is not installed ({error})", where=where, why=why, fix=fix) from None
+
+
+def did_you_mean(name: str, known: Iterable[str], default: str = "", *, cutoff: float = 0.6) -> str:
+    """` (did you mean 'x'?)` for the nearest known name, else the default."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f" (did you mean {near[0]!r}?)" if near else default
 
 
 def _row(name: str, text: str) -> str:

@@ -163,6 +163,22 @@ def test_an_error_on_one_rank_reaches_all(rank: int):
         shard(stack(), config, mesh=mesh_of(2))
 
 
+@ranks(4)
+def test_all_ranks_of_a_mesh_with_two_axes_raise_though_one_differs(rank: int):
+    """Ranks that agree along the first axis must not wait for others along the second."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = stack()
+    with torch.no_grad():
+        if rank == 3:
+            next(model.parameters()).add_(1.0)
+    with pytest.raises(ShardError, match="the model's weights") as error:
+        shard(model, mesh=mesh)
+    assert error.value.where == "ranks [3] differ from rank 0"
+    config = ShardConfig(block_patterns=("nowhere",)) if rank == 3 else ShardConfig()
+    with pytest.raises(PlanError, match="nowhere"):
+        shard(stack(), config, mesh=mesh)
+
+
 @ranks(2)
 def test_ranks_with_different_weights_all_raise(rank: int):
     model = stack()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.checkpointing import saving
+from shardwise.checkpointing import background_writer
 from shardwise.checkpointing.formats.sharded_commit import committed_steps, sweep
 from shardwise.checkpointing.manager import Checkpointer
 from shardwise.checkpointing.staging import wait_for_copies
@@ -176,7 +176,7 @@ def _arm_writer(kind: Kind, signal: Path) -> None:
         "import os; from tests.faults.kill_points import kill_at; "
         f"kill_at({kind.point!r}, when=lambda: os.path.exists({str(signal)!r}), with_parent=True); "
     )
-    saving._PROGRAM = saving._PROGRAM.replace("main(int", watching + "main(int")  # pyrefly: ignore[bad-assignment]
+    background_writer._PROGRAM = background_writer._PROGRAM.replace("main(int", watching + "main(int")  # pyrefly: ignore[bad-assignment]
 
 
 @torch.no_grad()

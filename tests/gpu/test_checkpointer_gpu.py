@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 
 from shardwise.checkpointing import staging
+from shardwise.checkpointing.contents import Box
 from shardwise.checkpointing.manager import Checkpointer
+from shardwise.checkpointing.sharing import HeldBox
+from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.distributed.local_ranks import start_local
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -50,28 +54,35 @@ def test_large_tensor_that_changes_right_after_the_save(
     assert torch.equal(model.weight, expected)
 
 
+def held(tensor: torch.Tensor, name: str = "t") -> staging.Holding:
+    shape = tuple(tensor.shape)
+    box = HeldBox(name, dtype_name(tensor.dtype), shape, Box.whole(shape))
+    return staging.Holding(box, tensor, tensor, "plain", True)
+
+
 def test_copies_on_the_gpu_lie_as_in_the_arena_and_their_memory_goes_back():
     tensors = [torch.full((16 << 20, 4), float(index), device="cuda") for index in range(4)]
     tensors[1] = tensors[1].t()  # strides of its own
-    offsets = [0, 256 << 20, 1 << 30, (1 << 30) + (256 << 20)]  # two runs
+    tensors[3] = tensors[3].bfloat16()
+    holdings = [held(tensor, f"t{index}") for index, tensor in enumerate(tensors)]
+    for before, after in pairwise(holdings):
+        after.offset = before.end
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    copies = staging.copies_if_room(tensors, offsets)
-    assert copies is not None
-    assert free - torch.cuda.mem_get_info()[0] >= 1 << 30
+    aside = staging.copy_on_device(holdings)
+    assert free - torch.cuda.mem_get_info()[0] >= 896 << 20
     for tensor in tensors:
         tensor.fill_(-1)
-    found = {}
-    for offset, values in ((offset, piece.view(torch.float32)) for offset, piece in copies.pieces(256 << 20)):
-        found[offset] = (values.min().item(), values.max().item())
+    for index, holding in enumerate(holdings):
+        values = aside[-1][holding.offset : holding.offset + holding.memory.nbytes].view(holding.memory.dtype)
+        assert (values == index).all()
         del values
-    assert found == {offset: (index, index) for index, offset in enumerate(offsets)}
-    copies.release()
+    while aside:
+        aside.pop()
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)
 
 
 def test_no_copies_on_the_gpu_without_room(monkeypatch: pytest.MonkeyPatch):
-    tensor = torch.ones(1024, device="cuda")
     monkeypatch.setattr(staging, "_MARGIN_BYTES", 1 << 60)
-    assert staging.copies_if_room([tensor], [0]) is None
+    assert staging.copy_on_device([held(torch.ones(1024, device="cuda"))]) == []

@@ -1,167 +1,197 @@
-"""The process that writes a checkpoint while training goes on."""
+"""The process that writes a checkpoint while training goes on. Neither end of it needs torch."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
-from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.contents import ITEM_BYTES
 from shardwise.checkpointing.formats.sharded import FileRecord, Header, Item, write_rank_file
 from shardwise.checkpointing.formats.sharded_commit import commit_checkpoint
 from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.pickles.zip_files import value_stream
 from shardwise.checkpointing.storage.files import Place
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.checkpointing.storage.memory import bytes_of
+from shardwise.errors import CheckpointError, EnvironmentProblem, ShardwiseError
 from shardwise.progress import Progress
 
+Work = Callable[[memoryview, "Progress | None"], Any]
+"""What the process is asked to do, with the shared memory and whom to tell of progress. Picklable."""
+
+# The same modules as here, however this process came by them.
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from shardwise.checkpointing.background_writer import main; main(int(sys.argv[2]))"
+)
+_END_S = 10.0
 _WATCH_S = 0.2
-_TELL_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedItem:
-    """A box of a tensor and where it lies in the shared memory."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    offset: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class UseArena:
-    """From now on the tensors lie in the memory whose descriptor is sent next."""
-
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteFile:
-    """Write one rank's file."""
-
-    path: Place
-    items: tuple[PlacedItem, ...]
-    values: dict[str, Any]
-    """Encoded; for torch's own readers."""
-    fsync: bool
-    tells: bool = False
-    """Send `Advanced` while it is being written."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(item.num_bytes for item in self.items)
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Make what all ranks have written a checkpoint."""
-
-    folder: Place
-    records: tuple[FileRecord, ...]
-    header: Header
-    fsync: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Advanced:
-    """Sent before the answer: so many more bytes are written."""
-
-    num_bytes: int
-
-
-class Telling:
-    """The progress of a job, told to the parent a few times a second.
+def write_items(
+    path: Place, items: Sequence[Item], values: dict[str, Any], fsync: bool, memory: memoryview, progress: Any
+) -> FileRecord:
+    """Write one rank's file.
 
     Args:
-        tell: Sends a message.
-    """
-
-    def __init__(self, tell: Callable[[Advanced], object]) -> None:
-        self._tell = tell
-        self._untold, self._told_at = 0, time.monotonic()
-
-    def start(self, total: int, label: str) -> None:
-        """The parent knows."""
-
-    def advance(self, steps: int = 1, note: str = "") -> None:
-        """So many bytes more; the parent makes its own note of them."""
-        self._untold += steps
-        if time.monotonic() - self._told_at >= _TELL_S:
-            self._send()
-
-    def finish(self, note: str = "") -> None:
-        """Tell what is left."""
-        if self._untold:
-            self._send()
-
-    def _send(self) -> None:
-        self._tell(Advanced(self._untold))
-        self._untold, self._told_at = 0, time.monotonic()
-
-
-def run_job(job: Any, memory: memoryview | None, progress: Progress | None = None) -> Any:
-    """Do one job; also what a parent that cannot start processes does itself.
-
-    Args:
-        job: `WriteFile` or `Commit`.
-        memory: Where the items of a `WriteFile` lie.
+        path: Of the file.
+        items: The memory of each is a buffer, or a place in `memory`.
+        values: Encoded; for torch's own readers, who expect plain pickles where there is such a form.
+        fsync: Return only when the disk has the file.
+        memory: Shared with the training process.
         progress: Is told the bytes as they are written.
     """
-    match job:
-        case WriteFile():
-            values = value_streams(job.values)
-            return write_rank_file(job.path, _items(job, memory), values, fsync=job.fsync, progress=progress)
-        case Commit():
-            return commit_checkpoint(job.folder, job.records, job.header, fsync=job.fsync)
-    raise TypeError(f"no such job: {type(job).__name__}")
-
-
-def value_streams(values: dict[str, Any]) -> dict[str, bytes]:
-    """Encoded values as torch's own readers expect them; in their encoding where pickles have no plain form."""
     streams = {}
     for name, encoded in values.items():
         try:
             streams[name] = value_stream(decode_value(encoded))
         except (CheckpointError, TypeError, ImportError):
             streams[name] = value_stream(encoded)
-    return streams
+    placed = [replace(item, memory=bytes_of_item(item, memory)) for item in items]
+    return write_rank_file(path, placed, streams, fsync=fsync, progress=progress)
+
+
+def bytes_of_item(item: Item, memory: memoryview) -> memoryview:
+    """An item's bytes, which may lie in shared memory."""
+    if isinstance(item.memory, int):
+        return memory[item.memory : item.memory + item.box.numel * ITEM_BYTES[item.dtype]]
+    return bytes_of(item.memory)
+
+
+def commit(
+    folder: Place, records: Sequence[FileRecord], header: Header, fsync: bool, _memory: memoryview, _progress: Any
+) -> None:
+    """Make what all ranks have written a checkpoint."""
+    commit_checkpoint(folder, records, header, fsync=fsync)
+
+
+class WriterProcess:
+    """A process of its own that writes checkpoints.
+
+    Raises:
+        EnvironmentProblem: The system starts no process.
+
+    Ranks:
+        Local: every rank has one.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                )
+        except OSError as error:
+            ours.close()
+            raise EnvironmentProblem(
+                "the process that writes checkpoints in the background does not start",
+                where=sys.executable,
+                why=str(error),
+                fix="Checkpointer(..., asynchronous=False)",
+            ) from error
+        self.pid = self._process.pid
+        self._connection = Connection(ours.detach())
+        self._generation = 0
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can work."""
+        return self._process.poll() is None
+
+    def run(self, work: Work, arena: Any, progress: Progress | None) -> Any:
+        """Have work done, and wait for it.
+
+        Args:
+            work: `write_items` or `commit`, with their first arguments.
+            arena: The `Arena` where the tensors lie.
+            progress: Is told the bytes as they are written.
+
+        Raises:
+            CheckpointError: What the work raised; or the process died.
+        """
+        failed: Exception | None = None
+        is_new = arena.generation != self._generation
+        try:
+            self._connection.send((work, arena.num_bytes if is_new else 0, progress is not None))
+            if is_new:
+                send_handle(self._connection, arena.descriptor, self.pid)
+                self._generation = arena.generation
+            while (message := self._connection.recv())[0] not in ("answer", "error"):
+                try:
+                    getattr(progress, message[0])(*message[1])
+                except Exception as error:  # the caller's; the answer must be taken all the same
+                    failed = failed or error
+        except (EOFError, OSError) as error:
+            if progress is not None:
+                progress.finish()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            raise CheckpointError(
+                f"the process that writes checkpoints died (exit status {self._process.poll()})",
+                where=f"process {self.pid}",
+                why="it was killed, perhaps because the machine ran out of memory",
+                fix="see the system's log; the next save starts a new one, and committed checkpoints are intact",
+            ) from error
+        if message[0] == "error" or failed is not None:
+            raise failed or message[1]
+        return message[1]
+
+    def close(self) -> None:
+        """End it; what it is at is finished first."""
+        self._connection.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Relay:
+    """The progress of the parent: every call is sent there."""
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        self._send = send
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return partial(self._call, name)
+
+    def _call(self, name: str, *args: Any) -> None:
+        self._send((name, args))
 
 
 def serve(connection: Connection) -> None:
-    """Answer jobs until there are no more."""
-    memory: memoryview | None = None
+    """Do work until there is no more."""
+    memory = memoryview(b"")
     while True:
         try:
-            job = connection.recv()
+            work, num_bytes, tells = connection.recv()
+            if num_bytes:
+                memory = _map(recv_handle(connection), num_bytes)
         except (EOFError, ConnectionError):
             return
         try:
-            if isinstance(job, UseArena):
-                memory = _map(recv_handle(connection), job.num_bytes)
-                answer: Any = None
-            else:
-                tells = isinstance(job, WriteFile) and job.tells
-                progress = Telling(connection.send) if tells else None
-                answer = run_job(job, memory, progress)
-            connection.send((True, answer))
+            connection.send(("answer", work(memory, _Relay(connection.send) if tells else None)))
         except ShardwiseError as error:
-            connection.send((False, error))
+            connection.send(("error", error))
         except Exception as error:
             problem = CheckpointError(f"{type(error).__name__}: {error}", where="the process that writes checkpoints")
-            connection.send((False, problem))
+            connection.send(("error", problem))
 
 
 def main(descriptor: int) -> None:
@@ -170,8 +200,7 @@ def main(descriptor: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(5)  # training first
-    parent = os.getppid()
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
     with Connection(descriptor) as connection, contextlib.suppress(BrokenPipeError, ConnectionError):
         serve(connection)
     sys.stdout.flush()
@@ -183,14 +212,6 @@ def _leave_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_WATCH_S)
     os._exit(1)
-
-
-def _items(job: WriteFile, memory: memoryview | None) -> list[Item]:
-    view = memory if memory is not None else memoryview(b"")
-    return [
-        Item(item.name, item.dtype, item.shape, item.box, view[item.offset : item.offset + item.num_bytes])
-        for item in job.items
-    ]
 
 
 def _map(descriptor: int, num_bytes: int) -> memoryview:

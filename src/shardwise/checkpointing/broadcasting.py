@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.checkpointing.agreement import is_first, on_first, raise_over
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, portions
 from shardwise.checkpointing.reading import (
-    Problem,
     Request,
     check_requests,
     part_of,
@@ -20,9 +21,11 @@ from shardwise.checkpointing.reading import (
     verify_requests,
 )
 from shardwise.checkpointing.storage.memory import bytes_of, counting
+from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.progress import Progress
-from shardwise.sharding.inventory import broadcast_from_first, values_of_ranks
+from shardwise.sharding.inventory import broadcast_from_first
 
+T = TypeVar("T")
 _PORTION_BYTES = 32 << 20
 
 
@@ -122,7 +125,7 @@ def read_and_broadcast(
 def _read(contents: Contents, name: str, box: Box, data: torch.Tensor, verify: bool) -> BaseException | None:
     target = data.view(getattr(torch, contents.tensors[name].dtype)).view(box.sizes)
     try:
-        read_requests(contents, [Request(name, target, box)], verify="while" if verify else "no")
+        read_requests(contents, [Request(name, target, box)], verify=verify)
     except BaseException as error:
         return error
     return None
@@ -134,65 +137,47 @@ def _copy_overlap(request: Request, box: Box, rows: torch.Tensor) -> None:
         part_of(request.target, request.box, shared).copy_(part_of(rows, box, shared))
 
 
-class Reader:
-    """Checks, verifies and serves requests: every rank reads what it needs.
+class RequestReader:
+    """Checks, verifies and serves the requests of all ranks.
+
+    Args:
+        broadcast: Only the first rank opens files; the others bring `describe(contents)`. Else every rank reads what
+            it needs.
+        mesh: The ranks, for `broadcast`.
 
     Ranks:
-        Local throughout. All ranks call the same methods in the same order, for the sake of `FirstRankReader`.
+        Collective over the mesh, where it broadcasts; else local.
     """
 
-    def check(self, contents: Contents, requests: Sequence[Request]) -> list[Problem]:
-        """See `check_requests`."""
-        return check_requests(contents, requests)
+    def __init__(self, broadcast: bool = False, mesh: DeviceMesh | None = None) -> None:
+        self._broadcast, self._mesh = broadcast, mesh
 
-    def verify(self, contents: Contents, requests: Sequence[Request], *, progress: Progress | None = None) -> None:
-        """See `verify_requests`."""
-        verify_requests(contents, requests, progress=progress)
+    def check(self, contents: Contents, requests: Sequence[Request]) -> list[str]:
+        """See `check_requests`; where the first rank reads, of all that any rank asks for."""
+        return self._run(check_requests, contents, requests)
+
+    def verify(self, contents: Contents, requests: Sequence[Request], progress: Progress | None = None) -> None:
+        """See `verify_requests`; where the first rank reads, of all that any rank asks for."""
+        self._run(partial(verify_requests, progress=progress), contents, requests)
 
     def read(
         self, contents: Contents, requests: Sequence[Request], *, verify: bool = True, progress: Progress | None = None
     ) -> None:
         """See `read_requests`."""
-        read_requests(contents, requests, verify="while" if verify else "no", progress=progress)
+        if self._broadcast:
+            names = self._names(requests)
+            read_and_broadcast(contents, names, requests, self._mesh, verify=verify, progress=progress)
+        else:
+            read_requests(contents, requests, verify=verify, progress=progress)
 
-
-class FirstRankReader(Reader):
-    """Only the first rank of the mesh opens files; the others bring `describe(contents)`.
-
-    Ranks:
-        Collective over the mesh throughout.
-    """
-
-    def __init__(self, mesh: DeviceMesh | None) -> None:
-        self._mesh = mesh
-
-    def check(self, contents: Contents, requests: Sequence[Request]) -> list[Problem]:
-        """Check whole tensors, of all that any rank asks for."""
-        names = self._names(requests)
-        return on_first(lambda: check_requests(contents, _whole(contents, names)), self._mesh)
-
-    def verify(self, contents: Contents, requests: Sequence[Request], *, progress: Progress | None = None) -> None:
-        """Let the first rank compare all checksums."""
-        names = self._names(requests)
-        on_first(lambda: verify_requests(contents, _whole(contents, names), progress=progress), self._mesh)
-
-    def read(
-        self, contents: Contents, requests: Sequence[Request], *, verify: bool = True, progress: Progress | None = None
-    ) -> None:
-        """Let the first rank read and send."""
-        names = self._names(requests)
-        read_and_broadcast(contents, names, requests, self._mesh, verify=verify, progress=progress)
+    def _run(self, work: Callable[[Contents, Sequence[Request]], T], contents: Contents, own: Sequence[Request]) -> T:
+        if not self._broadcast:
+            return work(contents, own)
+        shapes = {name: contents.tensors[name].shape if name in contents.tensors else () for name in self._names(own)}
+        whole = [Request(name, torch.empty(shape, device="meta"), Box.whole(shape)) for name, shape in shapes.items()]
+        return on_first(lambda: work(contents, whole), self._mesh)
 
     def _names(self, requests: Sequence[Request]) -> list[str]:
         """What any rank asks for, in one order on all: a rank may hold no part of a tensor."""
         own = list(dict.fromkeys(request.name for request in requests))
-        return list(dict.fromkeys(name for names in values_of_ranks(own, self._mesh) for name in names))
-
-
-def _whole(contents: Contents, names: Sequence[str]) -> list[Request]:
-    """Requests for whole tensors, without memory."""
-    found = []
-    for name in names:
-        shape = contents.tensors[name].shape if name in contents.tensors else ()
-        found.append(Request(name, torch.empty(shape, device="meta"), Box.whole(shape)))
-    return found
+        return list(dict.fromkeys(name for names in gather_over_mesh(self._mesh, own) for name in names))

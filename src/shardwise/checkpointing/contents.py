@@ -34,6 +34,28 @@ ITEM_BYTES = {
 """Bytes of one element, by the name torch gives the dtype (`str(dtype)` without `torch.`)."""
 
 
+def count_of(value: Any) -> int:
+    """A size or offset that a file gives, checked.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r:.60} is no size")
+    return value
+
+
+def sizes_of(values: Any) -> tuple[int, ...]:
+    """A shape that a file gives, checked.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(values, (tuple, list)) or len(values) > 64:
+        raise ValueError(f"{values!r:.60} is no shape")
+    return tuple(map(count_of, values))
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """A rectangular part of a tensor: from `starts`, `sizes` elements along each dimension."""
@@ -100,6 +122,18 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class TorchStream:
+    """One `torch.save` stream: a file, or an item of a Distributed Checkpoint file. Its records carry CRC-32s."""
+
+    file: str
+    """Relative to the checkpoint's folder, with `/`."""
+    offset: int
+    num_bytes: int
+    name: str = ""
+    """The tensor or value that it holds; empty when it is a whole file."""
+
+
+@dataclass(frozen=True, slots=True)
 class Contents:
     """A checkpoint, read as far as its index: nothing of the tensors' bytes yet.
 
@@ -124,6 +158,8 @@ class Contents:
     """What else the format knows: mesh, plan, versions, dates."""
     structure: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     """Flat name to the path in the nested state dict it came from, where a dot would be ambiguous."""
+    streams: tuple[TorchStream, ...] = ()
+    """The `torch.save` streams that the checkpoint is made of."""
 
     @property
     def folder(self) -> Path | str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, TensorInfo, portions
+import torch
+from torch import nn
+
+from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, TensorInfo, portions
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.full import NOTES, FullWriter, make_notes, plain_values
-from shardwise.checkpointing.formats.safetensors import DEFAULT_SHARD_BYTES, SafetensorsWriter
+from shardwise.checkpointing.formats.full import NOTES, make_notes, plain_values, tensors_in, write_full
+from shardwise.checkpointing.formats.safetensors import DEFAULT_SHARD_BYTES, Chunks, distribute, write_safetensors
 from shardwise.checkpointing.formats.sharded import Header, Item, file_name, write_rank_file
 from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, commit_checkpoint, partial_of
 from shardwise.checkpointing.formats.values import encode_value
@@ -18,82 +22,35 @@ from shardwise.checkpointing.hugging_face import read_companions
 from shardwise.checkpointing.pickles.zip_files import value_stream
 from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.state.names import only_model, with_our_names
+from shardwise.checkpointing.state.nested import put_together
 from shardwise.checkpointing.storage import files
-from shardwise.checkpointing.storage.memory import bytes_of
+from shardwise.checkpointing.storage.memory import bytes_of, counting
 from shardwise.checkpointing.verifying import refuse_damaged, refuse_unsound
 from shardwise.checkpointing.weights import refuse_remote
 from shardwise.errors import ConfigError
 from shardwise.progress import NoProgress, Progress
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
 _CHUNK_BYTES = 64 << 20
 
 
-def copied_bytes(contents: Contents, targets: Mapping[str, str]) -> int:
-    """Bytes of all tensors once they have the dtypes of `targets`."""
-    return sum(_num_bytes(tensor, targets[name]) for name, tensor in contents.tensors.items())
+def _copy(contents: Contents, infos: Iterable[TensorInfo], count: Callable[[int], None]) -> Chunks:
+    """The bytes of these tensors, cast to the dtypes that the infos say."""
+    for info in infos:
+        for _, part in _parts(contents, info):
+            data = bytes_of(part)
+            count(len(data))
+            yield info, data
 
 
-def _num_bytes(tensor: StoredTensor, dtype: str) -> int:
-    return tensor.num_bytes // ITEM_BYTES[tensor.dtype] * ITEM_BYTES[dtype]
-
-
-def copy_to_safetensors(contents: Contents, writer: SafetensorsWriter, *, progress: Progress) -> None:
-    """Copy every tensor that the writer expects.
-
-    Ranks:
-        Local.
-    """
-    with writer, _Progress(progress, sum(info.num_bytes for info in writer.order)) as done:
-        for info in writer.order:
-            for _, part in _parts(contents, contents.tensors[info.name], info.dtype):
-                data = bytes_of(part)
-                writer.write(info.name, data)
-                done.advance(len(data))
-
-
-def copy_to_full(
-    contents: Contents, dst: Path, targets: Mapping[str, str], *, overwrite: bool, progress: Progress
-) -> None:
-    """Copy everything into one `torch.save` file; `targets` says each tensor's dtype there.
-
-    Ranks:
-        Local.
-    """
-    stored = _aliases(contents)
-    infos = {
-        name: TensorInfo(name, targets[name], tensor.shape)
-        for name, tensor in contents.tensors.items()
-        if name not in stored
-    }
-    infos |= {alias: infos[name] for alias, name in stored.items()}
-    writer = FullWriter(dst, _nested(contents, infos), overwrite=overwrite)
-    with writer, _Progress(progress, sum(info.num_bytes for info in writer.order)) as done:
-        for info in writer.order:
-            for _, part in _parts(contents, contents.tensors[info.name], info.dtype):
-                data = bytes_of(part)
-                writer.write(info, data)
-                done.advance(len(data))
-
-
-def copy_to_dcp(contents: Contents, dst: files.Place, targets: Mapping[str, str], *, progress: Progress) -> None:
-    """Copy everything into a sharded checkpoint of one file; `targets` says each tensor's dtype there.
-
-    Ranks:
-        Local.
-    """
+def _write_dcp(contents: Contents, dst: files.Place, infos: Mapping[str, TensorInfo], progress: Progress) -> None:
+    """Copy everything into a sharded checkpoint of one file."""
     aliases = _aliases(contents)
-    stored = {name: tensor for name, tensor in contents.tensors.items() if name not in aliases}
-    total = sum(_num_bytes(tensor, targets[name]) for name, tensor in stored.items())
-
-    def items() -> Iterator[Item]:
-        for name, tensor in stored.items():
-            for box, part in _parts(contents, tensor, targets[name]):
-                yield Item(name, targets[name], tensor.shape, box, part)
-
+    stored = {name: info for name, info in infos.items() if name not in aliases}
+    items = (
+        Item(name, info.dtype, info.shape, box, part)
+        for name, info in stored.items()
+        for box, part in _parts(contents, info)
+    )
     header = Header(
         step=contents.step,
         world_size=contents.world_size,
@@ -105,8 +62,8 @@ def copy_to_dcp(contents: Contents, dst: files.Place, targets: Mapping[str, str]
     streams = {name: value_stream(value) for name, value in contents.values.items()}
     partial = begin_checkpoint(dst)
     try:
-        place = files.join(partial, file_name(0))
-        record = write_rank_file(place, items(), streams, total=total, progress=progress)
+        total = sum(info.num_bytes for info in stored.values())
+        record = write_rank_file(files.join(partial, file_name(0)), items, streams, total=total, progress=progress)
         commit_checkpoint(dst, [record], header)
     except BaseException:
         files.remove_tree(partial_of(dst))
@@ -114,7 +71,11 @@ def copy_to_dcp(contents: Contents, dst: files.Place, targets: Mapping[str, str]
 
 
 def _details(contents: Contents) -> dict[str, Any]:
-    kept = {key: value for key, value in contents.details.items() if key not in ("aliases", "left_out", "metadata")}
+    kept = {
+        key: value
+        for key, value in contents.details.items()
+        if key not in ("aliases", "frames", "left_out", "metadata")
+    }
     return kept if contents.format == "sharded" else {"converted_from": contents.format}
 
 
@@ -131,48 +92,20 @@ def _aliases(contents: Contents) -> dict[str, str]:
     return aliases
 
 
-def _parts(contents: Contents, tensor: StoredTensor, dtype: str) -> Iterator[tuple[Box, torch.Tensor]]:
-    import torch
-
+def _parts(contents: Contents, info: TensorInfo) -> Iterator[tuple[Box, torch.Tensor]]:
+    tensor = contents.tensors[info.name]
     for box in portions(Box.whole(tensor.shape), ITEM_BYTES[tensor.dtype], _CHUNK_BYTES):
-        yield box, read_box(contents, tensor, box).to(getattr(torch, dtype)).contiguous()
+        yield box, read_box(contents, tensor, box).to(getattr(torch, info.dtype)).contiguous()
 
 
 def _nested(contents: Contents, infos: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """The dictionary that was flattened, with what stands for each tensor in its place."""
     encoded = {name: encode_value(value, name) for name, value in contents.values.items()}
-    root: dict[str, Any] = {}
-    for name, leaf in {**infos, **plain_values(encoded)}.items():
-        path = contents.structure.get(name, (name,))
-        here: Any = root
-        for key in path[:-1]:
-            here = here.setdefault(key, {})
-        here[path[-1]] = leaf
+    tensors = {**infos, **{alias: infos[name] for alias, name in _aliases(contents).items()}}
+    leaves = {**tensors, **plain_values(encoded)}
     notes = make_notes(encoded, contents.structure, step=contents.step, world_size=contents.world_size)
-    return {**_with_lists(root), NOTES: notes}
-
-
-def _with_lists(tree: Any) -> Any:
-    """Dictionaries whose keys are 0, 1, 2, ... as numbers were lists."""
-    if type(tree) is not dict:
-        return tree
-    entries = {key: _with_lists(value) for key, value in tree.items()}
-    is_list = bool(entries) and all(type(key) is int for key in entries)
-    return [entries[key] for key in sorted(entries)] if is_list else entries
-
-
-class _Progress:
-    """Starts and finishes a progress around a block."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total = progress, total
-
-    def __enter__(self) -> Progress:
-        self._progress.start(self._total, "converting")
-        return self._progress
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.finish()
+    nested = put_together({contents.structure.get(name, (name,)): leaf for name, leaf in leaves.items()})
+    return {**nested, NOTES: notes}
 
 
 Format = Literal["dcp", "full", "safetensors"]
@@ -238,28 +171,30 @@ def convert_checkpoint(
     listener = progress or NoProgress()
     source = open_checkpoint(src, model=model)
     contents, left_out = _what_to_write(source, format)
-    targets = _target_dtypes(contents, dtype, bare=format == "safetensors")
+    infos = _infos(contents, dtype, bare=format == "safetensors")
     if verify:
         refuse_damaged(source, listener)
     if format == "dcp":
-        copy_to_dcp(contents, files.place(dst), targets, progress=listener)
+        _write_dcp(contents, files.place(dst), infos, listener)
     elif format == "full":
-        copy_to_full(contents, Path(dst), targets, overwrite=overwrite, progress=listener)
+        tree = _nested(contents, infos)
+        order = tensors_in(tree)
+        with counting(progress, sum(info.num_bytes for info in order), "converting") as count:
+            write_full(Path(dst), tree, _copy(contents, order, count), overwrite=overwrite)
     else:
-        writer = SafetensorsWriter(
-            Path(dst),
-            [TensorInfo(name, targets[name], tensor.shape) for name, tensor in contents.tensors.items()],
-            max_shard_bytes=max_shard_bytes,
-            companions=read_companions(Path(config) if config is not None else source.folder),
-            overwrite=overwrite,
-        )
-        copy_to_safetensors(contents, writer, progress=listener)
+        companions = read_companions(Path(config) if config is not None else source.folder)
+        tensors = list(infos.values())
+        order = itertools.chain(*distribute(tensors, Path(dst), max_shard_bytes))
+        with counting(progress, sum(info.num_bytes for info in tensors), "converting") as count:
+            chunks = _copy(contents, order, count)
+            options = {"max_shard_bytes": max_shard_bytes, "companions": companions, "overwrite": overwrite}
+            write_safetensors(Path(dst), tensors, chunks, **options)
     return Conversion(
         path=files.place(dst),
         format=format,
         source_format=source.format,
         num_tensors=len(contents.tensors),
-        num_bytes=copied_bytes(contents, targets),
+        num_bytes=sum(info.num_bytes for info in infos.values()),
         left_out=left_out,
     )
 
@@ -277,14 +212,15 @@ def _what_to_write(source: Contents, format: Format) -> tuple[Contents, dict[str
     return contents, left_out
 
 
-def _target_dtypes(contents: Contents, dtype: str | torch.dtype | None, *, bare: bool) -> dict[str, str]:
+def _infos(contents: Contents, dtype: str | torch.dtype | None, *, bare: bool) -> dict[str, TensorInfo]:
     """What each tensor is written as."""
     wanted = None if dtype is None else str(dtype).removeprefix("torch.")
     if wanted is not None and wanted not in _FLOATS:
         raise ConfigError(
             f"{wanted!r} is no floating-point dtype", where="dtype", fix=f"choose one of {', '.join(_FLOATS)}"
         )
-    return {
-        name: wanted if wanted and tensor.dtype in _FLOATS and (bare or name.startswith("model.")) else tensor.dtype
-        for name, tensor in contents.tensors.items()
-    }
+    infos = {}
+    for name, tensor in contents.tensors.items():
+        is_cast = wanted and tensor.dtype in _FLOATS and (bare or name.startswith("model."))
+        infos[name] = TensorInfo(name, wanted if wanted and is_cast else tensor.dtype, tensor.shape)
+    return infos

@@ -6,7 +6,6 @@ For handing over and for small models; a run resumes faster from the sharded che
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardwise.checkpointing.agreement import Channel, mesh_of_model, on_first, together
-from shardwise.checkpointing.broadcasting import FirstRankReader, Reader, describe
+from shardwise.checkpointing.agreement import mesh_of_model, on_first, together
+from shardwise.checkpointing.broadcasting import RequestReader, describe
 from shardwise.checkpointing.contents import Contents, TensorInfo
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.full import NOTES, FullWriter, make_notes, plain_values, tensors_in
+from shardwise.checkpointing.formats.full import NOTES, make_notes, plain_values, tensors_in, write_full
+from shardwise.checkpointing.formats.safetensors import refuse_overwrite
 from shardwise.checkpointing.loading import load_run
 from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.state.names import with_our_names
-from shardwise.checkpointing.state.nested import put_together
-from shardwise.checkpointing.state.run import Collected, Run, Stateful
+from shardwise.checkpointing.state.nested import FlatState, put_together
+from shardwise.checkpointing.state.run import Run, Stateful
 from shardwise.checkpointing.state.slices import dtype_name
-from shardwise.checkpointing.weights import Put, refuse_remote, stream_gathered
+from shardwise.checkpointing.weights import refuse_remote, stream_gathered
+from shardwise.distributed.agreement import Channel
 from shardwise.progress import Progress
 
 Optimizers = Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer]
@@ -64,14 +65,10 @@ def save_full(
     run = Run(model, optimizers, objects)
     mesh = _mesh(run)
     together(lambda: refuse_remote(path), mesh)
-    found = together(lambda: run.collect(extra=extra), mesh)
-    tree, named = together(lambda: _as_tree(found), mesh)
+    on_first(lambda: refuse_overwrite(Path(path), overwrite, is_file=True), mesh)
+    tree, named = together(lambda: _as_tree(run.collect(extra=extra)), mesh)
     order = [(info, named[id(info)]) for info in tensors_in(tree)]
-
-    def open_writer(stack: ExitStack) -> Put:
-        return stack.enter_context(FullWriter(Path(path), tree, overwrite=overwrite)).write
-
-    stream_gathered(order, open_writer, mesh, progress)
+    stream_gathered(order, lambda chunks: write_full(Path(path), tree, chunks, overwrite=overwrite), mesh, progress)
 
 
 def load_full(
@@ -111,7 +108,7 @@ def load_full(
     channel = Channel()
     try:
         contents = _open(path, run, mesh, broadcast)
-        reader = FirstRankReader(mesh) if broadcast else Reader()
+        reader = RequestReader(broadcast, mesh)
         loaded = load_run(
             run, contents, channel, strict=strict, verify=verify, rng=False, progress=progress, reader=reader
         )
@@ -130,20 +127,17 @@ def _open(path: str | Path, run: Run, mesh: DeviceMesh | None, broadcast: bool) 
         opened.append(with_our_names(contents))
         return describe(opened[0])
 
-    if broadcast:
-        described = on_first(open_file, mesh)
-        return opened[0] if opened else described
-    together(open_file, mesh)
-    return opened[0]
+    described = on_first(open_file, mesh) if broadcast else together(open_file, mesh)
+    return opened[0] if opened else described
 
 
-def _as_tree(found: Collected) -> tuple[dict[str, Any], dict[int, Any]]:
+def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[int, Any]]:
     """The nested dictionary with infos in place of tensors, and the tensor of each info."""
     infos: dict[str, TensorInfo] = {}
     tensors: dict[int, Any] = {}
-    for leaf in found.leaves:
-        infos[leaf.name] = TensorInfo(leaf.name, dtype_name(leaf.tensor.dtype), tuple(leaf.tensor.shape))
-        tensors[id(infos[leaf.name])] = leaf.tensor
+    for name, tensor in found.tensors.items():
+        infos[name] = TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        tensors[id(infos[name])] = tensor
     parts: dict[tuple[str | int, ...], Any] = {found.paths[name]: info for name, info in infos.items()}
     parts |= {found.paths[alias]: infos[name] for alias, name in found.aliases.items()}
     parts |= {found.paths[name]: value for name, value in plain_values(found.values).items()}

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, portions
+import torch
+from torch import nn
+
+from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, portions
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.fsdp1 import needs_model
 from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.state.names import find_sections, with_our_names
 from shardwise.checkpointing.storage import files
-from shardwise.checkpointing.storage.memory import bytes_of
+from shardwise.checkpointing.storage.memory import bytes_of, counting
 from shardwise.checkpointing.verifying import file_names, unsound, wrong_files
 from shardwise.findings import Finding, Severity
-from shardwise.progress import NoProgress, Progress
+from shardwise.progress import Progress
 from shardwise.units import format_bytes, format_count
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
 
 _MAX_VALUE_CHARACTERS = 200
 _NEEDS_MODEL = "SW336"
-_INTERNAL = ("left_out", "metadata", "flat_starts", "unnamed", "dcp_folders", "has_our_names")
+_INTERNAL = ("left_out", "metadata", "flat_starts", "unnamed", "frames", "has_our_names")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,22 +72,15 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        plain = {
-            name: getattr(self, name) for name in self.__slots__ if name not in ("tensors", "findings", "sections")
-        }
         return {
-            **plain,
+            **{name: getattr(self, name) for name in self.__slots__},
             "sections": {name: {"tensors": count, "bytes": size} for name, (count, size) in self.sections.items()},
             "tensors": [
                 {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "bytes": tensor.num_bytes,
                  "pieces": tensor.num_pieces}
                 for tensor in self.tensors
             ],
-            "findings": [
-                {"code": finding.code, "severity": finding.severity.value, "message": finding.message,
-                 "where": finding.where, "fix": finding.fix}
-                for finding in self.findings
-            ],
+            "findings": [asdict(finding) for finding in self.findings],
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -122,14 +114,18 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None) -> I
     """
     contents = open_checkpoint(path, model=model)
     named = with_our_names(contents)
-    dtypes: dict[str, int] = {}
-    sections: dict[str, tuple[int, int]] = {}
+    dtypes, counts, sizes = Counter[str](), Counter[str](), Counter[str]()
     for name, tensor in named.tensors.items():
-        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.num_bytes
-        top = str(named.structure.get(name, (name,))[0])
-        count, size = sections.get(top, (0, 0))
-        sections[top] = (count + 1, size + tensor.num_bytes)
-    findings = [*unsound(contents), *wrong_files(contents), *_nameless(contents)]
+        section = str(named.structure.get(name, (name,))[0])
+        counts[section] += 1
+        sizes[section] += tensor.num_bytes
+        dtypes[tensor.dtype] += tensor.num_bytes
+    findings = [*unsound(contents), *wrong_files(contents)]
+    if needs_model(contents):
+        message = "parameters are flat, or numbered: the files do not say which is which"
+        fix = "pass the model to see and to convert them: --model MODEL"
+        where = str(contents.path)
+        findings.append(Finding(code=_NEEDS_MODEL, message=message, where=where, severity=Severity.NOTE, fix=fix))
     return Inspection(
         path=str(contents.path),
         format=contents.format,
@@ -139,8 +135,8 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None) -> I
         num_bytes=contents.num_bytes,
         disk_bytes=sum(files.size_of(files.join(contents.folder, file)) or 0 for file in file_names(contents)),
         is_checksummed=bool(contents.block_bytes),
-        dtypes=dtypes,
-        sections=sections,
+        dtypes=dict(dtypes),
+        sections={section: (count, sizes[section]) for section, count in counts.items()},
         tensors=tuple(
             TensorSummary(
                 name=name,
@@ -168,20 +164,6 @@ def _num_elements(contents: Contents) -> int:
             seen.add(place)
             total += math.prod(tensor.shape)
     return total
-
-
-def _nameless(contents: Contents) -> list[Finding]:
-    if not needs_model(contents):
-        return []
-    return [
-        Finding(
-            code=_NEEDS_MODEL,
-            message="parameters are flat, or numbered: the files do not say which is which",
-            where=str(contents.path),
-            severity=Severity.NOTE,
-            fix="pass the model to see and to convert them: --model MODEL",
-        )
-    ]
 
 
 def _short(value: object) -> str:
@@ -236,18 +218,7 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "a": self.a,
-            "b": self.b,
-            "equal": self.is_empty,
-            "only_in_a": list(self.only_in_a),
-            "only_in_b": list(self.only_in_b),
-            "tensors": [
-                {name: getattr(tensor, name) for name in TensorDifference.__slots__} for tensor in self.tensors
-            ],
-            "values": list(self.values),
-            "num_equal": self.num_equal,
-        }
+        return {**asdict(self), "equal": self.is_empty}
 
     def __str__(self) -> str:
         lines = [f"{self.num_equal} tensors are equal, {len(self.tensors)} differ"]
@@ -279,21 +250,18 @@ def diff_checkpoints(
     left, right = (with_our_names(open_checkpoint(path, model=model)) for path in (a, b))
     if _only_weights(left) != _only_weights(right):
         left, right = _weights(left), _weights(right)
-    listener = progress or NoProgress()
     shared = [name for name in left.tensors if name in right.tensors]
-    listener.start(sum(left.tensors[name].num_bytes for name in shared), "comparing")
     found: list[TensorDifference] = []
-    try:
+    with counting(progress, sum(left.tensors[name].num_bytes for name in shared), "comparing") as count:
         for name in shared:
             found += _tensor_differences(left, right, name)
-            listener.advance(left.tensors[name].num_bytes)
-    finally:
-        listener.finish()
+            count(left.tensors[name].num_bytes)
+    names, others = ({**contents.tensors, **contents.values} for contents in (left, right))
     return Difference(
         a=str(a),
         b=str(b),
-        only_in_a=tuple(name for name in _names(left) if name not in _names(right)),
-        only_in_b=tuple(name for name in _names(right) if name not in _names(left)),
+        only_in_a=tuple(name for name in names if name not in others),
+        only_in_b=tuple(name for name in others if name not in names),
         tensors=tuple(found),
         values=tuple(
             name for name, value in left.values.items() if name in right.values and value != right.values[name]
@@ -302,12 +270,8 @@ def diff_checkpoints(
     )
 
 
-def _names(contents: Contents) -> dict[str, None]:
-    return dict.fromkeys((*contents.tensors, *contents.values))
-
-
 def _only_weights(contents: Contents) -> bool:
-    return all(name.startswith("model.") for name in _names(contents))
+    return all(name.startswith("model.") for name in (*contents.tensors, *contents.values))
 
 
 def _weights(contents: Contents) -> Contents:
@@ -322,26 +286,19 @@ def _tensor_differences(left: Contents, right: Contents, name: str) -> Iterator[
         return
     if one.dtype != other.dtype:
         yield TensorDifference(name=name, what="dtype", a=one.dtype, b=other.dtype)
-    largest, count = _compare(left, right, one, other)
+    largest, count = 0.0, 0
+    for box in portions(Box.whole(one.shape), ITEM_BYTES[one.dtype]):
+        most, differing = _compare_parts(read_box(left, one, box), read_box(right, other, box))
+        largest = most if most != most or most > largest else largest
+        count += differing
     if count:
         yield TensorDifference(
             name=name, what="values", a=one.dtype, b=other.dtype, largest=largest, num_elements=count
         )
 
 
-def _compare(left: Contents, right: Contents, one: StoredTensor, other: StoredTensor) -> tuple[float, int]:
-    largest, count = 0.0, 0
-    for box in portions(Box.whole(one.shape), ITEM_BYTES[one.dtype]):
-        most, differing = _compare_parts(read_box(left, one, box), read_box(right, other, box))
-        largest = most if most != most or most > largest else largest
-        count += differing
-    return largest, count
-
-
 def _compare_parts(one: torch.Tensor, other: torch.Tensor) -> tuple[float, int]:
     """The largest difference and how many elements differ; bits decide where the dtype is the same."""
-    import torch
-
     if one.dtype == other.dtype and bytes_of(one) == bytes_of(other):
         return 0.0, 0
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-from shardwise.checkpointing.agreement import Channel
-from shardwise.checkpointing.broadcasting import Reader
+from shardwise.checkpointing.broadcasting import RequestReader
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.matching import Matched, match
 from shardwise.checkpointing.reading import Request, Verify
@@ -26,6 +27,7 @@ from shardwise.checkpointing.state.run import (
     optimizer_path,
 )
 from shardwise.checkpointing.state.slices import model_tensors
+from shardwise.distributed.agreement import Channel
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import take_inventory
@@ -162,7 +164,7 @@ def load_run(
     verify: Verify,
     rng: bool,
     progress: Progress | None = None,
-    reader: Reader | None = None,
+    reader: RequestReader | None = None,
 ) -> Loaded:
     """Read a checkpoint into a run's objects.
 
@@ -183,7 +185,6 @@ def load_run(
     Ranks:
         Collective.
     """
-    reader = reader or Reader()
     view = view_for(contents, channel.rank, channel.size)
 
     def make_plan() -> LoadPlan:
@@ -192,53 +193,95 @@ def load_run(
         return plan
 
     plan = channel.run_on_all(make_plan)  # a reader may communicate: nobody enters it alone
-    channel.run_on_all(lambda: _prove(plan, view, run, reader, strict=strict, verify=verify, progress=progress))
-    wait_for_copies()  # bytes that arrive are no change that torch counts
 
-    def read() -> LoadPlan:
-        # Optimizer states were planned where the parameters were: on meta, perhaps.
-        final = make_plan() if _allocate(plan, run) else plan
-        reader.read(view.contents, final.requests(run), verify=verify != "no", progress=progress)
-        return final
+    def allocate() -> None:
+        nonlocal plan
+        if _allocate(plan, run):  # optimizer states were planned where the parameters were: on meta, perhaps
+            plan = make_plan()
 
-    try:
-        plan = channel.run_on_all(read)
-    except BaseException as error:  # on any rank: no rank may use the models
-        for model in run.models.values():
-            mark_unusable(model, str(getattr(error, "where", "") or error))
-        raise
-    for model in run.models.values():
-        mark_usable(model)
+    load_requests(
+        list(run.models.values()),
+        view.contents,
+        lambda: plan.requests(run),
+        channel.run_on_all,
+        reader or RequestReader(),
+        allocate=allocate,
+        verify=verify,
+        progress=progress,
+    )
     _settle(plan, view, run, channel)
     return Loaded(contents.step or 0, plan.extra.get("extra"), tuple(plan.restoring.notes))
 
 
-def _prove(
-    plan: LoadPlan,
-    view: RankView,
-    run: Run,
-    reader: Reader,
+def load_requests(
+    models: Sequence[nn.Module],
+    contents: Contents,
+    requests: Callable[[], list[Request]],
+    run_on_all: Callable[[Callable[[], Any]], Any],
+    reader: RequestReader,
     *,
-    strict: bool,
+    allocate: Callable[[], None],
+    check: Callable[[], None] = lambda: None,
     verify: Verify,
     progress: Progress | None,
 ) -> None:
-    """Raise for whatever can be found wrong before anything is written."""
-    requests = plan.requests(run)
-    problems = [f"{problem.name}: {problem.text}" for problem in reader.check(view.contents, requests)]
-    _refuse(problems, view, strict)
+    """Prove that everything can be read, give memory to what has none, and read.
+
+    Args:
+        models: Marked unusable if the bytes turn out corrupt.
+        contents: The checkpoint.
+        requests: What this rank reads; asked again after allocating.
+        run_on_all: Runs work on every rank, and raises on all if it fails on one.
+        reader: Who reads.
+        allocate: Gives memory to tensors on the meta device.
+        check: Further proof, once all files are known to be there.
+        verify: When checksums are compared.
+        progress: Is told the bytes.
+
+    Raises:
+        CheckpointError: On every rank. Before the first byte is written nothing was changed.
+
+    Ranks:
+        Collective.
+    """
+    planned = run_on_all(requests)
+
+    def prove() -> None:
+        if problems := reader.check(contents, planned):
+            raise CheckpointError(
+                f"the checkpoint cannot be loaded: {len(problems)} problems",
+                where="\n".join([str(contents.path), *_shortened(problems)]),
+                why="every byte must be there before the first is written into the model",
+                fix="copy the checkpoint again, or load another one",
+            )
+
+    run_on_all(prove)
+    run_on_all(check)
     if verify == "before":
-        reader.verify(view.contents, requests, progress=progress)
+        run_on_all(lambda: reader.verify(contents, planned, progress))
+    wait_for_copies()  # a save in the background may still be copying what is about to be overwritten
+    try:
+        run_on_all(allocate)
+        run_on_all(lambda: reader.read(contents, requests(), verify=verify != "no", progress=progress))
+    except BaseException as error:  # on any rank: no rank may use the models
+        for model in models:
+            mark_unusable(model, str(getattr(error, "where", "") or error))
+        raise
+    for model in models:
+        mark_usable(model)
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    hidden = len(lines) - _MAX_LINES
+    return lines[:_MAX_LINES] + ([f"... and {hidden} more"] if hidden > 0 else [])
 
 
 def _refuse(problems: list[str], view: RankView, strict: bool) -> None:
     if not problems:
         return
-    hidden = len(problems) - _MAX_LINES
-    lines = problems[:_MAX_LINES] + ([f"... and {hidden} more"] if hidden > 0 else [])
     raise CheckpointError(
         f"the checkpoint does not fit this run: {len(problems)} problems",
-        where="\n".join([str(view.contents.path), *lines]),
+        where="\n".join([str(view.contents.path), *_shortened(problems)]),
         why="everything that is stored of an object must find its place"
         if strict
         else "what is loaded must be there, and of the right shape",

@@ -8,18 +8,17 @@ import math
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpointing.agreement import Channel
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.sharded import FileRecord, read_manifest
@@ -34,22 +33,14 @@ from shardwise.checkpointing.loading import load_run
 from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.saving import Saver, Started, describe_run
 from shardwise.checkpointing.state.names import with_our_names
-from shardwise.checkpointing.state.run import Collected, Run, Stateful
+from shardwise.checkpointing.state.nested import FlatState
+from shardwise.checkpointing.state.run import Run, Stateful
 from shardwise.checkpointing.storage.files import Place, join, place, size_of
+from shardwise.distributed.agreement import Channel, run_and_gather
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.progress import Progress
 
 _log = logging.getLogger("shardwise.checkpointing")
-
-
-class Work(Protocol):
-    """What must be finished."""
-
-    def wait(self) -> None:
-        """Finish it."""
-
-    def close(self) -> None:
-        """Finish it, and give everything back."""
 
 
 class Leaving:
@@ -58,38 +49,33 @@ class Leaving:
     A program that handles SIGTERM itself is left alone: however it ends, the save is finished at its exit.
 
     Args:
-        work: Not kept alive by this.
+        checkpointer: Not kept alive by this.
     """
 
-    def __init__(self, work: Work) -> None:
-        self._work = weakref.ref(work)
-        atexit.register(self._at_exit)
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = weakref.ref(checkpointer)
+        atexit.register(self._finish)
         if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def forget(self) -> None:
         """Leave the program's end alone again."""
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._finish)
         # Compared by equality: a bound method is a new object each time. Somebody may have set another since.
         if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _at_exit(self) -> None:
-        if (work := self._work()) is not None:
-            _finish(work.close)
+    def _finish(self) -> None:
+        try:
+            if (checkpointer := self._checkpointer()) is not None:
+                checkpointer.close()
+        except Exception as error:  # the program ends anyway; nobody is left to catch it
+            _log.error("the last save failed: %s", error)
 
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
-        if (work := self._work()) is not None:
-            _finish(work.wait)
+        self._finish()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)
-
-
-def _finish(finish: Callable[[], None]) -> None:
-    try:
-        finish()
-    except Exception as error:  # the program ends anyway; nobody is left to catch it
-        _log.error("the last save failed: %s", error)
 
 
 def _is_main_thread() -> bool:
@@ -145,57 +131,6 @@ def removable(
     return sorted(set(steps) - kept)
 
 
-class Retiring:
-    """Carries a retention out in a folder.
-
-    Args:
-        folder: Of the run.
-        retention: What is kept.
-
-    Ranks:
-        Local: rank 0 does it.
-    """
-
-    def __init__(self, folder: Place, retention: Retention) -> None:
-        self._folder, self._retention = folder, retention
-        self.metrics: dict[int, float | None] = {}
-        """By step; those of earlier runs are read from their checkpoints."""
-
-    def after(self, newest: int, records: Sequence[FileRecord]) -> None:
-        """Remove what need not be kept.
-
-        Args:
-            newest: The step that was just committed.
-            records: The files it was written to.
-
-        Raises:
-            CheckpointError: The newest is not whole, and nothing was removed; or something could not be removed.
-        """
-        _check_whole(step_folder(self._folder, newest), records)
-        steps = committed_steps(self._folder)
-        metrics = self._known_metrics(steps) if self._retention.keep_best is not None else {}
-        for step in removable(steps, newest, self._retention, metrics):
-            remove_checkpoint(step_folder(self._folder, step))
-
-    def _known_metrics(self, steps: Sequence[int]) -> dict[int, float]:
-        for step in steps:
-            if step not in self.metrics:
-                self.metrics[step] = read_manifest(step_folder(self._folder, step)).details.get("metric")
-        return {step: value for step, value in self.metrics.items() if value is not None}
-
-
-def _check_whole(folder: Place, records: Sequence[FileRecord]) -> None:
-    """Raise unless the files are as large as they were written: an older checkpoint may be all there is."""
-    short = [record.file for record in records if size_of(join(folder, record.file)) != record.num_bytes]
-    if short:
-        raise CheckpointError(
-            f"{', '.join(short)} changed after it was written",
-            where=str(folder),
-            why="a file of the newest checkpoint does not have the size it had",
-            fix="see who else writes there; older checkpoints were kept",
-        )
-
-
 class Checkpointer:
     """Saves and loads a run's state in a folder, one subfolder a step.
 
@@ -245,8 +180,8 @@ class Checkpointer:
         """What was saved as `extra`, after `load`."""
         self.notes: tuple[str, ...] = ()
         """What the last `load` has to say, such as random numbers that had to be made up."""
-        retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best)
-        self._retiring = Retiring(self.folder, retention)
+        self._retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best)
+        self._metrics: dict[int, float | None] = {}  # those of earlier runs are read from their checkpoints
         self._asynchronous, self._on_busy, self._rng, self._progress = asynchronous, on_busy, rng, progress
         self._channel = Channel()
         self._saver = Saver(self._channel, Channel(), fsync=fsync)
@@ -288,12 +223,16 @@ class Checkpointer:
             Collective.
         """
         self._check_usable()
-        if self._is_busy_anywhere():
-            return False
+        if self._on_busy == "skip" and self._asynchronous:
+            busy = self._thread is not None and self._thread.is_alive()
+            if any(self._channel.all_gather(busy)):
+                return False
         self.wait()
-        self._sweep()
+        if not self._is_swept:  # what an earlier run left half done
+            self._channel.run_on_all(lambda: sweep(self.folder) if self._channel.rank == 0 else None)
+            self._is_swept = True
 
-        def collect() -> Collected:
+        def collect() -> FlatState:
             run = Run(model, optimizers, objects)
             found = run.collect(extra=extra, rng_rank=self._channel.rank if self._rng else None)
             found.details = describe_run(run)
@@ -302,7 +241,7 @@ class Checkpointer:
             return found
 
         started = self._saver.start(self.path(step), step, collect, background=self._asynchronous)
-        self._retiring.metrics[step] = metric
+        self._metrics[step] = metric
         if self._asynchronous:
             thread = threading.Thread(target=self._finish, args=(started,), name=f"checkpoint of step {step}")
             try:
@@ -311,7 +250,8 @@ class Checkpointer:
             except RuntimeError:  # no more threads: the other ranks count on us, so it is done here and now
                 self._finish(started)
         else:
-            self._saver.finish(started, retire=partial(self._retiring.after, step), progress=self._progress)
+            self._finish(started)
+            self.wait()
         return True
 
     def prepare(
@@ -399,8 +339,13 @@ class Checkpointer:
             Collective: rank 0 looks, so that all see the same.
         """
         self._check_usable()
-        steps = self._channel.run_on_all(lambda: committed_steps(self.folder) if self._channel.rank == 0 else [])
-        return self._channel.broadcast(steps[-1] if steps else None)
+        is_first = self._channel.rank == 0
+        _, steps = run_and_gather(
+            lambda: (None, max(committed_steps(self.folder), default=None) if is_first else None),
+            self._channel,
+            CheckpointError,
+        )
+        return steps[0]
 
     def path(self, step: int) -> Place:
         """Where the checkpoint of a step lies, or would lie."""
@@ -464,24 +409,30 @@ class Checkpointer:
             fix=f"load step {steps[-1]}, the latest" if steps else "check the folder; start afresh where there is none",
         )
 
-    def _is_busy_anywhere(self) -> bool:
-        if self._on_busy == "wait" or not self._asynchronous:
-            return False
-        busy = self._thread is not None and self._thread.is_alive()
-        return any(self._channel.all_gather(busy))
-
     def _finish(self, started: Started) -> None:
         try:
-            retire = partial(self._retiring.after, started.step)
-            self._saver.finish(started, retire=retire, progress=self._progress)
+            self._saver.finish(started, retire=partial(self._retire, started.step), progress=self._progress)
         except BaseException as error:
             self._error = error
 
-    def _sweep(self) -> None:
-        """Remove what an earlier run left half done, once."""
-        if not self._is_swept:
-            self._channel.run_on_all(lambda: sweep(self.folder) if self._channel.rank == 0 else None)
-            self._is_swept = True
+    def _retire(self, newest: int, records: Sequence[FileRecord]) -> None:
+        """Remove what need not be kept, on rank 0, unless a file of the newest is not what was written."""
+        folder = self.path(newest)
+        short = [record.file for record in records if size_of(join(folder, record.file)) != record.num_bytes]
+        if short:  # an older checkpoint may be all there is
+            raise CheckpointError(
+                f"{', '.join(short)} changed after it was written",
+                where=str(folder),
+                why="a file of the newest checkpoint does not have the size it had",
+                fix="see who else writes there; older checkpoints were kept",
+            )
+        steps = committed_steps(self.folder)
+        for step in steps if self._retention.keep_best is not None else ():
+            if step not in self._metrics:
+                self._metrics[step] = read_manifest(self.path(step)).details.get("metric")
+        metrics = {step: metric for step, metric in self._metrics.items() if metric is not None}
+        for step in removable(steps, newest, self._retention, metrics):
+            remove_checkpoint(self.path(step))
 
     def _check_usable(self) -> None:
         if self._is_closed:

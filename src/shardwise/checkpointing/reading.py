@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -9,14 +10,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor, coverage_problem
-from shardwise.checkpointing.storage.files import Reader, join, open_reader, size_of
+from shardwise.checkpointing.storage.files import COPY_AGAIN, FileReader, damaged, join, size_of
 from shardwise.checkpointing.storage.memory import bytes_of, checksum_of_parts, counting
-from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
 
 CHUNK_BYTES = 8 << 20
@@ -131,7 +131,7 @@ def _first(chunk: Box, box: Box) -> int:
     return index
 
 
-class RangeReader:
+class RangeReader(contextlib.ExitStack):
     """Reads for one thread: its open file, and buffers that are made when first needed and used over and over.
 
     Args:
@@ -140,20 +140,15 @@ class RangeReader:
     """
 
     def __init__(self, contents: Contents, *, verify: bool) -> None:
+        super().__init__()
         self._contents, self._verify = contents, verify
         self._file = ""
-        self._reader: Reader | None = None
+        self._open_file = self.enter_context(contextlib.ExitStack())
         # What a range shares its first and last block with: read so that the block can be verified, then dropped.
         self._before = self._after = memoryview(b"")
         self._plain: torch.Tensor | None = None
         self._pinned: list[tuple[torch.Tensor, Any]] = []
         self._turn = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
 
     def bring(self, item: Range) -> None:
         """Read the bytes to where they belong."""
@@ -200,16 +195,12 @@ class RangeReader:
         copied.synchronize()
         return buffer
 
-    def _open(self, file: str) -> Reader:
-        if self._reader is None or file != self._file:  # ranges are sorted by file
-            self._close()
-            self._file, self._reader = file, open_reader(join(self._contents.folder, file))
+    def _open(self, file: str) -> FileReader:
+        if file != self._file:  # ranges are sorted by file
+            self._open_file.close()
+            self._reader = self._open_file.enter_context(FileReader(join(self._contents.folder, file)))
+            self._file = file
         return self._reader
-
-    def _close(self) -> None:
-        reader, self._reader = self._reader, None  # opening the next may fail
-        if reader is not None:
-            reader.close()
 
     def _read(self, item: Range, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of the range.
@@ -236,12 +227,12 @@ class RangeReader:
             parts = [buffer[max(first - start, 0) : last - start]]
             parts = ([before] if first < start else []) + parts + ([after] if last > stop else [])
             if checksum_of_parts(parts) != piece.checksums[first // block]:
-                raise CheckpointError(
+                file = join(self._contents.folder, piece.file)
+                raise damaged(
                     f"the checkpoint is damaged: bytes of {item.tensor.name} are not those that were saved",
-                    where=f"{join(self._contents.folder, piece.file)}, "
-                    f"bytes {piece.offset + first:,} to {piece.offset + last:,}",
-                    why="their checksum differs: the disk, the network or a program has changed the file",
-                    fix="load an older checkpoint, or copy this one again; `shardwise ckpt verify` lists all damage",
+                    f"{file}, bytes {piece.offset + first:,} to {piece.offset + last:,}",
+                    "their checksum differs: the disk, the network or a program has changed the file",
+                    COPY_AGAIN + "; `shardwise ckpt verify` lists all damage",
                 )
 
 
@@ -303,17 +294,7 @@ Verify = Literal["while", "before", "no"]
 _MAX_THREADS = 8  # a thread copies 5 to 10 GB/s from the page cache; more than a disk gives, less than memory does
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Why a request cannot be served."""
-
-    kind: Literal["missing", "shape", "dtype", "coverage", "file"]
-    name: str
-    """Of the tensor; of the file when that is what is wrong."""
-    text: str
-
-
-def check_requests(contents: Contents, requests: Iterable[Request]) -> list[Problem]:
+def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]:
     """What is wrong with the requests or the checkpoint's files, found before anything is written.
 
     Every tensor is there, every element of each box is stored exactly once, and every file needed is there and as
@@ -322,28 +303,44 @@ def check_requests(contents: Contents, requests: Iterable[Request]) -> list[Prob
     Ranks:
         Local.
     """
-    problems: list[Problem] = []
-    files: dict[str, int] = {}
+    problems: list[str] = []
+    needed: dict[str, int] = {}
     for request in requests:
         tensor = contents.tensors.get(request.name)
         if tensor is None:
-            problems.append(Problem("missing", request.name, "not in the checkpoint"))
+            problems.append(f"{request.name}: not in the checkpoint")
             continue
-        problem = _shape_problem(tensor, request) or _coverage_problem(tensor, request)
-        if problem is not None:
-            problems.append(problem)
+        if problem := _problem(tensor, request):
+            problems.append(f"{request.name}: {problem}")
         for piece in tensor.pieces:
             if piece.data is None and piece.box.overlap(request.box) is not None:
                 end = piece.offset + piece.box.numel * ITEM_BYTES[tensor.dtype]
-                files[piece.file] = max(files.get(piece.file, 0), end)
-    return problems + _file_problems(contents, files)
+                needed[piece.file] = max(needed.get(piece.file, 0), end)
+    for file, least in sorted(needed.items()):
+        found, expected = size_of(join(contents.folder, file)), contents.file_bytes.get(file)
+        if found is None:
+            problems.append(f"{file}: is missing")
+        elif expected is not None and found != expected:
+            problems.append(f"{file}: has {found:,} bytes, but {expected:,} were written")
+        elif found < least:
+            problems.append(f"{file}: has {found:,} bytes, but its tensors end at {least:,}")
+    return problems
+
+
+def _problem(tensor: StoredTensor, request: Request) -> str:
+    """Why a request cannot be served; empty when it can."""
+    if not request.box.lies_in(tensor.shape):
+        return f"has shape {list(tensor.shape)}, in which {request.box} does not lie"
+    if tuple(request.target.shape) != request.box.sizes:
+        return f"is to be read into memory of shape {list(request.target.shape)}, which {request.box} does not fit"
+    return coverage_problem(request.box, (piece.box for piece in tensor.pieces))
 
 
 def read_requests(
     contents: Contents,
     requests: Iterable[Request],
     *,
-    verify: Verify = "while",
+    verify: bool = True,
     progress: Progress | None = None,
     num_threads: int | None = None,
 ) -> None:
@@ -352,9 +349,8 @@ def read_requests(
     Args:
         contents: The checkpoint.
         requests: Checked by `check_requests` first.
-        verify: `while`: checksums are compared as the bytes arrive, so that damaged bytes may have been written
-            when the error comes. `before`: in a pass of its own, and the targets are untouched by an error.
-            Where the format has no checksums there is nothing to compare.
+        verify: Compare checksums as the bytes arrive, where the format has any; damaged bytes may have been written
+            when the error comes.
         progress: Is told the bytes as they arrive.
         num_threads: That read at the same time; default: as many cores as there are, at most 8.
 
@@ -364,12 +360,9 @@ def read_requests(
     Ranks:
         Local. Callers make the ranks fail together.
     """
-    ranges = _all_ranges(contents, requests, verify != "no")
-    checks = [item for item in ranges if item.piece.checksums] if verify == "before" else []
-    threads = num_threads or _num_threads()
-    with counting(progress, _num_bytes(checks) + _num_bytes(ranges), "loading") as count:
-        read_ranges(contents, checks, threads, verify=True, write=False, count=count)
-        read_ranges(contents, ranges, threads, verify=verify != "no", count=count)
+    ranges = _all_ranges(contents, requests, verify)
+    with counting(progress, _num_bytes(ranges), "loading") as count:
+        read_ranges(contents, ranges, num_threads or _num_threads(), verify=verify, count=count)
 
 
 def verify_requests(contents: Contents, requests: Iterable[Request], *, progress: Progress | None = None) -> None:
@@ -391,9 +384,7 @@ def verify_requests(contents: Contents, requests: Iterable[Request], *, progress
         read_ranges(contents, ranges, _num_threads(), verify=True, write=False, count=count)
 
 
-def read_box(
-    contents: Contents, tensor: StoredTensor, box: Box, *, verify: Literal["while", "no"] = "while"
-) -> torch.Tensor:
+def read_box(contents: Contents, tensor: StoredTensor, box: Box, *, verify: bool = True) -> torch.Tensor:
     """A part of a stored tensor, as a new CPU tensor.
 
     Raises:
@@ -403,14 +394,10 @@ def read_box(
         Local.
     """
     request = Request(tensor.name, torch.empty(box.sizes, dtype=getattr(torch, tensor.dtype)), box)
-    if (problem := _shape_problem(tensor, request) or _coverage_problem(tensor, request)) is not None:
-        raise CheckpointError(
-            f"cannot read {tensor.name}: {problem.text}",
-            where=str(contents.path),
-            why="the checkpoint's index does not fit its files: a part is missing, or the index is damaged",
-            fix="load an older checkpoint, or copy this one again",
-        )
-    read_ranges(contents, list(ranges_of(tensor, request, verify != "no")), 1, verify=verify != "no")
+    if problem := _problem(tensor, request):
+        why = "the checkpoint's index does not fit its files: a part is missing, or the index is damaged"
+        raise damaged(f"cannot read {tensor.name}: {problem}", contents.path, why)
+    read_ranges(contents, list(ranges_of(tensor, request, verify)), 1, verify=verify)
     return request.target
 
 
@@ -427,32 +414,3 @@ def _num_bytes(ranges: list[Range]) -> int:
 def _num_threads() -> int:
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return min(_MAX_THREADS, len(allowed))
-
-
-def _shape_problem(tensor: StoredTensor, request: Request) -> Problem | None:
-    if not request.box.lies_in(tensor.shape):
-        text = f"has shape {list(tensor.shape)}, in which {request.box} does not lie"
-        return Problem("shape", request.name, text)
-    if tuple(request.target.shape) != request.box.sizes:
-        text = f"is to be read into memory of shape {list(request.target.shape)}, which {request.box} does not fit"
-        return Problem("shape", request.name, text)
-    return None
-
-
-def _coverage_problem(tensor: StoredTensor, request: Request) -> Problem | None:
-    text = coverage_problem(request.box, (piece.box for piece in tensor.pieces))
-    return Problem("coverage", request.name, text) if text else None
-
-
-def _file_problems(contents: Contents, needed: dict[str, int]) -> list[Problem]:
-    """Files that are not there, or not as large as the checkpoint says or its tensors need."""
-    problems = []
-    for file, least in sorted(needed.items()):
-        found, expected = size_of(join(contents.folder, file)), contents.file_bytes.get(file)
-        if found is None:
-            problems.append(Problem("file", file, "is missing"))
-        elif expected is not None and found != expected:
-            problems.append(Problem("file", file, f"has {found:,} bytes, but {expected:,} were written"))
-        elif found < least:
-            problems.append(Problem("file", file, f"has {found:,} bytes, but its tensors end at {least:,}"))
-    return problems

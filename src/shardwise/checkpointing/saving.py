@@ -5,57 +5,46 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import math
-import socket
-import subprocess
-import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpointing.agreement import (
+from shardwise.checkpointing.background_writer import Work, WriterProcess, bytes_of_item, commit, write_items
+from shardwise.checkpointing.contents import ITEM_BYTES, Box
+from shardwise.checkpointing.formats.sharded import FileRecord, Header, Item, file_name
+from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, partial_of
+from shardwise.checkpointing.sharing import (
     PER_RANK,
-    Channel,
     HeldBox,
     HeldTensor,
-    all_values,
     digest,
-    names_to_write,
-    portable,
+    ranks_without_state,
     share_boxes,
+    share_tensors,
+    share_values,
 )
-from shardwise.checkpointing.background_writer import (
-    Advanced,
-    Commit,
-    PlacedItem,
-    UseArena,
-    WriteFile,
-    value_streams,
-)
-from shardwise.checkpointing.contents import ITEM_BYTES, Box
-from shardwise.checkpointing.formats.sharded import FileRecord, Header, Item, file_name, write_rank_file
-from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, commit_checkpoint, partial_of
-from shardwise.checkpointing.staging import Arena, Copying, Source, place_in_arena
-from shardwise.checkpointing.state.nested import Path
-from shardwise.checkpointing.state.run import Collected, Leaf, Run
+from shardwise.checkpointing.staging import Arena, Copying, Holding
+from shardwise.checkpointing.state.nested import FlatState, Path
+from shardwise.checkpointing.state.run import Run
 from shardwise.checkpointing.state.slices import dtype_name, parts_of
 from shardwise.checkpointing.storage.files import Place, join, remove_tree
-from shardwise.checkpointing.storage.memory import bytes_of, checksum, counting
-from shardwise.distributed.agreement import first_error, run_and_gather
-from shardwise.errors import CheckpointError, EnvironmentProblem, ShardwiseError
+from shardwise.checkpointing.storage.memory import checksum
+from shardwise.distributed.agreement import Channel, as_shardwise_error, first_error, run_and_gather
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.planning.plan import Plan, encode_plan
 from shardwise.progress import Progress
 from shardwise.sharding.full_params import refuse_missing
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.registry import sharded_state
+
+_RNG = "rng."
+Retire = Callable[[Sequence[FileRecord]], None]
+"""Called on rank 0 after a commit, with what was written: removes old checkpoints."""
 
 
 def describe_run(run: Run) -> dict[str, Any]:
@@ -77,38 +66,15 @@ def describe_run(run: Run) -> dict[str, Any]:
     return {"models": described}
 
 
-def make_header(
-    step: int,
-    world_size: int,
-    records: Iterable[FileRecord],
-    values: dict[str, Any],
-    collected: Collected,
-) -> Header:
-    """The head of a manifest.
-
-    Args:
-        step: Of the run.
-        world_size: Ranks that saved.
-        records: What each of them wrote.
-        values: Everything that is no tensor, encoded.
-        collected: Rank 0's state, which knows how names came about.
-    """
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    names = {tensor.name for record in records for tensor in record.tensors} | {*values, *collected.aliases}
-    return Header(
-        step=step,
-        world_size=world_size,
-        values=values,
-        aliases=collected.aliases,
-        structure={name: _path(name, collected.paths) for name in sorted(names)},
-        details={**collected.details, "torch": str(torch.__version__), "date": now},
-    )
-
-
 @lru_cache(maxsize=8)
 def _encoded(plan: Plan) -> dict[str, Any]:
     # Training waits for it at every save, and a plan has a line for each parameter.
     return json.loads(encode_plan(plan))
+
+
+def _axes(mesh: Any) -> dict[str, int]:
+    names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
+    return {name: mesh.size(axis) for axis, name in enumerate(names)}
 
 
 def _path(name: str, paths: Mapping[str, Path]) -> Path:
@@ -120,214 +86,25 @@ def _path(name: str, paths: Mapping[str, Path]) -> Path:
     return tuple(name.split("."))  # other ranks' random numbers
 
 
-def _axes(mesh: Any) -> dict[str, int]:
-    names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
-    return {name: mesh.size(axis) for axis, name in enumerate(names)}
-
-
-RNG = "rng."
-Kind = Literal["box", "plain", "own"]
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """A box of a tensor in this rank's memory."""
-
-    leaf: Leaf
-    held: HeldBox
-    memory: torch.Tensor
-    kind: Kind
-    """`box`: of a DTensor, equal on all ranks that hold it. `plain`: whole on each rank, which may differ. `own`: of
-    this rank alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """A box whose values no longer change: copied, or in memory that nobody touches until it is written."""
-
-    held: HeldBox
-    kind: Kind
-    offset: int = 0
-    """Where the copy lies in the arena."""
-    memory: torch.Tensor | None = None
-    """The run's own memory, where there is no copy."""
-
-
-class Holdings:
-    """This rank's boxes, remembered from save to save: which tensors there are hardly ever changes."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[weakref.ref[torch.Tensor], tuple[HeldBox, ...]]] = {}
-        self._num_changes = 0
-
-    def of(self, leaves: Iterable[Leaf]) -> list[Holding]:
-        """This rank's boxes of all leaves, in their order.
-
-        Raises:
-            CheckpointError: A tensor is not made of plain bytes.
-
-        Ranks:
-            Local.
-        """
-        return [holding for leaf in leaves for holding in self._known_holding(leaf) or self._look_at(leaf)]
-
-    def mark(self, holdings: Iterable[Holding]) -> tuple[int, int]:
-        """Another one when the boxes among them are not those of the last time; only this process understands it."""
-        return self._num_changes, hash(tuple(holding.held.name for holding in holdings))
-
-    def _known_holding(self, leaf: Leaf) -> tuple[Holding] | None:
-        known = self._known.get(leaf.name)
-        if known is None or known[0]() is not leaf.tensor or len(known[1]) != 1:
-            return None
-        held, memory = known[1][0], local_tensor(leaf.tensor)
-        return (Holding(leaf, held, memory, "box"),) if memory.shape == held.box.sizes else None
-
-    def _look_at(self, leaf: Leaf) -> list[Holding]:
-        holdings = _holdings(leaf)
-        if isinstance(leaf.tensor, DTensor):
-            held = tuple(holding.held for holding in holdings)
-            if leaf.name not in self._known or self._known[leaf.name][1] != held:
-                self._num_changes += 1
-            self._known[leaf.name] = (weakref.ref(leaf.tensor), held)
-        return holdings
-
-
-def _holdings(leaf: Leaf) -> list[Holding]:
-    _refuse_odd(leaf)
-    shape, dtype = tuple(leaf.tensor.shape), dtype_name(leaf.tensor.dtype)
-    whole = Box.whole(shape)
-    if not isinstance(leaf.tensor, DTensor):
-        kind = "own" if leaf.name.startswith(RNG) else "plain"
-        return [Holding(leaf, HeldBox(leaf.name, dtype, shape, whole), leaf.tensor.detach(), kind)]
-    if whole.numel == 0:  # no rank has a part of it, yet it must be in the checkpoint
-        empty = torch.empty(shape, dtype=leaf.tensor.dtype, device="cpu")
-        return [Holding(leaf, HeldBox(leaf.name, dtype, shape, whole), empty, "box")]
-    return [
-        Holding(leaf, HeldBox(leaf.name, dtype, shape, part.box), part.memory, "box") for part in parts_of(leaf.tensor)
-    ]
-
-
-def _refuse_odd(leaf: Leaf) -> None:
-    local = local_tensor(leaf.tensor)
+def _holdings(name: str, tensor: torch.Tensor, *, is_steady: bool) -> list[Holding]:
+    """This rank's boxes of a tensor."""
+    local = local_tensor(tensor)
+    shape, dtype = tuple(tensor.shape), dtype_name(local.dtype)
     plain_types = (torch.Tensor, nn.Parameter, nn.Buffer)
-    if type(local) in plain_types and local.layout is torch.strided and dtype_name(local.dtype) in ITEM_BYTES:
-        return
-    raise CheckpointError(
-        f"a {type(local).__name__} of {local.dtype}, {str(local.layout).removeprefix('torch.')} cannot be stored",
-        where=leaf.name,
-        why="a checkpoint holds tensors as plain bytes: dense, of a dtype that files know",
-        fix="leave it out, or store what it is made of in a state_dict() of your own",
-    )
-
-
-# The same modules as here, however this process came by them.
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from shardwise.checkpointing.background_writer import main; main(int(sys.argv[2]))"
-)
-_END_S = 10.0
-
-
-class WriterProcess:
-    """A process of its own that writes checkpoints.
-
-    Raises:
-        EnvironmentProblem: The system starts no process.
-
-    Ranks:
-        Local: every rank has one.
-    """
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                )
-        except OSError as error:
-            ours.close()
-            raise EnvironmentProblem(
-                "the process that writes checkpoints in the background does not start",
-                where=sys.executable,
-                why=str(error),
-                fix="Checkpointer(..., asynchronous=False)",
-            ) from error
-        self._connection = Connection(ours.detach())
-        self._arena = -1
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it can take a job."""
-        return self._process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        """Its process number."""
-        return self._process.pid
-
-    def run(self, job: Any, arena: Arena | None = None, progress: Progress | None = None) -> Any:
-        """Have a job done, and wait for it.
-
-        Args:
-            job: One of those in `background_writer.py`.
-            arena: Where its tensors lie.
-            progress: Is told the bytes of a `WriteFile` as they are written.
-
-        Raises:
-            CheckpointError: What the job raised; or the process died.
-        """
-        if arena is not None and arena.generation != self._arena:
-            self._call(UseArena(arena.num_bytes), arena.descriptor)
-            self._arena = arena.generation
-        if progress is None or not isinstance(job, WriteFile):
-            return self._call(job)
-        with counting(progress, job.num_bytes, "writing") as count:
-            return self._call(replace(job, tells=True), count=count)
-
-    def close(self) -> None:
-        """End it; a job that it is at is finished first."""
-        self._connection.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _call(
-        self, job: Any, descriptor: int | None = None, count: Callable[[int], None] = lambda num_bytes: None
-    ) -> Any:
-        uncounted: Exception | None = None
-        try:
-            self._connection.send(job)
-            if descriptor is not None:
-                send_handle(self._connection, descriptor, self.pid)
-            while isinstance(message := self._connection.recv(), Advanced):
-                try:
-                    count(message.num_bytes)
-                except Exception as error:  # the caller's; the answer must be taken all the same
-                    uncounted = uncounted or error
-            succeeded, answer = message
-        except (EOFError, OSError) as error:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
-            raise CheckpointError(
-                f"the process that writes checkpoints died (exit status {self._process.poll()})",
-                where=f"process {self.pid}",
-                why="it was killed, perhaps because the machine ran out of memory",
-                fix="see the system's log; the next save starts a new one, and committed checkpoints are intact",
-            ) from error
-        if not succeeded:
-            raise answer
-        if uncounted is not None:
-            raise uncounted
-        return answer
-
-
-Retire = Callable[[Sequence[FileRecord]], None]
-"""Called on rank 0 after a commit, with what was written: removes old checkpoints."""
+    if type(local) not in plain_types or local.layout is not torch.strided or dtype not in ITEM_BYTES:
+        raise CheckpointError(
+            f"a {type(local).__name__} of {local.dtype}, {str(local.layout).removeprefix('torch.')} cannot be stored",
+            where=name,
+            why="a checkpoint holds tensors as plain bytes: dense, of a dtype that files know",
+            fix="leave it out, or store what it is made of in a state_dict() of your own",
+        )
+    if isinstance(tensor, DTensor) and tensor.numel():
+        kind, boxes = "box", [(part.box, part.memory) for part in parts_of(tensor)]
+    elif isinstance(tensor, DTensor):  # no rank has a part of it, yet it must be in the checkpoint
+        kind, boxes = "box", [(Box.whole(shape), torch.empty(shape, dtype=local.dtype, device="cpu"))]
+    else:
+        kind, boxes = "own" if name.startswith(_RNG) else "plain", [(Box.whole(shape), local)]
+    return [Holding(HeldBox(name, dtype, shape, box), memory, tensor, kind, is_steady) for box, memory in boxes]
 
 
 @dataclass(slots=True)
@@ -336,8 +113,11 @@ class Started:
 
     step: int
     folder: Place
-    collected: Collected
-    parts: list[Fixed]
+    collected: FlatState
+    items: list[Item] = field(default_factory=list)
+    """What this rank may have to write; the memory of each is a tensor, or a place in the arena."""
+    plain: frozenset[str] = frozenset()
+    """Those of them that every rank holds whole, and that may differ between ranks."""
     copying: Copying | None = None
     """None: the tensors are written from where they are."""
     error: Exception | None = None
@@ -359,24 +139,18 @@ class Saver:
     def __init__(self, front: Channel, back: Channel, *, fsync: bool) -> None:
         self._front, self._back, self._fsync = front, back, fsync
         self._arena = Arena()
-        self._holdings = Holdings()
         self._writer: WriterProcess | None = None
-        self._marks: list[tuple[int, int]] = []
+        self._marks: list[int] = []
         self._chosen: list[int] = []
 
-    def prepare(self, collect: Callable[[], Collected]) -> None:
+    def prepare(self, collect: Callable[[], FlatState]) -> None:
         """Do now what the first save in the background would else do: start the writer, get the memory."""
-
-        def look() -> list[Holding]:
-            holdings = self._holdings.of(collect().leaves)
-            self._ensure_writer()
-            return holdings
-
-        self._reserve(self._share(0, look))
+        holdings, _ = self._share(0, collect, self._ensure_writer)
+        self._arena.place(holdings)
         self._arena.touch()
 
     @torch.no_grad()  # a switch that thousands of small calls would else flip one by one
-    def start(self, folder: Place, step: int, collect: Callable[[], Collected], *, background: bool) -> Started:
+    def start(self, folder: Place, step: int, collect: Callable[[], FlatState], *, background: bool) -> Started:
         """Fix the state that is saved. Training waits for this, and for no more.
 
         Args:
@@ -388,33 +162,27 @@ class Saver:
         Raises:
             ShardwiseError: The same on every rank: something cannot be stored, or the folder cannot be written.
         """
-        found: list[Collected] = []
 
-        def look() -> list[Holding]:
-            found.append(collect())
-            holdings = self._holdings.of(found[0].leaves)
+        def begin() -> None:
             if background:
                 self._ensure_writer()
             if self._front.rank == 0:
                 begin_checkpoint(folder)
-            return holdings
 
-        mine = self._share(step, look)
-        collected = found[0]
-        started = Started(step, folder, collected, [])
+        holdings, collected = self._share(step, collect, begin)
+        started = Started(step, folder, collected)
         try:  # from here on the others count on this rank to take part in `finish`
-            if background or any(holding.memory.device.type != "cpu" for holding in mine):
-                started.parts, started.copying = self._copy(mine)
-                collected.leaves.clear()  # what is written is the copy; the run's own tensors must be free to go
-            else:
-                started.parts = [Fixed(each.held, each.kind, memory=each.memory) for each in mine]
+            if background or any(holding.memory.device.type != "cpu" for holding in holdings):
+                self._arena.place(holdings)
+                started.copying = Copying(holdings, self._arena)
+                collected.tensors.clear()  # what is written is the copy; the run's own tensors must be free to go
+            started.items = [self._item(holding, started.copying is not None) for holding in holdings]
+            started.plain = frozenset(holding.held.name for holding in holdings if holding.kind == "plain")
         except Exception as caught:
             started.error = caught
         return started
 
-    def finish(
-        self, started: Started, *, retire: Callable[[Sequence[FileRecord]], None], progress: Progress | None = None
-    ) -> None:
+    def finish(self, started: Started, *, retire: Retire, progress: Progress | None = None) -> None:
         """Write and commit; on the thread that `back` belongs to.
 
         Args:
@@ -425,8 +193,9 @@ class Saver:
         Raises:
             ShardwiseError: The same on every rank. Nothing is committed then, unless `retire` raised it.
         """
+        back, values = self._back, started.collected.values
         plain: dict[str, HeldTensor] = {}
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
             if started.error is not None:
                 raise started.error
@@ -435,24 +204,24 @@ class Saver:
             plain = self._plain_tensors(started)
         except Exception as caught:
             error = caught
-        collected = started.collected
-        signs = self._back.all_gather((portable(error), digest(plain), digest(collected.values)))
-        failed = first_error([sign[0] for sign in signs])
+        told = back.all_gather((_portable(error), digest(plain), digest(values)))
+        failed = first_error([each[0] for each in told])
         record: FileRecord | None = None
-        values: dict[str, Any] = {}
-        if failed is None:
-            names = names_to_write(self._back, plain, [sign[1] for sign in signs])
-            values = all_values(self._back, collected.values, [sign[2] for sign in signs])
+        if failed is None:  # where the ranks' tables are equal, nothing is sent
+            tables = [plain] * back.size if len({each[1] for each in told}) == 1 else back.all_gather(plain)
+            values_of_ranks = [values] if len({each[2] for each in told}) == 1 else back.gather(values)
+            values = share_values(values_of_ranks) if back.rank == 0 else {}
             try:
-                record = self._write(started, names, values, progress)
+                record = self._write(started, share_tensors(tables)[back.rank], values, progress)
             except Exception as caught:
                 error = caught
-        outcomes = self._back.gather((portable(error), record))
+        outcomes = back.gather((_portable(error), record))
         verdict = None
-        if self._back.rank == 0:
+        if back.rank == 0:
             verdict = failed or first_error([outcome[0] for outcome in outcomes])
-            verdict = self._conclude(started, [outcome[1] for outcome in outcomes], values, verdict, retire)
-        verdict = self._back.broadcast(verdict)
+            records = [outcome[1] for outcome in outcomes if outcome[1] is not None]
+            verdict = self._conclude(started, records, values, verdict, retire)
+        verdict = back.all_gather(verdict)[0]
         if verdict is not None:
             raise verdict
 
@@ -472,144 +241,112 @@ class Saver:
         if self._writer is None:
             self._writer = WriterProcess()
 
-    def _share(self, step: int, look: Callable[[], list[Holding]]) -> list[Holding]:
-        """Agree with the other ranks; return what this one may have to write, of what `look` finds."""
+    def _share(
+        self, step: int, collect: Callable[[], FlatState], begin: Callable[[], None]
+    ) -> tuple[list[Holding], FlatState]:
+        """Agree with the other ranks; return what this one may have to write, of what `collect` finds."""
 
-        def work() -> tuple[list[Holding], tuple[int, tuple[int, int]]]:
-            holdings = look()
-            return holdings, (step, self._holdings.mark(each for each in holdings if each.kind == "box"))
+        def work() -> tuple[tuple[FlatState, list[Holding]], tuple[int, int]]:
+            collected = collect()
+            holdings = [
+                holding
+                for name, tensor in collected.tensors.items()
+                for holding in _holdings(name, tensor, is_steady=name in collected.steady)
+            ]
+            begin()
+            # Another number when the boxes are not those of the last time; only this process understands it.
+            return (collected, holdings), (step, hash(tuple(each.held for each in holdings if each.kind == "box")))
 
-        holdings, signs = run_and_gather(work, self._front.all_gather, CheckpointError)
-        boxes = [holding for holding in holdings if holding.kind == "box"]
-        others = [holding for holding in holdings if holding.kind != "box"]
-        if len({sign[0] for sign in signs}) > 1:
+        (collected, holdings), told = run_and_gather(work, self._front, CheckpointError)
+        if len({each[0] for each in told}) > 1:
             raise CheckpointError(
-                f"ranks save different steps: {[sign[0] for sign in signs]}",
+                f"ranks save different steps: {[each[0] for each in told]}",
                 where="Checkpointer.save(step)",
                 why="a checkpoint is of one step of the whole run",
                 fix="call save with the same step on every rank",
             )
-        marks = [sign[1] for sign in signs]
+        boxes = [holding for holding in holdings if holding.kind == "box"]
+        marks = [each[1] for each in told]
         if marks != self._marks:  # as a rule only the first time
             tables = self._front.all_gather([holding.held for holding in boxes])
-            refuse_missing(_lacking(tables))
-            self._chosen = share_boxes(tables)[self._front.rank]
-            self._marks = marks
-        chosen = {id(boxes[index]) for index in self._chosen} | {id(holding) for holding in others}
-        return [holding for holding in holdings if id(holding) in chosen]
+            refuse_missing(ranks_without_state(tables))
+            self._chosen, self._marks = share_boxes(tables)[self._front.rank], marks
+        chosen = {id(boxes[index]) for index in self._chosen}
+        return [holding for holding in holdings if holding.kind != "box" or id(holding) in chosen], collected
 
-    def _copy(self, holdings: list[Holding]) -> tuple[list[Fixed], Copying]:
-        placed = list(zip(holdings, self._reserve(holdings), strict=True))
-        sources = [
-            Source(each.held.name, each.memory, each.leaf.tensor, offset, each.leaf.is_steady)
-            for each, offset in placed
-        ]
-        parts = [Fixed(each.held, each.kind, offset) for each, offset in placed]
-        return parts, Copying(sources, self._arena)
-
-    def _reserve(self, holdings: list[Holding]) -> list[int]:
-        """Make room for copies; return where each goes."""
-        offsets, total = place_in_arena([holding.held.num_bytes for holding in holdings])
-        self._arena.reserve(total, pinned=any(holding.memory.device.type == "cuda" for holding in holdings))
-        return offsets
-
-    def _memory(self, part: Fixed) -> memoryview:
-        if part.memory is None:
-            return self._arena.buffer(part.offset, part.held.num_bytes)
-        return bytes_of(part.memory.resolve_conj().resolve_neg().contiguous())
+    def _item(self, holding: Holding, is_copied: bool) -> Item:
+        held = holding.held
+        memory = holding.offset if is_copied else holding.memory.resolve_conj().resolve_neg().contiguous()
+        return Item(held.name, held.dtype, held.shape, held.box, memory)
 
     def _plain_tensors(self, started: Started) -> dict[str, HeldTensor]:
         is_alone = self._back.size == 1  # nobody to differ from
+        memory = self._arena.view()
         return {
-            part.held.name: HeldTensor(
-                part.held.dtype, part.held.shape, 0 if is_alone else checksum(self._memory(part))
-            )
-            for part in started.parts
-            if part.kind == "plain"
+            item.name: HeldTensor(item.dtype, item.shape, 0 if is_alone else checksum(bytes_of_item(item, memory)))
+            for item in started.items
+            if item.name in started.plain
         }
 
     def _write(
-        self, started: Started, names: dict[str, str], values: dict[str, Any], progress: Progress | None
+        self, started: Started, names: Mapping[str, str], values: dict[str, Any], progress: Progress | None
     ) -> FileRecord:
         path = join(partial_of(started.folder), file_name(self._back.rank))
-        chosen = [
-            (names.get(part.held.name, "") if part.kind == "plain" else part.held.name, part) for part in started.parts
-        ]
+        items = [item for item in started.items if item.name not in started.plain or item.name in names]
+        renamed = [replace(item, name=names.get(item.name, item.name)) for item in items]
+        return self._run(started, partial(write_items, path, renamed, values, self._fsync), progress)
+
+    def _run(self, started: Started, work: Work, progress: Progress | None = None) -> Any:
         if started.copying is not None and self._writer is not None:
-            items = [
-                PlacedItem(name, part.held.dtype, part.held.shape, part.held.box, part.offset, part.held.num_bytes)
-                for name, part in chosen
-                if name
-            ]
-            return self._writer.run(WriteFile(path, tuple(items), values, self._fsync), self._arena, progress)
-        direct = [
-            Item(name, part.held.dtype, part.held.shape, part.held.box, self._memory(part))
-            for name, part in chosen
-            if name
-        ]
-        return write_rank_file(path, direct, value_streams(values), fsync=self._fsync, progress=progress)
+            return self._writer.run(work, self._arena, progress)
+        return work(self._arena.view(), progress)
 
     def _conclude(
         self,
         started: Started,
-        records: list[FileRecord | None],
+        records: Sequence[FileRecord],
         values: dict[str, Any],
         error: ShardwiseError | None,
         retire: Retire,
     ) -> ShardwiseError | None:
         """On rank 0: commit, or clear away what was written."""
-        written = tuple(record for record in records if record is not None)
         try:
             if error is not None:
                 raise error
-            header = make_header(started.step, self._back.size, written, values, started.collected)
-            if lost := sorted(started.collected.paths.keys() - header.structure.keys()):
-                raise CheckpointError(
-                    f"no rank has written {len(lost)} entries of the run's state; nothing was committed",
-                    where="\n".join([str(started.folder), *lost[:10]]),
-                    why="everything that rank 0 holds must be stored under its name",
-                    fix="report this with the text above: the ranks did not agree on who writes what",
-                )
-            job = Commit(started.folder, written, header, self._fsync)
-            if started.copying is not None and self._writer is not None:
-                self._writer.run(job)
-            else:
-                commit_checkpoint(job.folder, job.records, job.header, fsync=job.fsync)
+            header = self._header(started, records, values)
+            self._run(started, partial(commit, started.folder, records, header, self._fsync))
         except Exception as caught:
             with contextlib.suppress(ShardwiseError):
                 remove_tree(partial_of(started.folder))
-            return portable(caught)
+            return _portable(caught)
         try:
-            retire(written)
+            retire(records)
         except Exception as caught:
-            return portable(caught)
+            return _portable(caught)
         return None
 
+    def _header(self, started: Started, records: Iterable[FileRecord], values: dict[str, Any]) -> Header:
+        """The head of the manifest; rank 0's state knows how names came about."""
+        collected = started.collected
+        names = {tensor.name for record in records for tensor in record.tensors} | {*values, *collected.aliases}
+        if lost := sorted(collected.paths.keys() - names):
+            raise CheckpointError(
+                f"no rank has written {len(lost)} entries of the run's state; nothing was committed",
+                where="\n".join([str(started.folder), *lost[:10]]),
+                why="everything that rank 0 holds must be stored under its name",
+                fix="report this with the text above: the ranks did not agree on who writes what",
+            )
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return Header(
+            step=started.step,
+            world_size=self._back.size,
+            values=values,
+            aliases=collected.aliases,
+            structure={name: _path(name, collected.paths) for name in sorted(names)},
+            details={**collected.details, "torch": str(torch.__version__), "date": now},
+        )
 
-def _lacking(tables: Sequence[Sequence[HeldBox]]) -> dict[str, set[int]]:
-    """By name of an optimizer state, the ranks that hold a part of its parameter and should hold one of it.
 
-    They should where the parts of all ranks do not make up the whole; and where another rank has the same part of
-    the parameter, a replica of theirs, and does hold one.
-    """
-    held: dict[str, dict[int, set[Box]]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for rank, table in enumerate(tables):
-        for each in table:
-            held.setdefault(each.name, {}).setdefault(rank, set()).add(each.box)
-            shapes[each.name] = each.shape
-    lacking: dict[str, set[int]] = {}
-    for name, holders in held.items():
-        if not name.startswith("optim."):
-            continue
-        parameter = name.partition(".state.")[2]
-        while parameter and f"model.{parameter}" not in held:
-            parameter = parameter.rpartition(".")[0]
-        parts = held.get(f"model.{parameter}", {})
-        others = parts.keys() - holders.keys()
-        if others and sum(box.numel for box in set().union(*holders.values())) >= math.prod(shapes[name]):
-            replicated = [parts[rank] for rank in holders if rank in parts]
-            others = {rank for rank in others if parts[rank] in replicated}
-        if others:
-            lacking[name] = set(others)
-    return lacking
+def _portable(error: BaseException | None) -> ShardwiseError | None:
+    """An error that can be sent to other ranks."""
+    return None if error is None else as_shardwise_error(error, CheckpointError)

@@ -8,19 +8,54 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise import compat
+from shardwise.checkpointing.sharing import HeldBox
 from shardwise.errors import CheckpointError
 
-ALIGNMENT = 64
-"""Every tensor starts at a multiple of this: no dtype is wider, and a cache line is never shared."""
+_ALIGNMENT = 64  # no dtype is wider, and a cache line is never shared
 _GRAIN = 1 << 21
+_MARGIN_BYTES = 4 << 30  # left to libraries that take memory from the driver themselves
+_CHUNK_BYTES = 64 << 20  # a copy that training waits for (a loss) must not stand behind gigabytes of ours
+_POLL_S = 0.002
+_SMALL_BYTES = 4096  # step counts lie on the CPU even where all else is on a GPU
+_lock = threading.Lock()
+_active: set[Copying] = set()
+_is_hooked = False
+
+
+@dataclass(eq=False, slots=True)
+class Holding:
+    """A box of a tensor in this rank's memory."""
+
+    held: HeldBox
+    memory: torch.Tensor
+    """This rank's part, on any device, of any strides."""
+    owner: torch.Tensor
+    """The tensor it is a part of, whose count of changes tells whether somebody wrote to it."""
+    kind: Literal["box", "plain", "own"]
+    """`box`: of a DTensor, equal on all ranks that hold it. `plain`: whole on each rank, which may differ. `own`: of
+    this rank alone."""
+    is_steady: bool
+    """Only an optimizer step changes it."""
+    offset: int = 0
+    """Where its copy lies in the arena."""
+
+    @property
+    def end(self) -> int:
+        """Where the next one's copy may begin."""
+        return self.offset + -(-self.held.num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def version(self) -> tuple[int, ...]:
+        """Another one after every change that torch counts; it does not count fused steps, but those wait."""
+        # The memory is a view of the owner's local tensor, and views share the count.
+        return tuple(0 if tensor.is_inference() else tensor._version for tensor in (self.owner, self.memory))
 
 
 class Arena:
@@ -35,16 +70,16 @@ class Arena:
         self._map: mmap.mmap | None = None
         self._is_pinned = False
 
-    def reserve(self, num_bytes: int, *, pinned: bool) -> None:
-        """Make room for that many bytes. What the arena held is lost if it must grow.
-
-        Args:
-            num_bytes: To hold.
-            pinned: A GPU will copy into it.
-        """
-        if num_bytes > self.num_bytes:
+    def place(self, holdings: Sequence[Holding]) -> None:
+        """Give every holding its place, and make room for them. What the arena held is lost if it must grow."""
+        end = 0
+        # What a GPU copies in one go lies together.
+        for holding in sorted(holdings, key=lambda each: (not each.is_steady, str(each.memory.device))):
+            holding.offset = end
+            end = holding.end
+        if end > self.num_bytes or self._map is None:
             self.close()
-            size = max(-(-num_bytes // _GRAIN), 1) * _GRAIN
+            size = max(-(-end // _GRAIN), 1) * _GRAIN
             # No file system limits it, no other process can open it, and it is gone with the last who holds it.
             self.descriptor = os.memfd_create("shardwise-checkpoint", os.MFD_CLOEXEC)
             os.ftruncate(self.descriptor, size)
@@ -53,25 +88,23 @@ class Arena:
             self.generation += 1
             with contextlib.suppress(OSError, AttributeError):  # fewer, larger pages where the system has them
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        if pinned and not self._is_pinned:
+        if not self._is_pinned and any(holding.memory.device.type == "cuda" for holding in holdings):
             self._is_pinned = compat.pin_host_memory(self._address(), self.num_bytes)
 
     def touch(self) -> None:
         """Have the system give out all of the memory now rather than page by page while it is written."""
         ctypes.memset(self._address(), 0, self.num_bytes)
 
-    def buffer(self, offset: int, num_bytes: int) -> memoryview:
-        """The bytes of one tensor."""
-        assert self._map is not None
-        return memoryview(self._map)[offset : offset + num_bytes]
+    def view(self) -> memoryview:
+        """All bytes; none where there is no memory yet."""
+        return memoryview(self._map if self._map is not None else b"")
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
         """Room for a copy of `like`, contiguous."""
         assert self._map is not None
         if like.numel() == 0:
             return torch.empty(like.shape, dtype=like.dtype, device="cpu")
-        count = like.numel() * like.element_size()
-        flat = torch.frombuffer(self._map, dtype=torch.uint8, offset=offset, count=count)
+        flat = torch.frombuffer(self._map, dtype=torch.uint8, offset=offset, count=like.nbytes)
         return flat.view(like.dtype).view(like.shape)
 
     def close(self) -> None:
@@ -87,113 +120,6 @@ class Arena:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
 
-def place_in_arena(sizes: list[int]) -> tuple[list[int], int]:
-    """Where tensors of these sizes in bytes go, one after another, and how much room they need."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return offsets, end
-
-
-_MARGIN_BYTES = 4 << 30  # left to libraries that take memory from the driver themselves
-
-
-class DeviceCopies:
-    """Copies of tensors that lie as they will lie in the arena, in memory that `release` gives back to the driver.
-
-    Args:
-        tensors: All on one GPU. The copies are queued on its current stream.
-        offsets: Where each will lie in the arena.
-
-    Ranks:
-        Local.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
-        device = tensors[0].device
-        # A pool of its own: training's cache neither grows by it nor is cut up.
-        self._pool: Any = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(self._pool, device):
-            memory = torch.empty(sum(map(_room, tensors)), dtype=torch.uint8, device=device)
-        self._runs: list[tuple[int, torch.Tensor]] = []
-        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        start = end = 0  # of the run, in `memory`
-        first = 0  # of the run, in the arena
-        for offset, tensor in sorted(zip(offsets, tensors, strict=True), key=lambda pair: pair[0]):
-            if offset != first + end - start:
-                self._runs.append((first, memory[start:end]))
-                start, first = end, offset
-            flat = memory[end : end + tensor.numel() * tensor.element_size()]
-            targets, sources = by_dtype.setdefault(tensor.dtype, ([], []))
-            targets.append(flat.view(tensor.dtype).view(tensor.shape))
-            sources.append(tensor)
-            end += _room(tensor)
-        self._runs.append((first, memory[start:end]))
-        for targets, sources in by_dtype.values():
-            torch._foreach_copy_(targets, sources)
-
-    def pieces(self, num_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The copies as bytes, with their place in the arena, in pieces of at most so many."""
-        for first, run in self._runs:
-            for start in range(0, run.numel(), num_bytes):
-                yield first + start, run[start : start + num_bytes]
-
-    def release(self) -> None:
-        """Give the memory back to the driver; the copies are gone."""
-        self._runs.clear()  # before the pool, which frees only what nobody uses
-        self._pool = None
-
-
-def copies_if_room(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> DeviceCopies | None:
-    """Copies of `tensors`, unless the driver has too little memory that training has not asked for so far.
-
-    Ranks:
-        Local. Ranks may decide differently: what is saved is the same.
-    """
-    if not tensors or tensors[0].device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(tensors[0].device)
-    if free < sum(map(_room, tensors)) + _MARGIN_BYTES:
-        return None
-    try:
-        return DeviceCopies(tensors, offsets)
-    except torch.OutOfMemoryError:
-        return None  # another process took it meanwhile
-
-
-def _room(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-
-
-_CHUNK_BYTES = 64 << 20  # a copy that training waits for (a loss) must not stand behind gigabytes of ours
-_POLL_S = 0.002
-_SMALL_BYTES = 4096  # step counts lie on the CPU even where all else is on a GPU
-_lock = threading.Lock()
-_active: set[Copying] = set()
-_is_hooked = False
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Memory to be copied."""
-
-    name: str
-    memory: torch.Tensor
-    """This rank's part, on any device, of any strides."""
-    owner: torch.Tensor
-    """The tensor it is a part of, whose count of changes tells whether somebody wrote to it."""
-    offset: int
-    """Where it goes in the arena."""
-    is_steady: bool
-    """Only an optimizer step changes it."""
-
-    def version(self) -> tuple[int, ...]:
-        """Another one after every change that torch counts; it does not count fused steps, but those wait."""
-        # The memory is a view of the owner's local tensor, and views share the count.
-        return tuple(0 if tensor.is_inference() else tensor._version for tensor in (self.owner, self.memory))
-
-
 def wait_for_copies() -> None:
     """Return once no tensor is being copied any more; call it before changing one in the middle of a step.
 
@@ -207,28 +133,27 @@ def wait_for_copies() -> None:
 
 
 class Copying:
-    """One copy of the sources into an arena, from the moment it is made until `run` returns.
+    """One copy of holdings into an arena, from the moment it is made until `run` returns.
 
     Args:
-        sources: What to copy.
-        arena: Has room for them; nobody else writes to it meanwhile.
+        holdings: What to copy; the arena has placed them.
+        arena: Nobody else writes to it meanwhile.
 
     Ranks:
         Local.
     """
 
-    def __init__(self, sources: Sequence[Source], arena: Arena) -> None:
+    def __init__(self, holdings: Sequence[Holding], arena: Arena) -> None:
         self._arena = arena
         self._is_copied = threading.Event()  # what lies in CPU memory; a GPU makes its own streams wait
         self._events: list[Any] = []
         self._gates: list[Any] = []  # those of them that come before the sources may change
-        self._aside: list[DeviceCopies] = []
-        self._later: list[Source] = []
-        self._pending: list[tuple[Source, tuple[int, ...]]] = []
-        self._changed: list[str] = []
-        self._is_judged = False
+        self._aside: list[Any] = []  # memory pools, each with the copies in it
+        self._later: list[Holding] = []
+        self._pending: list[tuple[Holding, tuple[int, ...]]] = []
+        self._changed: list[str] | None = None
         with torch.no_grad():
-            self._start(sources)
+            self._start(holdings)
         with _lock:
             _install_hook()
             _active.add(self)
@@ -241,8 +166,8 @@ class Copying:
         """
         try:
             with torch.no_grad():
-                for source in self._later:
-                    _copy_now(source.memory, self._arena.tensor(source.offset, source.memory))
+                for holding in self._later:
+                    _copy_now(holding.memory, self._arena.tensor(holding.offset, holding.memory))
             self._is_copied.set()
             for event in self._events:
                 while not event.query():  # synchronize() would keep a core busy with asking
@@ -250,13 +175,20 @@ class Copying:
             self._judge()
         finally:
             self._is_copied.set()
-            for copies in self._aside:
-                copies.release()
+            while self._aside:
+                self._aside.pop()  # the copies before their pool, which frees only what nobody uses
             with _lock:
                 _active.discard(self)
-                self._later, self._pending, self._aside = [], [], []  # let go of the run's tensors
-        if self._changed:
-            raise _changed_meanwhile(self._changed)
+                self._later, self._pending = [], []  # let go of the run's tensors
+        if names := self._changed:
+            raise CheckpointError(
+                f"{len(names)} tensors were changed while they were being saved",
+                where=", ".join(names[:5]) + (", …" if len(names) > 5 else ""),
+                why="a save in the background copies parameters and optimizer states until the next optimizer step; "
+                "the copy may now be half old, half new, so it was dropped",
+                fix="save after the change, or call shardwise.checkpointing.staging.wait_for_copies() before it, "
+                "or Checkpointer(..., asynchronous=False)",
+            )
 
     def gate(self) -> None:
         """Hold back whoever is about to change the sources; on a GPU, what is queued after this."""
@@ -266,49 +198,84 @@ class Copying:
         for event in self._gates:
             event.wait()  # the current stream waits, not this thread
 
-    def _start(self, sources: Sequence[Source]) -> None:
-        by_device: dict[torch.device, list[Source]] = {}
-        for source in sources:
-            memory, target = source.memory, self._arena.tensor(source.offset, source.memory)
+    def _start(self, holdings: Sequence[Holding]) -> None:
+        steady_by_device: dict[torch.device, list[Holding]] = {}
+        for holding in holdings:
+            memory = holding.memory
             is_on_cpu = memory.device.type == "cpu"
             if not is_on_cpu:
-                by_device.setdefault(memory.device, [])
-            if not source.is_steady or (is_on_cpu and memory.nbytes <= _SMALL_BYTES):
+                steady_by_device.setdefault(memory.device, [])
+            if not holding.is_steady or (is_on_cpu and memory.nbytes <= _SMALL_BYTES):
                 # On a GPU this is queued on the current stream: what comes after it there may change the source.
-                _copy_now(memory, target) if is_on_cpu else _copy_in_chunks(memory, target)
+                copy = _copy_now if is_on_cpu else _copy_in_chunks
+                copy(memory, self._arena.tensor(holding.offset, memory))
             elif is_on_cpu:
-                self._pending.append((source, source.version()))
-                self._later.append(source)
+                self._pending.append((holding, holding.version()))
+                self._later.append(holding)
             else:
-                by_device[memory.device].append(source)
-        for device, steady in by_device.items():
-            self._start_on(device, steady)
+                steady_by_device[memory.device].append(holding)
+        for device, steady in steady_by_device.items():
+            self._start_on(device, sorted(steady, key=lambda holding: holding.offset))
 
-    def _start_on(self, device: torch.device, sources: Sequence[Source]) -> None:
+    def _start_on(self, device: torch.device, holdings: Sequence[Holding]) -> None:
         """Queue the copies from one accelerator to the host, on a stream of their own."""
-        aside = copies_if_room([source.memory for source in sources], [source.offset for source in sources])
-        stream = _side_stream(device)
+        aside = copy_on_device(holdings)
+        stream: Any = torch.Stream(device, priority=0)
+        stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
-            if aside is not None:
-                for offset, piece in aside.pieces(_CHUNK_BYTES):
-                    self._arena.tensor(offset, piece).copy_(piece, non_blocking=True)
+            if aside:
+                _copy_in_chunks(aside[-1], self._arena.tensor(holdings[0].offset, aside[-1]))
             else:
-                for source in sources:
-                    _copy_in_chunks(source.memory, self._arena.tensor(source.offset, source.memory))
+                for holding in holdings:
+                    _copy_in_chunks(holding.memory, self._arena.tensor(holding.offset, holding.memory))
         copied = stream.record_event()
         self._events += [copied, torch.accelerator.current_stream(device).record_event()]
-        if aside is not None:
-            self._aside.append(aside)
-        else:
+        self._aside += aside
+        if not aside:
             self._gates.append(copied)
-            self._pending += [(source, source.version()) for source in sources]
+            self._pending += [(holding, holding.version()) for holding in holdings]
 
     def _judge(self) -> None:
         """See whether anything was changed so far; once, because after the gate it may be."""
         with _lock:
-            if not self._is_judged:
-                self._is_judged = True
-                self._changed = [source.name for source, version in self._pending if source.version() != version]
+            if self._changed is None:
+                self._changed = [each.held.name for each, version in self._pending if each.version() != version]
+
+
+def copy_on_device(holdings: Sequence[Holding]) -> list[Any]:
+    """Queue a copy of holdings on their GPU, laid out as in the arena, so that the next step need not wait.
+
+    Args:
+        holdings: All on one device, in the order of the arena.
+
+    Returns:
+        The memory pool and the copy as bytes; nothing where the driver has too little memory that training has not
+        asked for so far.
+
+    Ranks:
+        Local. Ranks may decide differently: what is saved is the same.
+    """
+    if not holdings or holdings[0].memory.device.type != "cuda":
+        return []
+    device, base = holdings[0].memory.device, holdings[0].offset
+    num_bytes = holdings[-1].end - base
+    if torch.cuda.mem_get_info(device)[0] < num_bytes + _MARGIN_BYTES:
+        return []
+    pool: Any = torch.cuda.MemPool()  # its own: training's cache neither grows by it nor is cut up
+    try:
+        with torch.cuda.use_mem_pool(pool, device):
+            copies = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return []  # another process took it meanwhile
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for holding in holdings:
+        memory, start = holding.memory, holding.offset - base
+        targets, sources = by_dtype.setdefault(memory.dtype, ([], []))
+        targets.append(copies[start : start + memory.nbytes].view(memory.dtype).view(memory.shape))
+        sources.append(memory)
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)
+    return [pool, copies]
 
 
 def _install_hook() -> None:
@@ -319,37 +286,19 @@ def _install_hook() -> None:
         _is_hooked = True
 
 
-def _side_stream(device: torch.device) -> Any:
-    stream = torch.Stream(device, priority=0)
-    stream.wait_stream(torch.accelerator.current_stream(device))
-    return stream
-
-
 def _copy_now(memory: torch.Tensor, target: torch.Tensor) -> None:
     """Copy CPU memory on one core: the others are training."""
     if memory.is_contiguous() and not memory.is_conj() and not memory.is_neg():
-        ctypes.memmove(target.data_ptr(), memory.data_ptr(), memory.numel() * memory.element_size())
+        ctypes.memmove(target.data_ptr(), memory.data_ptr(), memory.nbytes)
     else:
         target.copy_(memory)
 
 
 def _copy_in_chunks(memory: torch.Tensor, target: torch.Tensor) -> None:
     """Queue the copy of GPU memory, in pieces between which other copies find room."""
-    num_bytes = memory.numel() * memory.element_size()
-    if not memory.is_contiguous() or num_bytes <= _CHUNK_BYTES:
+    if not memory.is_contiguous() or memory.nbytes <= _CHUNK_BYTES:
         target.copy_(memory, non_blocking=True)
         return
     size = _CHUNK_BYTES // memory.element_size()
     for part, into in zip(memory.view(-1).split(size), target.view(-1).split(size), strict=True):
         into.copy_(part, non_blocking=True)
-
-
-def _changed_meanwhile(names: list[str]) -> CheckpointError:
-    return CheckpointError(
-        f"{len(names)} tensors were changed while they were being saved",
-        where=", ".join(names[:5]) + (", …" if len(names) > 5 else ""),
-        why="a save in the background copies parameters and optimizer states until the next optimizer step; "
-        "the copy may now be half old, half new, so it was dropped",
-        fix="save after the change, or call shardwise.checkpointing.staging.wait_for_copies() before it, "
-        "or Checkpointer(..., asynchronous=False)",
-    )

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-import xxhash
 
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, coverage_problem
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.formats.sharded import read_frames
 from shardwise.checkpointing.formats.sharded_commit import committed_steps, step_folder
-from shardwise.checkpointing.pickles.dcp_metadata import read_dcp_metadata
 from shardwise.checkpointing.pickles.zip_files import ZipIndex
 from shardwise.checkpointing.storage import files
-from shardwise.checkpointing.storage.memory import checksum
+from shardwise.checkpointing.storage.memory import checksum_of_parts
 from shardwise.errors import CheckpointError
 from shardwise.findings import Finding, Severity
 from shardwise.progress import NoProgress, Progress
@@ -37,13 +34,7 @@ def unsound(contents: Contents) -> Iterator[Finding]:
     """
     mixed = mixed_order(contents)
     for prefix, text in mixed.items():
-        yield Finding(
-            code=MIXED_ORDER,
-            message=text,
-            where=f"{contents.path}: {prefix}",
-            severity=Severity.ERROR,
-            fix=USE_THE_MODEL,
-        )
+        yield _error(MIXED_ORDER, text, f"{contents.path}: {prefix}", USE_THE_MODEL)
     for prefix, text in unsure_order(contents).items():
         yield Finding(
             code=UNSURE_ORDER,
@@ -56,13 +47,8 @@ def unsound(contents: Contents) -> Iterator[Finding]:
         if name.startswith(tuple(f"{prefix}.state." for prefix in mixed)):
             continue
         if problem := _problem(tensor):
-            yield Finding(
-                code=INCOMPLETE,
-                message=f"{name} is not stored whole: {problem}",
-                where=str(contents.path),
-                severity=Severity.ERROR,
-                fix="copy the checkpoint again with the files of all ranks, or use another",
-            )
+            fix = "copy the checkpoint again with the files of all ranks, or use another"
+            yield _error(INCOMPLETE, f"{name} is not stored whole: {problem}", contents.path, fix)
     yield from _shared_states(contents)
 
 
@@ -182,13 +168,12 @@ def _shared_states(contents: Contents) -> Iterator[Finding]:
         if first != name:
             shared.append((first, name))
     if shared:
-        yield Finding(
-            code=SHARED_STATE,
-            message=f"{shared[0][0]} and {shared[0][1]} are the same bytes (so are {len(shared) - 1} other pairs of "
+        yield _error(
+            SHARED_STATE,
+            f"{shared[0][0]} and {shared[0][1]} are the same bytes (so are {len(shared) - 1} other pairs of "
             "optimizer state): of each pair at least one is lost",
-            where=str(contents.path),
-            severity=Severity.ERROR,
-            fix="save the optimizer again with SHARDED_STATE_DICT (FSDP1's FULL one is wrong on CPU with "
+            contents.path,
+            "save the optimizer again with SHARDED_STATE_DICT (FSDP1's FULL one is wrong on CPU with "
             "use_orig_params=True), or convert the model alone, to safetensors",
         )
 
@@ -204,13 +189,7 @@ def wrong_files(contents: Contents) -> Iterator[Finding]:
         size, expected = files.size_of(path), contents.file_bytes.get(file)
         if size is None or (expected is not None and size != expected):
             state = "is missing" if size is None else f"has {size:,} bytes, but {expected:,} were written"
-            yield Finding(
-                code=WRONG_FILE,
-                message=f"the file {state}",
-                where=str(path),
-                severity=Severity.ERROR,
-                fix="copy the checkpoint again, or use another",
-            )
+            yield _error(WRONG_FILE, f"the file {state}", path)
 
 
 def file_names(contents: Contents) -> list[str]:
@@ -219,72 +198,94 @@ def file_names(contents: Contents) -> list[str]:
     return list(dict.fromkeys([*contents.file_bytes, *used]))
 
 
-_CHUNK_BYTES = 8 << 20
+_READ_BYTES = 8 << 20
+_Ranges = Sequence[tuple[int, int]]
+_Digest = Callable[[files.FileReader, _Ranges], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
-    """One `torch.save` stream: a file, or an item of a Distributed Checkpoint file."""
+class _Check:
+    """Blocks of a file that must have their checksums."""
 
     file: str
-    offset: int
-    num_bytes: int
-    name: str
-    """What it holds, for messages; empty when it is the whole file."""
+    what: str
+    """The tensor or record."""
+    digest: _Digest
+    blocks: Iterable[tuple[_Ranges, int]]
+    """First byte and end of the ranges of each block, and its checksum."""
 
 
-@dataclass(frozen=True, slots=True)
-class DamagedRecord:
-    """A record whose bytes are not those that were written."""
-
-    stream: Stream
-    record: str
+def _read(reader: files.FileReader, ranges: _Ranges) -> Iterator[bytes]:
+    for begin, end in ranges:
+        for start in range(begin, end, _READ_BYTES):
+            yield reader.read(start, min(_READ_BYTES, end - start))
 
 
-def streams_of(contents: Contents) -> list[Stream]:
-    """The `torch.save` streams of a checkpoint that others wrote; none for formats of another kind.
-
-    Ranks:
-        Local.
-    """
-    streams: list[Stream] = []
-    if contents.format in ("full", "fsdp1-full", "fsdp1-sharded", "fsdp1-local"):
-        streams += [Stream(file, 0, size, "") for file, size in contents.file_bytes.items()]
-    inside = ("",) if contents.format == "dcp" else contents.details.get("dcp_folders", ())
-    for subfolder in inside:
-        streams += _items_of(contents.folder, subfolder)
-    return streams
+def _xxh3(reader: files.FileReader, ranges: _Ranges) -> int:
+    return checksum_of_parts(_read(reader, ranges))
 
 
-def _items_of(folder: files.Place, subfolder: str) -> list[Stream]:
-    metadata = read_dcp_metadata(files.join(folder, subfolder) if subfolder else folder)
-    prefix = f"{subfolder}/" if subfolder else ""
-    named = [(name, item) for name, tensor in metadata.tensors.items() for _, item in tensor.chunks]
-    named += metadata.values.items()
-    places = {
-        (item.file, item.offset): Stream(prefix + item.file, item.offset, item.length, name)
-        for name, item in named
-        if item is not None
-    }
-    return sorted(places.values(), key=lambda stream: (stream.file, stream.offset))
+def _crc32(reader: files.FileReader, ranges: _Ranges) -> int:
+    crc = 0
+    for data in _read(reader, ranges):
+        crc = zlib.crc32(data, crc)
+    return crc
 
 
-def damaged_records(contents: Contents, streams: list[Stream], progress: Progress) -> Iterator[DamagedRecord]:
-    """Read all records of the streams and compare them with their CRC-32.
+def _tensor_checks(contents: Contents) -> Iterator[_Check]:
+    """The blocks of tensors, and in our own format the bytes between them, file by file."""
+    extents: dict[str, dict[int, tuple[int, str, tuple[int, ...]]]] = {}
+    for name, tensor in contents.tensors.items():
+        for piece in tensor.pieces:
+            end = piece.offset + piece.box.numel * ITEM_BYTES[tensor.dtype]
+            if end > piece.offset and piece.checksums:
+                extents.setdefault(piece.file, {}).setdefault(piece.offset, (end, name, piece.checksums))
+    step, frames = contents.block_bytes, contents.details.get("frames", {})
+    for file, size in contents.file_bytes.items():
+        between, at = [], 0
+        for offset, (end, name, checksums) in sorted(extents.get(file, {}).items()):
+            between.append((at, offset))
+            at = end
+            ranges = ([(start, min(start + step, end))] for start in range(offset, end, step))
+            yield _Check(file, name, _xxh3, zip(ranges, checksums, strict=True))
+        if file in frames:
+            yield _Check(file, "what lies between the tensors", _xxh3, [([*between, (at, size)], frames[file])])
 
-    Raises:
-        CheckpointError: A file is missing or is no zip stream.
 
-    Ranks:
-        Local.
-    """
-    progress.start(sum(stream.num_bytes for stream in streams), "verifying")
+def _record_checks(contents: Contents) -> Iterator[_Check]:
+    """The records of the checkpoint's `torch.save` streams that carry a CRC-32."""
+    for file, streams in itertools.groupby(contents.streams, key=lambda stream: stream.file):
+        path = files.join(contents.folder, file)
+        with files.FileReader(path) as reader:
+            for stream in streams:
+                start = stream.offset
+                index = ZipIndex(partial(_read_from, reader, start), stream.num_bytes, where=str(path))
+                for name, record in index.records.items():
+                    offset, num_bytes = index.locate(name)
+                    if record.CRC:
+                        what = f"the record {name}" + (f" of {stream.name}" if stream.name else "")
+                        block = [(start + offset, start + offset + num_bytes)]
+                        yield _Check(file, what, _crc32, [(block, record.CRC)])
+
+
+def _read_from(reader: files.FileReader, start: int, offset: int, count: int) -> bytes:
+    return reader.read(start + offset, count)
+
+
+def _failures(contents: Contents, checks: Iterable[_Check], progress: Progress) -> Iterator[tuple[_Check, int, int]]:
+    """Each check that fails, the number of damaged blocks, and the byte at which the first of them starts."""
+    sizes = {file: files.size_of(files.join(contents.folder, file)) or 0 for file in file_names(contents)}
+    progress.start(sum(sizes.values()), "verifying")
     try:
-        for stream in streams:
-            path = files.join(contents.folder, stream.file)
-            with contextlib.closing(files.open_reader(path)) as reader:
-                yield from _damaged_in(stream, reader, str(path))
-            progress.advance(stream.num_bytes)
+        for file, group in itertools.groupby(checks, key=lambda check: check.file):
+            with files.FileReader(files.join(contents.folder, file)) as reader:
+                for check in group:
+                    bad = [
+                        ranges[0][0] for ranges, expected in check.blocks if check.digest(reader, ranges) != expected
+                    ]
+                    if bad:
+                        yield check, len(bad), bad[0]
+            progress.advance(sizes.pop(file, 0))
     finally:
         progress.finish()
 
@@ -298,47 +299,17 @@ def refuse_damaged(contents: Contents, progress: Progress) -> None:
     Ranks:
         Local.
     """
-    for damage in damaged_records(contents, streams_of(contents), progress):
-        of = f" of {damage.stream.name}" if damage.stream.name else ""
-        raise CheckpointError(
-            f"the checkpoint is damaged: the record {damage.record}{of} is not what was saved",
-            where=str(files.join(contents.folder, damage.stream.file)),
-            why="its CRC-32 differs: the disk, the network or a program has changed the file",
-            fix="load an older checkpoint, or copy this one again; `shardwise ckpt verify` lists all damage",
+    for check, _, _ in _failures(contents, _record_checks(contents), progress):
+        raise files.damaged(
+            f"the checkpoint is damaged: {check.what} is not what was saved",
+            files.join(contents.folder, check.file),
+            "its CRC-32 differs: the disk, the network or a program has changed the file",
+            "load an older checkpoint, or copy this one again; `shardwise ckpt verify` lists all damage",
         )
-
-
-def _damaged_in(stream: Stream, reader: files.Reader, where: str) -> Iterator[DamagedRecord]:
-    def read(offset: int, count: int) -> bytes:
-        data = bytearray(count)
-        reader.read_into(stream.offset + offset, [memoryview(data)])
-        return bytes(data)
-
-    index = ZipIndex(read, stream.num_bytes, where=where)
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    for name, record in index.records.items():
-        offset, num_bytes = index.locate(name)
-        crc = 0
-        for start in range(0, num_bytes if record.CRC else 0, _CHUNK_BYTES):
-            chunk = buffer[: min(_CHUNK_BYTES, num_bytes - start)]
-            reader.read_into(stream.offset + offset + start, [chunk])
-            crc = zlib.crc32(chunk, crc)
-        if crc != record.CRC:
-            yield DamagedRecord(stream, name)
 
 
 UNREADABLE, DAMAGED, UNCHECKED = "SW330", "SW334", "SW335"
 _COPY_AGAIN = "copy the checkpoint again, or use another"
-
-
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """Bytes of a file that belong to a tensor."""
-
-    offset: int
-    num_bytes: int
-    checksums: tuple[int, ...]
-    name: str
 
 
 def verify_checkpoint(path: str | Path, *, progress: Progress | None = None) -> list[Finding]:
@@ -380,16 +351,14 @@ def _verify(place: files.Place, progress: Progress) -> list[Finding]:
 
 
 def _damaged(contents: Contents, progress: Progress) -> Iterator[Finding]:
-    if contents.block_bytes:
-        yield from _damaged_blocks(contents, progress)
-    streams = streams_of(contents)
-    for damage in damaged_records(contents, streams, progress):
-        of = f" of {damage.stream.name}" if damage.stream.name else ""
-        message = f"the record {damage.record}{of} does not have the CRC-32 that was written"
-        yield _error(DAMAGED, message, str(files.join(contents.folder, damage.stream.file)))
+    checks = itertools.chain(_tensor_checks(contents) if contents.block_bytes else (), _record_checks(contents))
+    for check, count, first in _failures(contents, checks, progress):
+        blocks = f"{count} block{'s' if count > 1 else ''}"
+        message = f"{check.what} is not what was saved: {blocks} with another checksum, the first at byte {first:,}"
+        yield _error(DAMAGED, message, files.join(contents.folder, check.file))
     if contents.format == "dcp":
-        yield from _longer_than_items(contents, streams)
-    if not streams and not contents.block_bytes:
+        yield from _longer_than_items(contents)
+    if not contents.streams and not contents.block_bytes:
         yield Finding(
             code=UNCHECKED,
             message="the format has no checksums: sizes and shapes are right, but flipped bytes cannot be seen",
@@ -399,78 +368,15 @@ def _damaged(contents: Contents, progress: Progress) -> Iterator[Finding]:
         )
 
 
-def _longer_than_items(contents: Contents, streams: list[Stream]) -> Iterator[Finding]:
+def _longer_than_items(contents: Contents) -> Iterator[Finding]:
     ends: dict[str, int] = {}
-    for stream in streams:
+    for stream in contents.streams:
         ends[stream.file] = max(ends.get(stream.file, 0), stream.offset + stream.num_bytes)
     for file, end in ends.items():
         path = files.join(contents.folder, file)
         if (size := files.size_of(path)) is not None and size > end:
-            yield _error(WRONG_FILE, f"the file has {size:,} bytes, but its items end at {end:,}", str(path))
+            yield _error(WRONG_FILE, f"the file has {size:,} bytes, but its items end at {end:,}", path)
 
 
-def _damaged_blocks(contents: Contents, progress: Progress) -> Iterator[Finding]:
-    """Read every file once, from front to back."""
-    extents: dict[str, dict[int, _Extent]] = {}
-    for name, tensor in contents.tensors.items():
-        for piece in tensor.pieces:
-            num_bytes = piece.box.numel * ITEM_BYTES[tensor.dtype]
-            if num_bytes:
-                extent = _Extent(piece.offset, num_bytes, piece.checksums, name)
-                extents.setdefault(piece.file, {}).setdefault(piece.offset, extent)  # a tied name is no second read
-    frames = read_frames(contents.folder) if contents.format == "sharded" else {}
-    sizes = {file: contents.file_bytes[file] for file in contents.file_bytes if file in extents or file in frames}
-    progress.start(sum(sizes.values()), "verifying")
-    try:
-        for file, size in sizes.items():
-            ordered = sorted(extents.get(file, {}).values(), key=lambda extent: extent.offset)
-            yield from _scan(contents, file, ordered, size, frames.get(file))
-            progress.advance(size)
-    finally:
-        progress.finish()
-
-
-def _scan(contents: Contents, file: str, extents: list[_Extent], size: int, frame: int | None) -> Iterator[Finding]:
-    path = files.join(contents.folder, file)
-    around = xxhash.xxh3_64()
-    at = 0
-    with contextlib.closing(files.open_reader(path)) as reader:
-        for extent in extents:
-            if frame is not None:
-                _hash_into(around, reader, at, extent.offset)
-            bad = list(_bad_blocks(reader, extent, contents.block_bytes))
-            if bad:
-                start = extent.offset + bad[0] * contents.block_bytes
-                yield _error(
-                    DAMAGED,
-                    f"{len(bad)} block{'s' if len(bad) > 1 else ''} of {extent.name} are not what was saved, "
-                    f"the first at byte {start:,}",
-                    str(path),
-                )
-            at = extent.offset + extent.num_bytes
-        if frame is not None:
-            _hash_into(around, reader, at, size)
-    if frame is not None and around.intdigest() != frame:
-        yield _error(DAMAGED, "the bytes between the tensors are not what was saved", str(path))
-
-
-def _bad_blocks(reader: files.Reader, extent: _Extent, block_bytes: int) -> Iterator[int]:
-    buffer = memoryview(bytearray(min(block_bytes, extent.num_bytes)))
-    for number, expected in enumerate(extent.checksums):
-        start = number * block_bytes
-        block = buffer[: min(block_bytes, extent.num_bytes - start)]
-        reader.read_into(extent.offset + start, [block])
-        if checksum(block) != expected:
-            yield number
-
-
-def _hash_into(state: xxhash.xxh3_64, reader: files.Reader, start: int, end: int) -> None:
-    while start < end:
-        part = bytearray(min(1 << 20, end - start))
-        reader.read_into(start, [memoryview(part)])
-        state.update(part)
-        start += len(part)
-
-
-def _error(code: str, message: str, where: str, fix: str = _COPY_AGAIN) -> Finding:
-    return Finding(code=code, message=message, where=where, severity=Severity.ERROR, fix=fix)
+def _error(code: str, message: str, where: object, fix: str = _COPY_AGAIN) -> Finding:
+    return Finding(code=code, message=message, where=str(where), severity=Severity.ERROR, fix=fix)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,17 +17,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.agreement import is_first, mesh_of_model, on_first, raise_over, together, together_with
-from shardwise.checkpointing.broadcasting import FirstRankReader, Reader, describe, find_differing_copy
+from shardwise.checkpointing.broadcasting import RequestReader, describe, find_differing_copy
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, TensorInfo
 from shardwise.checkpointing.formats.detect import TORCH_SUFFIXES, open_checkpoint, require_names
-from shardwise.checkpointing.formats.full import FullWriter, tensors_in
-from shardwise.checkpointing.formats.safetensors import DEFAULT_SHARD_BYTES, SafetensorsWriter, distribute
+from shardwise.checkpointing.formats.full import tensors_in, write_full
+from shardwise.checkpointing.formats.safetensors import (
+    DEFAULT_SHARD_BYTES,
+    Chunks,
+    check_target,
+    distribute,
+    refuse_overwrite,
+    write_safetensors,
+)
 from shardwise.checkpointing.hugging_face import in_model_layout
+from shardwise.checkpointing.loading import load_requests
 from shardwise.checkpointing.matching import Matched, match, rename_contents
-from shardwise.checkpointing.reading import Problem, Verify
-from shardwise.checkpointing.staging import wait_for_copies
+from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.state.names import KeyReport, Rename, canonical_name
-from shardwise.checkpointing.state.run import mark_unusable, mark_usable, refuse_unusable
+from shardwise.checkpointing.state.run import refuse_unusable
 from shardwise.checkpointing.state.slices import ModelTensor, dtype_name, model_tensors, parts_of, requests_for
 from shardwise.checkpointing.storage.files import is_remote
 from shardwise.checkpointing.storage.memory import bytes_of, counting, give_back_freed
@@ -96,8 +104,6 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 _BUCKET_BYTES = 32 << 20
 _TRIM_BYTES = 64 << 20
 
-Put = Callable[[TensorInfo, memoryview], None]
-
 
 def save_weights(
     model: nn.Module,
@@ -135,36 +141,30 @@ def save_weights(
     tensors = together(lambda: _check(model, path, format), mesh)
     target = _dtype(dtype)
     infos = [_info(tensor, target) for tensor in tensors]
+    target_path = Path(path)
     if format == "torch":
         tree = {name: info for tensor, info in zip(tensors, infos, strict=True) for name in tensor.names}
         order = tensors_in(tree)
-
-        def open_writer(stack: ExitStack) -> Put:
-            return stack.enter_context(FullWriter(Path(path), tree, overwrite=overwrite)).write
+        check = partial(refuse_overwrite, target_path, overwrite, is_file=True)
+        write = partial(write_full, target_path, tree, overwrite=overwrite)
     else:
         limit = _limit(max_shard_bytes)
-        order = [info for shard in distribute(infos, Path(path), limit) for info in shard]
+        order = [info for shard in distribute(infos, target_path, limit) for info in shard]
+        check = partial(check_target, target_path, infos, overwrite)
 
-        def open_writer(stack: ExitStack) -> Put:
-            companions = companions_of(model, target) if not str(path).endswith(".safetensors") else {}
-            writer = SafetensorsWriter(
-                Path(path),
-                infos,
-                max_shard_bytes=limit,
-                stem=weights_stem(model),
-                companions=companions,
-                overwrite=overwrite,
-            )
-            stack.enter_context(writer)
-            return lambda info, data: writer.write(info.name, data)
+        def write(chunks: Chunks) -> None:
+            companions = companions_of(model, target) if not target_path.name.endswith(".safetensors") else {}
+            names = {"stem": weights_stem(model), "companions": companions}
+            write_safetensors(target_path, infos, chunks, max_shard_bytes=limit, overwrite=overwrite, **names)
 
+    on_first(check, mesh)  # before anything is gathered
     by_name = {tensor.name: tensor.tensor for tensor in tensors}
-    stream_gathered([(info, by_name[info.name]) for info in order], open_writer, mesh, progress)
+    stream_gathered([(info, by_name[info.name]) for info in order], write, mesh, progress)
 
 
 def stream_gathered(
     named: Sequence[tuple[TensorInfo, torch.Tensor]],
-    open_writer: Callable[[ExitStack], Put],
+    write: Callable[[Chunks], None],
     mesh: DeviceMesh | None,
     progress: Progress | None = None,
 ) -> None:
@@ -173,7 +173,7 @@ def stream_gathered(
     Args:
         named: What to write, cast to the dtype that the info says, in the order of the first rank's file; other ranks
             may have another order.
-        open_writer: Called on the first rank with a stack to enter; returns what takes the bytes.
+        write: Called on the first rank; takes the bytes.
         mesh: The ranks that hold the tensors.
         progress: Is told the bytes.
 
@@ -183,70 +183,43 @@ def stream_gathered(
     Ranks:
         Collective over the mesh.
     """
-    named = _in_first_rank_order(named, mesh)
-    writes, error, passed = is_first(mesh), None, 0
-    with ExitStack() as stack:
-        put: list[Put] = []
-        on_first(lambda: put.append(open_writer(stack)), mesh)  # before anything is gathered
-        total = sum(info.num_bytes for info, _ in named)
-        count = stack.enter_context(counting(progress if writes else None, total, "saving"))
-        for info, data in _bytes_of_all(named, writes):
+    infos = {info.name: info for info, _ in named}
+    ordered = [
+        (infos.get(name) or TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
+        for name, tensor in in_first_rank_order([(info.name, tensor) for info, tensor in named], mesh)
+    ]
+    writes, error = is_first(mesh), None
+    with counting(progress if writes else None, sum(info.num_bytes for info, _ in ordered), "saving") as count:
+        chunks = _gathered(ordered, writes, count)
+        try:
+            if writes:
+                write(chunks)
+        except Exception as caught:
+            error = caught
+        try:
+            for _ in chunks:  # the others are still gathering: this rank takes part to the end
+                pass
+        except Exception as caught:
+            error = error or caught
+    raise_over(mesh, error)
+
+
+def _gathered(
+    named: Sequence[tuple[TensorInfo, torch.Tensor]], keep: bool, count: Callable[[int], None]
+) -> Iterator[tuple[TensorInfo, memoryview]]:
+    passed = 0
+    # Runs of one dtype: the cast happens before the tensors travel.
+    for dtype, group in itertools.groupby(named, key=lambda pair: pair[0].dtype):
+        infos, tensors = zip(*group, strict=True)
+        pairs = ((info.name, tensor.detach()) for info, tensor in zip(infos, tensors, strict=True))
+        gathered = gather_in_buckets(pairs, bucket_bytes=_BUCKET_BYTES, dtype=getattr(torch, dtype), keep=keep)
+        for info, (_, full) in zip(infos, gathered, strict=True):
+            yield info, memoryview(b"") if full is None else bytes_of(full.to("cpu").contiguous())
+            count(info.num_bytes)
             passed += info.num_bytes
             if passed >= _TRIM_BYTES:
                 passed = 0
                 give_back_freed()
-            if data is None or error is not None:
-                continue  # the others are still gathering: this rank takes part to the end
-            try:
-                put[0](info, data)
-            except Exception as caught:
-                error = caught
-            count(info.num_bytes)
-        if error is not None:
-            _leave(stack, error)
-        elif writes:
-            error = _leave(stack, None)
-    raise_over(mesh, error)
-
-
-def _in_first_rank_order(
-    named: Sequence[tuple[TensorInfo, torch.Tensor]], mesh: DeviceMesh | None
-) -> Sequence[tuple[TensorInfo, torch.Tensor]]:
-    ordered = in_first_rank_order([(info.name, tensor) for info, tensor in named], mesh)
-    infos = {info.name: info for info, _ in named}
-    return [
-        (infos.get(name) or TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
-        for name, tensor in ordered
-    ]
-
-
-def _leave(stack: ExitStack, error: Exception | None) -> Exception | None:
-    """Commit, or clean up after an error; what goes wrong in that is returned, not raised: others are waiting."""
-    try:
-        if error is None:
-            stack.close()
-        else:
-            stack.__exit__(type(error), error, error.__traceback__)
-    except Exception as caught:
-        return caught
-    return error
-
-
-def _bytes_of_all(
-    named: Sequence[tuple[TensorInfo, torch.Tensor]], keep: bool
-) -> Iterable[tuple[TensorInfo, memoryview | None]]:
-    # Runs of one dtype: the cast happens before the tensors travel.
-    start = 0
-    while start < len(named):
-        end = start
-        while end < len(named) and named[end][0].dtype == named[start][0].dtype:
-            end += 1
-        dtype = getattr(torch, named[start][0].dtype)
-        pairs = ((info.name, tensor.detach()) for info, tensor in named[start:end])
-        gathered = gather_in_buckets(pairs, bucket_bytes=_BUCKET_BYTES, dtype=dtype, keep=keep)
-        for (info, _), (_, full) in zip(named[start:end], gathered, strict=True):
-            yield info, None if full is None else bytes_of(full.to("cpu").contiguous())
-        start = end
 
 
 def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]:
@@ -368,22 +341,32 @@ def load_weights(
     """
     _check_verify(verify)
     mesh = mesh_of_model(model)
-    reader = FirstRankReader(mesh) if broadcast else Reader()
     tensors = together(lambda: model_tensors(model), mesh)
     contents, left_out = _open(model, tensors, path, rename, mesh, broadcast)
     matched = _match(model, tensors, contents, mesh, strict)
-    requests = together(lambda: requests_for(tensors, matched.stored_names), mesh)
-    together(lambda: _refuse_unreadable(contents, reader.check(contents, requests)), mesh)
-    if strict:
-        together(lambda: _refuse_differing_copies(contents, matched, tensors, whole=broadcast), mesh)
-    if verify == "before":
-        together(lambda: reader.verify(contents, requests), mesh)
-    try:
-        _read(model, tensors, contents, matched, reader, mesh, verify, progress)
-    except Exception as error:
-        mark_unusable(model, getattr(error, "where", "") or str(error))
-        raise
-    mark_usable(model)
+
+    def allocate_wanted() -> None:
+        nonlocal tensors
+        wanted = [tensor.tensor for tensor in tensors if tensor.name in matched.stored_names]
+        if any(map(is_meta, wanted)):
+            allocate(model, wanted)
+            tensors = model_tensors(model)  # recurrent layers have new ones
+
+    def check_copies() -> None:
+        if strict:
+            _refuse_differing_copies(contents, matched, tensors, whole=broadcast)
+
+    load_requests(
+        [model],
+        contents,
+        lambda: requests_for(tensors, matched.stored_names),
+        lambda work: together(work, mesh),
+        RequestReader(broadcast, mesh),
+        allocate=allocate_wanted,
+        check=check_copies,
+        verify=verify,
+        progress=progress,
+    )
     rebuilt = tuple(sorted({canonical_name(entry.fqn) for entry in take_inventory(model) if entry.pending}))
     if rebuilt:
         materialize(model)
@@ -450,17 +433,6 @@ def _digest(contents: Contents, matched: Matched) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _refuse_unreadable(contents: Contents, problems: Sequence[Problem]) -> None:
-    if problems:
-        lines = [f"{problem.name}: {problem.text}" for problem in problems[:20]]
-        raise CheckpointError(
-            f"the checkpoint cannot be loaded: {len(problems)} problems",
-            where="\n".join([str(contents.path), *lines]),
-            why="every byte must be there before the first is written into the model",
-            fix="copy the checkpoint again, or load another one",
-        )
-
-
 def _refuse_differing_copies(
     contents: Contents, matched: Matched, tensors: Sequence[ModelTensor], *, whole: bool
 ) -> None:
@@ -478,25 +450,6 @@ def _refuse_differing_copies(
                 why="in this model they are one tensor, so one of the two would be lost",
                 fix="untie them in the model's config, or choose one: rename={" + repr(other) + ": None}",
             )
-
-
-def _read(
-    model: nn.Module,
-    tensors: Sequence[ModelTensor],
-    contents: Contents,
-    matched: Matched,
-    reader: Reader,
-    mesh: DeviceMesh | None,
-    verify: Verify,
-    progress: Progress | None,
-) -> None:
-    wait_for_copies()  # a save in the background may still be copying what is about to be overwritten
-    wanted = [tensor.tensor for tensor in tensors if tensor.name in matched.stored_names]
-    if any(map(is_meta, wanted)):
-        allocate(model, wanted)
-        tensors = model_tensors(model)  # recurrent layers have new ones
-    requests = requests_for(tensors, matched.stored_names)
-    together(lambda: reader.read(contents, requests, verify=verify != "no", progress=progress), mesh)
 
 
 def _check_verify(verify: str) -> None:

@@ -46,13 +46,6 @@ def private_gloo_group(purpose: str, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(prefixed, dist.get_rank(), dist.get_world_size(), timeout)
 
 
-def broadcast_on(group: Any, tensor: torch.Tensor) -> None:
-    """Overwrite `tensor` with rank 0's, on a group that torch does not know of."""
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    group.broadcast([tensor], options).wait()
-
-
 def gather_on(group: Any, tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:
     """Fill `parts` on rank 0 with every rank's tensor, on a group that torch does not know of."""
     options = dist.GatherOptions()

@@ -66,13 +66,23 @@ def shard_device(fsdp_param: Any) -> torch.device:
     return torch.device("cpu") if fsdp_param.offload_to_cpu else fsdp_param.device
 
 
-def axes_in_cutting_order(tensor: DTensor, dim: int) -> list[int]:
-    """The mesh axes of a DTensor, those that cut `dim` in the order in which they do."""
-    axes = list(range(tensor.device_mesh.ndim))
-    for entry in getattr(tensor._spec, "shard_order", None) or ():
+def gathering_device(fsdp_param: Any) -> torch.device:
+    """Where the parameter is gathered and computed with."""
+    return fsdp_param.device
+
+
+def axes_in_cutting_order(spec: Any, dim: int) -> list[int]:
+    """The mesh axes of a DTensor's spec, those that cut `dim` in the order in which they do."""
+    axes = list(range(spec.mesh.ndim))
+    for entry in getattr(spec, "shard_order", None) or ():
         if entry.tensor_dim == dim and list(entry.mesh_dims) != sorted(entry.mesh_dims):
             return list(entry.mesh_dims) + [axis for axis in axes if axis not in entry.mesh_dims]
     return axes
+
+
+def spec_of(tensor: DTensor) -> Any:
+    """Mesh, placements, shape and dtype of a DTensor; hashable, and its hash is computed once."""
+    return tensor._spec
 
 
 def split_rows(placement: Any, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:

@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from shardwise import compat
+from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
 from shardwise.findings import Finding, Severity
 from shardwise.planning.plan import PlannedParameter
-from shardwise.sharding.inventory import fingerprint, local_tensor, values_of_ranks
+from shardwise.sharding.inventory import fingerprint, local_tensor
 from shardwise.sharding.registry import sharded_state
 from shardwise.units import format_bytes
 
@@ -190,7 +191,7 @@ def look_at(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Subject:
     groups = compat.named_groups(model)
     for group in groups.values():
         for fsdp_param, owner, leaf in compat.places_in_group(group):
-            names.setdefault(id(fsdp_param.sharded_param), f"{modules[owner]}.{leaf}".lstrip("."))
+            names.setdefault(id(compat.sharded_parameter(fsdp_param)), f"{modules[owner]}.{leaf}".lstrip("."))
     plan = None if (state := sharded_state(model)) is None else state.plan
     planned = () if plan is None else tuple(plan.parameters)
     averaged = frozenset() if plan is None else frozenset(p.fqn for p in (*plan.ignored, *plan.replicated))
@@ -236,9 +237,9 @@ def padding(subject: Subject) -> Iterator[Finding]:
     """SW415: a dimension so short that most of what ranks hold is padding."""
     for fsdp_param in compat.parameter_records(list(subject.groups.values())) if subject.mesh is not None else ():
         real, held = compat.real_and_padded_numel(fsdp_param)
-        num_bytes = (held - real) * fsdp_param.sharded_param.element_size()
+        num_bytes = (held - real) * compat.sharded_parameter(fsdp_param).element_size()
         if num_bytes > _SMALL_BYTES and held - real > _PADDING * held:
-            yield _finding("SW415", subject.name_of(fsdp_param.sharded_param), part=1 - real / held)
+            yield _finding("SW415", subject.name_of(compat.sharded_parameter(fsdp_param)), part=1 - real / held)
 
 
 def sync_left_off(subject: Subject) -> Iterator[Finding]:
@@ -291,7 +292,7 @@ def held_parameters(subject: Subject) -> Iterator[Finding]:
 def unsharded(subject: Subject) -> Iterator[Finding]:
     """SW401: trainable parameters that no group shards and nobody averages."""
     gathered = [group for group in subject.groups.values() if compat.is_unsharded(group)]  # said elsewhere
-    in_groups = {subject.name_of(param.sharded_param) for param in compat.parameter_records(gathered)}
+    in_groups = {subject.name_of(compat.sharded_parameter(param)) for param in compat.parameter_records(gathered)}
     for name, parameter in subject.parameters.items():
         is_plain = parameter.requires_grad and not isinstance(parameter, DTensor)
         if is_plain and name not in subject.averaged and name not in in_groups:
@@ -302,7 +303,7 @@ def replaced(subject: Subject) -> Iterator[Finding]:
     """SW402: a registered parameter is not the one its group gathers and reduces."""
     for group_name, group in subject.groups.items():
         for fsdp_param in compat.parameter_records([group]):
-            registered, shard = compat.registered_parameter(fsdp_param), fsdp_param.sharded_param
+            registered, shard = compat.registered_parameter(fsdp_param), compat.sharded_parameter(fsdp_param)
             if compat.is_unsharded(group) or registered is None:
                 continue  # said elsewhere
             if registered is not shard or registered.dtype != local_tensor(shard).dtype:
@@ -399,7 +400,7 @@ def across_ranks(subject: Subject) -> Iterator[Finding]:
             for optimizer in subject.optimizers
         ],
     }
-    told = values_of_ranks(facts, mesh)
+    told = gather_over_mesh(mesh, facts)
     yield from _shared_devices([each["device"] for each in told])
     for key, code in (("buffers", "SW431"), ("plain", "SW432")):
         first, *others = (each[key] for each in told)

@@ -1,24 +1,136 @@
-"""Failing together: every rank raises the same error, and no rank is left in a barrier."""
+"""Agreement between ranks: values of all ranks, and errors that every rank raises, so that none waits in a barrier."""
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import hashlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.errors import ShardError, ShardwiseError
+from shardwise import compat
+from shardwise.errors import CheckpointError, ShardError, ShardwiseError
 
 T = TypeVar("T")
 S = TypeVar("S")
 _MAX_DIFF_LINES = 40
+_TIMEOUT = timedelta(hours=4)  # a slow disk of one rank must not end the run of all
 
 
-def on_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+class Channel:
+    """All ranks on a gloo group of their own, or this process alone where there is no process group.
+
+    One thread at a time may use it. Messages are pickled and trusted: they come from the ranks of this run.
+
+    Ranks:
+        Collective, and so is every method but `close`. Every rank must make its channels in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        self._group: Any = None
+        if dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake":
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        if self.size > 1:
+            self._group = compat.private_gloo_group("shardwise/checkpoints", _TIMEOUT)
+
+    def all_gather(self, value: T) -> list[T]:
+        """The value of every rank, by rank."""
+        return self._gather(value, on_all=True)
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, by rank, on rank 0; nothing on the others."""
+        return self._gather(value, on_all=False)
+
+    def run_on_all(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; if it fails on one, raise on all. `work` must not communicate."""
+        return run_on_all(work, self, CheckpointError)
+
+    def close(self) -> None:
+        """Leave. The other ranks may stay a moment longer."""
+        self._group = None
+
+    def _gather(self, value: T, *, on_all: bool) -> list[T]:
+        if self._group is None:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        with _unreachable_ranks():
+            lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+            self._group.allgather([lengths], [torch.tensor([len(data)], device="cpu")]).wait()
+            # On the CPU whatever the default device is; zeros, so that no memory of ours travels as padding.
+            sent = torch.zeros(int(max(lengths)), dtype=torch.uint8, device="cpu")
+            sent[: len(data)] = data
+            parts = [torch.empty_like(sent) for _ in range(self.size if on_all or self.rank == 0 else 0)]
+            if on_all:
+                self._group.allgather([parts], [sent]).wait()
+            else:
+                compat.gather_on(self._group, sent, parts)
+        return [
+            value if rank == self.rank else pickle.loads(ctypes.string_at(part.data_ptr(), int(length)))
+            for rank, (part, length) in enumerate(zip(parts, lengths, strict=False))
+        ]
+
+
+@contextmanager
+def _unreachable_ranks() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            "the ranks cannot reach each other for a checkpoint",
+            where=str(error).splitlines()[0][:200],
+            why="a rank has ended, or was killed, before the save or load that needed it",
+            fix="see the first error of the other ranks; committed checkpoints are intact",
+        ) from error
+
+
+Ranks = dist.ProcessGroup | DeviceMesh | Channel | None
+"""Who takes part; None: all ranks, or this process alone where there is no process group."""
+
+
+def gather_objects(value: T, *, group: Ranks = None) -> list[T]:
+    """The value of every rank, in the order of the group or mesh.
+
+    Args:
+        value: Picklable.
+        group: The ranks that take part; default: all.
+
+    Ranks:
+        Collective.
+    """
+    if isinstance(group, Channel):
+        return group.all_gather(value)
+    if not _is_distributed():
+        return [value]
+    if dist.get_backend() == "fake":  # rank 0 of a world that does not exist: benchmarks and estimates
+        return [value] * (group.size() if group is not None else dist.get_world_size())
+    if isinstance(group, DeviceMesh):
+        gathered = [value]
+        for axis in reversed(range(group.ndim)):
+            gathered = [item for part in gather_objects(gathered, group=group.get_group(axis)) for item in part]
+        return gathered
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values  # pyrefly: ignore[bad-return]  # every place is filled
+
+
+def gather_over_mesh(mesh: DeviceMesh | None, value: T) -> list[T]:
+    """The value of every rank of a mesh, in the mesh's order; only this rank's without a mesh.
+
+    Ranks:
+        Collective over the mesh.
+    """
+    return [value] if mesh is None else gather_objects(value, group=mesh)
+
+
+def on_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | DeviceMesh | None = None) -> T:
     """Run `work` on rank 0 and return its result, or raise its error, on every rank.
 
     Args:
@@ -33,19 +145,28 @@ def on_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | None = Non
     """
     if not _is_distributed():
         return work()
-    if dist.get_rank(group) != 0:
-        return _result_of_rank_zero(group)
-    try:
-        result = work()
-        message = pickle.dumps((True, result))
-    except BaseException as error:  # DCP's CheckpointException is no Exception
-        dist.broadcast_object_list([pickle.dumps((False, _portable(error)))], group_src=0, group=group)
-        raise
-    dist.broadcast_object_list([message], group_src=0, group=group)
-    return result
+    groups = [group.get_group(axis) for axis in range(group.ndim)] if isinstance(group, DeviceMesh) else [group]
+    sent, result, failure = [b""], None, None
+    is_first = all(dist.get_rank(each) == 0 for each in groups)
+    if is_first:
+        try:
+            result = work()
+            sent = [pickle.dumps((result, None))]
+        except BaseException as error:  # DCP's CheckpointException is no Exception
+            failure = error
+            sent = [pickle.dumps((None, _portable(error)))]
+    for each in groups:
+        dist.broadcast_object_list(sent, group_src=0, group=each)
+    if not is_first:
+        result, failure = pickle.loads(sent[0])
+        if failure is not None:
+            failure.add_note("(raised on rank 0)")
+    if failure is not None:
+        raise failure
+    return result  # pyrefly: ignore[bad-return]  # what `work` returned
 
 
-def agree_on(value: str, what: str, *, fix: str = "", group: dist.ProcessGroup | None = None) -> None:
+def agree_on(value: str, what: str, *, fix: str = "", group: Ranks = None) -> None:
     """Raise on every rank unless all hold the same `value`.
 
     Args:
@@ -60,22 +181,26 @@ def agree_on(value: str, what: str, *, fix: str = "", group: dist.ProcessGroup |
     Ranks:
         Collective. One small all-gather when the ranks agree.
     """
-    if not _is_distributed():
-        return
     digests = gather_objects(hashlib.sha256(value.encode()).hexdigest(), group=group)
     if len(set(digests)) == 1:
         return
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     values = gather_objects(value, group=group)
+    theirs = values[differing[0]].splitlines()
+    lines = difflib.unified_diff(values[0].splitlines(), theirs, "rank 0", f"rank {differing[0]}", lineterm="", n=1)
+    shown = list(lines)
+    hidden = len(shown) - _MAX_DIFF_LINES
     raise ShardError(
         f"ranks do not hold the same value of {what}",
         where=f"ranks {differing} differ from rank 0",
-        why=_difference(values[0], values[differing[0]], f"rank {differing[0]}"),
+        why="\n".join(shown[:_MAX_DIFF_LINES] + ([f"... and {hidden} more lines"] if hidden > 0 else [])),
         fix=fix or "build the model and the config from the same code, files and seeds on every rank",
     )
 
 
-def raise_together(error: BaseException | None, *, group: dist.ProcessGroup | None = None) -> None:
+def raise_together(
+    error: BaseException | None, *, group: Ranks = None, kind: type[ShardwiseError] = ShardError
+) -> None:
     """Raise on every rank if any rank brings an error.
 
     A rank raises its own error where it has one; the others raise that of the first rank that has, under
@@ -84,63 +209,50 @@ def raise_together(error: BaseException | None, *, group: dist.ProcessGroup | No
     Args:
         error: What went wrong here, or None.
         group: The ranks that take part; default: all.
+        kind: What the others raise for an error that is none of ours.
 
     Ranks:
         Collective. Call it after local work that can fail, before the next collective.
     """
-    raise_on_all(error, lambda value: gather_objects(value, group=group) if _is_distributed() else [value])
+
+    def work() -> None:
+        if error is not None:
+            raise error
+
+    run_on_all(work, group, kind)
 
 
-Gather = Callable[[Any], list[Any]]
-"""Gives every rank's value, by rank. Collective."""
-
-
-def raise_on_all(error: BaseException | None, gather: Gather, kind: type[ShardwiseError] = ShardError) -> None:
-    """As `raise_together`, over the ranks that `gather` reaches.
-
-    Args:
-        error: What went wrong here, or None.
-        gather: The ranks.
-        kind: What the others raise for an error that is none of ours.
-    """
-    errors = gather(None if error is None else as_shardwise_error(error, kind))
-    if error is not None:
-        raise error
-    if (failed := first_error(errors)) is not None:
-        raise failed
-
-
-def run_on_all(work: Callable[[], T], gather: Gather, kind: type[ShardwiseError] = ShardError) -> T:
+def run_on_all(work: Callable[[], T], group: Ranks = None, kind: type[ShardwiseError] = ShardError) -> T:
     """Run `work` on every rank; if it fails on one, raise on all.
 
     Ranks:
-        Collective over the ranks that `gather` reaches. `work` must not communicate.
+        Collective. `work` must not communicate.
     """
-    return run_and_gather(lambda: (work(), None), gather, kind)[0]
+    return run_and_gather(lambda: (work(), None), group, kind)[0]
 
 
 def run_and_gather(
-    work: Callable[[], tuple[T, S]], gather: Gather, kind: type[ShardwiseError] = ShardError
+    work: Callable[[], tuple[T, S]], group: Ranks = None, kind: type[ShardwiseError] = ShardError
 ) -> tuple[T, list[S]]:
     """Run `work` on every rank; if it fails on one, raise on all. One exchange between the ranks instead of two.
 
     Args:
         work: Returns what this rank keeps, and a small value that all ranks get to know. Must not communicate.
-        gather: The ranks.
+        group: The ranks that take part; default: all.
         kind: What the others raise for an error that is none of ours.
 
     Returns:
         What this rank keeps, and every rank's value, by rank.
 
     Ranks:
-        Collective over the ranks that `gather` reaches.
+        Collective.
     """
     try:
         kept, told = work()
     except BaseException as error:  # DCP's CheckpointException is no Exception
-        gather((as_shardwise_error(error, kind), None))
+        gather_objects((as_shardwise_error(error, kind), None), group=group)
         raise
-    told_by_all = gather((None, told))
+    told_by_all = gather_objects((None, told), group=group)
     if (failed := first_error([error for error, _ in told_by_all])) is not None:
         raise failed
     return kept, [value for _, value in told_by_all]
@@ -170,45 +282,6 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _result_of_rank_zero(group: dist.ProcessGroup | None) -> T:
-    message: list[bytes] = [b""]
-    dist.broadcast_object_list(message, group_src=0, group=group)
-    succeeded, outcome = pickle.loads(message[0])
-    if succeeded:
-        return outcome
-    outcome.add_note("(raised on rank 0)")
-    raise outcome
-
-
-def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of every rank, in the order of the ranks.
-
-    Args:
-        value: Picklable.
-        group: The ranks that take part; default: all.
-
-    Ranks:
-        Collective.
-    """
-    values: list[T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values  # pyrefly: ignore[bad-return]  # every place is filled
-
-
-def gather_over_mesh(mesh: DeviceMesh, value: T) -> list[T]:
-    """The value of every rank of a mesh, in the mesh's order.
-
-    Ranks:
-        Collective over the mesh.
-    """
-    if dist.get_backend() == "fake":
-        return [value] * mesh.size()  # rank 0 of a world that does not exist: benchmarks and estimates
-    gathered = [value]
-    for axis in reversed(range(mesh.ndim)):
-        gathered = [item for part in gather_objects(gathered, group=mesh.get_group(axis)) for item in part]
-    return gathered
-
-
 def _portable(error: BaseException) -> BaseException:
     """The error itself if it survives a pickle round trip, else one that says the same."""
     try:
@@ -216,9 +289,3 @@ def _portable(error: BaseException) -> BaseException:
     except Exception:
         return as_shardwise_error(error)
     return error
-
-
-def _difference(ours: str, theirs: str, their_name: str) -> str:
-    lines = list(difflib.unified_diff(ours.splitlines(), theirs.splitlines(), "rank 0", their_name, lineterm="", n=1))
-    hidden = len(lines) - _MAX_DIFF_LINES
-    return "\n".join(lines[:_MAX_DIFF_LINES] + ([f"... and {hidden} more lines"] if hidden > 0 else []))

@@ -11,73 +11,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
-    from torch.distributed.fsdp import FSDPModule as FSDPModule
-    from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
-    from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
-    from torch.distributed.fsdp import UnshardHandle as UnshardHandle
-    from torch.distributed.fsdp import fully_shard as fully_shard
-    from torch.distributed.fsdp import register_fsdp_forward_method as register_fsdp_forward_method
+    from torch.distributed.fsdp import *  # noqa: F403
 
     from shardwise.checkpointing.flat.flat_recording import record_flat_params as record_flat_params
-    from shardwise.fsdp1.api import BackwardPrefetch as BackwardPrefetch
-    from shardwise.fsdp1.api import CPUOffload as CPUOffload
-    from shardwise.fsdp1.api import FullOptimStateDictConfig as FullOptimStateDictConfig
-    from shardwise.fsdp1.api import FullStateDictConfig as FullStateDictConfig
-    from shardwise.fsdp1.api import LocalOptimStateDictConfig as LocalOptimStateDictConfig
-    from shardwise.fsdp1.api import LocalStateDictConfig as LocalStateDictConfig
-    from shardwise.fsdp1.api import MixedPrecision as MixedPrecision
-    from shardwise.fsdp1.api import OptimStateDictConfig as OptimStateDictConfig
-    from shardwise.fsdp1.api import OptimStateKeyType as OptimStateKeyType
-    from shardwise.fsdp1.api import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
-    from shardwise.fsdp1.api import ShardedStateDictConfig as ShardedStateDictConfig
-    from shardwise.fsdp1.api import ShardingStrategy as ShardingStrategy
-    from shardwise.fsdp1.api import StateDictConfig as StateDictConfig
-    from shardwise.fsdp1.api import StateDictSettings as StateDictSettings
-    from shardwise.fsdp1.api import StateDictType as StateDictType
     from shardwise.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel as FullyShardedDataParallel
     from shardwise.fsdp1.units import FlatParameter as FlatParameter
 
-_HOMES = {
-    "torch.distributed.fsdp": (
-        "CPUOffloadPolicy",
-        "FSDPModule",
-        "MixedPrecisionPolicy",
-        "OffloadPolicy",
-        "UnshardHandle",
-        "fully_shard",
-        "register_fsdp_forward_method",
-    ),
-    "shardwise.checkpointing.flat.flat_recording": ("record_flat_params",),
-    "shardwise.fsdp1.api": (
-        "BackwardPrefetch",
-        "CPUOffload",
-        "FullOptimStateDictConfig",
-        "FullStateDictConfig",
-        "LocalOptimStateDictConfig",
-        "LocalStateDictConfig",
-        "MixedPrecision",
-        "OptimStateDictConfig",
-        "OptimStateKeyType",
-        "ShardedOptimStateDictConfig",
-        "ShardedStateDictConfig",
-        "ShardingStrategy",
-        "StateDictConfig",
-        "StateDictSettings",
-        "StateDictType",
-    ),
-    "shardwise.fsdp1.fully_sharded_data_parallel": ("FullyShardedDataParallel",),
-    "shardwise.fsdp1.units": ("FlatParameter",),
+_OURS = {
+    "FlatParameter": "shardwise.fsdp1.units",
+    "FullyShardedDataParallel": "shardwise.fsdp1.fully_sharded_data_parallel",
+    "record_flat_params": "shardwise.checkpointing.flat.flat_recording",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_TORCHS = (
+    "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "FSDPModule", "FullOptimStateDictConfig",
+    "FullStateDictConfig", "LocalOptimStateDictConfig", "LocalStateDictConfig", "MixedPrecision",
+    "MixedPrecisionPolicy", "OffloadPolicy", "OptimStateDictConfig", "OptimStateKeyType",
+    "ShardedOptimStateDictConfig", "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig",
+    "StateDictSettings", "StateDictType", "UnshardHandle", "fully_shard", "register_fsdp_forward_method",
+)  # fmt: skip
 
-__all__ = sorted(_HOME_OF)  # pyright: ignore
+__all__ = sorted((*_OURS, *_TORCHS))  # pyright: ignore
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in __all__:
         raise AttributeError(f"module 'shardwise.fsdp1' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
+    value = getattr(import_module(_OURS.get(name, "torch.distributed.fsdp")), name)
     globals()[name] = value
     return value
 

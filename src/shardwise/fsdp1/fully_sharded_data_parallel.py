@@ -30,12 +30,10 @@ from shardwise.fsdp1.units import (
     INTERNALS,
     PREFIX,
     WRAPPED,
-    Unit,
+    FSDPUnit,
     cast_buffers,
-    find_places,
     outer_units,
     refuse_internal,
-    remember_replaced,
     units_in,
 )
 from shardwise.planning.plan import Plan
@@ -43,6 +41,7 @@ from shardwise.sharding.full_params import find_slots, full_params, reshard
 from shardwise.sharding.gradients import watch_zero_grad
 from shardwise.sharding.inventory import local_part, local_tensor
 from shardwise.sharding.registry import ShardedState, remember
+from shardwise.sharding.repointing import watch_optimizers
 from shardwise.training.step import clip_grad_norm_
 
 Places = list[tuple[nn.Module, str, nn.Parameter]]
@@ -228,7 +227,7 @@ class FullyShardedDataParallel(OptimizerStates):
                 "ignored_states": self._ignored_params,
                 "device_mesh": device_mesh,
             }
-            auto_wrap(module, auto_wrap_policy, ignored, arguments, FullyShardedDataParallel, Unit)
+            auto_wrap(module, auto_wrap_policy, ignored, arguments, FullyShardedDataParallel, FSDPUnit)
         initialise_unit(module, self.compute_device, self._is_apart, self._ignored_params, param_init_fn)
         self._fsdp_wrapped_module = module
         if sync_module_states:
@@ -250,10 +249,10 @@ class FullyShardedDataParallel(OptimizerStates):
         self.register_load_state_dict_post_hook(self._clean_missing)
 
     def _is_apart(self, module: nn.Module) -> bool:
-        return isinstance(module, Unit) or module in self._ignored_modules
+        return isinstance(module, FSDPUnit) or module in self._ignored_modules
 
     def _shard(self, settings: Settings) -> None:
-        places = find_places(self)
+        places = find_slots(self, recurse=True)
         fully_shard(
             self,
             mesh=self.mesh,
@@ -266,7 +265,7 @@ class FullyShardedDataParallel(OptimizerStates):
         type(self).__name__ = type(self).__name__.removeprefix("FSDP")
         UnitForwardHooks(self)
         compat.mend_accumulation(self)
-        remember_replaced(places)
+        watch_optimizers(self, {old: owners[0][0]._parameters[owners[0][1]] for old, owners in places.items()})
 
     @property
     def module(self) -> nn.Module:
@@ -328,7 +327,7 @@ class FullyShardedDataParallel(OptimizerStates):
         return bool(self._is_root)
 
     @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Unit]:
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPUnit]:
         """The units in `module`, itself included; with `root_only` those inside no other.
 
         Ranks:

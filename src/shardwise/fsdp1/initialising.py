@@ -13,10 +13,11 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
+from shardwise.distributed.agreement import gather_objects
 from shardwise.distributed.launchers import read_launch
 from shardwise.distributed.mesh import data_parallel_sizes
 from shardwise.errors import ConfigError, ShardError
-from shardwise.fsdp1.units import Unit, clean_name
+from shardwise.fsdp1.units import FSDPUnit, clean_name
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.settings import dtype_name
 from shardwise.sharding.forward_hooks import Casts, ForwardHooks, register_post_backward
@@ -25,7 +26,7 @@ from shardwise.sharding.inventory import broadcast_from_first
 from shardwise.sharding.nested_tensors import cast_floating
 from shardwise.sharding.registry import recover
 
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+HYBRID = (ShardingStrategy.HYBRID_SHARD, compat.HYBRID_SHARD_ZERO2)
 _AXES = ("replicate", "shard")
 # One mesh for all units of a model: each new one would make process groups of its own.
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
@@ -125,8 +126,7 @@ def _replicated(process_group: Any, device_mesh: DeviceMesh | None, device_type:
 def _pair(groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device_type: str) -> DeviceMesh:
     """FSDP1's (shard, replicate) pair, as rows of ranks that shard and columns that replicate."""
     shard, replicate = groups
-    rows: list[list[int]] = [[] for _ in range(dist.get_world_size(replicate))]
-    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+    rows = gather_objects(dist.get_process_group_ranks(shard), group=replicate)
     mesh = torch.tensor(rows, dtype=torch.int)
     return DeviceMesh.from_group([replicate, shard], device_type, mesh=mesh, mesh_dim_names=_AXES)
 
@@ -358,7 +358,7 @@ def plan_of(root: Any) -> Plan:
     )
 
 
-def _inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[Unit]:
+def _inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[FSDPUnit]:
     """The units at and below a module, each after those inside it."""
     seen = set() if seen is None else seen
     if module in seen:
@@ -366,7 +366,7 @@ def _inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Itera
     seen.add(module)
     for child in module.children():
         yield from _inner_first(child, seen)
-    if isinstance(module, Unit):
+    if isinstance(module, FSDPUnit):
         yield module
 
 

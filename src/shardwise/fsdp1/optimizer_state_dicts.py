@@ -12,11 +12,13 @@ from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ConfigError, ShardError
 from shardwise.fsdp1.state_dicts import StateDicts, copy_sharded, laid_out
-from shardwise.fsdp1.units import adopt, clean_name, first_unit
+from shardwise.fsdp1.units import clean_name, first_unit
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order, reshard
-from shardwise.sharding.inventory import local_tensor, values_of_ranks
+from shardwise.sharding.inventory import local_tensor
+from shardwise.sharding.repointing import adopt
 
 StateDict = dict[str, Any]
 _BUCKET_BYTES = 256 * 1024**2
@@ -68,9 +70,9 @@ def _in_first_rank_order(groups: list[StateDict], mesh: DeviceMesh) -> list[Stat
     """The same groups as the first rank lists them; as they are where they are not the same."""
     listed = [tuple(group["params"]) for group in groups]
     digest = hashlib.blake2b(repr(listed).encode()).digest()
-    if all(other == digest for other in values_of_ranks(digest, mesh)):  # on every rank, or on none
+    if all(other == digest for other in gather_over_mesh(mesh, digest)):  # on every rank, or on none
         return groups
-    first = values_of_ranks(listed, mesh)[0]
+    first = gather_over_mesh(mesh, listed)[0]
     by_names = {frozenset(group["params"]): group for group in groups}
     if by_names.keys() != {frozenset(names) for names in first} or len(first) != len(groups):
         return groups

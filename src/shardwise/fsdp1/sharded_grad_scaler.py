@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from shardwise.compat import LocalGradScaler
-from shardwise.fsdp1.units import adopt
+from shardwise.sharding.repointing import adopt
 
 
 class ShardedGradScaler(LocalGradScaler):

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import compat
 from shardwise.errors import ConfigError, ShardError
 from shardwise.fsdp1.settings import warn_once
-from shardwise.fsdp1.units import PREFIX, WRAPPED, Unit, clean_name, dtypes_before, first_unit, units_in
+from shardwise.fsdp1.units import PREFIX, WRAPPED, FSDPUnit, clean_name, dtypes_before, first_unit, units_in
 from shardwise.sharding.full_params import gather_in_buckets, reshard
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.repointing import shard_like
@@ -159,7 +159,7 @@ def _flat(name: str) -> ShardError:
     )
 
 
-class StateDicts(Unit):
+class StateDicts(FSDPUnit):
     """`state_dict`, `load_state_dict` and which kind of state dict they deal in."""
 
     _is_collecting = False

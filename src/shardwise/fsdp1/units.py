@@ -1,8 +1,6 @@
 """FSDP1's units on FSDP2's modules: names, flat parameters, buffers, optimizers built on them."""
 
-import functools
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,11 +15,8 @@ from torch.distributed.fsdp import (
     StateDictConfig,
     StateDictType,
 )
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ConfigError, ShardError
-from shardwise.sharding.repointing import Remembered, follow_names, remember_parameters, repoint
 
 WRAPPED = "_fsdp_wrapped_module"
 PREFIX = f"{WRAPPED}."
@@ -33,7 +28,7 @@ def clean_name(name: str) -> str:
     return name.replace(PREFIX, "").replace(_RECOMPUTED, "")
 
 
-class Unit(nn.Module):
+class FSDPUnit(nn.Module):
     """The attributes of a unit, under FSDP1's names where scripts read them."""
 
     mesh: DeviceMesh
@@ -58,12 +53,12 @@ class Unit(nn.Module):
     _optim_state_dict_config: OptimStateDictConfig
 
 
-def units_in(module: nn.Module) -> list[Unit]:
+def units_in(module: nn.Module) -> list[FSDPUnit]:
     """The units of a module, itself included, outer ones first."""
-    return [unit for unit in module.modules() if isinstance(unit, Unit)]
+    return [unit for unit in module.modules() if isinstance(unit, FSDPUnit)]
 
 
-def outer_units(module: nn.Module) -> Iterator[Unit]:
+def outer_units(module: nn.Module) -> Iterator[FSDPUnit]:
     """The units of a module that are inside no other of its units."""
     inside: set[nn.Module] = set()
     for unit in units_in(module):
@@ -72,7 +67,7 @@ def outer_units(module: nn.Module) -> Iterator[Unit]:
             inside.update(unit.modules())
 
 
-def first_unit(module: nn.Module, where: str) -> Unit:
+def first_unit(module: nn.Module, where: str) -> FSDPUnit:
     """The outermost unit of a module.
 
     Raises:
@@ -158,80 +153,3 @@ def dtypes_before(module: nn.Module) -> dict[str, torch.dtype]:
         for path, owner in module.named_modules()
         for name, dtype in owner.__dict__.get(_BEFORE, {}).items()
     }
-
-
-_SHARDED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-"""Identity of a replaced parameter to the sharded one; an entry goes with either of the two."""
-_REPLACED: dict[int, weakref.ref[torch.Tensor]] = {}
-_is_watching = False
-
-Places = list[tuple[nn.Module, str, nn.Parameter]]
-
-
-def find_places(module: nn.Module) -> Places:
-    """Where each parameter of a module is registered, before sharding replaces it."""
-    return [
-        (owner, name, parameter)
-        for owner in module.modules()
-        for name, parameter in owner._parameters.items()
-        if parameter is not None
-    ]
-
-
-def remember_replaced(places: Places) -> None:
-    """Let optimizers that hold parameters of before the sharding find the sharded ones at their next step.
-
-    Args:
-        places: From `find_places`, before the sharding.
-
-    Ranks:
-        Local.
-    """
-    global _is_watching
-    if not _is_watching:
-        register_optimizer_step_pre_hook(_before_step)
-        _is_watching = True
-    for owner, name, old in places:
-        new = owner._parameters[name]
-        if new is not None and new is not old:
-            _SHARDED[id(old)] = new
-            _REPLACED[id(old)] = weakref.ref(old, functools.partial(_forget, id(old)))
-
-
-def _forget(key: int, _: object) -> None:
-    _REPLACED.pop(key, None)
-    _SHARDED.pop(key, None)
-
-
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    adopt(optimizer)
-    follow_names(optimizer)
-
-
-def adopt(optimizer: Optimizer) -> None:
-    """Point an optimizer that was built before the wrapping at the sharded parameters; others are left alone.
-
-    Ranks:
-        Local.
-    """
-    if not _REPLACED:
-        return
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    pairs = {id(old): new for old in held if (new := _sharded(old)) is not None}
-    if pairs:
-        _repoint(optimizer, held, pairs)
-
-
-def _sharded(old: torch.Tensor) -> nn.Parameter | None:
-    reference = _REPLACED.get(id(old))
-    return _SHARDED.get(id(old)) if reference is not None and reference() is old else None
-
-
-def _repoint(optimizer: Optimizer, held: Iterable[torch.Tensor], pairs: dict[int, nn.Parameter]) -> None:
-    """In place, so that schedulers keep working; state is split as its parameter is."""
-    before, after = nn.Module(), nn.Module()
-    for index, old in enumerate(held):
-        before.register_parameter(str(index), old)  # pyrefly: ignore[bad-argument-type]
-        after.register_parameter(str(index), pairs.get(id(old), old))  # pyrefly: ignore[bad-argument-type]
-    remembered: Remembered = remember_parameters(before, [optimizer])
-    repoint([optimizer], remembered, after)

@@ -4,69 +4,58 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib import import_module
+from pkgutil import iter_modules
 
 from shardwise.findings import Edit, Safety, Severity, SourceFinding
-from shardwise.source.statements import read_program
+from shardwise.source.interpreter import read_program
 from shardwise.source.syntax import FileContext
-from shardwise.source.usage import Shard, Usage
+from shardwise.source.trace import Shard, Trace
 from shardwise.source.values import ProgramEvent
 
 UNREADABLE = "SW200"
-_HOMES = (
-    "arguments",
-    "checkpoints",
-    "devices",
-    "forward_calls",
-    "gradients",
-    "leftovers",
-    "losses",
-    "meta",
-    "nesting",
-    "order",
-    "precision",
-    "structure",
-)
 
 
-@dataclass(slots=True)
 class LintContext:
-    """A file as rules see it: its syntax, and what its program does."""
+    """A file as rules see it: its syntax, and what its program does.
 
-    file: FileContext
-    _usages: list[Usage] | None = field(default=None, init=False)
+    Args:
+        file: Parsed; the program is read on first use, for the rules that need it.
+    """
+
+    def __init__(self, file: FileContext) -> None:
+        self.file = file
+
+    @cached_property
+    def traces(self) -> list[Trace]:
+        """What the program does with its models, run by run."""
+        return read_program(self.file)
 
     @property
-    def usages(self) -> list[Usage]:
-        """What the program does with its models, run by run; read on first use, for the rules that need it."""
-        if self._usages is None:
-            self._usages = [Usage(trace) for trace in read_program(self.file)]
-        return self._usages
-
-    @property
-    def events(self) -> Iterator[tuple[Usage, ProgramEvent]]:
+    def events(self) -> Iterator[tuple[Trace, ProgramEvent]]:
         """Every event of every run."""
-        return ((usage, event) for usage in self.usages for event in usage.events)
+        return ((trace, event) for trace in self.traces for event in trace.events)
 
     @property
-    def shards(self) -> Iterator[tuple[Usage, Shard]]:
+    def shards(self) -> Iterator[tuple[Trace, Shard]]:
         """Every module that is sharded, in every run."""
-        return ((usage, shard) for usage in self.usages for shard in usage.shards)
+        return ((trace, shard) for trace in self.traces for shard in trace.shards)
 
-    def events_of(self, *names: str) -> Iterator[tuple[Usage, ProgramEvent]]:
+    def events_of(self, *names: str) -> Iterator[tuple[Trace, ProgramEvent]]:
         """Every call of one of these public names, in every run."""
-        return ((usage, event) for usage, event in self.events if event.is_call_to(*names))
+        return ((trace, event) for trace, event in self.events if event.is_call_to(*names))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Hit:
     """Where a rule found something, and what it says."""
 
     node: ast.expr | ast.stmt | ast.alias
     message: str
     fix: str = ""
+    """Else the rule's."""
     edits: tuple[Edit, ...] = ()
 
 
@@ -87,34 +76,35 @@ class Rule:
     """Of its edits; manual where it has none."""
     preview: bool
     """New: runs only when asked for by its code, or with `--preview`."""
+    fix: str
+    """What to do about it, where a finding does not say."""
     check: Check
 
-    def run(self, reading: LintContext) -> Iterator[SourceFinding]:
+    def run(self, context: LintContext) -> Iterator[SourceFinding]:
         """The rule's findings in one file, one a place."""
         seen: set[tuple[int, int]] = set()
-        for hit in self.check(reading):
-            finding = self._finding(reading.file, hit)
+        for hit in self.check(context):
+            finding = self._finding(context.file, hit)
             if (finding.line, finding.column) not in seen:
                 seen.add((finding.line, finding.column))
                 yield finding
 
     def _finding(self, file: FileContext, hit: Hit) -> SourceFinding:
-        node, positions = hit.node, file.positions
-        start, end = positions.span(node)
-        line, end_line = node.lineno, node.end_lineno or node.lineno
-        column = positions.column(line, start)
+        start, end = file.positions.span(hit.node)
+        line, end_line = hit.node.lineno, hit.node.end_lineno or hit.node.lineno
+        column = file.positions.column(line, start)
         return SourceFinding(
             code=self.code,
             name=self.name,
             message=hit.message,
             where=f"{file.path}:{line}:{column}",
             severity=self.severity,
-            fix=hit.fix,
+            fix=hit.fix or self.fix,
             path=file.path,
             line=line,
             column=column,
             end_line=end_line,
-            end_column=positions.column(end_line, end),
+            end_column=file.positions.column(end_line, end),
             safety=self.safety if hit.edits else Safety.MANUAL,
             edits=hit.edits,
         )
@@ -124,7 +114,13 @@ _RULES: dict[str, Rule] = {}
 
 
 def rule(
-    code: str, name: str, *, severity: Severity, safety: Safety = Safety.MANUAL, preview: bool = False
+    code: str,
+    name: str,
+    severity: Severity = Severity.ERROR,
+    *,
+    fix: str = "",
+    safety: Safety = Safety.MANUAL,
+    preview: bool = False,
 ) -> Callable[[Check], Check]:
     """Register a function as a rule; the first line of its docstring is the rule's summary."""
 
@@ -133,7 +129,14 @@ def rule(
         assert code not in _RULES, f"{code} is taken"
         assert summary, f"{code} has no docstring"
         _RULES[code] = Rule(
-            code=code, name=name, summary=summary, severity=severity, safety=safety, preview=preview, check=check
+            code=code,
+            name=name,
+            summary=summary,
+            severity=severity,
+            safety=safety,
+            preview=preview,
+            fix=fix,
+            check=check,
         )
         return check
 
@@ -143,6 +146,8 @@ def rule(
 @cache
 def all_rules() -> dict[str, Rule]:
     """Every lint rule by its code, in order."""
-    for home in _HOMES:
-        import_module(f"shardwise.linting.rules.{home}")
+    from shardwise.linting import rules
+
+    for module in iter_modules(rules.__path__):
+        import_module(f"{rules.__name__}.{module.name}")
     return dict(sorted(_RULES.items()))

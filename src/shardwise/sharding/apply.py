@@ -6,19 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwise import compat
 from shardwise.config.schema import ShardConfig
-from shardwise.distributed.agreement import agree_on, raise_together
+from shardwise.distributed.agreement import agree_on, run_on_all
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh
-from shardwise.errors import PlanError, ShardwiseError
+from shardwise.errors import PlanError
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.planner import plan as make_plan
 from shardwise.planning.planner import refuse_sharded
@@ -34,29 +33,11 @@ from shardwise.sharding.forward_hooks import (
     register_post_backward,
 )
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_zero_grad
-from shardwise.sharding.registry import ShardedState, announce, remember
+from shardwise.sharding.registry import ShardedState, forget_when_recovered, remember
 from shardwise.sharding.repointing import remember_parameters, repoint, watch_assignments, watch_optimizers
 
 _SAMPLES = 64
 """Elements compared of each parameter: enough to tell two random draws apart, cheap for any size."""
-
-
-def plan_together(make: Callable[[], Plan], mesh: DeviceMesh) -> Plan:
-    """Make the plan, or raise on every rank if it fails on one.
-
-    Ranks:
-        Collective.
-    """
-    plan, failure = None, None
-    try:
-        plan = make()
-    except ShardwiseError as error:
-        failure = error
-    for group in _groups(mesh):
-        raise_together(failure, group=group)
-    if failure is not None or plan is None:
-        raise failure or RuntimeError("no plan was made")
-    return plan
 
 
 def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -75,53 +56,39 @@ def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
         )
     planned = {name: parameter for parameter in plan.parameters for name in (parameter.fqn, *parameter.aliases)}
     present = dict(model.named_parameters(remove_duplicate=False))
-    if odd := sorted(planned.keys() ^ present.keys()):
+    odd = sorted(planned.keys() ^ present.keys())
+    what = f"the plan and the model differ in {len(odd)} parameters, first {odd[0]!r}" if odd else ""
+    for name, parameter in present.items() if not odd else ():
+        found = f"{list(parameter.shape)} {dtype_name(parameter.dtype)}"
+        expected = f"{list(planned[name].shape)} {planned[name].upcast_from or planned[name].dtype}"
+        if found != expected:
+            odd, what = [name], f"{name!r} is {found}, planned as {expected}"
+            break
+    if odd:
         raise PlanError(
-            f"the plan and the model differ in {len(odd)} parameters, first {odd[0]!r}",
+            what,
             where=odd[0],
             why="a plan is carried out as it is, parameter by parameter",
             fix="plan(model, ...) again for this model",
         )
-    for name, parameter in present.items():
-        stored = planned[name].upcast_from or planned[name].dtype
-        if tuple(parameter.shape) != planned[name].shape or dtype_name(parameter.dtype) != stored:
-            raise PlanError(
-                f"{name!r} is {list(parameter.shape)} {dtype_name(parameter.dtype)}, planned as "
-                f"{list(planned[name].shape)} {stored}",
-                where=name,
-                why="a plan is carried out as it is, parameter by parameter",
-                fix="plan(model, ...) again for this model",
-            )
 
 
-def agree_on_plan(plan: Plan, mesh: DeviceMesh) -> None:
-    """Raise on every rank, showing the difference, unless all ranks hold the same plan.
+def agree_on_plan_and_weights(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise on every rank, showing the difference, unless all ranks hold the same plan and the same weights.
+
+    Weights are judged by a sample of each parameter. Each rank keeps its slice of its own copy, so ranks that were
+    initialised differently would silently train a patchwork.
 
     Ranks:
         Collective.
     """
-    for group in _groups(mesh):
-        agree_on(plan.to_json(indent=1), "the sharding plan", group=group)
-
-
-def agree_on_weights(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise on every rank unless all ranks hold the same weights, judged by a sample of each parameter.
-
-    Each rank keeps its slice of its own copy, so ranks that were initialised differently would silently train a
-    patchwork.
-
-    Ranks:
-        Collective.
-    """
-    lines = "\n".join(f"{name} {_fingerprint(parameter)}" for name, parameter in model.named_parameters())
-    for group in _groups(mesh):
-        agree_on(
-            lines,
-            "the model's weights",
-            fix="seed every rank alike before building the model, build it on meta and call materialize(), or call "
-            "materialize(model, sync_from_rank_zero=True) before sharding",
-            group=group,
-        )
+    weights = "\n".join(f"{name} {_fingerprint(parameter)}" for name, parameter in model.named_parameters())
+    fix = (
+        "seed every rank alike before building the model, build it on meta and call materialize(), or call "
+        "materialize(model, sync_from_rank_zero=True) before sharding"
+    )
+    agree_on(plan.to_json(indent=1), "the sharding plan", group=mesh)
+    agree_on(weights, "the model's weights", fix=fix, group=mesh)
 
 
 def _fingerprint(parameter: nn.Parameter) -> str:
@@ -134,43 +101,25 @@ def _fingerprint(parameter: nn.Parameter) -> str:
     return f"{zlib.crc32(sample.view(torch.uint8).numpy().tobytes()):08x}"
 
 
-def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Process groups that together reach every rank of the mesh; none when there is nobody to ask."""
-    if mesh.size() == 1 or dist.get_backend() == "fake":
-        return []
-    return [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-
-
 _EARLY_ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _installed = False
 
 
-def set_prefetch(plan: Plan, modules: dict[str, nn.Module]) -> None:
+def set_prefetch(plan: Plan, modules: dict[str, Any]) -> None:
     """Tell each group which others to gather ahead of their turn."""
+    global _installed
     for group in plan.groups:
         module = modules[group.modules[0]]
-        assert isinstance(module, FSDPModule)
         if group.forward_prefetch:
-            module.set_modules_to_forward_prefetch([_fsdp(modules[name]) for name in group.forward_prefetch])
+            module.set_modules_to_forward_prefetch([modules[name] for name in group.forward_prefetch])
         if group.backward_prefetch:
-            module.set_modules_to_backward_prefetch([_fsdp(modules[name]) for name in group.backward_prefetch])
-    if plan.early_root:
-        _gather_early(modules[""])
-
-
-def _fsdp(module: nn.Module) -> FSDPModule:
-    assert isinstance(module, FSDPModule)
-    return module
-
-
-def _gather_early(root: nn.Module) -> None:
-    """Start gathering the root's parameters when its optimizer has stepped, not when forward begins."""
-    global _installed
-    _EARLY_ROOTS.add(root)
-    root.register_load_state_dict_pre_hook(_drop_early_gather)
-    if not _installed:
-        register_optimizer_step_post_hook(_after_step)
-        _installed = True
+            module.set_modules_to_backward_prefetch([modules[name] for name in group.backward_prefetch])
+    if plan.early_root:  # the root's parameters are gathered when its optimizer has stepped, not when forward begins
+        _EARLY_ROOTS.add(modules[""])
+        modules[""].register_load_state_dict_pre_hook(_drop_early_gather)
+        if not _installed:
+            register_optimizer_step_post_hook(_after_step)
+            _installed = True
 
 
 def _drop_early_gather(root: nn.Module, *_: Any) -> None:
@@ -225,35 +174,28 @@ def shard(
     mesh = data_parallel_mesh(mesh or default_mesh())
     optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
     if plan is None:
-        plan = plan_together(lambda: make_plan(model, config, mesh=mesh, example_inputs=example_inputs), mesh)
+        plan = run_on_all(lambda: make_plan(model, config, mesh=mesh, example_inputs=example_inputs), mesh)
     check_fits(plan, model, mesh)
-    agree_on_plan(plan, mesh)
-    agree_on_weights(model, mesh)
+    agree_on_plan_and_weights(plan, model, mesh)
     remembered = remember_parameters(model, optimizers)
-    _change_blocks(model, config or ShardConfig(), plan)
-    replaced = list(model.parameters())
+    # Recomputation inside, compilation around it, sharding outside both: the only order that works.
+    if config is not None and config.activations != "keep":
+        checkpoint_activations(model, config.activations, config=plan)
+    if config is not None and config.compile:
+        compile_blocks(model, config=plan)
+    replaced = dict.fromkeys(model.parameters())
     _prepare_storage(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
-    aside = _set_aside(model, plan)
+    aside = {model.get_parameter(planned.fqn) for planned in (*plan.replicated, *plan.ignored)}
     for group in plan.groups:  # children first, root last
         _shard_group(group, modules, model, mesh, aside)
-    state = ShardedState(plan=plan, mesh=mesh)
-    _wire(model, plan, modules, mesh, state)
-    remember(model, state)
+    _wire(model, plan, modules, mesh)
+    remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
     watch_assignments(model)
     watch_zero_grad()
-    announce(model)
     return model
-
-
-def _change_blocks(model: nn.Module, config: ShardConfig, plan: Plan) -> None:
-    """Recomputation inside, compilation around it, sharding outside both: the only order that works."""
-    if config.activations != "keep":
-        checkpoint_activations(model, config.activations, config=plan)
-    if config.compile:
-        compile_blocks(model, config=plan)
 
 
 def _prepare_storage(model: nn.Module, plan: Plan) -> None:
@@ -269,11 +211,6 @@ def _prepare_storage(model: nn.Module, plan: Plan) -> None:
             parameter.data = parameter.data.to(getattr(torch, planned.dtype))
 
 
-def _set_aside(model: nn.Module, plan: Plan) -> set[nn.Parameter]:
-    """Parameters that `fully_shard` must leave alone."""
-    return {model.get_parameter(planned.fqn) for planned in (*plan.replicated, *plan.ignored)}
-
-
 def _shard_group(
     group: Group, modules: dict[str, nn.Module], model: nn.Module, mesh: DeviceMesh, aside: set[nn.Parameter]
 ) -> None:
@@ -286,7 +223,7 @@ def _shard_group(
         shard_placement_fn=_placement_function(group, model),
         mp_policy=MixedPrecisionPolicy(
             param_dtype=_dtype(group.param_dtype),
-            reduce_dtype=_dtype(group.reduce_dtype),
+            reduce_dtype=_dtype(group.reduce_dtype or group.param_dtype),  # torch 2.15 would take the stored one
             cast_forward_inputs=False,  # `Casts` does it
         ),
         offload_policy=policy,
@@ -305,13 +242,13 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def _wire(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh, state: ShardedState) -> None:
+def _wire(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
     """Put our hooks around FSDP2's: entries, held groups, gradients outside groups, prefetching."""
     compat.mend_accumulation(model)
     replicated = _place_outside(model, plan, modules, mesh)
-    _wire_entries(model, plan, modules, replicated, state)
+    _wire_entries(model, plan, modules, replicated)
     unused = UnusedParameters([g for group in plan.groups if group.reduce_unused for g in _fsdp_groups(group, modules)])
-    state.forget.append(unused.forget)
+    forget_when_recovered(model, unused.forget)
     places = [_places(planned, modules)[0] for planned in (*plan.replicated, *plan.ignored)]
     BackwardEnd(model, mesh, places, unused)
     set_prefetch(plan, modules)
@@ -330,9 +267,7 @@ def _place_outside(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], 
     return replicated
 
 
-def _wire_entries(
-    model: nn.Module, plan: Plan, modules: dict[str, nn.Module], replicated: Replicated, state: ShardedState
-) -> None:
+def _wire_entries(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], replicated: Replicated) -> None:
     """Count entries into each group, by its forward and by the methods the plan names."""
     for fsdp_group in compat.param_groups(model):
         compat.replace_post_backward_hook(fsdp_group, register_post_backward)
@@ -342,7 +277,8 @@ def _wire_entries(
         for group in plan.groups
         if len(group.modules) > 1
     ]
-    state.forget += [entry.forget for entry in parts]
+    for entry in parts:
+        forget_when_recovered(model, entry.forget)
     branches = any(group.held and group.reduce_unused for group in plan.groups)
     root = RootForwardHooks(model, _casts(plan.root), held, parts, replicated, branches=branches)
     for group in plan.groups:

@@ -26,48 +26,41 @@ from shardwise.planning.planner import plan
 _INSTEAD = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
 
 
-class Caches:
-    """The arguments of one block by which it is given a cache.
+def without_cache(names: list[str], layer: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a block without a cache; training needs none, and transformers leaves it out the same way.
 
     Args:
-        module: The block.
-        forward: Its forward, to know arguments by name.
+        names: Of the block's positional arguments.
+        layer: The block's number in the cache.
+        args: Of the call.
+        kwargs: Of the call.
+
+    Raises:
+        ShardError: The cache already holds keys for this block (prefix tuning): they would be lost.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._names = list(inspect.signature(forward).parameters)
-        self._is_declared = any(name in _INSTEAD for name in self._names)
-        indices = (getattr(inner, "layer_idx", None) for inner in module.modules())
-        self._layer = next((index for index in indices if isinstance(index, int)), 0)
-
-    def leave_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments without a cache; training needs none, and transformers leaves it out the same way.
-
-        Raises:
-            ShardError: The cache already holds keys for this block (prefix tuning): they would be lost.
-        """
-        if not self._is_declared and not any(name in _INSTEAD for name in kwargs):
-            return args, kwargs
-        named = zip(self._names, args, strict=False)
-        args = (*(self._instead(name, value) for name, value in named), *args[len(self._names) :])
-        return args, {name: self._instead(name, value) for name, value in kwargs.items()}
-
-    def _instead(self, name: str, value: Any) -> Any:
+    def instead(name: str, value: Any) -> Any:
         if name not in _INSTEAD or value is None:
             return value
         length = getattr(value, "get_seq_length", None)
-        if length is not None and length(self._layer) > 0:
+        if length is not None and length(layer) > 0:
             raise ShardError(
-                f"{name} already holds {length(self._layer)} positions",
-                where=f"layer {self._layer}",
+                f"{name} already holds {length(layer)} positions",
+                where=f"layer {layer}",
                 why="a layer that is recomputed in backward would append to the cache twice",
                 fix='checkpoint_activations(model, "none") where a filled cache is trained with',
             )
         return _INSTEAD[name]
 
+    if not any(name in _INSTEAD for name in (*names, *kwargs)):
+        return args, kwargs
+    named = zip(names, args, strict=False)
+    args = (*(instead(name, value) for name, value in named), *args[len(names) :])
+    return args, {name: instead(name, value) for name, value in kwargs.items()}
+
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-Place = tuple[nn.Module, str]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def is_known_to_write(module: nn.Module) -> bool:
@@ -88,68 +81,45 @@ class WrittenBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._places: list[Place] = [
-            (inner, name) for inner in module.modules() for name, buffer in inner._buffers.items() if buffer is not None
-        ]
-        self._written: dict[bool, list[Place]] = {}
+        self._places = [(inner, name) for inner in module.modules() for name in inner._buffers]
+        self._written: dict[bool, list[tuple[nn.Module, str]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._written.get(self.module.training, self._places))
 
-    def run(self) -> "BlockRun":
-        """What the buffers hold now, before a run that may be repeated."""
+    def contexts(self) -> Contexts:
+        """What surrounds a run, and its repetition, which sees and writes copies of the buffers of before the run."""
         training = self.module.training
-        return BlockRun(self, self._written.get(training, self._places), training)
-
-    def knows(self, training: bool) -> bool:
-        """Whether a run in this mode has been watched."""
-        return training in self._written
-
-    def learn(self, training: bool, written: list[Place]) -> None:
-        """Remember what a run wrote; from now on only that is copied."""
-        self._written[training] = written
-
-
-class BlockRun:
-    """One run of a block: the values its buffers had before.
-
-    Args:
-        buffers: To tell which ones were written.
-        places: Buffers to copy.
-        training: The mode of the run.
-    """
-
-    def __init__(self, buffers: WrittenBuffers, places: list[Place], training: bool) -> None:
-        self._buffers, self._training = buffers, training
-        self._before: dict[Place, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        for module, name in places:
+        before: dict[tuple[nn.Module, str], tuple[torch.Tensor, int, torch.Tensor]] = {}
+        for module, name in self._written.get(training, self._places):
             if (buffer := module._buffers.get(name)) is not None:
-                self._before[module, name] = (buffer, buffer._version, buffer.detach().clone())
+                before[module, name] = (buffer, buffer._version, buffer.detach().clone())
 
-    @contextmanager
-    def first(self) -> Iterator[None]:
-        """Around the run itself."""
-        yield
-        if not self._buffers.knows(self._training):
-            self._before = {place: held for place, held in self._before.items() if _is_written(place, *held)}
-            self._buffers.learn(self._training, list(self._before))
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Around its repetition, which sees and writes copies of what was there before."""
-        now = {place: place[0]._buffers[place[1]] for place in self._before}
-        for (module, name), (_, _, value) in self._before.items():
-            module._buffers[name] = value.clone()
-        try:
+        @contextmanager
+        def first() -> Iterator[None]:
             yield
-        finally:
-            for (module, name), buffer in now.items():
-                module._buffers[name] = buffer
+            if training not in self._written:  # from now on only what was written is copied
+                for (module, name), held in list(before.items()):
+                    if not _is_written(module._buffers.get(name), *held):
+                        del before[module, name]
+                self._written[training] = list(before)
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            now = {(module, name): module._buffers[name] for module, name in before}
+            for (module, name), (_, _, value) in before.items():
+                module._buffers[name] = value.clone()
+            try:
+                yield
+            finally:
+                for (module, name), buffer in now.items():
+                    module._buffers[name] = buffer
+
+        return first(), again()
 
 
-def _is_written(place: Place, buffer: torch.Tensor, version: int, value: torch.Tensor) -> bool:
+def _is_written(now: torch.Tensor | None, buffer: torch.Tensor, version: int, value: torch.Tensor) -> bool:
     """Whether the buffer has changed. Batch norm writes without counting it as a new version."""
-    now = place[0]._buffers.get(place[1])
     return now is not buffer or now._version != version or not torch.equal(now, value)
 
 
@@ -240,7 +210,6 @@ def _refuse_sharded(model: nn.Module, action: str) -> None:
 
 M = TypeVar("M", bound=nn.Module)
 Mode = Literal["full", "selective", "none"]
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _POLICIES = ("full", "selective", "every_n", "none")
 # Matrix products, attention and convolutions: nearly all of a block's arithmetic, and few of its saved bytes.
@@ -344,7 +313,9 @@ class CheckpointedForward(ReplacedForward):
         if saved_ops:
             # torch.compile follows exactly this form.
             self.options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, saved_ops))
-        self.caches = Caches(module, self.__wrapped__)
+        self.names = list(inspect.signature(self.__wrapped__).parameters)
+        indices = (getattr(inner, "layer_idx", None) for inner in module.modules())
+        self.layer = next((index for index in indices if isinstance(index, int)), 0)
         self.buffers = WrittenBuffers(module)
         self.compiles_inside = is_known_to_write(module)  # a compiler does not follow the care taken of them
 
@@ -352,7 +323,7 @@ class CheckpointedForward(ReplacedForward):
         """Run the block; what it computes inside is not kept."""
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
-        args, kwargs = self.caches.leave_out(args, kwargs)
+        args, kwargs = without_cache(self.names, self.layer, args, kwargs)
         options: dict[str, Any] = self.options
         if not torch.compiler.is_compiling() and self.buffers:
             options = options | {"context_fn": self._contexts}
@@ -360,11 +331,11 @@ class CheckpointedForward(ReplacedForward):
 
     def _contexts(self) -> Contexts:
         """What surrounds the first run, and what the recomputation."""
-        run = self.buffers.run()
+        around_first, around_again = self.buffers.contexts()
         if "context_fn" not in self.options:
-            return run.first(), run.again()
+            return around_first, around_again
         first, again = self.options["context_fn"]()
-        return _both(run.first(), first), _both(run.again(), again)
+        return _both(around_first, first), _both(around_again, again)
 
 
 class OffloadedForward(ReplacedForward):
@@ -432,20 +403,16 @@ def _mode(policy: Any, every: int, index: int, name: str, module: nn.Module) -> 
 
 
 def _check_arguments(policy: Any, every: int) -> None:
+    where = "checkpoint_activations: "
     if not callable(policy) and policy not in _POLICIES:
-        raise ConfigError(
-            f"the policy is {policy!r}",
-            where="checkpoint_activations: policy",
-            why=f"the known ones are {', '.join(_POLICIES)}",
-            fix="choose one of them, or pass a function of name and module",
+        why, fix = (
+            f"the known ones are {', '.join(_POLICIES)}",
+            "choose one of them, or pass a function of name and module",
         )
+        raise ConfigError(f"the policy is {policy!r}", where=where + "policy", why=why, fix=fix)
     if every < 1:
-        raise ConfigError(
-            f"every is {every}",
-            where="checkpoint_activations: every",
-            why="one block in so many is recomputed",
-            fix="set every = 1 or more",
-        )
+        why = "one block in so many is recomputed"
+        raise ConfigError(f"every is {every}", where=where + "every", why=why, fix="set every = 1 or more")
 
 
 def _refuse_compiled(blocks: Mapping[str, nn.Module]) -> None:

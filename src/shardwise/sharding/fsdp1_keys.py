@@ -219,15 +219,9 @@ def resolve_named(translation: Translation, compute_dtype: str | None) -> None:
     translation.precision_reason = f"mixed_precision: {name}: {text}"
 
 
-Reader = Callable[[Translation, str, Any, nn.Module], None]
+KeyReader = Callable[[Translation, str, Any, nn.Module], None]
 
-STRATEGIES = (
-    "FULL_SHARD",
-    "SHARD_GRAD_OP",
-    "NO_SHARD",
-    "HYBRID_SHARD",
-    "_HYBRID_SHARD_ZERO2",
-)  # in FSDP1's order
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")  # in FSDP1's order
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 KEEPS_GATHERED = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 
@@ -248,10 +242,18 @@ def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
     for key, value in settings.items():
         if key in _OWN and not (key == "precision" and not isinstance(value, Mapping | PrecisionConfig)):
             native[key] = value
+        elif key in _EXPLAINED:
+            translation.note(key, _EXPLAINED[key])
+        elif key in _REFUSED and value:
+            translation.problem(key, *_REFUSED[key])
+        elif key in _FLAGS:
+            setattr(translation, _FLAGS[key], bool(as_bool(translation, key, value)))
         elif key in _READERS:
             _READERS[key](translation, key, value, model)
-        else:
-            _unknown(translation, key)
+        elif key not in _KNOWN:
+            near = difflib.get_close_matches(str(key), _KNOWN, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]!r}?" if near else "see ShardConfig for what there is"
+            translation.problem(str(key), "is no setting of ShardConfig, FSDP1 or Composer", hint)
     _check_own(translation, native)
     _check_strategy(translation)
     return translation
@@ -267,7 +269,7 @@ def _find_settings(translation: Translation, config: Mapping[str, Any]) -> Mappi
         if path.rpartition(".")[2] in _TENSOR_PARALLEL:
             _tensor_parallel(translation, path, value)
     fsdp = [place for place in given if place[0].rpartition(".")[2] not in _TENSOR_PARALLEL]
-    beside = [key for key in sorted(config, key=str) if key in _OWN or key in _READERS]
+    beside = [key for key in sorted(config, key=str) if key in _KNOWN]
     beside = [key for key in beside if key not in ("precision", "verbose")]  # trainers have these too
     if len(fsdp) + bool(beside) > 1:
         names = ", ".join([path for path, _, _ in fsdp] + beside)
@@ -337,12 +339,6 @@ def _check_strategy(translation: Translation) -> None:
         translation.problem("sharding_strategy", what, "leave the degree out, or use HYBRID_SHARD")
 
 
-def _unknown(translation: Translation, key: str) -> None:
-    near = difflib.get_close_matches(str(key), [*_OWN, *_READERS], n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else "see ShardConfig for what there is"
-    translation.problem(str(key), "is no setting of ShardConfig, FSDP1 or Composer", hint)
-
-
 def _strategy(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
     name = member_name(value, STRATEGIES)
     if name is None:
@@ -351,18 +347,15 @@ def _strategy(translation: Translation, key: str, value: Any, model: nn.Module) 
         translation.strategy = name
 
 
-def _degree(field: str) -> Reader:
-    def read(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-        if value is None or (value == -1 and field == "shard"):
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            translation.problem(
-                key, f"is {value!r}", "give a number of ranks" + (", or -1" if field == "shard" else "")
-            )
-            return
+def _degree(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
+    field = "shard" if "shard" in key else "replicate"
+    if value is None or (value == -1 and field == "shard"):
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        fix = "give a number of ranks" + (", or -1" if field == "shard" else "")
+        translation.problem(key, f"is {value!r}", fix)
+    else:
         setattr(translation, field, value)
-
-    return read
 
 
 def _mesh(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
@@ -416,7 +409,8 @@ def _ignored(translation: Translation, key: str, value: Any, model: nn.Module) -
     names: list[str] = []
     modules = {id(module): name for name, module in model.named_modules()}
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-    for item in _items(value):
+    alone = isinstance(value, str | nn.Module | nn.Parameter)
+    for item in [value] if alone else value or ():
         name = item if isinstance(item, str) else modules.get(id(item), parameters.get(id(item)))
         if not name:
             what = "the model itself" if name == "" else f"a {type(item).__name__} that is not in the model"
@@ -450,55 +444,20 @@ def _auto_wrap_policy(translation: Translation, key: str, value: Any, model: nn.
         translation.problem(key, f"a {type(value).__name__} cannot be translated", fix)
 
 
-def _flag(field: str) -> Reader:
-    """For a setting that is on or off."""
-
-    def read(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-        setattr(translation, field, bool(as_bool(translation, key, value)))
-
-    return read
-
-
 def _precision(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
     translation.trainer_precision = dtype_of(value)
     if translation.trainer_precision is None and value is not None:
         translation.problem(key, f"is {value!r}", "give fp32, amp_bf16, amp_fp16, or fields of PrecisionConfig")
 
 
-def _explained(text: str) -> Reader:
-    """For a setting that FSDP2 does not need, whatever its value."""
-
-    def read(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-        translation.note(key, text)
-
-    return read
-
-
-def _unless_off(what: str, fix: str) -> Reader:
-    """For a setting that is harmless when off and refused otherwise."""
-
-    def read(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-        if value:
-            translation.problem(key, what, fix)
-
-    return read
-
-
-def _items(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    alone = isinstance(value, str | nn.Module | nn.Parameter)
-    return [value] if alone else list(value)
-
-
 _FSDP = ("fsdp_config", "fsdp", "fsdp2")
 _TENSOR_PARALLEL = ("tp_config", "tp")
 _OWN = tuple(field.name for field in dataclasses.fields(ShardConfig))
-_NOT_HERE = _explained("is about saving and loading; it has no bearing on how the model is sharded")
-_READERS: dict[str, Reader] = {
+_NOT_HERE = "is about saving and loading; it has no bearing on how the model is sharded"
+_READERS: dict[str, KeyReader] = {
     "sharding_strategy": _strategy,
-    "data_parallel_shard_degree": _degree("shard"),
-    "data_parallel_replicate_degree": _degree("replicate"),
+    "data_parallel_shard_degree": _degree,
+    "data_parallel_replicate_degree": _degree,
     "device_mesh": _mesh,
     "_device_mesh": _mesh,
     "mesh": _mesh,
@@ -516,26 +475,36 @@ _READERS: dict[str, Reader] = {
     "ignored_states": _ignored,
     "auto_wrap": _auto_wrap,
     "auto_wrap_policy": _auto_wrap_policy,
-    "sync_module_states": _flag("sync_from_rank_zero"),
-    "_sync_module_states": _flag("sync_from_rank_zero"),
-    "limit_all_gathers": _explained("FSDP2 never gathers further ahead than the prefetch says"),
-    "backward_prefetch_limit": _explained("FSDP2 gathers one group ahead; prefetch.backward asks for more"),
-    "forward_prefetch_limit": _explained("prefetch.forward says how many groups are gathered ahead"),
-    "use_orig_params": _explained("parameters always keep their own names and shapes"),
-    "flatten_parameters": _explained("parameters are never flattened"),
-    "device_id": _explained("shards live on the device of the mesh"),
-    "verbose": _explained("print(shardwise.plan(model)) shows what is done and why"),
-    "activation_checkpointing_reentrant": _explained("recomputation is never reentrant"),
+}
+_FLAGS = {
+    "sync_module_states": "sync_from_rank_zero",
+    "_sync_module_states": "sync_from_rank_zero",
+    "activation_checkpointing": "recompute",
+    "activation_cpu_offload": "offload_activations",
+}
+"""Settings that are on or off, and the field of `Translation` that they set."""
+_EXPLAINED = {
+    "limit_all_gathers": "FSDP2 never gathers further ahead than the prefetch says",
+    "backward_prefetch_limit": "FSDP2 gathers one group ahead; prefetch.backward asks for more",
+    "forward_prefetch_limit": "prefetch.forward says how many groups are gathered ahead",
+    "use_orig_params": "parameters always keep their own names and shapes",
+    "flatten_parameters": "parameters are never flattened",
+    "device_id": "shards live on the device of the mesh",
+    "verbose": "print(shardwise.plan(model)) shows what is done and why",
+    "activation_checkpointing_reentrant": "recomputation is never reentrant",
     "state_dict_type": _NOT_HERE,
     "load_monolith_rank0_only": _NOT_HERE,
     "load_fsdp_monolith_rank0_only": _NOT_HERE,
     "sharded_ckpt_prefix_dir": _NOT_HERE,
     "load_planner": _NOT_HERE,
     "save_planner": _NOT_HERE,
-    "activation_checkpointing": _flag("recompute"),
-    "activation_cpu_offload": _flag("offload_activations"),
-    "te_checkpoint_wrapper": _unless_off("is not offered", "set activation_checkpointing"),
-    "te_shard_fp8_weight": _unless_off("is not offered", "leave it out"),
-    "param_init_fn": _unless_off("is a step of its own", "call shardwise.materialize(model, init=...) afterwards"),
-    "process_group": _unless_off("a group has no device or axes", "pass device_mesh=DeviceMesh.from_group(...)"),
 }
+"""Settings that FSDP2 does not need, whatever their value, and why."""
+_REFUSED = {
+    "te_checkpoint_wrapper": ("is not offered", "set activation_checkpointing"),
+    "te_shard_fp8_weight": ("is not offered", "leave it out"),
+    "param_init_fn": ("is a step of its own", "call shardwise.materialize(model, init=...) afterwards"),
+    "process_group": ("a group has no device or axes", "pass device_mesh=DeviceMesh.from_group(...)"),
+}
+"""Settings that are harmless when off: what is wrong with them otherwise, and what to do."""
+_KNOWN = (*_OWN, *_READERS, *_FLAGS, *_EXPLAINED, *_REFUSED)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
-from shardwise.distributed.agreement import raise_together
+from shardwise.distributed.agreement import gather_over_mesh, raise_together
 from shardwise.errors import CheckpointError, ConfigError, ShardError
 from shardwise.sharding.inventory import (
     ShardLayout,
@@ -24,7 +24,6 @@ from shardwise.sharding.inventory import (
     local_tensor,
     sharded_axes,
     unwrapped_name,
-    values_of_ranks,
 )
 
 _MAX_NAMED = 10
@@ -105,9 +104,9 @@ def in_first_rank_order(
     """
     listed = tuple((name, isinstance(tensor, DTensor), tensor.shape, tensor.dtype) for name, tensor in named)
     digest = hashlib.blake2b(repr(listed).encode()).digest()
-    if all(other == digest for other in values_of_ranks(digest, mesh)):  # on every rank, or on none
+    if all(other == digest for other in gather_over_mesh(mesh, digest)):  # on every rank, or on none
         return list(named)
-    lists = values_of_ranks(listed, mesh)
+    lists = gather_over_mesh(mesh, listed)
     holders: dict[str, list[int]] = {}
     for rank, other in enumerate(lists):
         for name, is_sharded, _, _ in other:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise import compat
+from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
 
 
@@ -168,18 +169,20 @@ class Place:
     name: str
     is_parameter: bool
 
+    @property
+    def _registered(self) -> dict[str, Any]:
+        return self.module._parameters if self.is_parameter else self.module._buffers
+
     def get(self) -> torch.Tensor | None:
         """What stands there now."""
-        return (self.module._parameters if self.is_parameter else self.module._buffers).get(self.name)
+        return self._registered.get(self.name)
 
     def put(self, tensor: torch.Tensor) -> None:
         """Let `tensor` stand there."""
         if type(self.module).__setattr__ is not nn.Module.__setattr__:
             setattr(self.module, self.name, tensor)  # recurrent layers keep a list of their weights in step
-        elif self.is_parameter:
-            self.module._parameters[self.name] = tensor  # pyrefly: ignore[unsupported-operation]
         else:
-            self.module._buffers[self.name] = tensor
+            self._registered[self.name] = tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -212,11 +215,10 @@ class TensorEntry:
         """Storage in place of meta, for this rank's part only; poisoned, unless the caller writes all of it."""
         if self.fsdp_param is not None:
             self.stand(compat.allocate_shard(self.fsdp_param))
-        elif isinstance(self.tensor, DTensor):
-            local = torch.empty_like(self.local, device=device)
-            self.stand(compat.replace_in_place(self.tensor, compat.dtensor_like(local, self.tensor)))
         else:
-            self.stand(compat.replace_in_place(self.tensor, _empty_like(self.tensor, device)))
+            new = _empty_like(self.local, device)
+            new = compat.dtensor_like(new, self.tensor) if isinstance(self.tensor, DTensor) else new
+            self.stand(compat.replace_in_place(self.tensor, new))
         if poisoned:
             poison(self.local)
 
@@ -268,7 +270,9 @@ def take_inventory(model: nn.Module) -> list[TensorEntry]:
     Ranks:
         Local.
     """
-    shards = {id(record.sharded_param): record for record in compat.parameter_records(compat.param_groups(model))}
+    shards = {
+        id(compat.sharded_parameter(record)): record for record in compat.parameter_records(compat.param_groups(model))
+    }
     entries: dict[int, TensorEntry] = {}
     for path, module in model.named_modules():
         for place, tensor in _places_of(module):
@@ -310,37 +314,16 @@ def meta_left_in(model: nn.Module) -> Iterable[str]:
 
 
 def _places_of(module: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
-    for name, parameter in list(module._parameters.items()):
-        if parameter is not None:
-            yield Place(module, name, True), parameter
-    for name, buffer in list(module._buffers.items()):
-        if buffer is not None:
-            yield Place(module, name, False), buffer
+    for is_parameter, registered in ((True, module._parameters), (False, module._buffers)):
+        for name, tensor in list(registered.items()):
+            if tensor is not None:
+                yield Place(module, name, is_parameter), tensor
 
 
 def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(tensor, DTensor) or not tensor.dtype.is_floating_point:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return torch.empty_like(tensor, device=device, requires_grad=False)
-
-
-T = TypeVar("T")
-
-
-def values_of_ranks(value: T, mesh: DeviceMesh | None) -> list[T]:
-    """What each rank of the mesh holds, the first rank's first; only this one's where there is no mesh.
-
-    Ranks:
-        Collective over the mesh. Small picklable values only.
-    """
-    values = [value]
-    if mesh is None or dist.get_backend() == "fake":
-        return values
-    for axis in reversed(range(mesh.ndim)):
-        gathered: list[list[T]] = [[]] * mesh.size(axis)
-        dist.all_gather_object(gathered, values, group=mesh.get_group(axis))
-        values = [value for part in gathered for value in part]
-    return values
 
 
 def broadcast_from_first(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[int]) -> None:
@@ -373,7 +356,7 @@ def check_equal(entries: Sequence[TensorEntry], mesh: DeviceMesh) -> None:
         if mesh.size(axis) > 1 and compared:
             differing |= dict.fromkeys(_differing(compared, mesh, axis), axis_name)
     # Ranks that share no copy of the tensor saw no difference: they must not go on alone.
-    found = {name: axis for part in values_of_ranks(differing, mesh) for name, axis in part.items()}
+    found = {name: axis for part in gather_over_mesh(mesh, differing) for name, axis in part.items()}
     if found:
         first = next(entry.fqn for entry in entries if entry.fqn in found)
         raise ShardError(

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from shardwise import compat
+from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.distributed.mesh import default_mesh, latest_mesh
 from shardwise.errors import ShardError
 from shardwise.sharding.inventory import (
@@ -31,7 +32,6 @@ from shardwise.sharding.inventory import (
     meta_left_in,
     replicated_axes,
     take_inventory,
-    values_of_ranks,
 )
 from shardwise.sharding.nested_tensors import change_tensors, find_tensors
 from shardwise.sharding.registry import sharded_state
@@ -154,11 +154,6 @@ _OVERWRITING = {
     "exponential_", "bernoulli_", "trunc_normal_", "xavier_uniform_", "xavier_normal_",
     "kaiming_uniform_", "kaiming_normal_",
 }  # fmt: skip
-# Looks at nothing but shape, dtype and device of its first argument.
-_SHAPE_ONLY = {
-    "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "full_like", "new_zeros", "new_ones",
-    "new_empty", "new_full", "new_tensor",
-}  # fmt: skip
 
 
 class FullOnDemand(TorchFunctionMode):
@@ -197,13 +192,8 @@ class FullOnDemand(TorchFunctionMode):
         used = [entry for tensor in find_tensors((args, kwargs)) if (entry := self._entry(tensor)) is not None]
         if used:
             self._close_unused(used)
-            target = args[0] if args else kwargs.get("tensor", kwargs.get("self"))
-
-            def in_full(tensor: torch.Tensor) -> torch.Tensor:
-                entry = self._entry(tensor)
-                return tensor if entry is None else self._stand_in(entry, func.__name__ if tensor is target else "")
-
-            args, kwargs = change_tensors((args, kwargs), in_full)
+            overwritten = (args[0] if args else kwargs.get("tensor")) if func.__name__ in _OVERWRITING else None
+            args, kwargs = change_tensors((args, kwargs), lambda tensor: self._in_full(tensor, tensor is overwritten))
         return func(*args, **kwargs)
 
     def close(self) -> None:
@@ -221,16 +211,14 @@ class FullOnDemand(TorchFunctionMode):
             return None
         return entry if isinstance(value, DTensor) or self._is_protected(entry) else None
 
-    def _stand_in(self, entry: TensorEntry, function: str) -> torch.Tensor:
-        if entry in self._open:
-            return self._open[entry]
-        if function not in _OVERWRITING | _SHAPE_ONLY:
-            self._open[entry] = entry.gather(self._device)
-            return self._open[entry]
-        full = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device=self._device)
-        if function in _OVERWRITING:
-            self._open[entry] = full
-        return full
+    def _in_full(self, tensor: torch.Tensor, is_overwritten: bool) -> torch.Tensor:
+        entry = self._entry(tensor)
+        if entry is None:
+            return tensor
+        if entry not in self._open:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) if is_overwritten else None
+            self._open[entry] = entry.gather(self._device) if empty is None else empty
+        return self._open[entry]
 
     def _close_unused(self, used: list[TensorEntry]) -> None:
         """Let go of whole tensors that nobody can write to any more, so that only a few exist at a time."""
@@ -267,7 +255,7 @@ def same_random_stream(device: torch.device, mesh: DeviceMesh | None) -> Iterato
         Collective on entry.
     """
     drawn = int(torch.randint(2**62, (), device="cpu"))
-    seed = values_of_ranks(drawn, mesh)[0]
+    seed = gather_over_mesh(mesh, drawn)[0]
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy else None
@@ -296,7 +284,7 @@ def refuse_unwritten(model: nn.Module, entries: Sequence[TensorEntry], mesh: Dev
     """
     unwritten = [entry.fqn for entry in entries if entry.pending and is_poisoned(entry.local)]
     unwritten += meta_left_in(model)
-    unwritten = list(dict.fromkeys(name for names in values_of_ranks(unwritten, mesh) for name in names))
+    unwritten = list(dict.fromkeys(name for names in gather_over_mesh(mesh, unwritten) for name in names))
     if unwritten:
         names, plural = set(unwritten), "s" if len(unwritten) > 1 else ""
         classes = sorted({class_name(entry.places[0].module) for entry in entries if entry.fqn in names})
@@ -361,11 +349,11 @@ def materialize(
     if any(entry.pending for entry in entries):
         target = _device(entries, device, mesh)
         _allocate(model, [entry for entry in entries if entry.pending], target)
-        walk = _Walk(entries, target, mesh if sync_from_rank_zero else None)
+        walk = _Initialisation(entries, target, mesh if sync_from_rank_zero else None)
         # Tables are computed on the CPU, as when a model is built for real, even under torch.device("meta").
         with same_random_stream(target, mesh), torch.no_grad(), torch.device("cpu"):
             walk.visit(model, "", None, init)
-        for failure in values_of_ranks(walk.failure, mesh):
+        for failure in gather_over_mesh(mesh, walk.failure):
             if failure is not None:
                 raise walk.failure or failure
     if sync_from_rank_zero and mesh is not None:
@@ -397,10 +385,10 @@ def _allocate(model: nn.Module, pending: Sequence[TensorEntry], device: torch.de
         entry.allocate(device, poisoned=poisoned)
     replaced = [old for old, entry in zip(on_meta, pending, strict=True) if entry.tensor is not old]
     if replaced:
-        watch_optimizers(model, replaced)
+        watch_optimizers(model, dict.fromkeys(replaced))
 
 
-class _Walk:
+class _Initialisation:
     """One pass over the modules, children first."""
 
     def __init__(self, entries: Sequence[TensorEntry], device: torch.device, mesh_to_sync: DeviceMesh | None) -> None:
@@ -529,7 +517,7 @@ def _device(entries: Sequence[TensorEntry], device: torch.device | str | None, m
         return torch.device(device)
     for entry in entries:
         if entry.fsdp_param is not None:
-            return entry.fsdp_param.device
+            return compat.gathering_device(entry.fsdp_param)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or (mesh is not None and mesh.device_type != accelerator.type):
         return torch.device("cpu")

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from shardwise import compat
 from shardwise.config.load import load, read_yaml
 from shardwise.config.schema import ROOT_PATTERN, GroupOverride, MeshConfig, PrecisionConfig, ShardConfig
+from shardwise.distributed.agreement import gather_objects, run_on_all
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh, make_mesh, ranks_per_machine
 from shardwise.errors import ConfigError, ShardError
 from shardwise.planning.assignment import find_tensors
@@ -25,7 +26,7 @@ from shardwise.planning.plan import Plan
 from shardwise.planning.planner import device_capability
 from shardwise.planning.planner import plan as make_plan
 from shardwise.planning.settings import choose_compute, dtype_name
-from shardwise.sharding.apply import plan_together, shard
+from shardwise.sharding.apply import shard
 from shardwise.sharding.blocks import Mode, change_activations, find_blocks
 from shardwise.sharding.fsdp1_keys import HYBRID, NAMED, Translation, fields_of, read_fields, resolve_named, translate
 from shardwise.sharding.materialize import materialize
@@ -211,7 +212,7 @@ def prepare_fully_shard(
     mesh = default_mesh() if translation.problems else _find_mesh(translation)
     shard_config = _complete(translation, model, mesh)
     translation.raise_problems()
-    plan = plan_together(lambda: make_plan(model, shard_config, mesh=mesh), mesh)
+    plan = run_on_all(lambda: make_plan(model, shard_config, mesh=mesh), mesh)
     recomputed = _recomputed(translation, model, plan)
     plan = _explained(plan, translation)
     for text in translation.warnings:
@@ -378,8 +379,7 @@ def _sync_from_rank_zero(model: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers; ranks that hold none yet (meta) get storage first."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     missing = [name for name, tensor in tensors.items() if tensor.is_meta]
-    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, missing)
+    of_ranks = gather_objects(missing)
     if of_ranks[0] and any(names != of_ranks[0] for names in of_ranks):
         raise ShardError(
             f"rank 0 has no values for {len(of_ranks[0])} tensors, first {of_ranks[0][0]!r}",

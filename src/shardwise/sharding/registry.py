@@ -1,7 +1,7 @@
 """What is known of a sharded model: its plan and state, and how it recovers from an interrupted step."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -19,36 +19,18 @@ class ShardedState:
     plan: Plan
     mesh: DeviceMesh
     """The data-parallel mesh: one or two axes."""
-    forget: list[Callable[[], None]] = field(default_factory=list)
-    """What drops our own notes on a step that failed."""
 
 
 _ROOTS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in the order in which they were sharded
-_LISTENERS: list[Callable[[nn.Module], object]] = []
 # In the module's own dict, not in a table here: the state refers to the model, and a table would keep both.
 _ATTRIBUTE = "_shardwise_state"
-_NOTES = "_shardwise_notes"
+_NOTES = "_shardwise_notes"  # functions that drop what we noted of a step that failed
 
 
 def remember(model: nn.Module, state: ShardedState) -> None:
     """Record that `model` is the root of a sharded model."""
     model.__dict__[_ATTRIBUTE] = state
     _ROOTS[model] = None
-
-
-def announce(model: nn.Module) -> None:
-    """Tell whoever asked that `model` has been sharded."""
-    for callback in _LISTENERS:
-        callback(model)
-
-
-def when_sharded(callback: Callable[[nn.Module], object]) -> None:
-    """Call `callback` with every model that `shard` shards from now on, as the last thing it does.
-
-    Ranks:
-        Local; the callback itself may be collective, since `shard` is.
-    """
-    _LISTENERS.append(callback)
 
 
 def sharded_state(model: nn.Module) -> ShardedState | None:
@@ -59,12 +41,6 @@ def sharded_state(model: nn.Module) -> ShardedState | None:
 def forget_when_recovered(model: nn.Module, forget: Callable[[], None]) -> None:
     """Call `forget` when a step of `model` failed and is given up; also for a model sharded by hand."""
     model.__dict__.setdefault(_NOTES, []).append(forget)
-
-
-def notes_to_forget(model: nn.Module) -> list[Callable[[], None]]:
-    """What drops our own notes on a step of `model` that failed."""
-    state = sharded_state(model)
-    return [*(state.forget if state is not None else ()), *model.__dict__.get(_NOTES, ())]
 
 
 def sharded_roots() -> list[nn.Module]:
@@ -105,5 +81,5 @@ def recover(model: nn.Module) -> None:
             compat.reset_iteration(state)
     compat.drop_gradients(model)
     for module in model.modules():
-        for forget in notes_to_forget(module):
+        for forget in module.__dict__.get(_NOTES, ()):
             forget()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,14 +37,11 @@ def follow_names(optimizer: Optimizer) -> None:
 def _order_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state in the models' order, each parameter under the number that it has."""
     place = {id(parameter): index for index, (_, parameter) in enumerate(_named_parameters())}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def key(entry: Any) -> int:
-        known = isinstance(entry, int) and entry < len(held)
-        return place.get(id(held[entry]), len(place)) if known else len(place)
-
+    held = dict(enumerate(_held(optimizer)))
     state = state_dict["state"]
-    return {**state_dict, "state": {entry: state[entry] for entry in sorted(state, key=key)}}
+    # A state dict by name has keys that are no numbers; they come last, in their order.
+    ordered = sorted(state, key=lambda entry: place.get(id(held.get(entry)), len(place)))
+    return {**state_dict, "state": {entry: state[entry] for entry in ordered}}
 
 
 def _order_names(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -69,128 +66,115 @@ def _named_parameters() -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """What is known of an optimizer since its parameters were last looked at."""
-
-    signature: tuple[Any, ...]
-    """Changes with the optimizer's parameter lists and with every newly sharded model."""
-    groups: tuple[weakref.ref[Any], ...]
-    """FSDP2 groups that hold parameters of this optimizer."""
+def _held(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-_REPLACED: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-_CHECKED: weakref.WeakKeyDictionary[Optimizer, _Checked] = weakref.WeakKeyDictionary()
+_Reference = weakref.ref[torch.Tensor]
+_REPLACED: dict[int, tuple[_Reference, _Reference | None, str]] = {}
+"""By identity of a parameter that a model no longer uses: itself, the one to step instead, and the model."""
+# What the optimizer held when it was last looked at, and the FSDP2 groups that hold its parameters.
+_EXAMINED: weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
 _num_watched = 0
 
 
-def watch_optimizers(model: nn.Module, replaced: Iterable[torch.Tensor]) -> None:
-    """Make every optimizer that still holds one of the `replaced` parameters fail at its next step.
+def watch_optimizers(model: nn.Module, replaced: Mapping[Any, torch.Tensor | None]) -> None:
+    """At its next step, repoint an optimizer that still holds a replaced parameter, or make it fail.
 
     Without this such an optimizer updates tensors that the model no longer uses: the loss stays flat and
     nothing is raised. Only weak references are kept, and an optimizer is looked at once, not at every step.
 
     Args:
         model: The root, with its present parameters.
-        replaced: The tensors it had for parameters before.
+        replaced: The tensors it had for parameters before, each with the one to step instead; None fails.
 
     Ranks:
         Local.
     """
     global _num_watched
-    if _num_watched == 0:
-        register_optimizer_step_pre_hook(_before_step)
+    _watch_steps()
     _num_watched += 1
     current = {id(parameter) for parameter in model.parameters()}
-    for parameter in replaced:
-        key = id(parameter)
+    for old, new in replaced.items():
+        key = id(old)
         if key not in current:  # ignored parameters stay what they were
-            reference = weakref.ref(parameter, lambda _, key=key: _REPLACED.pop(key, None))
-            _REPLACED[key] = (reference, class_name(model))
+            reference = weakref.ref(old, lambda _, key=key: _REPLACED.pop(key, None))
+            _REPLACED[key] = (reference, None if new is None else weakref.ref(new), class_name(model))
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    lists = tuple((id(group["params"]), len(group["params"])) for group in optimizer.param_groups)
-    signature = (_num_watched, lists)
-    checked = _CHECKED.get(optimizer)
-    if checked is None or checked.signature != signature:
-        checked = _Checked(signature, _examine(optimizer))
-        _CHECKED[optimizer] = checked
-    for reference in checked.groups:
+    lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
+    known = (_num_watched, len(sharded_roots()), lists)
+    examined, groups = _EXAMINED.get(optimizer, (None, []))
+    if examined != known:
+        groups = _examine(optimizer)
+        _EXAMINED[optimizer] = (known, groups)
+    for reference in groups:
         # A copy gathered before the step (model.unshard(), set_reshard_after_backward(False)) would hide the
         # updated shards from the next forward.
         if (group := reference()) is not None and not compat.is_resharded(group):
             compat.wait_and_reshard(group)
 
 
-def _examine(optimizer: Optimizer) -> tuple[weakref.ref[Any], ...]:
+def _examine(optimizer: Optimizer) -> list[weakref.ref[Any]]:
     """Raise if the optimizer holds parameters that no model uses; return the FSDP2 groups it steps."""
-    places = {
-        id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
-    }
-    _refuse_replaced(optimizer, places)
+    adopt(optimizer)
+    held = {id(parameter) for parameter in _held(optimizer)}
+    stale = {id(p): _REPLACED[id(p)][2] for p in _held(optimizer) if _is_replaced(p)}
+    if stale:
+        raise _left_behind(
+            optimizer,
+            stale,
+            next(iter(stale.values())),
+            why="sharding replaced them; stepping the old ones would leave the model as it is",
+            fix="build the optimizer after sharding, or pass it: shard(model, optimizers=[optimizer])",
+        )
     owned = []
     for root in sharded_roots():
         for group in compat.param_groups(root):
-            gathered = [p for p in compat.unsharded_parameters(group) if id(p) in places]
+            gathered = [id(p) for p in compat.unsharded_parameters(group) if id(p) in held]
             if gathered:
                 raise _left_behind(
                     optimizer,
-                    places,
                     gathered,
                     class_name(root),
                     why="the optimizer was built while the model stood gathered (after unshard(), or in a "
                     "forward): it holds the temporary copies, and the shards would never change",
                     fix="call model.reshard() before building the optimizer",
                 )
-            if any(id(parameter) in places for parameter in compat.sharded_parameters(group)):
+            if any(id(parameter) in held for parameter in compat.sharded_parameters(group)):
                 owned.append(weakref.ref(group))
     if owned:
         follow_names(optimizer)
-    return tuple(owned)
+    return owned
 
 
-def _refuse_replaced(optimizer: Optimizer, places: dict[int, int]) -> None:
-    stale: list[torch.Tensor] = []
-    model = ""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            reference, name = _REPLACED.get(id(parameter), (None, ""))
-            if reference is not None and reference() is parameter:
-                stale.append(parameter)
-                model = model or name
-    if stale:
-        raise _left_behind(
-            optimizer,
-            places,
-            stale,
-            model,
-            why="sharding replaced them; stepping the old ones would leave the model as it is",
-            fix="build the optimizer after sharding, or pass it: shard(model, optimizers=[optimizer])",
-        )
+def _is_replaced(parameter: torch.Tensor) -> bool:
+    return id(parameter) in _REPLACED and _REPLACED[id(parameter)][0]() is parameter
 
 
-def _left_behind(
-    optimizer: Optimizer,
-    places: dict[int, int],
-    stale: Sequence[torch.Tensor],
-    model: str,
-    *,
-    why: str,
-    fix: str,
-) -> ShardError:
-    shapes = ", ".join(str(tuple(parameter.shape)) for parameter in stale[:3]) + (", …" if len(stale) > 3 else "")
-    groups = sorted({places[id(parameter)] for parameter in stale})
+def _left_behind(optimizer: Optimizer, stale: Iterable[int], model: str, *, why: str, fix: str) -> ShardError:
+    ids = set(stale)
+    groups = [index for index, group in enumerate(optimizer.param_groups) if any(id(p) in ids for p in group["params"])]
+    held = _held(optimizer)
     return ShardError(
-        f"{type(optimizer).__name__} holds {len(stale)} of {len(places)} parameters that {model} no longer uses",
-        where=f"param_groups {groups}: shapes {shapes}",
+        f"{type(optimizer).__name__} holds {len(ids)} of {len(held)} parameters that {model} no longer uses",
+        where=f"param_groups {groups}: shapes {_shapes([p for p in held if id(p) in ids])}",
         why=why,
         fix=fix,
     )
 
 
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    return ", ".join([*(str(tuple(tensor.shape)) for tensor in tensors[:3]), *(["…"] if len(tensors) > 3 else [])])
+
+
 _MARK = "_shardwise_sharded"
-_is_watching = False
 
 
 def watch_assignments(model: nn.Module) -> None:
@@ -199,13 +183,15 @@ def watch_assignments(model: nn.Module) -> None:
     Ranks:
         Local.
     """
-    global _is_watching
-    if not _is_watching:
-        compat.watch_data_assignment(_assign)
-        _is_watching = True
+    _watch_data()
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             parameter.__dict__[_MARK] = True
+
+
+@functools.cache
+def _watch_data() -> None:
+    compat.watch_data_assignment(_assign)
 
 
 def _assign(parameter: DTensor, value: torch.Tensor) -> bool:
@@ -235,23 +221,13 @@ def _assign(parameter: DTensor, value: torch.Tensor) -> bool:
     return True
 
 
-__all__ = ["Remembered", "remember_parameters", "repoint", "watch_optimizers"]
-
 # Counters that torch's optimizers keep per parameter. They stay plain tensors even for a parameter that is
 # itself a scalar, because the optimizers hand them to foreach kernels in lists of their own.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
 
 
-@dataclass(frozen=True, slots=True)
-class Remembered:
-    """Which parameter, by name, stands where in each optimizer."""
-
-    names: tuple[tuple[tuple[str, ...], ...], ...]
-    """Optimizer, parameter group, place in the group."""
-
-
-def remember_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> Remembered:
-    """Note the name of each parameter that the optimizers hold, before sharding replaces them.
+def remember_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[int, str]:
+    """Note the name of each parameter, by identity, before sharding replaces them.
 
     Args:
         model: Not sharded yet.
@@ -267,37 +243,59 @@ def remember_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> Re
     name_of: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name_of.setdefault(id(parameter), name)
-    return Remembered(tuple(_names_in(optimizer, index, name_of, model) for index, optimizer in enumerate(optimizers)))
+    for index, optimizer in enumerate(optimizers):
+        _check_optimizer(optimizer, f"optimizers[{index}] ({type(optimizer).__name__})", name_of, model)
+    return name_of
 
 
-def repoint(optimizers: Sequence[Optimizer], remembered: Remembered, model: nn.Module) -> None:
+def repoint(optimizers: Iterable[Optimizer], name_of: Mapping[int, str], model: nn.Module) -> None:
     """Replace the remembered parameters by the model's present ones, in place.
 
     Groups, their order and options stay; state of a parameter's shape is split as the parameter is, each rank
     keeping its part. The optimizer objects stay the same, so learning-rate schedulers keep working.
 
     Args:
-        optimizers: The same as given to `remember_parameters`, in the same order.
-        remembered: What it returned.
+        optimizers: The same as given to `remember_parameters`.
+        name_of: What it returned.
         model: Sharded since.
 
     Ranks:
         Local. No communication: every rank holds the whole state and keeps its own part.
     """
     current = dict(model.named_parameters(remove_duplicate=False))
-    for optimizer, groups in zip(optimizers, remembered.names, strict=True):
+    for optimizer in optimizers:
         follow_names(optimizer)
-        for group, names in zip(optimizer.param_groups, groups, strict=True):
-            old = list(group["params"])
-            new = [current[name] for name in names]
-            group["params"][:] = new  # in place: LBFGS keeps a reference to the list
-            for before, after in zip(old, new, strict=True):
-                if before is not after and before in optimizer.state:
-                    state = optimizer.state.pop(before)
-                    optimizer.state[after] = {
-                        key: _split(value, before, after) if _is_split(key, value, before) else value
-                        for key, value in state.items()
-                    }
+        _repoint(optimizer, {id(old): current[name_of[id(old)]] for old in _held(optimizer)})
+
+
+def adopt(optimizer: Optimizer) -> None:
+    """Point an optimizer that was built before FSDP1's wrapping at the sharded parameters; others are left alone.
+
+    Ranks:
+        Local.
+    """
+    successors: dict[int, torch.Tensor] = {}
+    for parameter in filter(_is_replaced, _held(optimizer)):
+        reference = _REPLACED[id(parameter)][1]
+        if reference is not None and (new := reference()) is not None:
+            shape = str(tuple(parameter.shape))
+            _check_state(type(optimizer).__name__, f"a parameter of {shape}", optimizer.state.get(parameter), parameter)
+            successors[id(parameter)] = new
+    if successors:
+        _repoint(optimizer, successors)
+
+
+def _repoint(optimizer: Optimizer, successors: Mapping[int, torch.Tensor]) -> None:
+    for group in optimizer.param_groups:
+        old = list(group["params"])
+        group["params"][:] = [successors.get(id(parameter), parameter) for parameter in old]  # LBFGS keeps the list
+        for before, after in zip(old, group["params"], strict=True):
+            if before is not after and before in optimizer.state:
+                state = optimizer.state.pop(before)
+                optimizer.state[after] = {
+                    key: _split(value, before, after) if _is_split(key, value, before) else value
+                    for key, value in state.items()
+                }
 
 
 def shard_like(full: torch.Tensor, parameter: DTensor) -> DTensor:
@@ -312,17 +310,20 @@ def shard_like(full: torch.Tensor, parameter: DTensor) -> DTensor:
     return compat.dtensor_like(local, parameter)
 
 
-def _names_in(
-    optimizer: Optimizer, index: int, name_of: dict[int, str], model: nn.Module
-) -> tuple[tuple[str, ...], ...]:
-    where = f"optimizers[{index}] ({type(optimizer).__name__})"
-    groups, seen = [], set()
+def _check_optimizer(optimizer: Optimizer, where: str, name_of: Mapping[int, str], model: nn.Module) -> None:
+    seen: set[str] = set()
     for number, group in enumerate(optimizer.param_groups):
         foreign = [p for p in group["params"] if id(p) not in name_of]
         if foreign:
-            raise _not_of_model(f"{where}, param_groups[{number}]", foreign, len(group["params"]), model)
-        names = [name_of[id(parameter)] for parameter in group["params"]]
-        for name in names:
+            raise ShardError(
+                f"{len(foreign)} of {len(group['params'])} parameters are not parameters of {type(model).__name__}: "
+                f"{_shapes(foreign)}",
+                where=f"{where}, param_groups[{number}]",
+                why="an optimizer is re-pointed by the names its parameters have in the model",
+                fix="pass the optimizer with its own model, or build it after sharding",
+            )
+        for parameter in group["params"]:
+            name = name_of[id(parameter)]
             if name in seen:
                 raise ShardError(
                     f"the optimizer holds {name} twice",
@@ -331,27 +332,13 @@ def _names_in(
                     fix="give each parameter to one group only",
                 )
             seen.add(name)
-        for name, parameter in zip(names, group["params"], strict=True):
-            _refuse_state(where, name, optimizer.state.get(parameter, {}), parameter)
-        groups.append(tuple(names))
-    return tuple(groups)
+            _check_state(where, name, optimizer.state.get(parameter), parameter)
 
 
-def _not_of_model(where: str, foreign: list[torch.Tensor], num_params: int, model: nn.Module) -> ShardError:
-    shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3]) + (", …" if len(foreign) > 3 else "")
-    return ShardError(
-        f"{len(foreign)} of {num_params} parameters are not parameters of {type(model).__name__}: {shapes}",
-        where=where,
-        why="an optimizer is re-pointed by the names its parameters have in the model",
-        fix="pass the optimizer with its own model, or build it after sharding",
-    )
-
-
-def _refuse_state(where: str, name: str, state: dict[str, Any], parameter: torch.Tensor) -> None:
-    for key, value in state.items():
+def _check_state(where: str, name: str, state: dict[str, Any] | None, parameter: torch.Tensor) -> None:
+    for key, value in (state or {}).items():
         for tensor in find_tensors(value):
-            carried = tensor is value and _is_split(key, tensor, parameter)
-            if not carried and tensor.ndim > 0:
+            if tensor.ndim > 0 and not (tensor is value and _is_split(key, tensor, parameter)):
                 raise ShardError(
                     f"state {key!r} of {name} has shape {tuple(tensor.shape)}, the parameter {tuple(parameter.shape)}",
                     where=where,
@@ -365,9 +352,7 @@ def _is_split(key: str, value: object, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and key not in _COUNTERS and value.shape == parameter.shape
 
 
-def _split(value: torch.Tensor, before: torch.Tensor, after: nn.Parameter) -> torch.Tensor:
+def _split(value: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     # Where the plan changes the storage dtype, state kept in the old one would no longer match the gradients.
     full = value.to(after.dtype) if value.dtype == before.dtype else value
-    if isinstance(after, DTensor):
-        return shard_like(full, after)
-    return full.to(after.device)
+    return shard_like(full, after) if isinstance(after, DTensor) else full.to(after.device)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 from shardwise.errors import SourceError
 
@@ -93,6 +94,8 @@ def canonical(dotted: str) -> str:
     return dotted
 
 
+Located = ast.expr | ast.stmt | ast.alias | ast.keyword | ast.arg | ast.ExceptHandler
+"""Nodes that say where they stand."""
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
 
@@ -127,7 +130,7 @@ class Positions:
             return start + byte_column
         return start + len(self.line(line).encode()[:byte_column].decode(errors="ignore"))
 
-    def span(self, node: ast.expr | ast.stmt | ast.alias | ast.keyword | ast.arg) -> tuple[int, int]:
+    def span(self, node: Located) -> tuple[int, int]:
         """The offsets of a node's first character and behind its last."""
         end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
         return self.offset(node.lineno, node.col_offset), self.offset(end_line, end_column)
@@ -144,6 +147,7 @@ class Positions:
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 ScopeNode = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+_Node = TypeVar("_Node", bound=ast.AST)
 Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
@@ -328,12 +332,31 @@ def given_to(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
+def last_name(node: ast.AST | None) -> str:
+    """`c` of `a.b.c`; empty for what is no name."""
+    return getattr(node, "attr", "") or getattr(node, "id", "")
+
+
+def calls_in(node: ast.AST) -> list[ast.Call]:
+    """Every call inside a node, itself included."""
+    return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+
+
 def checked_types(node: ast.AST) -> list[ast.expr]:
     """The names in the second argument of `isinstance(x, ...)`; none for anything else."""
     match node:
         case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
             return [one for one in ast.walk(kinds) if isinstance(one, ast.Name | ast.Attribute)]
     return []
+
+
+def tested_classes(file: FileContext, test: ast.AST) -> set[str]:
+    """The last names of the classes that `isinstance(x, ...)` asks for, where the test is one."""
+    match test:
+        case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
+            nodes = [node for one in (kinds, *file.assigned(kinds)) for node in ast.walk(one)]
+            return {last_name(node) for node in nodes} - {""}
+    return set()
 
 
 _PARTIAL = "functools.partial"
@@ -382,27 +405,28 @@ class FileContext:
         self._known: dict[tuple[int, str], frozenset[str]] = {}
         self._scope_of: dict[ast.AST, Scope] = {}
 
+    def nodes(self, *kinds: type[_Node]) -> list[_Node]:
+        """Every node of these kinds."""
+        return [node for node in self.parents if isinstance(node, kinds)]
+
     @cached_property
     def calls(self) -> list[ast.Call]:
         """Every call, in source order."""
-        found = [node for node in self.parents if isinstance(node, ast.Call)]
-        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+        return sorted(self.nodes(ast.Call), key=lambda call: (call.lineno, call.col_offset))
 
     @cached_property
     def functions(self) -> list[Function]:
         """Every function, methods and nested ones too, in source order."""
-        found = [node for node in self.parents if isinstance(node, Function)]
-        return sorted(found, key=lambda function: function.lineno)
+        return sorted(self.nodes(ast.FunctionDef, ast.AsyncFunctionDef), key=lambda function: function.lineno)
 
     @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
         """The classes of the file by name, wherever they are defined."""
-        return {node.name: node for node in self.parents if isinstance(node, ast.ClassDef)}
+        return {node.name: node for node in self.nodes(ast.ClassDef)}
 
     def loads(self, name: str) -> list[ast.Name]:
         """Every use of a name, in whatever scope."""
-        names = [node for node in self.parents if isinstance(node, ast.Name) and node.id == name]
-        return [node for node in names if isinstance(node.ctx, ast.Load)]
+        return [node for node in self.nodes(ast.Name) if node.id == name and isinstance(node.ctx, ast.Load)]
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
         """The statements among which one stands, itself included."""
@@ -419,7 +443,7 @@ class FileContext:
                 return sides[0] != sides[1] and outer.test not in (around[outer], inner)
         return False
 
-    def source(self, node: ast.expr | ast.stmt) -> str:
+    def source(self, node: Located) -> str:
         """The text of a node, exactly as written."""
         start, end = self.positions.span(node)
         return self.text[start:end]
@@ -461,6 +485,12 @@ class FileContext:
         """Every place that gives this name a value, as seen from where it stands."""
         found = self.scope(name).find(name.id)
         return found[1] if found else []
+
+    def assigned(self, node: ast.AST) -> list[ast.expr]:
+        """An expression, or what is assigned to the name that it is."""
+        if isinstance(node, ast.Name):
+            return [binding.value for binding in self.bindings(node) if binding.value is not None]
+        return [node] if isinstance(node, ast.expr) else []
 
     def origins(self, node: ast.AST | None, *, raw: bool = False) -> frozenset[str]:
         """The dotted names that an expression may stand for, through imports, aliases and assignments.

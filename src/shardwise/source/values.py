@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,49 +13,52 @@ from shardwise.source.syntax import Function
 
 @dataclass(frozen=True, slots=True)
 class ObjectRef:
-    """An object made by a call, or handed in as a parameter; two things of one place are one thing."""
+    """An object made by a call or given as a parameter, or a part of one; refs to one object are equal."""
 
     site: ast.AST
     """The call or parameter."""
     chain: tuple[ast.Call, ...] = ()
-    """The calls through which the place was reached: a builder called twice builds two things."""
+    """The calls through which the place was reached: a builder called twice builds two objects."""
+    turn: tuple[int, ...] = ()
+    """The turns of loops in which it was made, where loops are read turn by turn."""
     origins: frozenset[str] = frozenset()
     """What made it, dotted."""
     definition: ast.ClassDef | None = None
     """Its class, where that is in the file."""
     on_meta: bool = False
     """Made where new tensors have no storage."""
-    turn: tuple[int, ...] = ()
-    """The turns of loops in which it was made, where loops are read turn by turn."""
+    owner: ObjectRef | None = None
+    """Of a part: the object that it was reached from. Nothing else is known of a part."""
+    path: tuple[str, ...] = ()
+    """Of a part: attributes and items, as ("layers", "[]") of `model.layers[i]`."""
 
+    @property
+    def whole(self) -> ObjectRef:
+        """The object that a part was reached from; any other object itself."""
+        return self.owner or self
 
-@dataclass(frozen=True, slots=True)
-class PartRef:
-    """Something reached from a thing by attributes and items: `model.layers[0]` is ("layers", "[]")."""
+    @property
+    def parent(self) -> ObjectRef:
+        """The part that this one is an attribute or item of."""
+        return ObjectRef(self.site, owner=self.owner, path=self.path[:-1]) if len(self.path) > 1 else self.whole
 
-    owner: ObjectRef
-    path: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Params:
-    """Some or all parameters of a module, as an iterable."""
-
-    owner: ObjectRef | PartRef
+    def part(self, name: str) -> ObjectRef:
+        """What `.name` or `[...]` reaches."""
+        return ObjectRef(self.site, owner=self.whole, path=(*self.path, name))
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
     """One parameter of a module."""
 
-    owner: ObjectRef | PartRef
+    owner: ObjectRef
 
 
 @dataclass(frozen=True, slots=True)
 class StateDict:
     """What a state-dict call returned for a module or optimizer."""
 
-    owner: ObjectRef | PartRef
+    owner: ObjectRef
     call: ast.Call
     is_full: bool | None = None
     """Gathered; None where the options are computed."""
@@ -66,7 +69,6 @@ class Items:
     """An iterable whose elements are alike."""
 
     element: Values
-    is_reversed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class TupleValue:
 
 @dataclass(frozen=True, slots=True)
 class DictEntry:
-    """One key of a dictionary."""
+    """One key of a dictionary, or one keyword argument."""
 
     key: str
     values: Values
@@ -89,13 +91,15 @@ class DictEntry:
 class DictValue:
     """A dictionary with known keys."""
 
-    entries: tuple[DictEntry, ...]
+    entries: tuple[DictEntry, ...] = ()
     is_open: bool = False
     """Other keys may be there."""
 
-    def get(self, key: str) -> DictEntry | None:
-        """The last entry of this key."""
-        return next((entry for entry in reversed(self.entries) if entry.key == key), None)
+    def get(self, key: object) -> Values:
+        """The value of this key; every value where the key is None."""
+        if key is None:
+            return join(*(entry.values for entry in self.entries))
+        return next((entry.values for entry in reversed(self.entries) if entry.key == key), UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,48 +117,66 @@ class ImportedName:
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class FunctionRef:
     """A function of this file, with the object it is bound to."""
 
     definition: Function
-    bound_to: ObjectRef | PartRef | None = None
+    bound_to: ObjectRef | None = None
     env: Env | None = field(default=None, compare=False)
     """The names around a nested function."""
 
 
-Value = (
-    ObjectRef | PartRef | Params | Param | StateDict | Items | TupleValue | DictValue | Constant | ImportedName | Code
-)
+Value = ObjectRef | Param | StateDict | Items | TupleValue | DictValue | Constant | ImportedName | FunctionRef
 Values = frozenset[Value]
 """The alternatives; empty means that nothing is known."""
 Env = dict[str, Values]
 UNKNOWN: Values = frozenset()
-MAX_ALTERNATIVES = 6
+_MAX_ALTERNATIVES = 6
 
 
 def join(*sets: Values) -> Values:
     """Either of them; dictionaries become one that may have the keys of each; too many are as good as none."""
     joined = frozenset().union(*sets)
-    if sum(isinstance(value, DictValue) for value in joined) > 1:
-        tables = [value for value in joined if isinstance(value, DictValue)]
-        joined = joined.difference(tables) | {_merge_tables(tables)}
-    return joined if len(joined) <= MAX_ALTERNATIVES else UNKNOWN
+    tables = [value for value in joined if isinstance(value, DictValue)]
+    if len(tables) > 1:
+        merged: dict[str, DictEntry] = {}
+        for entry in (entry for table in tables for entry in table.entries):
+            before = merged[entry.key].values if entry.key in merged else UNKNOWN
+            merged[entry.key] = DictEntry(entry.key, join(before, entry.values), entry.node)
+        table = DictValue(tuple(merged.values()), any(table.is_open for table in tables))
+        joined = joined.difference(tables) | {table}
+    return joined if len(joined) <= _MAX_ALTERNATIVES else UNKNOWN
 
 
-def _merge_tables(tables: list[DictValue]) -> DictValue:
-    merged: dict[str, DictEntry] = {}
-    for entry in (entry for table in tables for entry in table.entries):
-        before = merged.get(entry.key)
-        values = entry.values if before is None else join(before.values, entry.values)
-        merged[entry.key] = DictEntry(entry.key, values, entry.node)
-    return DictValue(tuple(merged.values()), any(table.is_open for table in tables))
+def literal_key(node: ast.expr) -> int | str | None:
+    """A literal key or index; None for any other."""
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, int | str) else None
 
 
-def attribute(value: ObjectRef | PartRef, name: str) -> PartRef:
-    """The part of a value that `.name` or `[...]` reaches."""
-    if isinstance(value, ObjectRef):
-        return PartRef(value, (name,))
-    return PartRef(value.owner, (*value.path, name))
+def merged(parts: Iterable[Values]) -> DictValue:
+    """One dictionary out of several; open where one of them is, or is not known to be a dictionary."""
+    entries: list[DictEntry] = []
+    is_open = False
+    for values in parts:
+        tables = [value for value in values if isinstance(value, DictValue)]
+        entries += [entry for table in tables for entry in table.entries]
+        is_open |= len(tables) < max(len(values), 1) or any(table.is_open for table in tables)
+    return DictValue(tuple(entries), is_open)
+
+
+def either(one: Env, other: Env) -> Env:
+    """The names after two branches that may both have been taken."""
+    return {name: join(one.get(name, UNKNOWN), other.get(name, UNKNOWN)) for name in one.keys() | other.keys()}
+
+
+def pairs(values: Values) -> Values:
+    """What `enumerate` and `items` give: something unknown, and one of the values."""
+    return frozenset({Items(frozenset({TupleValue((UNKNOWN, values))}))})
+
+
+def modules(values: Values) -> list[ObjectRef]:
+    """Those of the values that can be modules."""
+    return [value for value in values if isinstance(value, ObjectRef)]
 
 
 def nested(values: Values, depth: int = 4) -> Iterator[Value]:
@@ -171,24 +193,9 @@ def nested(values: Values, depth: int = 4) -> Iterator[Value]:
                 yield value
 
 
-def owners_of_params(values: Values) -> set[ObjectRef | PartRef]:
+def owners_of_params(values: Values) -> set[ObjectRef]:
     """The modules whose parameters are somewhere inside these values."""
-    return {value.owner for value in nested(values) if isinstance(value, Params | Param)}
-
-
-def state_dicts_in(values: Values) -> set[StateDict]:
-    """The state dicts somewhere inside these values."""
-    return {value for value in nested(values) if isinstance(value, StateDict)}
-
-
-_OPERATIONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
+    return {value.owner for value in nested(values) if isinstance(value, Param)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +208,6 @@ class BranchTest:
     """The test's text without `not`, to recognise the same test elsewhere."""
     branch: tuple[ast.AST, bool]
     """The whole test, of which this may be a part, and whether that was taken."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeywordArgument:
-    """A keyword's value and the expression that gives it."""
-
-    values: Values
-    node: ast.expr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -233,7 +232,7 @@ class ProgramEvent:
     method: str = ""
     """The name behind the last dot."""
     args: tuple[Values, ...] = ()
-    keywords: Mapping[str, KeywordArgument] = field(default_factory=dict)
+    keywords: Mapping[str, DictEntry] = field(default_factory=dict)
     is_open: bool = False
     """Has `*` or `**` arguments that could not be read."""
     called: Values = frozenset()
@@ -247,15 +246,20 @@ class ProgramEvent:
         """An assignment rather than a call."""
         return isinstance(self.node, ast.Attribute)
 
+    @property
+    def line(self) -> int:
+        """The line where it starts."""
+        return self.node.lineno
+
     def is_call_to(self, *names: str) -> bool:
         """Whether it calls one of these public names."""
-        return not self.is_store and not self.origins.isdisjoint(names)
+        return not self.origins.isdisjoint(names)  # a store has none
 
-    def argument(self, position: int, keyword: str = "") -> Values:
+    def argument(self, position: int | None, *keywords: str) -> Values:
         """The values of an argument given by position or by keyword; empty where absent or unknown."""
-        if position < len(self.args):
+        if position is not None and position < len(self.args):
             return self.args[position]
-        return self.keywords[keyword].values if keyword in self.keywords else frozenset()
+        return next((self.keywords[name].values for name in keywords if name in self.keywords), frozenset())
 
 
 def exclude_each_other(one: ProgramEvent, other: ProgramEvent) -> bool:
@@ -268,81 +272,49 @@ def _contradict(a: BranchTest, b: BranchTest) -> bool:
         return True
     if a.key == b.key:
         return a.taken != b.taken
-    if a.taken and b.taken:
-        mine, others = _equality(a), _equality(b)
-        if mine is not None and others is not None and mine[0] == others[0] and mine[1].isdisjoint(others[1]):
-            return True
-    return _no_number_satisfies(a, b)
-
-
-def _no_number_satisfies(a: BranchTest, b: BranchTest) -> bool:
-    """`world_size > 1` and `world_size == 1`: two comparisons of one thing with numbers that cannot both hold."""
-    mine, others = _comparison(a), _comparison(b)
-    if mine is None or others is None or mine[0] != others[0]:
+    left, right = _comparison(a.test), _comparison(b.test)
+    if left is None or right is None or left[0] != right[0]:
         return False
-    numbers = {number + step for number in (mine[2], others[2]) for step in (-1, -0.5, 0, 0.5, 1)}
-    return not any(
-        mine[1](number, mine[2]) == a.taken and others[1](number, others[2]) == b.taken for number in numbers
-    )
+    # `world_size > 1` and `world_size == 1`: no value satisfies both, neither a constant of theirs nor one near it.
+    values: set[Any] = {"anything else", *left[2], *right[2]}
+    numbers = [value for value in values if isinstance(value, int | float)]
+    values.update(number + step for number in numbers for step in (-1, -0.5, 0.5, 1))
+    return not any(left[1](value) is a.taken and right[1](value) is b.taken for value in values)
 
 
-def _comparison(guard: BranchTest) -> tuple[str, Callable[[float, float], bool], float] | None:
-    test = guard.test
-    if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.comparators[0], ast.Constant)):
-        return None
-    number, operation = test.comparators[0].value, _OPERATIONS.get(type(test.ops[0]))
-    if operation is None or isinstance(number, bool) or not isinstance(number, int | float):
-        return None
-    return ast.dump(test.left), operation, number
+_OPERATIONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.eq,
+    ast.IsNot: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda value, some: value in some,
+    ast.NotIn: lambda value, some: value not in some,
+}
 
 
-def _equality(guard: BranchTest) -> tuple[str, frozenset[object]] | None:
-    """`x == "a"` or `x in ("a", "b")` as (x, its possible values)."""
-    test = guard.test
+def _comparison(test: ast.AST) -> tuple[str, Callable[[Any], bool | None], list[Any]] | None:
+    """A comparison with constants: of what, whether it holds for a value, and the constants."""
     if not (isinstance(test, ast.Compare) and len(test.ops) == 1):
         return None
     right = test.comparators[0]
-    if isinstance(test.ops[0], ast.Eq) and isinstance(right, ast.Constant):
-        return ast.dump(test.left), frozenset({right.value})
-    if isinstance(test.ops[0], ast.In) and isinstance(right, ast.Tuple | ast.List | ast.Set):
-        constants = [item.value for item in right.elts if isinstance(item, ast.Constant)]
-        return (ast.dump(test.left), frozenset(constants)) if len(constants) == len(right.elts) else None
-    return None
+    is_list = isinstance(right, ast.Tuple | ast.List | ast.Set)
+    constants = [getattr(one, "value", ...) for one in (right.elts if is_list else [right])]
+    if is_list != isinstance(test.ops[0], ast.In | ast.NotIn) or not all(map(is_plain, constants)):
+        return None
+
+    def holds(value: Any) -> bool | None:
+        try:
+            return _OPERATIONS[type(test.ops[0])](value, constants if is_list else constants[0])
+        except TypeError:  # `"a" < 1`
+            return None
+
+    return ast.dump(test.left), holds, constants
 
 
-@dataclass(slots=True)
-class Trace:
-    """The events of one way through a file: its main program, or one function or class that nobody here calls."""
-
-    events: list[ProgramEvent] = field(default_factory=list)
-    owners: dict[Value, set[ObjectRef | PartRef]] = field(default_factory=dict)
-    """Whose attribute or item a thing became."""
-
-    def calls_to(self, *names: str) -> list[ProgramEvent]:
-        """Every call of one of these public names, in order."""
-        return [event for event in self.events if event.is_call_to(*names)]
-
-    def precedes(self, one: ProgramEvent, other: ProgramEvent) -> bool:
-        """Whether `one` comes before `other` in one and the same run."""
-        if one.order >= other.order or exclude_each_other(one, other):
-            return False
-        return one.root is other.root or getattr(one.root, "name", "") == "__init__"
-
-    def is_part_of(self, inner: Value, outer: Value) -> bool:
-        """Whether `inner` is reached from `outer`, by a path or by having been made its attribute; not itself."""
-        return inner != outer and outer in self._around(inner, set())
-
-    def _around(self, value: Value, seen: set[Value]) -> set[Value]:
-        if value in seen:
-            return seen
-        seen.add(value)
-        if isinstance(value, PartRef):
-            for length in range(len(value.path)):
-                self._around(PartRef(value.owner, value.path[:length]) if length else value.owner, seen)
-        for owner in self.owners.get(value, ()):
-            self._around(owner, seen)
-        return seen
-
-    def are_related(self, a: Value, b: Value) -> bool:
-        """Whether they are the same or one is part of the other."""
-        return a == b or self.is_part_of(a, b) or self.is_part_of(b, a)
+def is_plain(value: object) -> bool:
+    """Whether a literal is a number, a text, a flag or None."""
+    return isinstance(value, str | int | float | None)

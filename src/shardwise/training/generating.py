@@ -6,11 +6,11 @@ import contextlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise import compat
+from shardwise.distributed.agreement import on_rank_zero
 from shardwise.errors import ConfigError
 from shardwise.models.modes import evaluation_mode
 from shardwise.sharding.full_params import reshard
@@ -81,11 +81,7 @@ def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> Ten
 
 def _from_rank_zero(tensor: Tensor) -> Tensor:
     """Rank 0's tensor: kernels of another rank may round another way, and one other token would part the ranks."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return tensor
-    held = [tensor]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]
+    return on_rank_zero(lambda: tensor)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from shardwise.checkpointing.contents import Box
 from shardwise.checkpointing.formats.dcp import read_dcp
@@ -159,16 +161,20 @@ def test_removing(root: Place):
 
 def test_a_removal_that_stops_midway_leaves_no_checkpoint(root: Place, monkeypatch: pytest.MonkeyPatch):
     folder = save(root, 1)
-    removed: list[Place] = []
+    removed: list[str] = []
+    remove = MemoryFileSystem.rm
 
-    def remove_some(path: Place) -> None:
-        if removed or isinstance(root, Path):
+    def remove_some(store: MemoryFileSystem, path: str, **options: Any) -> None:
+        if removed:
             raise KeyboardInterrupt
         removed.append(path)
-        fsspec.filesystem("memory").rm(path)
+        remove(store, path, **options)
 
-    monkeypatch.setattr("shardwise.checkpointing.storage.remote_files.remove_tree", remove_some)
-    monkeypatch.setattr("shutil.rmtree", remove_some)
+    def remove_none(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MemoryFileSystem, "rm", remove_some)
+    monkeypatch.setattr("shutil.rmtree", remove_none)
     with pytest.raises(KeyboardInterrupt):
         remove_checkpoint(folder)
     monkeypatch.undo()

@@ -1,6 +1,7 @@
 """torch.save files: read as data, and written record by record so that torch.load reads them."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, TensorInfo
-from shardwise.checkpointing.formats.full import FullWriter, read_full
+from shardwise.checkpointing.formats.full import read_full, tensors_in, write_full
 from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of
@@ -21,9 +22,15 @@ def info(name: str, tensor: torch.Tensor) -> TensorInfo:
 
 def write(path: Path, tensors: dict[str, torch.Tensor], values: dict[str, Any] | None = None, **options: Any) -> None:
     infos = {name: info(name, tensor) for name, tensor in tensors.items()}
-    with FullWriter(path, {"model": infos, **(values or {})}, **options) as writer:
-        for each in writer.order:
-            writer.write(each, bytes_of(tensors[each.name]))
+    tree = {"model": infos, **(values or {})}
+    chunks = ((each, bytes_of(tensors[each.name])) for each in tensors_in(tree))
+    write_full(path, tree, chunks, **options)
+
+
+def interrupted(info: TensorInfo, data: bytes) -> Iterator[tuple[TensorInfo, memoryview]]:
+    """Some bytes, and then an error."""
+    yield info, memoryview(data)
+    raise RuntimeError("stop")
 
 
 def tensor_in(contents: Contents, name: str) -> torch.Tensor:
@@ -68,10 +75,9 @@ def test_values_of_every_plain_kind(tmp_path: Path):
 def test_tied_tensors_share_memory_and_are_stored_once(tmp_path: Path):
     tensor = torch.randn(1000)
     one = info("a", tensor)
-    with FullWriter(tmp_path / "t.pt", {"a": one, "b": one}) as writer:
-        assert len(writer.order) == 1
-        writer.write(one, bytes_of(tensor)[:100])
-        writer.write(one, bytes_of(tensor)[100:])
+    tree = {"a": one, "b": one}
+    assert tensors_in(tree) == [one]
+    write_full(tmp_path / "t.pt", tree, iter([(one, bytes_of(tensor)[:100]), (one, bytes_of(tensor)[100:])]))
     loaded = torch.load(tmp_path / "t.pt", weights_only=True)
     assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
     assert torch.equal(loaded["a"], tensor)
@@ -109,26 +115,26 @@ def test_our_files_carry_checksums_and_every_flip_of_data_or_pickle_is_found(tmp
 def test_an_interrupted_write_leaves_nothing_and_the_old_file_alone(tmp_path: Path):
     write(tmp_path / "t.pt", {"t": torch.ones(2)})
     before = (tmp_path / "t.pt").read_bytes()
-    with pytest.raises(RuntimeError), FullWriter(tmp_path / "t.pt", {}, overwrite=True):
-        raise RuntimeError("stop")
+    one = TensorInfo("a", "int8", (2,))
+    with pytest.raises(RuntimeError, match="stop"):
+        write_full(tmp_path / "t.pt", {"a": one}, interrupted(one, b"1"), overwrite=True)
     assert os.listdir(tmp_path) == ["t.pt"]
     assert (tmp_path / "t.pt").read_bytes() == before
     with pytest.raises(CheckpointError, match="already"):
-        FullWriter(tmp_path / "t.pt", {})
+        write_full(tmp_path / "t.pt", {}, iter(()))
 
 
 def test_tensors_out_of_turn_or_incomplete_are_no_file(tmp_path: Path):
     a, b = TensorInfo("a", "int8", (2,)), TensorInfo("b", "int8", (2,))
-    with pytest.raises(AssertionError), FullWriter(tmp_path / "t.pt", {"a": a, "b": b}) as writer:
-        writer.write(b, memoryview(b"12"))
-    with pytest.raises(AssertionError), FullWriter(tmp_path / "t.pt", {"a": a, "b": b}) as writer:
-        writer.write(a, memoryview(b"1"))
+    for chunks in ([(b, memoryview(b"12"))], [(a, memoryview(b"1"))], [(a, memoryview(b"123"))]):
+        with pytest.raises(AssertionError):
+            write_full(tmp_path / "t.pt", {"a": a, "b": b}, iter(chunks))
     assert os.listdir(tmp_path) == []
 
 
 def test_values_that_would_need_code_are_refused_before_anything_is_written(tmp_path: Path):
     with pytest.raises(CheckpointError, match="cannot store"):
-        FullWriter(tmp_path / "t.pt", {"f": print})
+        write_full(tmp_path / "t.pt", {"f": print}, iter(()))
     assert os.listdir(tmp_path) == []
 
 

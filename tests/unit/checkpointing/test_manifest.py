@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, read_frames, read_manifest
+from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, read_manifest
 from shardwise.checkpointing.storage.memory import checksum, to_hex
 from shardwise.errors import CheckpointError
 from tests.sharded_checkpoints import write_checkpoint
@@ -50,7 +50,8 @@ def test_bytes_lie_where_the_manifest_says(folder: Path):
 
 
 def test_frames_are_the_checksums_of_all_other_bytes(folder: Path):
-    contents, frames = read_manifest(folder), read_frames(folder)
+    contents = read_manifest(folder)
+    frames = contents.details["frames"]
     assert set(frames) == set(contents.file_bytes)
     for name, frame in frames.items():
         data = bytearray((folder / name).read_bytes())

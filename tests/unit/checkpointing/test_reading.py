@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_any_part_into_any_memory(
         for target in targets_for(box, wanted.dtype):
             requests = [Request(name, target, box)]
             assert not check_requests(contents, requests)
-            verify = chance.choice(["while", "before", "no"])
+            verify = chance.choice([True, False])
             read_requests(contents, requests, verify=verify, num_threads=chance.choice([1, 3]))
             assert torch.equal(target, wanted.to(target.dtype)), (name, box, verify)
         assert torch.equal(read_box(contents, contents.tensors[name], box), wanted)
@@ -92,16 +93,16 @@ def flip(folder: Path, contents: Contents, name: str, at: int) -> str:
 
 
 @pytest.mark.parametrize("at", [0, 63, 64, 100, 7 * 2 * 6 * 4 - 1])
-@pytest.mark.parametrize("verify", ["while", "before"])
+@pytest.mark.parametrize("read", [read_requests, verify_requests])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_flipped_byte_is_found_and_named(contents: Contents, at: int, verify: str, dtype: torch.dtype):
+def test_a_flipped_byte_is_found_and_named(contents: Contents, at: int, read: Callable[..., None], dtype: torch.dtype):
     file = flip(contents.folder, contents, "cube", at)
     target = torch.full((7, 5, 6), -1.0, dtype=dtype)
     with pytest.raises(CheckpointError, match="cube") as caught:
-        read_requests(contents, [Request("cube", target, Box.whole((7, 5, 6)))], verify=verify)
+        read(contents, [Request("cube", target, Box.whole((7, 5, 6)))])
     assert file in caught.value.where
-    if verify == "before":
-        assert (target == -1).all(), "written although the damage was there to be seen"
+    if read is verify_requests:
+        assert (target == -1).all(), "written although it should only be verified"
 
 
 def test_a_flip_beside_the_part_but_in_its_block_is_found(contents: Contents):
@@ -109,7 +110,7 @@ def test_a_flip_beside_the_part_but_in_its_block_is_found(contents: Contents):
     flip(contents.folder, contents, "half", 5)
     with pytest.raises(CheckpointError, match="half"):
         read_box(contents, contents.tensors["half"], Box((0, 0), (1, 2)))
-    assert torch.equal(read_box(contents, contents.tensors["half"], Box((0, 0), (1, 2)), verify="no"), part(
+    assert torch.equal(read_box(contents, contents.tensors["half"], Box((0, 0), (1, 2)), verify=False), part(
         TENSORS["half"], Box((0, 0), (1, 2))))  # fmt: skip
 
 
@@ -128,23 +129,23 @@ def test_verifying_alone_touches_no_target(contents: Contents):
 
 
 def test_problems_are_found_before_anything_is_read(contents: Contents):
-    def kinds(*requests: Request) -> list[str]:
-        return [problem.kind for problem in check_requests(contents, requests)]
+    def problems(*requests: Request) -> str:
+        return "\n".join(check_requests(contents, requests))
 
     whole = Box.whole((7, 5, 6))
-    assert kinds(Request("cube", torch.empty(7, 5, 6), whole)) == []
-    assert kinds(Request("other", torch.empty(3), Box.whole((3,)))) == ["missing"]
-    assert kinds(Request("cube", torch.empty(8, 5, 6), Box.whole((8, 5, 6)))) == ["shape"]
-    assert kinds(Request("cube", torch.empty(7, 5), whole)) == ["shape"]
+    assert problems(Request("cube", torch.empty(7, 5, 6), whole)) == ""
+    assert "not in the checkpoint" in problems(Request("other", torch.empty(3), Box.whole((3,))))
+    assert "has shape" in problems(Request("cube", torch.empty(8, 5, 6), Box.whole((8, 5, 6))))
+    assert "memory of shape" in problems(Request("cube", torch.empty(7, 5), whole))
     path = contents.folder / "__1_0.distcp"
     good = path.read_bytes()
     for bad in (good[:-1], good + b"x"):
         path.write_bytes(bad)
-        assert kinds(Request("cube", torch.empty(7, 5, 6), whole)) == ["file"]
+        assert "__1_0.distcp: has" in problems(Request("cube", torch.empty(7, 5, 6), whole))
     path.unlink()
-    assert kinds(Request("cube", torch.empty(7, 5, 6), whole)) == ["file"]
+    assert "__1_0.distcp: is missing" in problems(Request("cube", torch.empty(7, 5, 6), whole))
     # The part that lies in another file can still be read.
-    assert kinds(Request("cube", torch.empty(7, 2, 6), Box((0, 0, 0), (7, 2, 6)))) == []
+    assert problems(Request("cube", torch.empty(7, 2, 6), Box((0, 0, 0), (7, 2, 6)))) == ""
 
 
 def test_a_file_that_shrinks_after_the_check(contents: Contents):
@@ -186,17 +187,13 @@ class Heard:
         self.notes.append(note)
 
 
-@pytest.mark.parametrize("verify", ["while", "before"])
-def test_progress_hears_every_byte(contents: Contents, verify: str):
+def test_progress_hears_every_byte(contents: Contents):
     heard = Heard()
-    requests = [Request("cube", torch.empty(7, 5, 6), Box.whole((7, 5, 6)))]
-    read_requests(contents, requests, verify=verify, progress=heard)
-    passes = 2 if verify == "before" else 1
-    assert heard.total == heard.done == passes * 7 * 5 * 6 * 4
+    read_requests(contents, [Request("cube", torch.empty(7, 5, 6), Box.whole((7, 5, 6)))], progress=heard)
+    assert heard.total == heard.done == 7 * 5 * 6 * 4
     assert heard.finished == 1
-    size = "1.64 KiB" if verify == "before" else "840 B"
-    assert re.fullmatch(rf"{size} of {size}, [\d.]+ \w+/s", heard.notes[-2])
-    assert re.fullmatch(rf"loading: {size} in [\d.]+ \w+, [\d.]+ \w+/s", heard.notes[-1])
+    assert re.fullmatch(r"840 B of 840 B, [\d.]+ \w+/s", heard.notes[-2])
+    assert re.fullmatch(r"loading: 840 B in [\d.]+ \w+, [\d.]+ \w+/s", heard.notes[-1])
 
 
 def test_coverage():

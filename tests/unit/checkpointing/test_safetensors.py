@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from shardwise.checkpointing.contents import Box, TensorInfo
-from shardwise.checkpointing.formats.safetensors import DTYPES, SafetensorsWriter, is_safetensors, read_safetensors
+from shardwise.checkpointing.formats.safetensors import (
+    DTYPES,
+    distribute,
+    is_safetensors,
+    read_safetensors,
+    write_safetensors,
+)
 from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum
@@ -29,12 +35,22 @@ def tensor_of(dtype: str) -> torch.Tensor:
 
 def write(path: Path, tensors: dict[str, torch.Tensor], portions: int = 1, **options: Any) -> None:
     infos = [TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
-    with SafetensorsWriter(path, infos, **options) as writer:
-        for info in writer.order:
-            data = bytes_of(tensors[info.name])
-            step = -(-len(data) // portions) or 1
-            for start in range(0, len(data), step):
-                writer.write(info.name, data[start : start + step])
+
+    def chunks() -> Iterator[tuple[TensorInfo, memoryview]]:
+        for shard in distribute(infos, path, options.get("max_shard_bytes", 1 << 40)):
+            for info in shard:
+                data = bytes_of(tensors[info.name])
+                step = -(-len(data) // portions) or 1
+                for start in range(0, len(data), step):
+                    yield info, data[start : start + step]
+
+    write_safetensors(path, infos, chunks(), **options)
+
+
+def interrupted(info: TensorInfo, data: bytes) -> Iterator[tuple[TensorInfo, memoryview]]:
+    """Some bytes, and then an error."""
+    yield info, memoryview(data)
+    raise RuntimeError("stop")
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -125,31 +141,28 @@ def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own(tmp_path: Path):
 
 
 def test_an_interrupted_write_leaves_nothing(tmp_path: Path):
+    info = TensorInfo("t", "float32", (2,))
     for path in (tmp_path / "t.safetensors", tmp_path / "out"):
-        writer = SafetensorsWriter(path, [TensorInfo("t", "float32", (2,))])
-        with pytest.raises(RuntimeError), writer:
-            raise RuntimeError("stop")
+        with pytest.raises(RuntimeError, match="stop"):
+            write_safetensors(path, [info], interrupted(info, bytes(4)))
         assert os.listdir(tmp_path) == []
 
 
 def test_what_a_killed_writer_left_is_in_nobodys_way(tmp_path: Path):
-    writer = SafetensorsWriter(tmp_path / "t.safetensors", [TensorInfo("t", "float32", (2,))])
-    writer.write("t", memoryview(bytes(4)))  # and never commits
-    assert not (tmp_path / "t.safetensors").exists()
+    (tmp_path / ".t.safetensors.partial").write_bytes(bytes(4))
     write(tmp_path / "t.safetensors", {"t": torch.ones(2)})
     assert os.listdir(tmp_path) == ["t.safetensors"]
-    writer.abort()
 
 
 def test_missing_bytes_are_no_file(tmp_path: Path):
-    with pytest.raises(AssertionError), SafetensorsWriter(tmp_path / "t.safetensors", [TensorInfo("t", "int8", (2,))]):
-        pass
+    with pytest.raises(AssertionError):
+        write_safetensors(tmp_path / "t.safetensors", [TensorInfo("t", "int8", (2,))], iter(()))
     assert os.listdir(tmp_path) == []
 
 
 def test_dtypes_that_the_format_lacks_are_refused_before_writing(tmp_path: Path):
     with pytest.raises(CheckpointError, match="dtype"):
-        SafetensorsWriter(tmp_path / "t.safetensors", [TensorInfo("t", "complex128", (2,))])
+        write_safetensors(tmp_path / "t.safetensors", [TensorInfo("t", "complex128", (2,))], iter(()))
     assert os.listdir(tmp_path) == []
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpointing.agreement import HeldBox, HeldTensor, share_boxes, share_tensors, share_values
 from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.sharing import HeldBox, HeldTensor, share_boxes, share_tensors, share_values
 from shardwise.errors import CheckpointError
 
 

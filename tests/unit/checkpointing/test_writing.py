@@ -14,7 +14,7 @@ import torch
 from shardwise.checkpointing.contents import Box
 from shardwise.checkpointing.formats.sharded import Item, write_rank_file
 from shardwise.checkpointing.pickles.zip_files import value_stream
-from shardwise.checkpointing.storage.files import create
+from shardwise.checkpointing.storage.files import FileWriter
 from shardwise.checkpointing.storage.memory import block_checksums, bytes_of
 from shardwise.errors import CheckpointError
 
@@ -39,13 +39,13 @@ def test_every_item_is_a_stream_that_torch_reads(tmp_path: Path, fsync: bool):
     data = path.read_bytes()
     assert record.num_bytes == len(data)
     for written in record.tensors:
-        stream = data[written.item_offset : written.item_offset + written.item_bytes]
+        stream = data[written.stream.offset : written.stream.offset + written.stream.num_bytes]
         assert torch.equal(torch.load(io.BytesIO(stream), weights_only=True), tensors[written.name])
         raw = bytes_of(tensors[written.name])
         assert data[written.piece.offset : written.piece.offset + len(raw)] == raw
         assert written.piece.checksums == block_checksums(raw, 128)
     (value,) = record.values
-    stream = data[value.item_offset : value.item_offset + value.item_bytes]
+    stream = data[value.offset : value.offset + value.num_bytes]
     assert torch.load(io.BytesIO(stream), weights_only=True) == (1, "x")
 
 
@@ -79,7 +79,7 @@ def test_a_file_is_never_written_over(tmp_path: Path):
     (tmp_path / "link").symlink_to(tmp_path / "there")
     for name in ("there", "link"):
         with pytest.raises(CheckpointError, match="cannot create"):
-            create(tmp_path / name)
+            FileWriter(tmp_path / name)
     assert (tmp_path / "there").read_text() == "precious"
 
 

@@ -1,36 +1,31 @@
-"""Folders of torch.distributed.checkpoint."""
+"""Folders of torch.distributed.checkpoint, read without unpickling their `.metadata`."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
+from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor, TorchStream, count_of, sizes_of
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, read_manifest
-from shardwise.checkpointing.pickles.dcp_metadata import DcpItem, DcpTensor, read_dcp_metadata
+from shardwise.checkpointing.pickles.machine import Record, load_pickle
 from shardwise.checkpointing.pickles.torch_files import FlatState, TorchFile, plain_value
-from shardwise.checkpointing.pickles.torch_objects import TensorRef, read_torch_pickle
+from shardwise.checkpointing.pickles.torch_objects import DCP_METADATA, TensorRef, dtype_name, read_torch_pickle
 from shardwise.checkpointing.pickles.zip_files import ZipIndex
-from shardwise.checkpointing.storage.files import (
-    Place,
-    Reader,
-    check_name,
-    join,
-    open_reader,
-    place,
-    size_of,
-)
+from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 
 _MAX_PICKLE_BYTES = 64 << 20
+_MAX_METADATA_BYTES = 1 << 30
+_Tensors = dict[str, tuple[str, tuple[int, ...], dict[Box, TorchStream]]]
 
 
 def is_dcp(path: str | Path) -> bool:
     """Whether the folder is a Distributed Checkpoint, ours or torch's."""
-    folder = place(path)
-    return any(size_of(join(folder, name)) is not None for name in (MANIFEST_NAME, METADATA_NAME))
+    folder = files.place(path)
+    return any(files.size_of(files.join(folder, name)) is not None for name in (MANIFEST_NAME, METADATA_NAME))
 
 
 def read_dcp(path: str | Path) -> Contents:
@@ -44,108 +39,139 @@ def read_dcp(path: str | Path) -> Contents:
     Ranks:
         Local.
     """
-    folder = place(path)
-    if size_of(join(folder, MANIFEST_NAME)) is not None:
+    folder = files.place(path)
+    if files.size_of(files.join(folder, MANIFEST_NAME)) is not None:
         return read_manifest(folder)
-    metadata = read_dcp_metadata(folder)
+    place = files.join(folder, METADATA_NAME)
+    data = files.read_small(place, _MAX_METADATA_BYTES)
+    metadata = load_pickle(data, allowed=DCP_METADATA, where=str(place), max_bytes=_MAX_METADATA_BYTES)
+    try:
+        if not isinstance(metadata, Record) or not metadata.name.endswith(".Metadata"):
+            raise ValueError("it is a pickle of something else")
+        stored, plain = _entries(metadata.fields)
+        structure = _structure(metadata.fields.get("planner_data"))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        why = f"a field is missing or not what it should be: {error}"
+        raise files.damaged(f"{METADATA_NAME} is damaged and cannot be read", place, why) from None
     with _Items(folder) as items:
-        tensors = {name: items.tensor(name, tensor) for name, tensor in metadata.tensors.items()}
-        values, left_out = items.values(metadata.values)
+        tensors = {
+            name: StoredTensor(name, dtype, shape, tuple(items.piece(dtype, *chunk) for chunk in chunks.items()))
+            for name, (dtype, shape, chunks) in stored.items()
+        }
+        values, left_out = items.values(plain)
+    streams = [*plain.values(), *(stream for _, _, chunks in stored.values() for stream in chunks.values())]
+    version = metadata.fields.get("version")
     return Contents(
         path=folder,
         format="dcp",
         tensors=tensors,
         values=values,
-        details={"dcp_version": metadata.version, "left_out": left_out},
-        structure=metadata.structure,
+        details={"dcp_version": version if isinstance(version, str) else None, "left_out": left_out},
+        structure=structure,
+        streams=tuple(sorted(streams, key=lambda stream: (stream.file, stream.offset))),
     )
+
+
+def _entries(fields: Mapping[str, Any]) -> tuple[_Tensors, dict[str, TorchStream]]:
+    """Where the chunks of each tensor, and each value, lie."""
+    streams = {}
+    for index, info in (fields.get("storage_data") or {}).items():
+        name, start, place = index.fields["fqn"], index.fields.get("offset"), info.fields
+        if not isinstance(name, str) or not isinstance(place["relative_path"], str):
+            raise ValueError(f"{name!r}: no place in a file")
+        if place.get("transform_descriptors"):
+            raise ValueError(f"{name} was stored through {place['transform_descriptors']}, which only torch can undo")
+        stream = TorchStream(place["relative_path"], count_of(place["offset"]), count_of(place["length"]), name)
+        streams[name, None if start is None else sizes_of(start)] = stream
+    tensors: _Tensors = {}
+    values: dict[str, TorchStream] = {}
+    for name, entry in fields["state_dict_metadata"].items():
+        if entry.name.endswith("BytesStorageMetadata"):
+            values[name] = _find(streams, name, None)
+            continue
+        properties, shape = entry.fields["properties"], sizes_of(entry.fields["size"])
+        dtype = dtype_name(properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"])
+        chunks = {}
+        for chunk in entry.fields["chunks"]:
+            box = Box(sizes_of(chunk.fields["offsets"]), sizes_of(chunk.fields["sizes"]))
+            if not box.lies_in(shape):
+                raise ValueError(f"{name}: a chunk that lies outside the tensor")
+            chunks[box] = _find(streams, name, box.starts)
+        tensors[name] = (dtype, shape, chunks)
+    return tensors, values
+
+
+def _find(streams: Mapping[Any, TorchStream], name: Any, starts: tuple[int, ...] | None) -> TorchStream:
+    if (stream := streams.get((name, starts))) is None:
+        raise ValueError(f"it does not say where {name!r}, or a part of it, lies")
+    return stream
+
+
+def _structure(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
+    """DCP's mapping of flat names to paths; absent in folders written without flattening."""
+    return {
+        name: path
+        for name, path in (planner_data if isinstance(planner_data, dict) else {}).items()
+        if isinstance(name, str) and isinstance(path, tuple) and all(isinstance(part, (str, int)) for part in path)
+    }
 
 
 class _Items(contextlib.ExitStack):
     """The items of a folder; its files stay open between them."""
 
-    def __init__(self, folder: Place) -> None:
+    def __init__(self, folder: files.Place) -> None:
         super().__init__()
         self._folder = folder
-        self._readers: dict[str, tuple[Reader, int]] = {}
+        self._readers: dict[str, tuple[files.FileReader, int]] = {}
         self._trees: dict[bytes, Any] = {}  # tensors of one shape and dtype have the same pickle
 
-    def tensor(self, name: str, tensor: DcpTensor) -> StoredTensor:
-        """Where the chunks of a tensor lie."""
-        pieces: dict[Box, Piece] = {}
-        for box, item in tensor.chunks:
-            if item is None:
-                raise self._damaged(METADATA_NAME, f"it does not say where a part of {name} lies")
-            if box not in pieces:
-                pieces[box] = self._piece(name, tensor.dtype, box, item)
-        return StoredTensor(name, tensor.dtype, tensor.shape, tuple(pieces.values()))
-
-    def values(self, stored: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    def values(self, stored: Mapping[str, TorchStream]) -> tuple[dict[str, Any], dict[str, str]]:
         """All plain values by name, and by name why the others are none."""
         values: dict[str, Any] = {}
         left_out: dict[str, str] = {}
-        for name, item in stored.items():
-            if item is None:
-                raise self._damaged(METADATA_NAME, f"it does not say where {name} lies")
-            pickled, _ = self._open(name, item)
+        for name, stream in stored.items():
+            index, pickled = self._open(stream)
             try:
-                values[name] = plain_value(self._tree(name, item, pickled), where=self._where(item.file))
+                values[name] = plain_value(self._tree(stream, pickled), where=index.where)
             except CheckpointError as error:
                 left_out[name] = error.what
         return values, left_out
 
-    def _piece(self, name: str, dtype: str, box: Box, item: DcpItem) -> Piece:
-        pickled, index = self._open(name, item)
-        tree = self._tree(name, item, pickled)
+    def piece(self, dtype: str, box: Box, stream: TorchStream) -> Piece:
+        """Where the bytes of a chunk lie."""
+        index, pickled = self._open(stream)
+        tree = self._tree(stream, pickled)
         if not isinstance(tree, TensorRef) or tree.dtype != dtype or tree.shape != box.sizes:
-            raise self._damaged(item.file, f"it does not hold the {dtype} of shape {box.sizes} that is {name}")
+            raise self._damaged(stream, f"it does not hold the {dtype} of shape {box.sizes} that is {stream.name}")
         offset, num_bytes = index.locate(f"data/{tree.storage.key}")
-        storages = {tree.storage.key: (item.offset + offset, num_bytes)}
-        file = TorchFile(join(self._folder, item.file), FlatState(), storages, num_bytes)
+        storages = {tree.storage.key: (stream.offset + offset, num_bytes)}
+        file = TorchFile(files.join(self._folder, stream.file), FlatState(), storages, num_bytes)
         piece = file.piece(tree, box)
-        return piece if piece.data is not None else dataclasses.replace(piece, file=item.file)
+        return piece if piece.data is not None else replace(piece, file=stream.file)
 
-    def _open(self, name: str, item: DcpItem) -> tuple[bytes, ZipIndex]:
-        """The item's pickle and its directory."""
-        if item.transforms:
-            raise self._damaged(item.file, f"{name} was stored through {item.transforms}, which only torch can undo")
-        reader, size = self._reader(item.file)
-        if item.offset + item.length > size:
-            raise self._damaged(item.file, f"it ends at byte {size:,}, but {name} at {item.offset + item.length:,}")
+    def _open(self, stream: TorchStream) -> tuple[ZipIndex, bytes]:
+        """The item's directory and its pickle."""
+        path = files.join(self._folder, stream.file)
+        if stream.file not in self._readers:
+            files.check_name(stream.file, where=str(files.join(self._folder, METADATA_NAME)))
+            if (size := files.size_of(path)) is None:
+                raise files.damaged("a file of the checkpoint is missing", path, f"{METADATA_NAME} names it")
+            self._readers[stream.file] = (self.enter_context(files.FileReader(path)), size)
+        reader, size = self._readers[stream.file]
+        if (end := stream.offset + stream.num_bytes) > size:
+            raise self._damaged(stream, f"it ends at byte {size:,}, but {stream.name} at {end:,}")
+        index = ZipIndex(
+            lambda offset, count: reader.read(stream.offset + offset, count),
+            stream.num_bytes,
+            where=f"{path}, {stream.name}",
+        )
+        return index, index.read_record("data.pkl", _MAX_PICKLE_BYTES)
 
-        def read(offset: int, count: int) -> bytes:
-            data = bytearray(count)
-            reader.read_into(item.offset + offset, [memoryview(data)])
-            return bytes(data)
-
-        index = ZipIndex(read, item.length, where=f"{self._where(item.file)}, {name}")
-        return index.read_record("data.pkl", _MAX_PICKLE_BYTES), index
-
-    def _tree(self, name: str, item: DcpItem, pickled: bytes) -> Any:
+    def _tree(self, stream: TorchStream, pickled: bytes) -> Any:
         if pickled not in self._trees:
-            self._trees[pickled] = read_torch_pickle(pickled, where=f"{self._where(item.file)}, {name}")
+            where = f"{files.join(self._folder, stream.file)}, {stream.name}"
+            self._trees[pickled] = read_torch_pickle(pickled, where=where)
         return self._trees[pickled]
 
-    def _reader(self, file: str) -> tuple[Reader, int]:
-        if file not in self._readers:
-            where = join(self._folder, check_name(file, where=self._where(METADATA_NAME)))
-            if (size := size_of(where)) is None:
-                raise CheckpointError(
-                    "a file of the checkpoint is missing",
-                    where=str(where),
-                    why=f"{METADATA_NAME} names it",
-                    fix="copy the checkpoint again, with all its files, or load another",
-                )
-            self._readers[file] = (self.enter_context(contextlib.closing(open_reader(where))), size)
-        return self._readers[file]
-
-    def _where(self, file: str) -> str:
-        return str(join(self._folder, file))
-
-    def _damaged(self, file: str, why: str) -> CheckpointError:
-        return CheckpointError(
-            "the checkpoint is damaged",
-            where=self._where(file),
-            why=why,
-            fix="load an older checkpoint, or copy this one again",
-        )
+    def _damaged(self, stream: TorchStream, why: str) -> CheckpointError:
+        return files.damaged("the checkpoint is damaged", files.join(self._folder, stream.file), why)

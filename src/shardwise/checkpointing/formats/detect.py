@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardwise.checkpointing.contents import Contents, StoredTensor
+from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.formats.dcp import is_dcp, read_dcp
 from shardwise.checkpointing.formats.fsdp1 import (
     LAYOUT_FILE,
@@ -52,8 +52,7 @@ def read_accelerate(folder: files.Place) -> Contents:
     for sharded, full in _PARTS:
         if is_dcp(files.join(folder, sharded)):  # pyrefly: ignore[bad-argument-type]  # a URL where remote
             part = _moved(read_dcp(files.join(folder, sharded)), sharded)
-            inside = (*merged.details.get("dcp_folders", ()), sharded)
-            merged = replace(merged, format="fsdp1-sharded", details={"dcp_folders": inside})
+            merged = replace(merged, format="fsdp1-sharded")
         elif files.size_of(files.join(folder, full)) is not None:
             part = read_full(files.join(folder, full))
         else:
@@ -65,20 +64,20 @@ def read_accelerate(folder: files.Place) -> Contents:
             values={**merged.values, **named.values},
             structure={**merged.structure, **named.structure},
             file_bytes={**merged.file_bytes, **named.file_bytes},
+            streams=(*merged.streams, *named.streams),
         )
     return merged
 
 
 def _moved(part: Contents, subfolder: str) -> Contents:
     """The same contents, with files named from the folder above."""
-    tensors = {name: _moved_tensor(tensor, subfolder) for name, tensor in part.tensors.items()}
+    tensors = {}
+    for name, tensor in part.tensors.items():
+        pieces = (replace(piece, file=f"{subfolder}/{piece.file}") if piece.file else piece for piece in tensor.pieces)
+        tensors[name] = replace(tensor, pieces=tuple(pieces))
     sizes = {f"{subfolder}/{file}": size for file, size in part.file_bytes.items()}
-    return replace(part, tensors=tensors, file_bytes=sizes)
-
-
-def _moved_tensor(tensor: StoredTensor, subfolder: str) -> StoredTensor:
-    pieces = (replace(piece, file=f"{subfolder}/{piece.file}") if piece.file else piece for piece in tensor.pieces)
-    return replace(tensor, pieces=tuple(pieces))
+    streams = tuple(replace(stream, file=f"{subfolder}/{stream.file}") for stream in part.streams)
+    return replace(part, tensors=tensors, file_bytes=sizes, streams=streams)
 
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -103,7 +102,7 @@ def open_checkpoint(path: str | files.Place, *, model: nn.Module | None = None) 
     Ranks:
         Local. Every rank may open the same checkpoint.
     """
-    place = files.place(path) if isinstance(path, str) else path
+    place = files.place(path)
     contents = _open_file(place) if files.size_of(place) is not None else _open_folder(place)
     if not needs_model(contents):
         return contents

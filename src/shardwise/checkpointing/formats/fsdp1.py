@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Contents, Piece, StoredTensor, boxes_of_range
+from shardwise.checkpointing.contents import ITEM_BYTES, Contents, Piece, StoredTensor, boxes_of_range, sizes_of
 from shardwise.checkpointing.state.names import canonical_name
 from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
@@ -42,13 +42,14 @@ class FlatEntry:
 
 @dataclass(frozen=True, slots=True)
 class FlatUnit:
-    """One flat parameter: what a wrapped module's parameters became."""
+    """One flat parameter: what a wrapped module's parameters became. Or one parameter that is not flattened."""
 
-    module: str
-    """The wrapped module's name; empty for the root."""
+    name: str
+    """The wrapped module's, empty for the root; or the parameter's."""
     entries: tuple[FlatEntry, ...]
     numel: int
     """With the padding between and after the parameters, without that of the last rank."""
+    is_flat: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def layout_of_model(model: nn.Module, contents: Contents) -> FlatLayout:
     stored = flat_sizes(contents)
     modules = {canonical_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     if unknown := [name for name in stored if name not in modules]:
-        raise _does_not_fit(contents, f"it has no module called {unknown[0]!r}, of which there is a flat parameter")
+        raise _wrong(contents, f"it has no module called {unknown[0]!r}, of which there is a flat parameter")
     owners: dict[int, str] = {}
     members: dict[str, list[tuple[str, Any]]] = {}
     ties: dict[str, str] = {}
@@ -118,7 +119,7 @@ def read_layout(folder: files.Place) -> FlatLayout | None:
         recorded = json.loads(files.read_small(place, _MAX_LAYOUT_BYTES))
         units = {unit["module"]: _recorded_unit(unit) for unit in recorded["units"]}
         optimizer = recorded.get("optimizer")
-        shapes = {str(entry["name"]): _shape(entry["shape"]) for entry in recorded["params"]}
+        shapes = {str(entry["name"]): sizes_of(entry["shape"]) for entry in recorded["params"]}
         ties = {str(name): str(stored) for name, stored in recorded.get("ties", {}).items()}
         return FlatLayout(units, shapes, ties, None if optimizer is None else tuple(map(str, optimizer)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -129,13 +130,14 @@ def read_layout(folder: files.Place) -> FlatLayout | None:
 
 def flat_sizes(contents: Contents) -> dict[str, int]:
     """Wrapped module to the elements of its flat parameter."""
-    found: dict[str, int] = {}
-    for name, tensor in contents.tensors.items():
-        path = contents.structure.get(name, (name,))
-        module, _, last = canonical_name(str(path[-1])).rpartition(".")
-        if last == FLAT_PARAM:
-            found[module] = math.prod(tensor.shape)
-    return found
+    modules = {name: _flat_module(contents, name) for name in contents.tensors}
+    return {module: math.prod(contents.tensors[name].shape) for name, module in modules.items() if module is not None}
+
+
+def _flat_module(contents: Contents, name: str) -> str | None:
+    """The wrapped module of which a tensor is the flat parameter; None where it is none."""
+    module, _, last = canonical_name(str(contents.structure.get(name, (name,))[-1])).rpartition(".")
+    return module if last == FLAT_PARAM else None
 
 
 def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -169,7 +171,7 @@ def _fit(
             fix=f"record the layout where the model is: record_flat_params(model, folder) writes {LAYOUT_FILE}",
         )
     total = sum(math.prod(shape) for _, shape in members)
-    raise _does_not_fit(
+    raise _wrong(
         contents,
         f"the flat parameter of {where} has {numel:,} elements, and the model's {len(members)} parameters there "
         f"have {total:,}",
@@ -194,29 +196,13 @@ def _lay_out(module: str, members: Sequence[tuple[str, tuple[int, ...]]], alignm
     return FlatUnit(module, tuple(entries), at)
 
 
-def _shape(sizes: Any) -> tuple[int, ...]:
-    shape = tuple(map(int, sizes))
-    if min(shape, default=0) < 0:
-        raise ValueError("a parameter with a negative size")
-    return shape
-
-
 def _recorded_unit(unit: Mapping[str, Any]) -> FlatUnit:
     entries = tuple(
-        FlatEntry(str(entry["name"]), _shape(entry["shape"]), int(entry["start"])) for entry in unit["params"]
+        FlatEntry(str(entry["name"]), sizes_of(entry["shape"]), int(entry["start"])) for entry in unit["params"]
     )
     if any(not 0 <= entry.start <= entry.start + entry.numel <= int(unit["numel"]) for entry in entries):
         raise ValueError("a parameter that does not lie in its flat parameter")
     return FlatUnit(str(unit["module"]), entries, int(unit["numel"]))
-
-
-def _does_not_fit(contents: Contents, why: str) -> CheckpointError:
-    return CheckpointError(
-        "the checkpoint's flat parameters are not those of this model",
-        where=str(contents.path),
-        why=why,
-        fix="pass the model as it was when the checkpoint was saved, before FSDP wrapped it",
-    )
 
 
 KeyPath = tuple[str | int, ...]
@@ -231,10 +217,6 @@ class _Optimizer:
     """Name of each group's list of parameters, to the numbers in it."""
     states: dict[int, list[tuple[str, StoredTensor]]]
     """The state tensors of each number, by key."""
-
-    @property
-    def numbers(self) -> list[int]:
-        return [number for group in self.groups.values() for number in group]
 
 
 def needs_model(contents: Contents) -> bool:
@@ -258,70 +240,52 @@ def unflatten(contents: Contents, layout: FlatLayout) -> Contents:
     Ranks:
         Local.
     """
-    result = _Renamed(contents)
+    tensors: dict[str, StoredTensor] = {}
+    values, details = dict(contents.values), dict(contents.details)
+    structure = {name: path for name, path in contents.structure.items() if name in contents.values}
     taken: set[str] = set()
+
+    def add(path: KeyPath, tensor: StoredTensor) -> None:
+        name = ".".join(map(str, path))
+        tensors[name], structure[name] = replace(tensor, name=name), path
+
     for optimizer in _numbered_optimizers(contents):
         try:
             owners = _owners(contents, optimizer, layout)
         except CheckpointError as error:
-            result.unnamed = error
+            details["unnamed"] = error
             continue
         for number, owner in owners.items():
-            _name_states(result, optimizer, number, owner)
-            taken.update(tensor.name for _, tensor in optimizer.states.get(number, ()))
+            for key, tensor in optimizer.states.get(number, ()):
+                if not _fits(owner, tensor, contents.world_size or 1):
+                    why = f"{tensor.name} has the shape {tensor.shape}, which is not that of {owner.name!r}"
+                    raise _wrong(contents, why)
+                taken.add(tensor.name)
+                for entry in owner.entries:
+                    is_own = not tensor.shape or tensor.shape == entry.shape
+                    own = tensor if is_own else _cut(tensor, entry.start, entry.shape)
+                    add((*optimizer.root, "state", entry.name, key), own)
         for name, group in optimizer.groups.items():
-            result.values[name] = [entry.name for number in group for entry in _entries(owners[number])]
+            values[name] = [entry.name for number in group for entry in owners[number].entries]
     for name, tensor in contents.tensors.items():
-        path = contents.structure.get(name, (name,))
-        module, _, last = canonical_name(str(path[-1])).rpartition(".")
-        if last == FLAT_PARAM:
-            if module not in layout.units:
-                raise _wrong(contents, f"the layout has no flat parameter of {module or 'the root module'}")
-            _unflatten_parameters(result, path[:-1], tensor, layout.units[module], layout.ties)
-            taken.add(name)
+        if (module := _flat_module(contents, name)) is None:
+            continue
+        unit, numel = layout.units.get(module), math.prod(tensor.shape)
+        if unit is None or unit.numel != numel:
+            expected = "none" if unit is None else f"one of {unit.numel:,}"
+            raise _wrong(contents, f"{name} has {numel:,} elements, and by the layout there is {expected}")
+        taken.add(name)
+        for entry in unit.entries:
+            for own in (entry.name, *(name for name, stored in layout.ties.items() if stored == entry.name)):
+                root = contents.structure.get(name, (name,))[:-1]
+                add((*root, own), _cut(tensor, entry.start, entry.shape))
     for name, tensor in contents.tensors.items():
         # With `use_orig_params=True` a rank's slice of a parameter stands under the parameter's own name.
-        if name not in taken and name not in result.tensors:
-            result.keep(name, tensor)
-    return result.contents()
-
-
-class _Renamed:
-    """The new names while they are collected."""
-
-    def __init__(self, contents: Contents) -> None:
-        self.old = contents
-        self.unnamed: CheckpointError | None = None
-        self.tensors: dict[str, StoredTensor] = {}
-        self.values: dict[str, Any] = dict(contents.values)
-        self.structure: dict[str, KeyPath] = {
-            name: path for name, path in contents.structure.items() if name in contents.values
-        }
-
-    def keep(self, name: str, tensor: StoredTensor) -> None:
-        self.tensors[name] = tensor
-        if name in self.old.structure:
-            self.structure[name] = self.old.structure[name]
-
-    def add(self, path: KeyPath, tensor: StoredTensor) -> None:
-        name = ".".join(map(str, path))
-        self.tensors[name] = replace(tensor, name=name)
-        self.structure[name] = path
-
-    def contents(self) -> Contents:
-        details = self.old.details if self.unnamed is None else {**self.old.details, "unnamed": self.unnamed}
-        return replace(self.old, tensors=self.tensors, values=self.values, structure=self.structure, details=details)
-
-
-def _unflatten_parameters(
-    result: _Renamed, root: KeyPath, flat: StoredTensor, unit: FlatUnit, ties: Mapping[str, str]
-) -> None:
-    if math.prod(flat.shape) != unit.numel:
-        raise _wrong(result.old, f"{flat.name} has {math.prod(flat.shape):,} elements, {unit.numel:,} by the layout")
-    for entry in unit.entries:
-        result.add((*root, entry.name), _cut(flat, entry.start, entry.shape))
-        for alias in (name for name, stored in ties.items() if stored == entry.name):
-            result.add((*root, alias), _cut(flat, entry.start, entry.shape))
+        if name not in taken and name not in tensors:
+            tensors[name] = tensor
+            if name in contents.structure:
+                structure[name] = contents.structure[name]
+    return replace(contents, tensors=tensors, values=values, structure=structure, details=details)
 
 
 def _cut(flat: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor:
@@ -357,18 +321,24 @@ def _numbered_optimizers(contents: Contents) -> Iterator[_Optimizer]:
         yield _Optimizer(root, lists, states[root])
 
 
-def _owners(contents: Contents, optimizer: _Optimizer, layout: FlatLayout) -> dict[int, FlatUnit | FlatEntry]:
+def _owners(contents: Contents, optimizer: _Optimizer, layout: FlatLayout) -> dict[int, FlatUnit]:
     """What each number stands for."""
-    numbers = optimizer.numbers
-    by_name = {name: FlatEntry(name, shape, 0) for name, shape in layout.shapes.items()}
+    numbers = [number for group in optimizer.groups.values() for number in group]
+    plain = {
+        name: FlatUnit(name, (FlatEntry(name, shape, 0),), math.prod(shape), is_flat=False)
+        for name, shape in layout.shapes.items()
+    }
     recorded = _recorded_names(contents, optimizer) or layout.optimizer
     if recorded is not None:
         if len(recorded) != len(numbers):
             raise _wrong(contents, f"the optimizer has {len(numbers)} parameters, {len(recorded)} were recorded")
-        found = [layout.units.get(name) or by_name.get(canonical_name(name)) for name in recorded]
-        if any(owner is None for owner in found):
-            raise _wrong(contents, f"{recorded[found.index(None)]!r} is no parameter of the model")
-        return {number: owner for number, owner in zip(numbers, found, strict=True) if owner is not None}
+        found = {}
+        for number, name in zip(numbers, recorded, strict=True):
+            owner = layout.units.get(name) or plain.get(canonical_name(name))
+            if owner is None:
+                raise _wrong(contents, f"{name!r} is no parameter of the model")
+            found[number] = owner
+        return found
     if len(optimizer.groups) > 1:
         raise CheckpointError(
             f"the optimizer has {len(optimizer.groups)} parameter groups, and its state knows only numbers",
@@ -376,13 +346,17 @@ def _owners(contents: Contents, optimizer: _Optimizer, layout: FlatLayout) -> di
             why="which parameter got which number depends on how the groups were made, which is not in the files",
             fix=f"record the order where the model is: write describe_flat_params(model, optimizer) to {LAYOUT_FILE}",
         )
-    for owners in (list(layout.units.values()), list(by_name.values())):
-        candidates: dict[int, FlatUnit | FlatEntry] = dict(zip(numbers, owners, strict=False))
-        if len(owners) == len(numbers) and _sizes_fit(contents, optimizer, candidates):
-            return candidates
+    for owners in (list(layout.units.values()), list(plain.values())):
+        found = dict(zip(numbers, owners, strict=False))
+        if len(owners) == len(numbers) and all(
+            _fits(owner, tensor, contents.world_size or 1)
+            for number, owner in found.items()
+            for _, tensor in optimizer.states.get(number, ())
+        ):
+            return found
     raise _wrong(
         contents,
-        f"the optimizer has {len(numbers)} parameters; the model has {len(by_name)}, in {len(layout.units)} flat ones, "
+        f"the optimizer has {len(numbers)} parameters; the model has {len(plain)}, in {len(layout.units)} flat ones, "
         "and neither these nor those have the sizes of its state",
     )
 
@@ -398,50 +372,20 @@ def _recorded_names(contents: Contents, optimizer: _Optimizer) -> tuple[str, ...
     return tuple(names)
 
 
-def _entries(owner: FlatUnit | FlatEntry) -> Sequence[FlatEntry]:
-    return owner.entries if isinstance(owner, FlatUnit) else (owner,)
-
-
-def _sizes_fit(contents: Contents, optimizer: _Optimizer, owners: Mapping[int, FlatUnit | FlatEntry]) -> bool:
-    return all(
-        _fits(owner, tensor, contents.world_size or 1)
-        for number, owner in owners.items()
-        for _, tensor in optimizer.states.get(number, ())
-    )
-
-
-def _fits(owner: FlatUnit | FlatEntry, tensor: StoredTensor, world_size: int) -> bool:
-    return not tensor.shape or _num_replicas(owner, tensor, world_size) > 0
-
-
-def _num_replicas(owner: FlatUnit | FlatEntry, tensor: StoredTensor, world_size: int) -> int:
-    """How often the state is stored, one copy after the other: more than once with hybrid sharding; 0: it is not."""
-    if isinstance(owner, FlatEntry) and tensor.shape == owner.shape:
-        return 1
+def _fits(owner: FlatUnit, tensor: StoredTensor, world_size: int) -> bool:
+    """Whether it is state of a parameter: a scalar, of its shape, or flat; hybrid sharding stores several copies."""
+    if not tensor.shape or (not owner.is_flat and tensor.shape == owner.entries[0].shape):
+        return True
     for replicas in range(1, world_size + 1):
-        num_shards = world_size // replicas
-        padded = owner.numel + (-owner.numel % num_shards if isinstance(owner, FlatUnit) else 0)
-        if world_size % replicas == 0 and tensor.shape == (replicas * padded,):
-            return replicas
-    return 0
-
-
-def _name_states(result: _Renamed, optimizer: _Optimizer, number: int, owner: FlatUnit | FlatEntry) -> None:
-    for key, tensor in optimizer.states.get(number, ()):
-        if not _fits(owner, tensor, result.old.world_size or 1):
-            what = owner.module if isinstance(owner, FlatUnit) else owner.name
-            raise _wrong(result.old, f"{tensor.name} has the shape {tensor.shape}, which is not that of {what!r}")
-        for entry in _entries(owner):
-            path = (*optimizer.root, "state", entry.name, key)
-            if not tensor.shape or tensor.shape == entry.shape:
-                result.add(path, tensor)
-            else:
-                result.add(path, _cut(tensor, entry.start if isinstance(owner, FlatUnit) else 0, entry.shape))
+        padding = -owner.numel % (world_size // replicas) if owner.is_flat else 0
+        if world_size % replicas == 0 and tensor.shape == (replicas * (owner.numel + padding),):
+            return True
+    return False
 
 
 def _wrong(contents: Contents, why: str) -> CheckpointError:
     return CheckpointError(
-        "the checkpoint does not fit the model",
+        "the checkpoint's parameters are not those of this model",
         where=str(contents.path),
         why=why,
         fix="pass the model as it was when the checkpoint was saved, before FSDP wrapped it",

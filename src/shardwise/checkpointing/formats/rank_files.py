@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
+from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor, TorchStream
 from shardwise.checkpointing.formats.fsdp1 import FLAT_PARAM
 from shardwise.checkpointing.pickles.torch_files import KeyPath, Ref, TorchFile, is_torch_file, read_torch_file
 from shardwise.checkpointing.pickles.torch_objects import DTensorRef, ShardedRef, TensorRef
@@ -44,8 +44,7 @@ def find_series(folder: files.Place) -> list[Series]:
     return [found for found in series if len(found.names) > 1 or is_torch_file(files.join(folder, found.names[0]))]
 
 
-def do_not_belong_together(place: files.Place, why: str) -> CheckpointError:
-    """The error for files that are not those of one checkpoint."""
+def _not_together(place: files.Place, why: str) -> CheckpointError:
     return CheckpointError(
         "the files of the ranks do not belong together",
         where=str(place),
@@ -59,7 +58,7 @@ def _in_order(folder: files.Place, template: str, names: list[str]) -> Series:
     numbers = {name: tuple(map(int, DIGITS.findall(name))) for name in names}
     varying = [at for at in range(template.count("#")) if len({values[at] for values in numbers.values()}) > 1]
     if len(varying) > 1:
-        raise do_not_belong_together(
+        raise _not_together(
             folder, f"the files {template} differ in {len(varying)} numbers: they are of several checkpoints"
         )
     at = varying[0] if varying else 0
@@ -78,93 +77,66 @@ def _in_order(folder: files.Place, template: str, names: list[str]) -> Series:
     return Series(template, tuple(names))
 
 
-def is_state(path: KeyPath) -> bool:
+def _is_state(path: KeyPath) -> bool:
     """Whether it is optimizer state, of which a rank has only that of the parameters it holds a part of."""
     return len(path) >= 3 and path[-3] == "state"
 
 
-def merge_ranks(name: str, ranks: Sequence[TorchFile], path: KeyPath) -> StoredTensor:
-    """One tensor out of all ranks' files.
-
-    Args:
-        name: In every file that has it.
-        ranks: All files, by rank.
-        path: Where it stood in the state dict.
-
-    Raises:
-        CheckpointError: The parts do not fit together.
-
-    Ranks:
-        Local.
-    """
+def _merge(name: str, ranks: Sequence[TorchFile], path: KeyPath) -> StoredTensor:
+    """One tensor out of all ranks' files, which is at `path` of their state dicts."""
     here = [(rank, file, file.state.tensors[name]) for rank, file in enumerate(ranks) if name in file.state.tensors]
-    kinds = {type(ref) for _, _, ref in here}
-    if len(kinds) > 1:
-        raise do_not_belong_together(here[0][1].place, f"{name} is of different kinds on different ranks")
-    kind = kinds.pop()
-    if kind is TensorRef:
-        if is_state(path) and str(path[-2]).isdigit() and len(here[0][2].shape) == 1:
-            return _concatenated(name, here)
-        return _replicated(name, here)
-    shapes = {(ref.dtype, ref.shape) for _, _, ref in here}
-    if len(shapes) > 1:
-        raise do_not_belong_together(here[0][1].place, f"{name} has different shapes or dtypes on different ranks")
-    parts = _parts_of_sharded(here) if kind is ShardedRef else _parts_of_dtensor(name, here, len(ranks))
-    pieces = tuple(file.piece(ref, box) for box, (file, ref) in parts.items())
-    dtype, shape = shapes.pop()
-    return StoredTensor(name, dtype, shape, pieces)
-
-
-def _replicated(name: str, here: Sequence[tuple[int, TorchFile, Ref]]) -> StoredTensor:
-    """A plain tensor: every rank has a copy, of which the first counts, as in `torch.distributed.checkpoint`."""
-    _, file, ref = here[0]
-    assert isinstance(ref, TensorRef)
-    if other := next((other for _, _, other in here if other.shape != ref.shape), None):
+    _, file, first = here[0]
+    if len({type(ref) for _, _, ref in here}) > 1:
+        raise _not_together(file.place, f"{name} is of different kinds on different ranks")
+    if isinstance(first, TensorRef) and _is_numbered(path) and len(first.shape) == 1:
+        return _concatenated(name, [(file, ref) for _, file, ref in here])
+    if not isinstance(first, TensorRef) and len({(ref.dtype, ref.shape) for _, _, ref in here}) > 1:
+        raise _not_together(file.place, f"{name} has different shapes or dtypes on different ranks")
+    if other := next((ref for _, _, ref in here if ref.shape != first.shape), None):
         raise CheckpointError(
-            f"{name} is a plain tensor of shape {ref.shape} on one rank and {other.shape} on another",
+            f"{name} is a plain tensor of shape {first.shape} on one rank and {other.shape} on another",
             where=str(file.place),
             why="it is a shard that does not say where it belongs, as `to_local()` gives",
             fix="save the ShardedTensor or DTensor itself, or a full state dict",
         )
-    return StoredTensor(name, ref.dtype, ref.shape, (file.piece(ref, Box.whole(ref.shape)),))
+    pieces: dict[Box, Piece] = {}
+    for rank, file, ref in here:
+        for box, part in _parts(name, ref, rank, file):
+            if box not in pieces and (box.numel or isinstance(ref, TensorRef)):
+                pieces[box] = file.piece(part, box)  # of replicas, as in DCP, the first counts
+    return StoredTensor(name, first.dtype, first.shape, tuple(pieces.values()))
 
 
-def _concatenated(name: str, here: Sequence[tuple[int, TorchFile, Ref]]) -> StoredTensor:
+def _parts(name: str, ref: Ref, rank: int, file: TorchFile) -> Sequence[tuple[Box, TensorRef]]:
+    """What a rank holds of a tensor."""
+    if isinstance(ref, TensorRef):
+        return [(Box.whole(ref.shape), ref)]
+    if isinstance(ref, ShardedRef):
+        return ref.parts
+    box = _box_of(name, ref, rank, file)
+    if ref.local.shape != box.sizes:
+        raise _not_together(file.place, f"{name} has a part of shape {ref.local.shape}, not {box.sizes}")
+    return [(box, ref.local)]
+
+
+def _concatenated(name: str, here: Sequence[tuple[TorchFile, Ref]]) -> StoredTensor:
     """Flat optimizer state: what the ranks hold, one after the other."""
     pieces: list[Piece] = []
-    at = 0
-    for _, file, ref in here:
-        if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or ref.dtype != here[0][2].dtype:
-            raise do_not_belong_together(file.place, f"{name} is not flat on every rank")
+    at, dtype = 0, here[0][1].dtype
+    for file, ref in here:
+        if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or ref.dtype != dtype:
+            raise _not_together(file.place, f"{name} is not flat on every rank")
         if ref.shape[0]:
             pieces.append(file.piece(ref, Box((at,), ref.shape)))
         at += ref.shape[0]
-    return StoredTensor(name, here[0][2].dtype, (at,), tuple(pieces))
-
-
-def _parts_of_sharded(here: Sequence[tuple[int, TorchFile, Any]]) -> dict[Box, tuple[TorchFile, TensorRef]]:
-    return {box: (file, part) for _, file, ref in here for box, part in ref.parts if box.numel}
-
-
-def _parts_of_dtensor(
-    name: str, here: Sequence[tuple[int, TorchFile, Any]], num_ranks: int
-) -> dict[Box, tuple[TorchFile, TensorRef]]:
-    """The parts by box; replicas of a part count once."""
-    parts: dict[Box, tuple[TorchFile, TensorRef]] = {}
-    for rank, file, ref in here:
-        box = _box_of(name, ref, rank, file)
-        if ref.local.shape != box.sizes:
-            raise do_not_belong_together(file.place, f"{name} has a part of shape {ref.local.shape}, not {box.sizes}")
-        if box.numel:
-            parts.setdefault(box, (file, ref.local))
-    return parts
+    return StoredTensor(name, dtype, (at,), tuple(pieces))
 
 
 def _box_of(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> Box:
     starts, sizes = [0] * len(ref.shape), list(ref.shape)
     coordinate = ref.coordinate if ref.coordinate is not None else _unravel(rank, ref.mesh_shape)
     if len(coordinate) != len(ref.mesh_shape):
-        raise do_not_belong_together(file.place, f"{name} lies on a mesh of another shape than its rank")
+        raise _not_together(file.place, f"{name} lies on a mesh of another shape than its rank")
     for placement, length, index in zip(ref.placements, ref.mesh_shape, coordinate, strict=True):
         if placement[0] == "replicate":
             continue
@@ -214,69 +186,45 @@ def read_rank_files(folder: files.Place) -> Contents:
     sizes = {len(series.names) for series in found}
     if len(sizes) > 1:
         counts = ", ".join(f"{len(series.names)} of {series.template}" for series in found)
-        raise do_not_belong_together(folder, f"{counts}: each rank writes one of each")
-    merged = _Merged(folder)
+        raise _not_together(folder, f"{counts}: each rank writes one of each")
+    tensors: dict[str, StoredTensor] = {}
+    values: dict[str, Any] = {}
+    structure: dict[str, KeyPath] = {}
+    left_out: dict[str, str] = {}
+    file_bytes: dict[str, int] = {}
+    starts: dict[str | int, int | None] = {}  # where in its flat parameter each parameter starts, where files show it
+    is_local = False
     for series in found:
-        merged.add(series, [read_torch_file(files.join(folder, name)) for name in series.names])
-    return merged.contents(sizes.pop())
-
-
-class _Merged:
-    """Names seen so far, over all series of a folder."""
-
-    def __init__(self, folder: files.Place) -> None:
-        self.folder = folder
-        self.tensors: dict[str, StoredTensor] = {}
-        self.values: dict[str, Any] = {}
-        self.structure: dict[str, KeyPath] = {}
-        self.left_out: dict[str, str] = {}
-        self.file_bytes: dict[str, int] = {}
-        self.starts: dict[str | int, int | None] = {}
-        """Where in its flat parameter each parameter starts, as far as the files show it."""
-        self.is_local = False
-
-    def add(self, series: Series, ranks: Sequence[TorchFile]) -> None:
-        root = _root_of(ranks[0].state.structure)
+        ranks = [read_torch_file(files.join(folder, name)) for name in series.names]
         _check_alike(series, ranks)
+        file_bytes |= {file.name: file.num_bytes for file in ranks}
+        first, root = ranks[0].state, _root_of(ranks[0].state.structure)
+        paths = {name: path for file in reversed(ranks) for name, path in file.state.structure.items()}
         flat_slices = _slices_of_flat_params(ranks)
-        self.starts |= {ranks[0].state.structure[name][-1]: start for name, start in flat_slices.items()}
-        names: dict[str, None] = {}
-        for file in ranks:
-            self.file_bytes[file.name] = file.num_bytes
-            names.update(dict.fromkeys(file.state.tensors))
-        for name in names:
-            if name in flat_slices:
+        starts |= {first.structure[name][-1]: start for name, start in flat_slices.items()}
+        names = dict.fromkeys(name for file in ranks for name in file.state.tensors if name not in flat_slices)
+        for name in (*names, *first.values):
+            full = ".".join([*map(str, root), name])
+            if full in structure:
+                raise _not_together(folder, f"two sets of files hold {full}")
+            structure[full] = (*root, *paths[name])
+            if name not in names:
+                values[full] = first.values[name]
                 continue
-            paths = [file.state.structure[name] for file in ranks if name in file.state.structure]
-            tensor = merge_ranks(name, ranks, paths[0])
-            self._place(root, name, paths[0], tensor)
-            self.is_local |= _is_flat(paths[0]) or _is_numbered_state(paths[0], tensor)
-        first = ranks[0].state
-        for name, value in first.values.items():
-            self._place(root, name, first.structure[name], value)
-        self.left_out.update(first.left_out)
-
-    def contents(self, world_size: int) -> Contents:
-        return Contents(
-            path=self.folder,
-            format="fsdp1-local" if self.is_local else "fsdp1-sharded",
-            tensors=self.tensors,
-            values=self.values,
-            file_bytes=self.file_bytes,
-            world_size=world_size,
-            details={"left_out": self.left_out, "flat_starts": self.starts},
-            structure=self.structure,
-        )
-
-    def _place(self, root: KeyPath, name: str, path: KeyPath, entry: Any) -> None:
-        full = ".".join([*map(str, root), name])
-        if full in self.structure:
-            raise do_not_belong_together(self.folder, f"two sets of files hold {full}")
-        self.structure[full] = (*root, *path)
-        if isinstance(entry, StoredTensor):
-            self.tensors[full] = replace(entry, name=full)
-        else:
-            self.values[full] = entry
+            tensors[full] = replace(_merge(name, ranks, paths[name]), name=full)
+            is_local |= _is_flat(paths[name]) or (_is_numbered(paths[name]) and len(tensors[full].shape) == 1)
+        left_out |= first.left_out
+    return Contents(
+        path=folder,
+        format="fsdp1-local" if is_local else "fsdp1-sharded",
+        tensors=tensors,
+        values=values,
+        file_bytes=file_bytes,
+        world_size=sizes.pop(),
+        details={"left_out": left_out, "flat_starts": starts},
+        structure=structure,
+        streams=tuple(TorchStream(file, 0, size) for file, size in file_bytes.items()),
+    )
 
 
 def _check_alike(series: Series, ranks: Sequence[TorchFile]) -> None:
@@ -285,16 +233,14 @@ def _check_alike(series: Series, ranks: Sequence[TorchFile]) -> None:
     for file, name in zip(ranks, series.names, strict=True):
         structure = file.state.structure
         if _root_of(structure) != _root_of(ranks[0].state.structure) or _param_groups(file) != groups[0]:
-            raise do_not_belong_together(file.place, f"{name} holds something else than {series.names[0]}")
+            raise _not_together(file.place, f"{name} holds something else than {series.names[0]}")
         written_as = file.archive + name[name.rfind(".") :]
         if written_as != name and DIGITS.sub("#", written_as) == series.template:
-            raise do_not_belong_together(
-                file.place, f"{name} was written as {written_as}: the files of two ranks were swapped"
-            )
-    every = {name for file in ranks for name in file.state.tensors if not is_state(file.state.structure[name])}
+            raise _not_together(file.place, f"{name} was written as {written_as}: the files of two ranks were swapped")
+    every = {name for file in ranks for name in file.state.tensors if not _is_state(file.state.structure[name])}
     for file in ranks:
         if missing := every - file.state.tensors.keys():
-            raise do_not_belong_together(file.place, f"{min(missing)} is not in it, but in the file of another rank")
+            raise _not_together(file.place, f"{min(missing)} is not in it, but in the file of another rank")
 
 
 def _param_groups(file: TorchFile) -> dict[str, Any]:
@@ -339,6 +285,6 @@ def _is_flat(path: KeyPath) -> bool:
     return str(path[-1]).rpartition(".")[2] == FLAT_PARAM
 
 
-def _is_numbered_state(path: KeyPath, tensor: StoredTensor) -> bool:
-    """Whether it is 1-D optimizer state of a parameter that has a number and no name: a flat one."""
-    return is_state(path) and str(path[-2]).isdigit() and len(tensor.shape) == 1
+def _is_numbered(path: KeyPath) -> bool:
+    """Whether it is optimizer state of a parameter that has a number and no name."""
+    return _is_state(path) and str(path[-2]).isdigit()

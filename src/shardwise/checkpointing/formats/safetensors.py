@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor, TensorInfo
+from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor, TensorInfo, sizes_of
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, BlockHasher, checksum, from_hex, to_hex
 from shardwise.errors import CheckpointError
@@ -42,32 +41,31 @@ DTYPES = {
 """The format's names of dtypes, and torch's."""
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-MAX_INDEX_BYTES = 100_000_000
+_MAX_INDEX_BYTES = 100_000_000
 INDEX_SUFFIX = ".safetensors.index.json"
-METADATA_KEY = "shardwise"
-HEADER_CHECKSUM_KEY = "shardwise.header"
+_WEIGHT_SUFFIXES = (".safetensors", INDEX_SUFFIX)
+_METADATA_KEY, _HEADER_CHECKSUM_KEY = "shardwise", "shardwise.header"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _BLANK = "0" * 16
 _GET_AGAIN = "get the file again from where it came from, or write it anew"
+_MISSING = "a file of the checkpoint is missing"
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _Header:
     """The header of one file."""
 
     tensors: dict[str, StoredTensor]
     num_bytes: int
+    """Of the file."""
     block_bytes: int
     metadata: Mapping[str, str]
 
 
 def is_safetensors(path: str | files.Place) -> bool:
     """Whether `path` looks like this format: by name only, nothing is opened."""
-    place = files.place(str(path)) if isinstance(path, str) else path
-    name = files.split(place)[1]
-    if name.endswith((".safetensors", INDEX_SUFFIX)):
-        return True
-    return any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in files.names_in(place))
+    place = files.place(path)
+    return any(name.endswith(_WEIGHT_SUFFIXES) for name in (files.split(place)[1], *files.names_in(place)))
 
 
 def read_safetensors(path: str | files.Place) -> Contents:
@@ -85,43 +83,37 @@ def read_safetensors(path: str | files.Place) -> Contents:
     Ranks:
         Local.
     """
-    place = files.place(str(path)) if isinstance(path, str) else path
+    place = files.place(path)
     folder, name = files.split(place)
-    if name.endswith(".safetensors"):
-        chosen: Iterable[str] = [name]
-        index = None
-    elif name.endswith(INDEX_SUFFIX):
-        index = _read_index(place)
-        chosen = dict.fromkeys(index.values())
-    else:
+    if not name.endswith(_WEIGHT_SUFFIXES):
         folder = place
-        chosen, index = _choose(folder)
-    read = {file: _read_file(folder, file) for file in chosen}
+        chosen = _choose(folder)
+    else:
+        chosen = [name]
+    index = read_index(files.join(folder, chosen[0])) if chosen[0].endswith(INDEX_SUFFIX) else None
+    read = {file: _read_header(folder, file) for file in (chosen if index is None else dict.fromkeys(index.values()))}
     return _joined(place, folder, read, index)
 
 
-def _choose(folder: files.Place) -> tuple[Iterable[str], dict[str, str] | None]:
-    """The files of a folder that are its weights, and what the index says if there is one."""
+def _choose(folder: files.Place) -> list[str]:
+    """The files of a folder that are its weights, or their index."""
     names = files.names_in(folder)
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     plain = [name for name in names if name.endswith(".safetensors")]
     for name in ("model.safetensors", "diffusion_pytorch_model.safetensors"):
         if name in plain:
-            return [name], None
+            return [name]
     if len(indexes) == 1:
-        index = _read_index(files.join(folder, indexes[0]))
-        return dict.fromkeys(index.values()), index
-    if len(plain) == 1 and not indexes and not _SHARD.fullmatch(plain[0]):
-        return plain, None
+        return indexes
     shards = [match for name in plain if (match := _SHARD.fullmatch(name))]
+    if len(plain) == 1 and not indexes and not shards:
+        return plain
     if shards and len(shards) == len(plain) and len({(m[1], m[3]) for m in shards}) == 1 and not indexes:
         missing = sorted(set(range(1, int(shards[0][3]) + 1)) - {int(match[2]) for match in shards})
         if not missing:
-            return plain, None
+            return plain
         name = f"{shards[0][1]}-{missing[0]:05d}-of-{shards[0][3]}.safetensors"
-        raise _broken(
-            files.join(folder, name), "a file of the checkpoint is missing", "the others of its set are there"
-        )
+        raise _broken(files.join(folder, name), _MISSING, "the others of its set are there")
     raise CheckpointError(
         f"cannot tell which of {len(plain)} safetensors files and {len(indexes)} indexes are the weights",
         where=str(folder),
@@ -130,11 +122,14 @@ def _choose(folder: files.Place) -> tuple[Iterable[str], dict[str, str] | None]:
     )
 
 
-def _read_index(path: files.Place) -> dict[str, str]:
-    """Tensor name to file name."""
+def read_index(path: files.Place) -> dict[str, str]:
+    """Tensor name to file name, as an index of Hugging Face gives them.
+
+    Raises:
+        CheckpointError: It is damaged, or points outside its folder.
+    """
     try:
-        index = json.loads(files.read_small(path, MAX_INDEX_BYTES))
-        weight_map = index["weight_map"]
+        weight_map = json.loads(files.read_small(path, _MAX_INDEX_BYTES))["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise TypeError("weight_map is no object of strings")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -145,7 +140,7 @@ def _read_index(path: files.Place) -> dict[str, str]:
 
 
 def _joined(
-    place: files.Place, folder: files.Place, read: Mapping[str, _File], index: Mapping[str, str] | None
+    place: files.Place, folder: files.Place, read: Mapping[str, _Header], index: Mapping[str, str] | None
 ) -> Contents:
     tensors: dict[str, StoredTensor] = {}
     for file, header in read.items():
@@ -173,105 +168,74 @@ def _joined(
     )
 
 
-def _read_file(folder: files.Place, name: str) -> _File:
+def _read_header(folder: files.Place, name: str) -> _Header:
     path = files.join(folder, name)
     size = files.size_of(path)
     if size is None:
-        raise _broken(path, "a file of the checkpoint is missing", "the index or the folder's set of files names it")
-    header_bytes, header = _read_header(path, size)
+        raise _broken(path, _MISSING, "the index or the folder's set of files names it")
+    with files.FileReader(path) as reader:
+        length = int.from_bytes(reader.read(0, min(8, size)), "little")
+        if size < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
+            why = f"it has {size:,} bytes and claims a header of {length:,}"
+            raise _broken(path, "this is no safetensors file, or it was cut short", why)
+        data = reader.read(8, length)
     try:
-        return _parse(name, header_bytes, header, size)
+        return _parse(name, data, size)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         what = error.args[0] if isinstance(error, ValueError) and error.args else f"{type(error).__name__}: {error}"
         raise _broken(path, "the header is damaged", str(what)[:500]) from None
 
 
-def _read_header(path: files.Place, size: int) -> tuple[int, bytes]:
-    """Length of the header and the header."""
-    with contextlib.closing(files.open_reader(path)) as reader:
-        prefix = bytearray(min(8, size))
-        reader.read_into(0, [memoryview(prefix)])
-        length = int.from_bytes(prefix, "little")
-        if size < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
-            why = f"it has {size:,} bytes and claims a header of {length:,}"
-            raise _broken(path, "this is no safetensors file, or it was cut short", why)
-        header = bytearray(length)
-        reader.read_into(8, [memoryview(header)])
-    return length, bytes(header)
-
-
-def _parse(file: str, header_bytes: int, data: bytes, size: int) -> _File:
+def _parse(file: str, data: bytes, size: int) -> _Header:
     header = json.loads(data, object_pairs_hook=_without_duplicates)
     if not isinstance(header, dict):
         raise ValueError("it is no object")
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ is no object of strings")
-    _check_header(data, metadata)
-    block_bytes, checksums = _checksums(metadata)
-    tensors = {
-        name: _tensor(file, name, entry, 8 + header_bytes, from_hex(checksums.get(name, "")))
-        for name, entry in header.items()
-    }
-    _check_no_gaps(tensors, 8 + header_bytes, size)
-    if block_bytes:
-        _check_counts(tensors, block_bytes)
-    return _File(tensors, size, block_bytes, metadata)
-
-
-def _tensor(file: str, name: str, entry: Any, data_start: int, checksums: tuple[int, ...]) -> StoredTensor:
-    dtype = DTYPES.get(entry["dtype"])
-    if dtype is None:
-        raise ValueError(f"{name!r} has the dtype {entry['dtype']!r}, which torch does not have")
-    shape = tuple(entry["shape"])
-    start, end = entry["data_offsets"]
-    for number in (*shape, start, end):
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 62:
-            raise ValueError(f"{name!r} has the size or offset {number!r}")
-    if len(shape) > 64 or end - start != math.prod(shape) * ITEM_BYTES[dtype]:
-        raise ValueError(f"{name!r} of shape {list(shape)} and {dtype} has {end - start:,} bytes")
-    piece = Piece(Box.whole(shape), file, data_start + start, checksums)
-    return StoredTensor(name, dtype, shape, (piece,))
-
-
-def _check_no_gaps(tensors: Mapping[str, StoredTensor], data_start: int, size: int) -> None:
-    """The bytes of the tensors are all there is: none missing, none shared, none besides."""
-    end = data_start
+    block_bytes, checksums = _checksums(data, metadata)
+    end = 8 + len(data)
+    tensors = {name: _tensor(file, name, entry, end, checksums.get(name, "")) for name, entry in header.items()}
+    # The bytes of the tensors are all there is: none missing, none shared, none besides.
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.pieces[0].offset, tensor.num_bytes)):
-        if tensor.pieces[0].offset != end:
-            raise ValueError(f"{tensor.name!r} begins at byte {tensor.pieces[0].offset:,}, where {end:,} is expected")
+        piece = tensor.pieces[0]
+        if piece.offset != end:
+            raise ValueError(f"{tensor.name!r} begins at byte {piece.offset:,}, where {end:,} is expected")
+        if block_bytes and len(piece.checksums) != -(-tensor.num_bytes // block_bytes):
+            raise ValueError(f"{tensor.name!r} does not have a checksum for each of its blocks")
         end += tensor.num_bytes
     if end != size:
         raise ValueError(f"the tensors end at byte {end:,}, the file at {size:,}")
+    return _Header(tensors, size, block_bytes, metadata)
 
 
-def _check_header(data: bytes, metadata: Mapping[str, str]) -> None:
-    """Compare the header with its own checksum, where it has one."""
-    stored = metadata.get(HEADER_CHECKSUM_KEY)
-    if (stored is None) != (METADATA_KEY not in metadata):
+def _tensor(file: str, name: str, entry: Any, data_start: int, checksums: str) -> StoredTensor:
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"{name!r} has the dtype {entry['dtype']!r}, which torch does not have")
+    shape = sizes_of(entry["shape"])
+    start, end = sizes_of(entry["data_offsets"])
+    if end - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ValueError(f"{name!r} of shape {list(shape)} and {dtype} has {end - start:,} bytes")
+    piece = Piece(Box.whole(shape), file, data_start + start, from_hex(checksums))
+    return StoredTensor(name, dtype, shape, (piece,))
+
+
+def _checksums(data: bytes, metadata: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+    """Bytes under one checksum, and each tensor's checksums; 0 and none in files that others wrote."""
+    stored = metadata.get(_HEADER_CHECKSUM_KEY)
+    if (stored is None) != (_METADATA_KEY not in metadata):
         raise ValueError("it has checksums of its tensors or of itself, but not both")
     if stored is None:
-        return
+        return 0, {}
     blank = data.replace(stored.encode(), _BLANK.encode(), 1)
     if len(stored) != 16 or f"{checksum(blank):016x}" != stored:
         raise ValueError("it does not have its checksum")
-
-
-def _checksums(metadata: Mapping[str, str]) -> tuple[int, dict[str, str]]:
-    """Bytes under one checksum, and each tensor's checksums; 0 and none in files that others wrote."""
-    if METADATA_KEY not in metadata:
-        return 0, {}
-    ours = json.loads(metadata[METADATA_KEY])
+    ours = json.loads(metadata[_METADATA_KEY])
     block_bytes, checksums = ours["block_bytes"], ours["xxh3"]
     if not isinstance(block_bytes, int) or not 1 << 10 <= block_bytes <= 1 << 30 or not isinstance(checksums, dict):
         raise ValueError("the checksums cannot be read")
     return block_bytes, checksums
-
-
-def _check_counts(tensors: Mapping[str, StoredTensor], block_bytes: int) -> None:
-    for tensor in tensors.values():
-        if len(tensor.pieces[0].checksums) != -(-tensor.num_bytes // block_bytes):
-            raise ValueError(f"{tensor.name!r} does not have a checksum for each of its blocks")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -282,235 +246,127 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _broken(path: files.Place, what: str, why: str) -> CheckpointError:
-    return CheckpointError(what, where=str(path), why=why, fix=_GET_AGAIN)
-
-
-NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
-"""torch's names of dtypes, and the format's."""
-_ALIGNMENT = 64
-
-
-class SafetensorsFile:
-    """One file while it is written.
-
-    Args:
-        path: Must not be there yet.
-        tensors: In the order in which their bytes will come.
-        fsync: `finish` returns only when the disk has it.
-    """
-
-    def __init__(self, path: Path, tensors: Sequence[TensorInfo], fsync: bool) -> None:
-        self._path, self._tensors, self._fsync = path, list(tensors), fsync
-        self._checksums: dict[str, tuple[int, ...]] = {tensor.name: () for tensor in tensors}
-        self._hasher = BlockHasher()
-        self._waiting = [(tensor.name, tensor.num_bytes) for tensor in tensors if tensor.num_bytes]
-        self._file = files.create(path)
-        self._is_open = True
-        self._file.append([self._header(is_final=False)])
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all bytes have come."""
-        return not self._waiting
-
-    def write(self, name: str, data: memoryview) -> None:
-        """The next bytes of tensor `name`."""
-        if not len(data):
-            return
-        expected, left = self._waiting[0] if self._waiting else ("nothing", 0)
-        if name != expected or len(data) > left:
-            raise AssertionError(f"{len(data)} bytes of {name} came where {left} of {expected} were due")
-        self._file.append([data])
-        self._hasher.update(data)
-        self._waiting[0] = (name, left - len(data))
-        if left == len(data):
-            self._checksums[name] = self._hasher.finish()
-            self._waiting.pop(0)
-
-    def finish(self) -> None:
-        """Close, and fill the checksums in."""
-        if self._waiting:
-            name, left = self._waiting[0]
-            raise AssertionError(f"{left:,} bytes of {name} did not come")
-        if self._fsync:
-            self._file.sync()
-        self.close()
-        with files.os_errors("write the file", self._path), open(self._path, "r+b") as file:
-            file.write(self._header(is_final=True))
-            file.flush()
-            if self._fsync:
-                os.fsync(file.fileno())
-
-    def close(self) -> None:
-        """Give the file back."""
-        if self._is_open:
-            self._is_open = False
-            self._file.close()
-
-    def _header(self, *, is_final: bool) -> bytes:
-        """Of the same length whether the checksums are known or not."""
-        blocks = {tensor.name: -(-tensor.num_bytes // BLOCK_BYTES) for tensor in self._tensors}
-        digests = {name: to_hex(self._checksums[name]) if is_final else _BLANK * blocks[name] for name in blocks}
-        ours = json.dumps({"block_bytes": BLOCK_BYTES, "xxh3": digests}, separators=(",", ":"))
-        header: dict[str, object] = {"__metadata__": {"format": "pt", HEADER_CHECKSUM_KEY: _BLANK, METADATA_KEY: ours}}
-        end = 0
-        for tensor in self._tensors:
-            offsets = [end, end + tensor.num_bytes]
-            end = offsets[1]
-            header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
-        data = json.dumps(header, separators=(",", ":")).encode()
-        data += b" " * (-(8 + len(data)) % _ALIGNMENT)
-        if len(data) > MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"the header would have {len(data):,} bytes",
-                where=str(self._path),
-                why=f"safetensors allows {MAX_HEADER_BYTES:,}",
-                fix="pass a smaller max_shard_bytes",
-            )
-        if is_final:
-            data = data.replace(f'"{_BLANK}"'.encode(), f'"{checksum(data):016x}"'.encode(), 1)
-        return len(data).to_bytes(8, "little") + data
+    return files.damaged(what, path, why, _GET_AGAIN)
 
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """What Hugging Face's tools write by default."""
-_WEIGHT_SUFFIXES = (".safetensors", INDEX_SUFFIX)
+Chunks = Iterator[tuple[TensorInfo, memoryview]]
+"""Bytes to write: a tensor and its next bytes, row-major; as many a tensor as it takes."""
+_NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
+_ALIGNMENT = 64
 
 
-class CommittedWriter:
-    """Writes under a partial name; as a context manager it commits, unless the block raises."""
-
-    def commit(self) -> None:
-        """Finish what is written and give it its name."""
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        """Remove what was written."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if kind is not None:
-            self.abort()
-            return
-        try:
-            self.commit()
-        except BaseException:
-            self.abort()
-            raise
+def append_tensor(file: files.FileWriter, info: TensorInfo, chunks: Chunks) -> tuple[int, ...]:
+    """Write the next tensor of `chunks`, which must be `info`; return the checksums of its blocks."""
+    hasher, left = BlockHasher(), info.num_bytes
+    while left:
+        source, data = next(chunks, (None, memoryview(b"")))
+        if source is None or (len(data) and (source.name != info.name or len(data) > left)):
+            came = "nothing" if source is None else f"{len(data)} bytes of {source.name}"
+            raise AssertionError(f"{came} came where {left} bytes of {info.name} were due")
+        file.append([data])
+        hasher.update(data)
+        left -= len(data)
+    return hasher.finish()
 
 
-class SafetensorsWriter(CommittedWriter):
-    """One file, or a folder of shards; use as a context manager, which commits unless the block raises.
+def write_safetensors(
+    path: Path,
+    tensors: Sequence[TensorInfo],
+    chunks: Chunks,
+    *,
+    max_shard_bytes: int | None = DEFAULT_SHARD_BYTES,
+    stem: str = "model",
+    companions: Mapping[str, bytes] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write one file, or a folder of shards, which appears when it is whole and on the disk.
 
     Args:
         path: A file if it ends in `.safetensors`, else a folder that becomes a Hugging Face one.
         tensors: All tensors that will come.
+        chunks: Their bytes, in the order of `distribute`.
         max_shard_bytes: Of tensors in one file, as far as one tensor allows; None: all in one. Folders only.
         stem: What the files in a folder are called: `<stem>.safetensors`.
         companions: Small files to write beside the weights, such as `config.json`.
         overwrite: Replace weights that are there already.
-        fsync: Return only when the disk has it.
+
+    Raises:
+        CheckpointError: A dtype is not in the format, weights are there already, or the disk failed.
 
     Ranks:
         Local: one rank writes.
     """
-
-    def __init__(
-        self,
-        path: Path,
-        tensors: Sequence[TensorInfo],
-        *,
-        max_shard_bytes: int | None = DEFAULT_SHARD_BYTES,
-        stem: str = "model",
-        companions: Mapping[str, bytes] | None = None,
-        overwrite: bool = False,
-        fsync: bool = True,
-    ) -> None:
-        self._path, self._fsync = Path(path), fsync
-        self._is_file = self._path.name.endswith(".safetensors")
-        _check(tensors, self._path)
-        _refuse_overwrite(self._path, self._is_file, overwrite)
-        self._shards = distribute(tensors, path, max_shard_bytes)
-        self._names = _file_names(stem, len(self._shards))
-        self._partial = self._path.with_name(f".{self._path.name}.partial")
-        self._companions = dict(companions or {})
-        self._current: SafetensorsFile | None = None
-        self._num_done = 0
-        files.remove_tree(self._partial)
-        files.make_folder(self._path.parent if self._is_file else self._partial)
-
-    @property
-    def order(self) -> list[TensorInfo]:
-        """The tensors in the order in which `write` wants them."""
-        return [tensor for shard in self._shards for tensor in shard]
-
-    def write(self, name: str, data: memoryview) -> None:
-        """Append bytes of a tensor, row-major; as many calls as it takes, one tensor after the other in `order`."""
-        if self._current is None:
-            self._current = self._open_next()
-        self._current.write(name, data)
-        if self._current.is_complete:
-            self._close_current()
-
-    def commit(self) -> None:
-        """Finish the files and give them their names.
-
-        Raises:
-            CheckpointError: A tensor was not written, or the disk failed. Nothing is left behind.
-        """
-        while self._num_done < len(self._shards):  # what is left must be without bytes
-            if self._current is None:
-                self._current = self._open_next()
-            self._close_current()
-        if self._is_file:
-            with files.os_errors("rename the file", self._path):
-                os.replace(self._partial, self._path)
-            if self._fsync:
-                files.sync_folder(self._path.parent)
-            return
-        for name, data in {**self._companions, **self._index()}.items():
-            _write_small(self._partial / name, data, self._fsync)
-        _publish_folder(self._partial, self._path, {*self._names, *self._companions, *self._index()}, self._fsync)
-
-    def abort(self) -> None:
-        """Remove what was written."""
-        with contextlib.suppress(CheckpointError):
-            if self._current is not None:
-                self._current.close()
-        with contextlib.suppress(CheckpointError):
-            files.remove_tree(self._partial)
-
-    def _open_next(self) -> SafetensorsFile:
-        path = self._partial if self._is_file else self._partial / self._names[self._num_done]
-        return SafetensorsFile(path, self._shards[self._num_done], self._fsync)
-
-    def _close_current(self) -> None:
-        assert self._current is not None
-        self._current.finish()
-        self._current = None
-        self._num_done += 1
-
-    def _index(self) -> dict[str, bytes]:
-        if len(self._shards) == 1:
-            return {}
-        pairs = zip(self._names, self._shards, strict=True)
-        weight_map = {tensor.name: file for file, shard in pairs for tensor in shard}
-        total = sum(tensor.num_bytes for shard in self._shards for tensor in shard)
+    check_target(path, tensors, overwrite)
+    shards = distribute(tensors, path, max_shard_bytes)
+    if path.name.endswith(".safetensors"):
+        with files.replace_file(path) as file:
+            _write_file(file, shards[0], chunks)
+        return
+    count = len(shards)
+    names = [f"{stem}-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+    small = dict(companions or {})
+    if count == 1:
+        names = [f"{stem}.safetensors"]
+    else:
+        weight_map = {tensor.name: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(tensor.num_bytes for tensor in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        stem = self._names[0].rpartition("-00001-of-")[0]
-        return {stem + INDEX_SUFFIX: json.dumps(index, indent=2).encode() + b"\n"}
+        small[stem + INDEX_SUFFIX] = json.dumps(index, indent=2).encode() + b"\n"
+    partial = path.with_name(f".{path.name}.partial")
+    with files.removed_on_error(partial):
+        files.make_folder(partial)
+        for name, shard in zip(names, shards, strict=True):
+            with files.FileWriter(partial / name) as file:
+                _write_file(file, shard, chunks)
+                file.sync()
+        for name, data in small.items():
+            files.write_small(partial / name, data)
+        _publish_folder(partial, path, {*names, *small})
 
 
-def _check(tensors: Sequence[TensorInfo], path: Path) -> None:
-    strange = [f"{tensor.name}: {tensor.dtype}" for tensor in tensors if tensor.dtype not in NAMES]
+def _write_file(file: files.FileWriter, tensors: Sequence[TensorInfo], chunks: Chunks) -> None:
+    blanks = {tensor.name: _BLANK * -(-tensor.num_bytes // BLOCK_BYTES) for tensor in tensors}
+    file.append([_header(tensors, blanks)])
+    header = _header(tensors, {tensor.name: to_hex(append_tensor(file, tensor, chunks)) for tensor in tensors})
+    header = header.replace(f'"{_BLANK}"'.encode(), f'"{checksum(header[8:]):016x}"'.encode(), 1)
+    file.rewrite_start(header)
+
+
+def _header(tensors: Sequence[TensorInfo], digests: Mapping[str, str]) -> bytes:
+    """Of the same length whether the checksums are known or not."""
+    ours = json.dumps({"block_bytes": BLOCK_BYTES, "xxh3": digests}, separators=(",", ":"))
+    header: dict[str, object] = {"__metadata__": {"format": "pt", _HEADER_CHECKSUM_KEY: _BLANK, _METADATA_KEY: ours}}
+    end = 0
+    for tensor in tensors:
+        offsets = [end, end + tensor.num_bytes]
+        end = offsets[1]
+        header[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+    data = json.dumps(header, separators=(",", ":")).encode()
+    data += b" " * (-(8 + len(data)) % _ALIGNMENT)
+    if len(data) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"a header would have {len(data):,} bytes",
+            why=f"safetensors allows {MAX_HEADER_BYTES:,}",
+            fix="pass a smaller max_shard_bytes",
+        )
+    return len(data).to_bytes(8, "little") + data
+
+
+def check_target(path: Path, tensors: Sequence[TensorInfo], overwrite: bool) -> None:
+    """Refuse what `write_safetensors` could not write.
+
+    Raises:
+        CheckpointError: A dtype is not in the format, two tensors have the same name, or weights are there already.
+    """
+    refuse_overwrite(path, overwrite, is_file=path.name.endswith(".safetensors"))
+    strange = [f"{tensor.name}: {tensor.dtype}" for tensor in tensors if tensor.dtype not in _NAMES]
     if strange:
         raise CheckpointError(
             f"{len(strange)} tensors have a dtype that safetensors does not have",
             where="\n".join(strange[:20]),
-            why=f"it has {', '.join(NAMES)}",
+            why=f"it has {', '.join(_NAMES)}",
             fix="pass dtype=, or write another format",
         )
     names = [tensor.name for tensor in tensors]
@@ -530,7 +386,7 @@ def distribute(
     Ranks:
         Local. Ranks that gather for the one that writes follow the same order.
     """
-    max_bytes = None if Path(path).name.endswith(".safetensors") else max_shard_bytes
+    max_bytes = None if path.name.endswith(".safetensors") else max_shard_bytes
     shards: list[list[TensorInfo]] = [[]]
     size = 0
     for tensor in tensors:
@@ -542,59 +398,52 @@ def distribute(
     return [sorted(shard, key=lambda tensor: -ITEM_BYTES[tensor.dtype]) for shard in shards]
 
 
-def _file_names(stem: str, count: int) -> list[str]:
-    if count == 1:
-        return [f"{stem}.safetensors"]
-    return [f"{stem}-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+def refuse_overwrite(path: Path, overwrite: bool, *, is_file: bool) -> None:
+    """Refuse a path that is no place for weights, or that has some already.
 
+    Args:
+        path: To be written.
+        overwrite: What is there already may go.
+        is_file: Whether it becomes a file; else a folder.
 
-def _refuse_overwrite(path: Path, is_file: bool, overwrite: bool) -> None:
+    Raises:
+        CheckpointError: Naming what is there.
+    """
+    if path.exists() and path.is_dir() == is_file:
+        what = "this is a folder, not a file" if is_file else "this is a file, not a folder"
+        fix = "name a file, as in weights.pt or weights.safetensors" if is_file else "name a folder"
+        raise CheckpointError(what, where=str(path), fix=fix)
     there = [path.name] if is_file and path.exists() else []
-    if not is_file and path.exists() and not path.is_dir():
-        raise CheckpointError(
-            "this is a file, not a folder", where=str(path), fix="name a folder, or end the name in .safetensors"
-        )
-    if not is_file:
-        there = [name for name in files.names_in(path) if name.endswith(_WEIGHT_SUFFIXES)]
+    there += [name for name in files.names_in(path) if name.endswith(_WEIGHT_SUFFIXES)]
     if there and not overwrite:
         raise CheckpointError(
-            f"there are weights already: {there[0]}",
+            f"{there[0]} is there already",
             where=str(path),
-            why="they would be lost",
+            why="it would be lost",
             fix="choose another name, or pass overwrite=True",
         )
 
 
-def _write_small(path: Path, data: bytes, fsync: bool) -> None:
-    with contextlib.closing(files.create(path)) as file:
-        file.append([data])
-        if fsync:
-            file.sync()
-
-
-def _publish_folder(partial: Path, target: Path, written: set[str], fsync: bool) -> None:
+def _publish_folder(partial: Path, target: Path, written: Iterable[str]) -> None:
     """Let the partial folder take the place of `target`, keeping what else is in there (a tokenizer, say)."""
     retired = partial.with_name(partial.name + ".old")
     with files.os_errors("rename the folder", target):
-        if target.exists():
-            for item in target.iterdir():
-                if item.name not in written and not item.name.endswith(_WEIGHT_SUFFIXES):
-                    _carry_over(item, partial / item.name, fsync)
-        if fsync:
-            files.sync_folder(partial)
+        for item in target.iterdir() if target.exists() else ():
+            if item.name not in written and not item.name.endswith(_WEIGHT_SUFFIXES):
+                _carry_over(item, partial / item.name)
+        files.sync_folder(partial)
         if target.exists():
             os.rename(target, retired)
         os.rename(partial, target)
-    if fsync:
-        files.sync_folder(target.parent)
+    files.sync_folder(target.parent)
     files.remove_tree(retired)
 
 
-def _carry_over(source: Path, target: Path, fsync: bool) -> None:
+def _carry_over(source: Path, target: Path) -> None:
     if source.is_dir() and not source.is_symlink():
         shutil.copytree(source, target, symlinks=True)
     else:
         shutil.copy2(source, target, follow_symlinks=False)
-    for item in (target, *target.rglob("*")) if fsync else ():
+    for item in (target, *target.rglob("*")):
         if not item.is_symlink():
             files.sync_folder(item)  # or file: whatever has the name

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import xxhash
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor
+from shardwise.checkpointing.contents import (
+    ITEM_BYTES,
+    Box,
+    Contents,
+    Piece,
+    StoredTensor,
+    TorchStream,
+    count_of,
+    sizes_of,
+)
 from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.pickles.zip_files import Call, Instance, Pairs, dumps, known_global, tensor_frame
-from shardwise.checkpointing.storage.files import Place, Writer, check_name, create, join, read_small, split
+from shardwise.checkpointing.storage.files import FileWriter, Place, check_name, damaged, join, read_small, split
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum, counting, from_hex, to_hex
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
@@ -45,19 +54,7 @@ class WrittenTensor:
     dtype: str
     shape: tuple[int, ...]
     piece: Piece
-    item_offset: int
-    """The byte at which its `torch.save` stream starts."""
-    item_bytes: int
-    """Of that stream."""
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenValue:
-    """A plain value that is in the file now, for torch's own readers; ours take it from the manifest."""
-
-    name: str
-    item_offset: int
-    item_bytes: int
+    stream: TorchStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,8 @@ class FileRecord:
     frame: int
     """The checksum of the bytes that belong to no tensor, in their order."""
     tensors: tuple[WrittenTensor, ...]
-    values: tuple[WrittenValue, ...]
+    values: tuple[TorchStream, ...]
+    """Plain values, for torch's own readers; ours take them from the manifest."""
     block_bytes: int
 
 
@@ -113,67 +111,57 @@ def write_rank_file(
         for item in items:
             _check(item)
         total = sum(map(_num_bytes, items))
-    layout = _Layout(split(path)[1], block_bytes)
-    with contextlib.closing(create(path)) as writer:
-        with counting(progress, total or 0, "writing") as count:
-            _write(writer, layout.buffers(items, values or {}), count)
-        if fsync:
-            writer.sync()
-    return layout.record()
+    file, at, frame = split(path)[1], 0, xxhash.xxh3_64()
+    tensors: list[WrittenTensor] = []
+    streams: list[TorchStream] = []
 
-
-class _Layout:
-    """Where everything goes in the file, found out while its bytes are handed over in order."""
-
-    def __init__(self, file: str, block_bytes: int) -> None:
-        self._file, self._block_bytes = file, block_bytes
-        self._at = 0
-        self._frame = xxhash.xxh3_64()
-        self._tensors: list[WrittenTensor] = []
-        self._values: list[WrittenValue] = []
-
-    def buffers(self, items: Iterable[Item], values: Mapping[str, bytes]) -> Iterator[memoryview | bytes]:
-        """All bytes of the file, in order, in buffers of at most a block."""
-        for name, stream in values.items():
-            self._values.append(WrittenValue(name, self._at, len(stream)))
-            yield self._around(stream)
-        for item in items:
-            _check(item)
-            start = self._at
-            head, tail = tensor_frame(item.dtype, item.box.sizes, start=start)
-            yield self._around(head)
-            offset, sums, data = self._at, [], bytes_of(item.memory)
-            for begin in range(0, len(data), self._block_bytes):
-                block = data[begin : begin + self._block_bytes]
-                sums.append(checksum(block))  # just before the kernel copies it, so that it is in the cache then
-                yield block
-            self._at += len(data)
-            yield self._around(tail)
-            piece = Piece(item.box, self._file, offset, tuple(sums))
-            self._tensors.append(WrittenTensor(item.name, item.dtype, item.shape, piece, start, self._at - start))
-
-    def record(self) -> FileRecord:
-        """What was written, once it is."""
-        frame = self._frame.intdigest()
-        return FileRecord(self._file, self._at, frame, tuple(self._tensors), tuple(self._values), self._block_bytes)
-
-    def _around(self, data: bytes) -> bytes:
-        self._frame.update(data)
-        self._at += len(data)
+    def around(data: bytes) -> bytes:
+        nonlocal at
+        frame.update(data)
+        at += len(data)
         return data
 
+    def buffers() -> Iterator[memoryview | bytes]:
+        """All bytes of the file, in order, in buffers of at most a block."""
+        nonlocal at
+        for name, stream in (values or {}).items():
+            streams.append(TorchStream(file, at, len(stream), name))
+            yield around(stream)
+        for item in items:
+            _check(item)
+            start = at
+            head, tail = tensor_frame(item.dtype, item.box.sizes, start=start)
+            yield around(head)
+            offset, sums, data = at, [], bytes_of(item.memory)
+            for begin in range(0, len(data), block_bytes):
+                block = data[begin : begin + block_bytes]
+                sums.append(checksum(block))  # just before the kernel copies it, so that it is in the cache then
+                yield block
+            at += len(data)
+            yield around(tail)
+            piece, stream = Piece(item.box, file, offset, tuple(sums)), TorchStream(file, start, at - start, item.name)
+            tensors.append(WrittenTensor(item.name, item.dtype, item.shape, piece, stream))
 
-def _write(writer: Writer, buffers: Iterator[memoryview | bytes], count: Callable[[int], None]) -> None:
+    with FileWriter(path) as writer:
+        with counting(progress, total or 0, "writing") as count:
+            _write(writer, buffers(), count)
+        if fsync:
+            writer.sync()
+    return FileRecord(file, at, frame.intdigest(), tuple(tensors), tuple(streams), block_bytes)
+
+
+def _write(writer: FileWriter, buffers: Iterator[memoryview | bytes], count: Callable[[int], None]) -> None:
     """Hand the buffers on in batches, of which each is one system call."""
     batch: list[memoryview | bytes] = []
-    for buffer in buffers:
-        batch.append(buffer)
-        if len(batch) >= _BATCH_BUFFERS or sum(map(len, batch)) >= _BATCH_BYTES:
+    size = 0
+    for buffer in itertools.chain(buffers, [None]):
+        if buffer is None or len(batch) >= _BATCH_BUFFERS or size >= _BATCH_BYTES:
             writer.append(batch)
-            count(sum(map(len, batch)))
-            batch.clear()
-    writer.append(batch)
-    count(sum(map(len, batch)))
+            count(size)
+            batch, size = [], 0
+        if buffer is not None:
+            batch.append(buffer)
+            size += len(buffer)
 
 
 def _check(item: Item) -> None:
@@ -210,24 +198,24 @@ def torch_metadata(
         aliases: Further names of stored tensors (tied weights): they point at the same bytes.
         structure: Flat name to its path in the nested state dict.
     """
-    pieces: dict[str, list[tuple[str, WrittenTensor]]] = {}
+    names: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        names.setdefault(name, []).append(alias)
+    parts: dict[str, list[WrittenTensor]] = {}
     entries: dict[str, Any] = {}
     places: list[tuple[Any, Any]] = []
     for record in records:
         for value in record.values:
             entries[value.name] = _instance("BytesStorageMetadata", {})
-            places.append((_index(value.name, None, None), _place(record.file, value.item_offset, value.item_bytes)))
+            places.append((_instance("MetadataIndex", {"fqn": value.name, "index": None}), _place(value)))
         for tensor in record.tensors:
-            pieces.setdefault(tensor.name, []).append((record.file, tensor))
-    names = {name: [name] for name in pieces}
-    for alias, name in aliases.items():
-        names[name].append(alias)
-    for stored, parts in pieces.items():
-        for name in names[stored]:
-            entries[name] = _tensor_entry([part for _, part in parts])
-            for number, (file, part) in enumerate(parts):
-                index = _index(name, part.piece.box.starts, number)
-                places.append((index, _place(file, part.item_offset, part.item_bytes)))
+            parts.setdefault(tensor.name, []).append(tensor)
+    for stored, written in parts.items():
+        for name in (stored, *names.get(stored, ())):
+            entries[name] = _tensor_entry(written)
+            for number, part in enumerate(written):
+                index = {"fqn": name, "index": number, "offset": _size(part.piece.box.starts)}
+                places.append((_instance("MetadataIndex", index), _place(part.stream)))
     state = {
         "state_dict_metadata": entries,
         "planner_data": {name: tuple(structure.get(name, (name,))) for name in entries},
@@ -253,14 +241,9 @@ def _tensor_entry(parts: list[WrittenTensor]) -> Instance:
     return _instance("TensorStorageMetadata", state)
 
 
-def _index(name: str, starts: tuple[int, ...] | None, number: int | None) -> Instance:
-    state = {"fqn": name, "index": number, **({} if starts is None else {"offset": _size(starts)})}
-    return _instance("MetadataIndex", state)
-
-
-def _place(file: str, offset: int, length: int) -> Instance:
+def _place(stream: TorchStream) -> Instance:
     kind = known_global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    return Instance(kind, {"relative_path": file, "offset": offset, "length": length})
+    return Instance(kind, {"relative_path": stream.file, "offset": stream.offset, "length": stream.num_bytes})
 
 
 def _size(sizes: tuple[int, ...]) -> Call:
@@ -275,8 +258,8 @@ MANIFEST_NAME = "manifest.json"
 FORMAT = "shardwise-sharded"
 VERSION = 1
 _MAX_BYTES = 1 << 30
+_DAMAGED = "the checkpoint's manifest is damaged"
 _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,7 +326,7 @@ def read_manifest(folder: Place) -> Contents:
     where = str(path)
     line = _FIRST_LINE.match(data)
     if line is None or to_hex([checksum(memoryview(data)[line.end() :])]).encode() != line.group(1):
-        raise _damaged(where, "its checksum is not that of its bytes")
+        raise damaged(_DAMAGED, where, "its checksum is not that of its bytes")
     try:
         body = json.loads(b"{" + data[line.end() :])
         if body["format"] != FORMAT or body["version"] != VERSION:
@@ -354,14 +337,9 @@ def read_manifest(folder: Place) -> Contents:
                 fix="install the shardwise that wrote it, or a later one",
             )
         return _contents(folder, body, where)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise _damaged(where, f"a field is missing or not what it should be: {error}") from None
-
-
-def read_frames(folder: Place) -> dict[str, int]:
-    """For every file the checksum of the bytes that belong to no tensor; read the manifest first."""
-    data = read_small(join(folder, MANIFEST_NAME), _MAX_BYTES)
-    return {name: from_hex(entry["frame"])[0] for name, entry in json.loads(data)["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        why = f"a field is missing or not what it should be: {error}"
+        raise damaged(_DAMAGED, where, why) from None
 
 
 def _tensors(records: list[FileRecord]) -> dict[str, Any]:
@@ -386,18 +364,14 @@ def _tensors(records: list[FileRecord]) -> dict[str, Any]:
 
 
 def _contents(folder: Place, body: Any, where: str) -> Contents:
-    block_bytes = _number(body["block_bytes"], least=1)
-    file_bytes = {check_name(name, where=where): _number(entry["bytes"]) for name, entry in body["files"].items()}
-    tensors = {
-        name: StoredTensor(name, _dtype(entry["dtype"]), _sizes(entry["shape"]), ())
-        for name, entry in body["tensors"].items()
-    }
-    for name, tensor in tensors.items():
-        pieces = [_piece(part, tensor, file_bytes, block_bytes) for part in body["tensors"][name]["pieces"]]
-        tensors[name] = StoredTensor(name, tensor.dtype, tensor.shape, tuple(pieces))
+    if (block_bytes := count_of(body["block_bytes"])) == 0:
+        raise ValueError("blocks of no bytes")
+    file_bytes = {check_name(name, where=where): count_of(entry["bytes"]) for name, entry in body["files"].items()}
+    tensors = {name: _tensor(name, entry, file_bytes, block_bytes) for name, entry in body["tensors"].items()}
     for alias, name in body["aliases"].items():
-        stored = tensors[name]
-        tensors[alias] = StoredTensor(alias, stored.dtype, stored.shape, stored.pieces)
+        tensors[alias] = replace(tensors[name], name=alias)
+    step, world_size = (None if body[key] is None else count_of(body[key]) for key in ("step", "world_size"))
+    frames = {name: from_hex(entry["frame"])[0] for name, entry in body["files"].items()}
     return Contents(
         path=folder,
         format="sharded",
@@ -405,24 +379,27 @@ def _contents(folder: Place, body: Any, where: str) -> Contents:
         values={name: _value(name, value) for name, value in body["values"].items()},
         file_bytes=file_bytes,
         block_bytes=block_bytes,
-        step=_optional(body["step"], _number),
-        world_size=_optional(body["world_size"], _number),
-        details={**body["details"], "aliases": body["aliases"]},
+        step=step,
+        world_size=world_size,
+        details={**body["details"], "aliases": body["aliases"], "frames": frames},
         structure={name: _path(path) for name, path in body["structure"].items()},
     )
 
 
-def _piece(part: Any, tensor: StoredTensor, file_bytes: Mapping[str, int], block_bytes: int) -> Piece:
-    box = Box(_sizes(part["starts"]), _sizes(part["sizes"]))
-    offset, num_bytes = _number(part["offset"]), box.numel * ITEM_BYTES[tensor.dtype]
-    sums = from_hex(part["checksums"])
-    if not box.lies_in(tensor.shape):
-        raise ValueError(f"{tensor.name}: a piece that lies outside the tensor")
-    if offset + num_bytes > file_bytes[part["file"]]:
-        raise ValueError(f"{tensor.name}: a piece that lies outside its file")
-    if len(sums) != -(-num_bytes // block_bytes):
-        raise ValueError(f"{tensor.name}: {len(sums)} checksums for {num_bytes} bytes")
-    return Piece(box, part["file"], offset, sums)
+def _tensor(name: str, entry: Any, file_bytes: Mapping[str, int], block_bytes: int) -> StoredTensor:
+    dtype, item_bytes = entry["dtype"], ITEM_BYTES[entry["dtype"]]
+    shape, pieces = sizes_of(entry["shape"]), []
+    for part in entry["pieces"]:
+        box, sums = Box(sizes_of(part["starts"]), sizes_of(part["sizes"])), from_hex(part["checksums"])
+        offset, num_bytes = count_of(part["offset"]), box.numel * item_bytes
+        if not box.lies_in(shape):
+            raise ValueError(f"{name}: a piece that lies outside the tensor")
+        if offset + num_bytes > file_bytes[part["file"]]:
+            raise ValueError(f"{name}: a piece that lies outside its file")
+        if len(sums) != -(-num_bytes // block_bytes):
+            raise ValueError(f"{name}: {len(sums)} checksums for {num_bytes} bytes")
+        pieces.append(Piece(box, part["file"], offset, sums))
+    return StoredTensor(name, dtype, shape, tuple(pieces))
 
 
 def _value(name: str, encoded: Any) -> Any:
@@ -436,34 +413,3 @@ def _path(parts: Any) -> tuple[str | int, ...]:
     if not isinstance(parts, list) or not all(type(part) in (str, int) for part in parts):
         raise ValueError(f"{parts!r:.60} is no path")
     return tuple(parts)
-
-
-def _number(value: Any, *, least: int = 0) -> int:
-    if type(value) is not int or not least <= value < 1 << 62:
-        raise ValueError(f"{value!r:.60} is no size")
-    return value
-
-
-def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list):
-        raise ValueError(f"{values!r:.60} is no shape")
-    return tuple(map(_number, values))
-
-
-def _dtype(name: Any) -> str:
-    if name not in ITEM_BYTES:
-        raise ValueError(f"{name!r:.60} is no dtype")
-    return name
-
-
-def _optional(value: Any, read: Callable[[Any], _T]) -> _T | None:
-    return None if value is None else read(value)
-
-
-def _damaged(where: str, why: str) -> CheckpointError:
-    return CheckpointError(
-        "the checkpoint's manifest is damaged",
-        where=where,
-        why=why,
-        fix="load an older checkpoint, or copy this one again",
-    )

@@ -19,7 +19,6 @@ from shardwise.checkpointing.formats.sharded import (
 )
 from shardwise.checkpointing.storage.files import (
     Place,
-    create,
     exists,
     join,
     make_folder,
@@ -30,6 +29,7 @@ from shardwise.checkpointing.storage.files import (
     size_of,
     split,
     sync_folder,
+    write_small,
 )
 from shardwise.errors import CheckpointError
 
@@ -92,8 +92,8 @@ def commit_checkpoint(folder: Place, records: Iterable[FileRecord], header: Head
     metadata = torch_metadata(records, aliases=header.aliases, structure=header.structure)
     manifest = manifest_bytes(records, header, {METADATA_NAME: metadata})
     _refuse_uncovered(records, folder)
-    _write_small(join(partial, METADATA_NAME), metadata, fsync=fsync)
-    _write_small(join(partial, MANIFEST_NAME), manifest, fsync=fsync)
+    write_small(join(partial, METADATA_NAME), metadata, fsync=fsync)
+    write_small(join(partial, MANIFEST_NAME), manifest, fsync=fsync)
     if isinstance(folder, str) or isinstance(partial, str):
         return
     if fsync:
@@ -177,10 +177,3 @@ def sweep(root: str | Place) -> list[Place]:
     for leftover in leftovers:
         remove_tree(leftover)
     return leftovers
-
-
-def _write_small(path: Place, data: bytes, *, fsync: bool) -> None:
-    with contextlib.closing(create(path)) as writer:
-        writer.append([data])
-        if fsync:
-            writer.sync()

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
+from shardwise.checkpointing.storage.files import damaged
 from shardwise.errors import CheckpointError
 
 MAX_PICKLE_BYTES = 256 << 20
@@ -43,9 +44,6 @@ class Record:
         self.pairs: list[tuple[Any, Any]] = []
         """What the pickle sets in it, for subclasses of dict."""
 
-    def __repr__(self) -> str:
-        return f"Record({self.name!r}, args={self.args!r})"
-
     @property
     def fields(self) -> dict[str, Any]:
         """Its attributes by name; empty when the state is of another shape."""
@@ -57,10 +55,6 @@ class Record:
 
 class Refused(Exception):
     """The pickle asks for what no checkpoint needs."""
-
-
-class Damaged(Exception):
-    """The pickle is cut off or inconsistent."""
 
 
 # The unpickler in Python, whose instructions can be replaced; stubs know only the one in C.
@@ -96,7 +90,7 @@ class _Unpickler(_PythonUnpickler):
         if not isinstance(symbol, Symbol) or symbol.make is None:
             raise Refused(f"the pickle calls {symbol!r}, which may only be named")
         if not isinstance(args, tuple):
-            raise Damaged("arguments that are no tuple")
+            raise ValueError("arguments that are no tuple")
         self.append(symbol.make(*args, **kwargs))
 
     def set_items(self, values: list[Any]) -> None:
@@ -108,19 +102,19 @@ class _Unpickler(_PythonUnpickler):
         elif type(target) is dict:
             target.update((_checked_key(key), value) for key, value in pairs)
         else:
-            raise Damaged(f"items set in a {type(target).__name__}")
+            raise ValueError(f"items set in a {type(target).__name__}")
 
     def append_items(self, values: list[Any]) -> None:
         """Append to the list or record on the stack."""
         target = self.stack[-1]
         if not isinstance(target, (Record, list)):
-            raise Damaged(f"items appended to a {type(target).__name__}")
+            raise ValueError(f"items appended to a {type(target).__name__}")
         (target.items if isinstance(target, Record) else target).extend(values)
 
     def add_items(self, values: list[Any]) -> None:
         """Add to the set on the stack."""
         if type(self.stack[-1]) is not set:
-            raise Damaged(f"elements added to a {type(self.stack[-1]).__name__}")
+            raise ValueError(f"elements added to a {type(self.stack[-1]).__name__}")
         self.stack[-1].update(map(_checked_key, values))
 
     def set_state(self, state: Any) -> None:
@@ -128,10 +122,10 @@ class _Unpickler(_PythonUnpickler):
         if isinstance(self.stack[-1], Record):
             self.stack[-1].state = state
         elif type(self.stack[-1]) is not dict:  # an OrderedDict's attributes (`_metadata` of a state dict)
-            raise Damaged(f"state given to a {type(self.stack[-1]).__name__}")
+            raise ValueError(f"state given to a {type(self.stack[-1]).__name__}")
 
     def new_frozenset(self, values: list[Any]) -> None:
-        """A set of values."""
+        """A set of values; marks change where `append` appends to, so that they must be popped first."""
         self.append(frozenset(map(_checked_key, values)))
 
     def new_dict(self, values: list[Any]) -> None:
@@ -146,7 +140,7 @@ class _Whole(io.BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         data = super().read(size)
         if size is not None and len(data) < size:
-            raise Damaged("it ends in the middle of a value")
+            raise ValueError("it ends in the middle of a value")
         return data
 
 
@@ -154,7 +148,7 @@ def _checked_key(key: Any) -> Any:
     # Hashing a tuple of tuples of tuples visits every path to every leaf: a few hundred bytes can take years.
     is_flat_tuple = isinstance(key, tuple) and all(isinstance(part, _KEYS) for part in key)
     if not is_flat_tuple and not isinstance(key, (*_KEYS, Symbol, Record)):
-        raise Damaged(f"a dictionary key that is a {type(key).__name__}")
+        raise ValueError(f"a dictionary key that is a {type(key).__name__}")
     return key
 
 
@@ -172,7 +166,7 @@ def _counted(step: Callable[[_Unpickler], None]) -> Callable[[_Unpickler], None]
     def counted(machine: _Unpickler) -> None:
         machine.objects_left -= 1
         if machine.objects_left < 0:
-            raise Damaged("it asks for too many objects")
+            raise ValueError("it asks for too many objects")
         step(machine)
 
     return counted
@@ -261,7 +255,8 @@ def load_pickle(
     if not isinstance(data, (bytes, bytearray, memoryview)):
         data = data.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise _damaged(where, f"a pickle of more than {max_bytes} bytes", "no checkpoint needs one so large")
+        what = f"the checkpoint holds a pickle of more than {max_bytes} bytes"
+        raise damaged(what, where, "no checkpoint needs one so large")
     try:
         return _Unpickler(bytes(data), allowed, persistent_load).load()
     except Refused as refusal:
@@ -272,23 +267,6 @@ def load_pickle(
             fix="get the file again from a source you trust; if you trust it as it is, load it with torch yourself "
             "and save it anew (save_weights, or safetensors)",
         ) from None
-    except (
-        Damaged,
-        pickle.UnpicklingError,
-        IndexError,
-        struct.error,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ) as error:
-        raise _damaged(where, "a pickle that cannot be read", f"{error or type(error).__name__}") from None
-
-
-def _damaged(where: str, what: str, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint holds {what}",
-        where=where,
-        why=why,
-        fix="restore the file from a copy, or use another checkpoint",
-    )
+    except (pickle.UnpicklingError, IndexError, struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
+        what = "the checkpoint holds a pickle that cannot be read"
+        raise damaged(what, where, str(error) or type(error).__name__) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,11 +13,10 @@ from shardwise.checkpointing.pickles.machine import MAX_PICKLE_BYTES, Record, Sy
 from shardwise.checkpointing.pickles.torch_objects import (
     DTensorRef,
     ShardedRef,
-    StorageRef,
     TensorRef,
     read_torch_pickle,
 )
-from shardwise.checkpointing.pickles.zip_files import ZipIndex
+from shardwise.checkpointing.pickles.zip_files import LOCAL, ZipIndex
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum, from_hex, to_hex
 from shardwise.errors import CheckpointError
@@ -184,36 +182,27 @@ def checksum_record(pickled: bytes, storages: Mapping[str, Iterable[int]]) -> by
     return json.dumps(ours, separators=(",", ":")).encode()
 
 
-def read_checksums(index: ZipIndex, pickled: bytes, where: str) -> tuple[int, dict[str, tuple[int, ...]]]:
+def _read_checksums(index: ZipIndex, pickled: bytes) -> tuple[int, dict[str, tuple[int, ...]]]:
     """Bytes under one checksum, and the checksums of each storage by its key; 0 and none in files of others.
 
     Raises:
-        CheckpointError: The record is damaged, or the pickle does not have its checksum.
+        ValueError: The record is damaged, or the pickle does not have its checksum.
     """
     if RECORD not in index.records:
         return 0, {}
-    try:
-        ours = json.loads(index.read_record(RECORD, _MAX_BYTES))
-        block_bytes = ours["block_bytes"]
-        if not isinstance(block_bytes, int) or not 1 << 10 <= block_bytes <= 1 << 30:
-            raise ValueError("strange block size")
-        (pickle_checksum,) = from_hex(ours["pickle"])
-        checksums = {key: from_hex(text) for key, text in ours["xxh3"].items()}
-        for key, blocks in checksums.items():
-            if len(blocks) != -(-index.locate(f"data/{key}")[1] // block_bytes):
-                raise ValueError(f"record data/{key} does not have a checksum for each of its blocks")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(where, f"its checksums cannot be read: {error}") from None
-    if checksum(pickled) != pickle_checksum:
-        raise _damaged(where, "its pickle does not have its checksum")
+    ours = json.loads(index.read_record(RECORD, _MAX_BYTES))
+    block_bytes = ours["block_bytes"]
+    if not isinstance(block_bytes, int) or not 1 << 10 <= block_bytes <= 1 << 30:
+        raise ValueError("strange block size")
+    checksums = {key: from_hex(text) for key, text in ours["xxh3"].items()}
+    for key, blocks in checksums.items():
+        if len(blocks) != -(-index.locate(f"data/{key}")[1] // block_bytes):
+            raise ValueError(f"record data/{key} does not have a checksum for each of its blocks")
+    if (checksum(pickled),) != from_hex(ours["pickle"]):
+        raise ValueError("its pickle does not have its checksum")
     return block_bytes, checksums
 
 
-def _damaged(where: str, why: str) -> CheckpointError:
-    return CheckpointError("the file is damaged", where=where, why=why, fix="copy the file again, or load an older one")
-
-
-ZIP_START = b"PK\x03\x04"
 _MAX_COPIED_BYTES = 64 << 20
 
 
@@ -238,31 +227,22 @@ class TorchFile:
         """In its folder."""
         return files.split(self.place)[1]
 
-    def offset_of(self, storage: StorageRef) -> int:
-        """The byte of the file at which a storage starts.
+    def piece(self, tensor: TensorRef, box: Box) -> Piece:
+        """The tensor's elements as the `box` of a larger tensor.
 
         Raises:
-            CheckpointError: The file does not hold it, or not all of it.
+            CheckpointError: The file does not hold its storage, or not all of it.
         """
-        offset, num_bytes = self.storages.get(storage.key, (0, -1))
-        if num_bytes < storage.num_bytes:
-            raise CheckpointError(
-                f"the storage {storage.key[:40]!r} is missing or cut short",
-                where=str(self.place),
-                why=f"a tensor needs {storage.num_bytes:,} bytes, the file has {max(num_bytes, 0):,}",
-                fix="restore the file from a copy, or use another checkpoint",
-            )
-        return offset
-
-    def piece(self, tensor: TensorRef, box: Box) -> Piece:
-        """The tensor's elements as the `box` of a larger tensor."""
-        start = self.offset_of(tensor.storage)
-        if tensor.is_contiguous:
-            offset, num_bytes = tensor.offset * ITEM_BYTES[tensor.dtype], box.numel * ITEM_BYTES[tensor.dtype]
-            is_whole = offset == 0 and num_bytes == self.storages[tensor.storage.key][1]
-            checksums = self.checksums.get(tensor.storage.key, ()) if is_whole else ()
-            return Piece(box, self.name, start + offset, checksums)
-        return Piece(box, data=self._in_order(tensor, start))
+        storage = tensor.storage
+        start, stored_bytes = self.storages.get(storage.key, (0, -1))
+        if stored_bytes < storage.num_bytes:
+            why = f"a tensor needs {storage.num_bytes:,} bytes, the file has {max(stored_bytes, 0):,}"
+            raise files.damaged(f"the storage {storage.key[:40]!r} is missing or cut short", self.place, why)
+        if not tensor.is_contiguous:
+            return Piece(box, data=self._in_order(tensor, start))
+        offset, num_bytes = tensor.offset * ITEM_BYTES[tensor.dtype], box.numel * ITEM_BYTES[tensor.dtype]
+        is_whole = offset == 0 and num_bytes == stored_bytes
+        return Piece(box, self.name, start + offset, self.checksums.get(storage.key, ()) if is_whole else ())
 
     def _in_order(self, tensor: TensorRef, start: int) -> memoryview:
         import torch
@@ -276,7 +256,7 @@ class TorchFile:
                 fix="save a contiguous copy: tensor.contiguous()",
             )
         data = bytearray(tensor.storage.num_bytes)
-        with contextlib.closing(files.open_reader(self.place)) as reader:
+        with files.FileReader(self.place) as reader:
             reader.read_into(start, [memoryview(data)])
         flat = torch.frombuffer(data, dtype=getattr(torch, tensor.dtype))
         return bytes_of(flat.as_strided(tensor.shape, tensor.strides, tensor.offset).contiguous())
@@ -284,12 +264,10 @@ class TorchFile:
 
 def is_torch_file(place: files.Place) -> bool:
     """Whether a file begins like one that `torch.save` writes."""
-    if (size := files.size_of(place)) is None or size < len(ZIP_START):
+    if (files.size_of(place) or 0) < len(LOCAL):
         return False
-    start = bytearray(len(ZIP_START))
-    with contextlib.closing(files.open_reader(place)) as reader:
-        reader.read_into(0, [memoryview(start)])
-    return bytes(start) == ZIP_START
+    with files.FileReader(place) as reader:
+        return reader.read(0, len(LOCAL)) == LOCAL
 
 
 def read_torch_file(path: str | files.Place) -> TorchFile:
@@ -304,20 +282,20 @@ def read_torch_file(path: str | files.Place) -> TorchFile:
     Ranks:
         Local.
     """
-    place = files.place(path) if isinstance(path, str) else path
+    place = files.place(path)
     where = str(place)
     size = files.size_of(place)
     if size is None:
         raise CheckpointError("there is no such file", where=where, fix="check the path")
-    _refuse_other_kinds(place)
-    with contextlib.closing(files.open_reader(place)) as reader:
-
-        def read(offset: int, count: int) -> bytes:
-            data = bytearray(count)
-            reader.read_into(offset, [memoryview(data)])
-            return bytes(data)
-
-        index = ZipIndex(read, size, where=where)
+    if not is_torch_file(place):
+        raise CheckpointError(
+            "this is not a file that torch.save writes",
+            where=where,
+            why="such a file is a zip archive since torch 1.6; older ones, and plain pickles, are not read",
+            fix="load it with the program that wrote it and save it anew with torch.save or safetensors",
+        )
+    with files.FileReader(place) as reader:
+        index = ZipIndex(reader.read, size, where=where)
         if "byteorder" in index.records and index.read_record("byteorder", 16) != b"little":
             raise CheckpointError(
                 "the file was written on a machine with the other byte order",
@@ -326,21 +304,12 @@ def read_torch_file(path: str | files.Place) -> TorchFile:
                 fix="load it with torch.load there or here, and save it anew",
             )
         pickled = index.read_record("data.pkl", MAX_PICKLE_BYTES)
-        block_bytes, checksums = read_checksums(index, pickled, where)
-        tree = read_torch_pickle(pickled, where=where)
-        state = flatten_state(tree, where=where)
+        try:
+            block_bytes, checksums = _read_checksums(index, pickled)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise files.damaged("the file is damaged", where, f"its checksums cannot be used: {error}") from None
+        state = flatten_state(read_torch_pickle(pickled, where=where), where=where)
         storages = {
             name.removeprefix("data/"): index.locate(name) for name in index.records if name.startswith("data/")
         }
     return TorchFile(place, state, storages, size, index.archive, block_bytes, checksums)
-
-
-def _refuse_other_kinds(place: files.Place) -> None:
-    if is_torch_file(place):
-        return
-    raise CheckpointError(
-        "this is not a file that torch.save writes",
-        where=str(place),
-        why="such a file is a zip archive since torch 1.6; older ones, and plain pickles, are not read",
-        fix="load it with the program that wrote it and save it anew with torch.save or safetensors",
-    )

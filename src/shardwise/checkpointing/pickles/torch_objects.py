@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box
+from shardwise.checkpointing.contents import ITEM_BYTES, Box, count_of, sizes_of
 from shardwise.checkpointing.pickles.machine import Record, Symbol, load_pickle, makers, record, records, symbols
 
 STORAGE_DTYPES = {
@@ -61,12 +61,11 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class ShardedRef:
-    """A ShardedTensor: this rank's parts of a larger tensor, and where all parts lie."""
+    """A ShardedTensor: this rank's parts of a larger tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[tuple[Box, TensorRef], ...]
-    all_boxes: tuple[Box, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class DTensorRef:
     shape: tuple[int, ...]
     local: TensorRef
     placements: tuple[tuple[Any, ...], ...]
-    """One a mesh axis: `("shard", dim)`, `("strided", dim, split_factor)`, `("replicate",)` or `("partial",)`."""
+    """One a mesh axis: `("shard", dim)`, `("strided", dim)`, `("replicate",)` or `("partial",)`."""
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...] | None
     """Where in the mesh the rank that wrote it stood; None where the file does not say."""
@@ -96,42 +95,28 @@ def make_storage(identity: Any) -> StorageRef:
     if kind != "storage" or not isinstance(key, str) or not isinstance(storage_type, Symbol):
         raise ValueError(f"{identity!r} is no storage")
     dtype = STORAGE_DTYPES[storage_type.name.rpartition(".")[2]]
-    return StorageRef(key, dtype, _count(numel) * ITEM_BYTES[dtype])
+    return StorageRef(key, dtype, count_of(numel) * ITEM_BYTES[dtype])
 
 
-def make_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_rest: Any) -> TensorRef:
+def make_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> TensorRef:
     """`_rebuild_tensor` and `_rebuild_tensor_v2`."""
-    return _view(storage, offset, size, stride, storage.dtype)
+    return make_tensor_v3(storage, offset, size, stride, None, None, None)
 
 
 def make_tensor_v3(
     storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_rest: Any
 ) -> TensorRef:
     """`_rebuild_tensor_v3`: dtypes that have no storage class."""
-    return _view(storage, offset, size, stride, dtype_name(dtype))
-
-
-def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: str) -> TensorRef:
     if not isinstance(storage, StorageRef):
         raise ValueError("a tensor without a storage")
-    tensor = TensorRef(storage, dtype, _count(offset), sizes_of(size), sizes_of(stride))
-    _check_lies_in_storage(tensor)
-    return tensor
-
-
-def _check_lies_in_storage(tensor: TensorRef) -> None:
+    name = storage.dtype if dtype is None else dtype_name(dtype)
+    tensor = TensorRef(storage, name, count_of(offset), sizes_of(size), sizes_of(stride))
     if len(tensor.shape) != len(tensor.strides):
         raise ValueError("a tensor with strides of another number of dimensions")
-    if math.prod(tensor.shape) == 0:
-        return
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
-    if (last + 1) * ITEM_BYTES[tensor.dtype] > tensor.storage.num_bytes:
+    if math.prod(tensor.shape) and (last + 1) * ITEM_BYTES[name] > storage.num_bytes:
         raise ValueError(f"a tensor of shape {tensor.shape} that reaches beyond its storage")
-
-
-def make_parameter(data: Any, *_rest: Any) -> Any:
-    """`_rebuild_parameter`: its tensor."""
-    return data
+    return tensor
 
 
 def make_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -147,14 +132,13 @@ def make_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
 
 def _sharded(made: Record) -> ShardedRef:
     parts, metadata = made.state[:2]
-    boxes = [_shard_box(entry) for entry in metadata.fields["shards_metadata"]]
     local = tuple((_shard_box(part.fields["metadata"]), part.fields["tensor"]) for part in parts)
     shape = sizes_of(metadata.fields["size"])
     for box, tensor in local:
         if not isinstance(tensor, TensorRef) or tensor.shape != box.sizes or not box.lies_in(shape):
             raise ValueError("a shard whose tensor does not have its size")
     properties = metadata.fields["tensor_properties"].state
-    return ShardedRef(dtype_name(properties[0]), shape, local, tuple(boxes))
+    return ShardedRef(dtype_name(properties[0]), shape, local)
 
 
 def _shard_box(entry: Record) -> Box:
@@ -187,33 +171,14 @@ def _mesh_shape(fields: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _axis_length(shape: Any) -> int:
     """The ranks along one mesh axis; a flattened axis keeps those it was made of."""
-    return math.prod(sizes_of(shape)) if isinstance(shape, (tuple, list)) else _count(shape)
+    return math.prod(sizes_of(shape)) if isinstance(shape, (tuple, list)) else count_of(shape)
 
 
 def _placement(placement: Record) -> tuple[Any, ...]:
     values = placement.fields or dict(zip(("dim", "split_factor"), placement.args, strict=False)) | placement.kwargs
-    match placement.name.rpartition(".")[2]:
-        case "Shard":
-            return ("shard", _count(values["dim"]))
-        case "_StridedShard":
-            return ("strided", _count(values["dim"]), _count(values["split_factor"]))
-        case "Replicate":
-            return ("replicate",)
-        case _:
-            return ("partial",)
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r} is no size")
-    return value
-
-
-def sizes_of(values: Any) -> tuple[int, ...]:
-    """A shape, every size of which is one."""
-    if not isinstance(values, (tuple, list)) or len(values) > 64:
-        raise ValueError("a shape that is no list of sizes")
-    return tuple(_count(value) for value in values)
+    kind = {"Shard": "shard", "_StridedShard": "strided", "Replicate": "replicate"}
+    name = kind.get(placement.name.rpartition(".")[2], "partial")
+    return (name, count_of(values["dim"])) if name in ("shard", "strided") else (name,)
 
 
 _SHARD = "torch.distributed._shard."
@@ -268,11 +233,6 @@ def _encode(text: Any, encoding: Any = "utf-8") -> bytes:
     return text.encode("latin1")
 
 
-def _no_bytes() -> bytes:
-    """`bytes()`: how pickles before protocol 3 write empty ones."""
-    return b""
-
-
 def _path(*parts: Any) -> str:
     return "/".join(map(str, parts))
 
@@ -282,7 +242,7 @@ _BUILTINS = {
     "set": _as_set,
     "frozenset": lambda values=(): frozenset(_as_set(values)),
     "complex": complex,
-    "bytes": _no_bytes,
+    "bytes": lambda: b"",  # how pickles before protocol 3 write empty ones
 }
 _PLAIN = {
     **makers(
@@ -344,8 +304,8 @@ TORCH_SAVE: Mapping[str, Symbol] = {
             "torch._utils._rebuild_tensor": make_tensor,
             "torch._utils._rebuild_tensor_v2": make_tensor,
             "torch._utils._rebuild_tensor_v3": make_tensor_v3,
-            "torch._utils._rebuild_parameter": make_parameter,
-            "torch._utils._rebuild_parameter_with_state": make_parameter,
+            "torch._utils._rebuild_parameter": lambda data, *_: data,
+            "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
             "torch._tensor._rebuild_from_type_v2": make_subclass,
         }
     ),

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from shardwise.checkpointing.contents import ITEM_BYTES
 from shardwise.checkpointing.pickles.torch_objects import STORAGE_DTYPES
+from shardwise.checkpointing.storage.files import damaged
 from shardwise.errors import CheckpointError
 
 LOCAL, CENTRAL, END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
@@ -22,18 +23,7 @@ END64, LOCATOR64 = b"PK\x06\x06", b"PK\x06\x07"
 MAX32 = 0xFFFFFFFF
 """Stands in a 32-bit field whose value is in a 64-bit one."""
 _MAX_DIRECTORY_BYTES = 1 << 28
-
-
-_ZIP_ERRORS = (
-    OSError,
-    ValueError,
-    NotImplementedError,
-    RuntimeError,
-    EOFError,
-    OverflowError,
-    IndexError,
-    struct.error,
-)
+_ZIP_ERRORS = (OSError, ValueError, RuntimeError, EOFError, OverflowError, IndexError, struct.error)
 
 
 class ZipIndex:
@@ -46,7 +36,7 @@ class ZipIndex:
     """
 
     def __init__(self, read: Callable[[int, int], bytes], num_bytes: int, *, where: str) -> None:
-        self._read, self._num_bytes, self._where = read, num_bytes, where
+        self._read, self._num_bytes, self.where = read, num_bytes, where
         self.records: dict[str, zipfile.ZipInfo] = {}
         """By name, without the archive's own name in front."""
         self.archive = ""
@@ -84,12 +74,7 @@ class ZipIndex:
         return offset, info.file_size
 
     def _damaged(self, why: str) -> CheckpointError:
-        return CheckpointError(
-            "the file is no torch.save file, or a damaged one",
-            where=self._where,
-            why=why,
-            fix="load an older checkpoint, or copy this one again",
-        )
+        return damaged("the file is no torch.save file, or a damaged one", self.where, why)
 
 
 class _Stream(io.BytesIO):
@@ -330,13 +315,8 @@ def tensor_call(dtype: str, shape: Sequence[int], key: str) -> Call:
         identity = ("storage", known_global("torch", storage), key, "cpu", num_elements)
         rebuild = known_global("torch._utils", "_rebuild_tensor_v2")
         return Call(rebuild, (Persistent(identity), 0, sizes, strides, False, no_hooks))
-    identity = (
-        "storage",
-        known_global("torch.storage", "UntypedStorage"),
-        key,
-        "cpu",
-        num_elements * ITEM_BYTES[dtype],
-    )
+    untyped = known_global("torch.storage", "UntypedStorage")
+    identity = ("storage", untyped, key, "cpu", num_elements * ITEM_BYTES[dtype])
     rebuild = known_global("torch._utils", "_rebuild_tensor_v3")
     return Call(rebuild, (Persistent(identity), 0, sizes, strides, False, no_hooks, known_global("torch", dtype)))
 

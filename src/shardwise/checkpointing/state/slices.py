@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -89,7 +90,7 @@ def named_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     for path, module in _unwrapped(model).named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         own = [*module._parameters.items()]
-        own += [item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set]
+        own += [item for item in module._buffers.items() if item[0] not in compat.non_persistent_buffers(module)]
         named += [(canonical_name(prefix + name), tensor) for name, tensor in own if tensor is not None]
     return named
 
@@ -99,7 +100,7 @@ def non_persistent_names(model: nn.Module) -> set[str]:
     return {
         canonical_name(f"{path}.{name}" if path else name)
         for path, module in _unwrapped(model).named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
+        for name in compat.non_persistent_buffers(module)
     }
 
 
@@ -120,23 +121,20 @@ def parts_of(tensor: torch.Tensor) -> list[Part]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None or memory.numel() == 0:
         return []
-    runs = [_runs_along(tensor, dim, coordinate) for dim in range(tensor.ndim)]
-    if [sum(run.length for run in along) for along in runs] != list(memory.shape):
+    local_shape, chunks = _chunks(compat.spec_of(tensor), tuple(coordinate))
+    if local_shape != memory.shape:
         raise CheckpointError(
             f"a tensor of shape {list(tensor.shape)} is cut unevenly into parts of {list(memory.shape)}",
             where=f"placements {tensor.placements} on {tensor.device_mesh}",
             why="which of its rows this rank holds does not follow from how it is placed",
             fix="choose sizes that the mesh divides evenly",
         )
-    parts = []
-    for chosen in itertools.product(*runs):
-        box = Box(tuple(run.start for run in chosen), tuple(run.length for run in chosen))
-        view = memory
-        for dim, run in enumerate(chosen):
-            if run.length != memory.shape[dim]:
-                view = view.narrow(dim, run.position, run.length)
-        parts.append(Part(box, view))
-    return parts
+    if len(chunks) == 1:
+        return [Part(chunks[0][0], memory)]
+    return [
+        Part(box, memory[tuple(slice(at, at + size) for at, size in zip(position, box.sizes, strict=True))])
+        for box, position in chunks
+    ]
 
 
 def requests_for(tensors: Iterable[ModelTensor], stored_names: Mapping[str, str]) -> list[Request]:
@@ -159,52 +157,44 @@ def requests_for(tensors: Iterable[ModelTensor], stored_names: Mapping[str, str]
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Rows that lie one after another both in the whole tensor and in this rank's memory."""
+@lru_cache(maxsize=4096)  # saves ask for it while training waits
+def _chunks(spec: Any, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[Box, tuple[int, ...]]]]:
+    """The shape of a rank's part of a DTensor, and the boxes in it, each with its position in that part."""
+    runs = [_runs_along(spec, dim, coordinate) for dim in range(spec.ndim)]
+    chunks = [
+        (Box(tuple(run[0] for run in chosen), tuple(run[1] for run in chosen)), tuple(run[2] for run in chosen))
+        for chosen in itertools.product(*runs)
+    ]
+    return tuple(sum(length for _, length, _ in along) for along in runs), chunks
 
-    start: int
-    length: int
-    position: int
-    """The first of them in this rank's memory."""
 
-
-def _runs_along(tensor: DTensor, dim: int, coordinate: Sequence[int]) -> list[_Run]:
-    """The rows along `dim` that this rank holds, as the mesh's axes cut them one after the other."""
+def _runs_along(spec: Any, dim: int, coordinate: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Rows along `dim` that follow each other in the tensor and in this rank's part: first row, count, position."""
     cuts = []
-    for axis in compat.axes_in_cutting_order(tensor, dim):
-        placement, index = tensor.placements[axis], coordinate[axis]
-        if placement.is_replicate():
-            continue
+    for axis in compat.axes_in_cutting_order(spec, dim):
+        placement = spec.placements[axis]
         if placement.is_partial():
             raise CheckpointError(
-                f"a tensor of shape {list(tensor.shape)} is held as partial sums",
-                where=f"placements {tensor.placements}",
+                f"a tensor of shape {list(spec.shape)} is held as partial sums",
+                where=f"placements {spec.placements}",
                 why="no rank has a part of its values before they are added up",
                 fix="redistribute it to Replicate() or Shard(dim) first",
             )
-        if placement.dim % tensor.ndim == dim:  # pyrefly: ignore[missing-attribute]  # all others have it
-            cuts.append((placement, tensor.device_mesh.size(axis), index))
-    if any(type(placement) is not Shard for placement, _, _ in cuts):
-        return _interleaved_runs(tensor.shape[dim], cuts)
-    start, length = 0, tensor.shape[dim]
-    for _, count, index in cuts:
-        size = -(-length // count)
-        offset = min(index * size, length)
-        start, length = start + offset, min(size, length - offset)
-    return [_Run(start, length, 0)]
-
-
-def _interleaved_runs(size: int, cuts: Sequence[tuple[object, int, int]]) -> list[_Run]:
-    """The same for placements that deal rows out in turn: let them divide the row numbers, then join neighbours."""
-    rows = torch.arange(size)
+        if not placement.is_replicate() and placement.dim % spec.ndim == dim:
+            cuts.append((placement, spec.mesh.size(axis), coordinate[axis]))
+    if all(type(placement) is Shard for placement, _, _ in cuts):
+        start, length = 0, spec.shape[dim]
+        for _, count, index in cuts:
+            size = -(-length // count)
+            offset = min(index * size, length)
+            start, length = start + offset, min(size, length - offset)
+        return [(start, length, 0)]
+    # Placements that deal rows out in turn: let them divide the row numbers, then join neighbours.
+    rows = torch.arange(spec.shape[dim], device="cpu")
     for placement, count, index in cuts:
         rows = compat.split_rows(placement, rows, count)[index]
-    runs: list[_Run] = []
     breaks = ((rows[1:] - rows[:-1]) != 1).nonzero().flatten().add(1).tolist() if len(rows) else []
-    for first, end in itertools.pairwise([0, *breaks, len(rows)]):
-        runs.append(_Run(int(rows[first]), end - first, first))
-    return runs
+    return [(int(rows[first]), end - first, first) for first, end in itertools.pairwise([0, *breaks, len(rows)])]
 
 
 def _identity(tensor: torch.Tensor) -> object:

@@ -1,4 +1,4 @@
-"""Files on local disks; `remote_files` serves object stores through the same functions."""
+"""Files on local disks, and objects in stores that fsspec serves, through the same functions."""
 
 from __future__ import annotations
 
@@ -8,66 +8,11 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from shardwise.checkpointing.storage import remote_files
 from shardwise.errors import CheckpointError
 
-_MAX_VECTORS = 1024  # IOV_MAX of Linux and macOS
-
-
-class LocalReader:
-    """A file open for reading; threads may share it."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill the buffers from `offset` on; fewer bytes come back than they hold only where the file ends."""
-        total, waiting = 0, [buffer for buffer in buffers if len(buffer)]
-        while waiting:
-            count = os.preadv(self._descriptor, waiting[:_MAX_VECTORS], offset + total)
-            if count == 0:
-                break
-            total += count
-            waiting = _drop(waiting, count)
-        return total
-
-    def close(self) -> None:
-        """Give the file back."""
-        os.close(self._descriptor)
-
-
-class LocalWriter:
-    """A new file, written through the page cache."""
-
-    def __init__(self, path: Path) -> None:
-        # O_EXCL: never through a link that somebody laid, never over a file that is there.
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-    def append(self, buffers: Sequence[memoryview | bytes]) -> None:
-        """Write the buffers after what is there."""
-        waiting = [memoryview(buffer) for buffer in buffers if len(buffer)]
-        while waiting:
-            waiting = _drop(waiting, os.writev(self._descriptor, waiting[:_MAX_VECTORS]))
-
-    def sync(self) -> None:
-        """Return once the disk has it all."""
-        os.fsync(self._descriptor)
-
-    def close(self) -> None:
-        """Give the file back."""
-        os.close(self._descriptor)
-
-
-def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """The buffers without their first `count` bytes."""
-    for index, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[index + 1 :]]
-        count -= len(buffer)
-    return []
-
+COPY_AGAIN = "load an older checkpoint, or copy this one again"
 
 Place: TypeAlias = Path | str
 _FIXES = {
@@ -144,13 +89,28 @@ def os_errors(doing: str, path: Place) -> Iterator[None]:
         raise CheckpointError(f"cannot {doing}", where=str(path), why=str(error.strerror or error), fix=fix) from error
 
 
-class Reader:
+def damaged(what: str, where: object, why: str, fix: str = COPY_AGAIN) -> CheckpointError:
+    """The error for a checkpoint whose bytes are not what they should be."""
+    return CheckpointError(what, where=str(where), why=why, fix=fix)
+
+
+class FileReader(contextlib.AbstractContextManager["FileReader"]):
     """A file open for reading; threads may share it."""
 
     def __init__(self, path: Place) -> None:
         self._path = path
         with os_errors("open the file", path):
-            self._file = remote_files.RemoteReader(path) if isinstance(path, str) else LocalReader(path)
+            self._file: Any = _store(path) if isinstance(path, str) else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self._path, Path):
+            os.close(self._file)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """The `count` bytes from `offset` on."""
+        data = bytearray(count)
+        self.read_into(offset, [memoryview(data)])
+        return bytes(data)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers, one after another, with the bytes from `offset` on.
@@ -158,22 +118,23 @@ class Reader:
         Raises:
             CheckpointError: The file ends before they are full.
         """
+        waiting = [buffer for buffer in buffers if len(buffer)]  # an empty one may be read-only
+        end = offset + sum(map(len, waiting))
         with os_errors("read the file", self._path):
-            count = self._file.read_into(offset, buffers)
-        if count != (wanted := sum(map(len, buffers))):
-            raise CheckpointError(
-                f"the file ends before byte {offset + wanted:,}",
-                where=str(self._path),
-                why="it was cut short: by a full disk, an interrupted copy or a crash",
-                fix="load an older checkpoint, or copy this one again",
-            )
+            while waiting:
+                if isinstance(self._path, Path):
+                    count = os.preadv(self._file, waiting, offset)
+                else:
+                    store, path = self._file
+                    count = _fill(waiting, store.cat_file(path, start=offset, end=end))
+                if count == 0:
+                    why = "it was cut short: by a full disk, an interrupted copy or a crash"
+                    raise damaged(f"the file ends before byte {end:,}", self._path, why)
+                offset += count
+                waiting = _drop(waiting, count)
 
-    def close(self) -> None:
-        """Give the file back."""
-        self._file.close()
 
-
-class Writer:
+class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
     """A new file, written from front to back.
 
     Args:
@@ -183,49 +144,125 @@ class Writer:
     def __init__(self, path: Place) -> None:
         self._path = path
         with os_errors("create the file", path):
-            self._file = remote_files.RemoteWriter(path) if isinstance(path, str) else LocalWriter(path)
+            if isinstance(path, str):
+                store, name = _store(path)
+                self._file: Any = store.open(name, "wb")  # there when it is closed, or not at all
+            else:  # O_EXCL: never through a link that somebody laid, never over a file that is there
+                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def __exit__(self, *_: object) -> None:
+        with os_errors("close the file", self._path):
+            if isinstance(self._path, str):
+                self._file.close()
+            else:
+                os.close(self._file)
 
     def append(self, buffers: Sequence[memoryview | bytes]) -> None:
-        """Write the buffers after what is there."""
+        """Write the buffers, at most 1,024 of them, after what is there."""
         with os_errors("write the file", self._path):
-            self._file.append(buffers)
+            if isinstance(self._path, str):
+                for buffer in buffers:
+                    self._file.write(buffer)
+                return
+            waiting = [memoryview(buffer) for buffer in buffers if len(buffer)]
+            while waiting:
+                waiting = _drop(waiting, os.writev(self._file, waiting))
+
+    def rewrite_start(self, data: bytes) -> None:
+        """Put other bytes at the start of a local file."""
+        with os_errors("write the file", self._path):
+            os.pwrite(self._file, data, 0)
 
     def sync(self) -> None:
-        """Return once the disk has it all."""
-        with os_errors("sync the file", self._path):
-            self._file.sync()
-
-    def close(self) -> None:
-        """Give the file back."""
-        with os_errors("close the file", self._path):
-            self._file.close()
+        """Return once the disk has it all; a store has what it has."""
+        if isinstance(self._path, Path):
+            with os_errors("sync the file", self._path):
+                os.fsync(self._file)
 
 
-def open_reader(path: Place) -> Reader:
-    """Open a file for reading."""
-    return Reader(path)
+@contextlib.contextmanager
+def replace_file(path: Path) -> Iterator[FileWriter]:
+    """Write a file under a partial name, which becomes `path` when the block ends; an error leaves nothing behind."""
+    partial = path.with_name(f".{path.name}.partial")
+    make_folder(path.parent)
+    with removed_on_error(partial):
+        with FileWriter(partial) as writer:
+            yield writer
+            writer.sync()
+        with os_errors("rename the file", path):
+            os.replace(partial, path)
+    sync_folder(path.parent)
 
 
-def create(path: Place) -> Writer:
-    """Create a file that must not be there yet; see `Writer`."""
-    return Writer(path)
+@contextlib.contextmanager
+def removed_on_error(partial: Path) -> Iterator[None]:
+    """Remove what is there now, and again if the block raises."""
+    remove_tree(partial)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(CheckpointError):
+            remove_tree(partial)
+        raise
+
+
+def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """The buffers without their first `count` bytes."""
+    for index, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+def _fill(buffers: list[memoryview], data: bytes) -> int:
+    """Put the bytes into the buffers; how many there were."""
+    rest = memoryview(data)
+    for buffer in buffers:
+        part = rest[: len(buffer)]
+        buffer[: len(part)] = part
+        rest = rest[len(part) :]
+    return len(data)
+
+
+def write_small(path: Place, data: bytes, *, fsync: bool = True) -> None:
+    """Create a file with these bytes."""
+    with FileWriter(path) as writer:
+        writer.append([data])
+        if fsync:
+            writer.sync()
+
+
+def _store(url: str) -> tuple[Any, str]:
+    """The store of a URL, and what the store calls the place."""
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # the package of that scheme, or no such scheme
+        raise CheckpointError(
+            "cannot open the store", where=url, why=str(error), fix="install the fsspec package for this kind of URL"
+        ) from error
 
 
 def size_of(path: Place) -> int | None:
     """Bytes of a file; None when there is no such file."""
-    with os_errors("look at the file", path):
-        try:
-            if isinstance(path, str):
-                return remote_files.size_of(path)
+    with os_errors("look at the file", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if isinstance(path, Path):
             return path.stat().st_size if path.is_file() else None
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        store, name = _store(path)
+        info = store.info(name)
+        return int(info["size"]) if info["type"] == "file" else None
+    return None
 
 
 def exists(path: Place) -> bool:
     """Whether there is a file or folder, or a link of that name."""
     with os_errors("look at the folder", path):
-        return remote_files.exists(path) if isinstance(path, str) else os.path.lexists(path)
+        if isinstance(path, Path):
+            return os.path.lexists(path)
+        store, name = _store(path)
+        return bool(store.exists(name))
 
 
 def read_small(path: Place, limit: int) -> bytes:
@@ -238,34 +275,32 @@ def read_small(path: Place, limit: int) -> bytes:
     if size is None:
         raise CheckpointError("a file of the checkpoint is missing", where=str(path), fix="check the path")
     if size > limit:
-        raise CheckpointError(
-            f"the file has {size:,} bytes, more than the {limit:,} that it may have",
-            where=str(path),
-            why="it is read as a whole, and a damaged or hostile one could fill the memory",
-            fix="get the checkpoint again from a source you trust",
-        )
-    data = bytearray(size)
-    with contextlib.closing(open_reader(path)) as reader:
-        reader.read_into(0, [memoryview(data)])
-    return bytes(data)
+        what = f"the file has {size:,} bytes, more than the {limit:,} that it may have"
+        why = "it is read as a whole, and a damaged or hostile one could fill the memory"
+        raise damaged(what, path, why, "get the checkpoint again from a source you trust")
+    with FileReader(path) as reader:
+        return reader.read(0, size)
 
 
 def names_in(folder: Place) -> list[str]:
     """Names of the files and folders directly in `folder`, sorted; none when it is not there."""
-    with os_errors("list the folder", folder):
-        try:
-            return sorted(remote_files.names_in(folder) if isinstance(folder, str) else os.listdir(folder))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+    with os_errors("list the folder", folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if isinstance(folder, Path):
+            return sorted(os.listdir(folder))
+        store, name = _store(folder)
+        store.invalidate_cache()  # listings are cached, and other ranks write meanwhile
+        return sorted(PurePosixPath(each.rstrip("/")).name for each in store.ls(name, detail=False))
+    return []
 
 
 def make_folder(folder: Place) -> None:
     """Make the folder and those above it; fine if it is there."""
     with os_errors("make the folder", folder):
-        if isinstance(folder, str):
-            remote_files.make_folder(folder)
-        else:
+        if isinstance(folder, Path):
             folder.mkdir(parents=True, exist_ok=True)
+        else:
+            store, name = _store(folder)
+            store.makedirs(name, exist_ok=True)
 
 
 def sync_folder(folder: Place) -> None:
@@ -287,7 +322,8 @@ def remove_tree(path: Place) -> None:
     """Remove a folder with all in it, or a file; fine if it is not there."""
     with os_errors("remove the folder", path), contextlib.suppress(FileNotFoundError):
         if isinstance(path, str):
-            remote_files.remove_tree(path)
+            store, name = _store(path)
+            store.rm(name, recursive=True)
         elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

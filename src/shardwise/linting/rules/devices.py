@@ -1,4 +1,4 @@
-"""Rules about devices: the one this process uses, and offload to the CPU."""
+"""Rules about devices: the one this process uses, offload to the CPU, and models built on the meta device."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import ast
 import re
 from collections.abc import Iterator
 
-from shardwise.findings import Edit, Safety, Severity
+from shardwise.findings import Safety, Severity
 from shardwise.linting.registry import Hit, LintContext, rule
-from shardwise.source.syntax import FULLY_SHARD
-from shardwise.source.values import Constant, ObjectRef, ProgramEvent, Value
+from shardwise.source import facts
+from shardwise.source.edits import change
+from shardwise.source.syntax import FULLY_SHARD, FileContext, argument_of, calls_in, last_name
+from shardwise.source.trace import Trace
+from shardwise.source.values import Constant, ObjectRef, Param, ProgramEvent, StateDict, Value, nested, owners_of_params
 
 _INIT = "torch.distributed.init_process_group"
 _OFFLOAD = "torch.distributed.fsdp.CPUOffloadPolicy"
@@ -18,126 +21,216 @@ _RANK = re.compile(r"^(local_|global_)?rank$")
 _SETS_DEVICE = frozenset({"set_device", "set_device_index", "init_distributed"})
 
 
-@rule("SW220", "offload-with-nccl-only", severity=Severity.ERROR, safety=Safety.UNSAFE)
-def offload_with_nccl_only(reading: LintContext) -> Iterator[Hit]:
+@rule("SW220", "offload-with-nccl-only", fix='init_process_group("cpu:gloo,cuda:nccl")', safety=Safety.UNSAFE)
+def offload_with_nccl_only(context: LintContext) -> Iterator[Hit]:
     """CPU offload needs a process group that can reduce CPU tensors.
 
     Why: offloaded gradients are on the CPU, and clipping or any other collective on them has no NCCL.
     Symptom: `No backend type associated with device type cpu`.
     """
-    if not any(True for _ in reading.events_of(_OFFLOAD)):
-        return
-    for _, event in reading.events_of(_INIT):
-        if event.argument(0, "backend") not in ({Constant("nccl")}, {Constant("cuda:nccl")}):
-            continue
-        literal = _backend_literal(event.node)
-        edits = ()
-        if literal is not None:
-            start, end = reading.file.positions.span(literal)
-            edits = (Edit(start=start, end=end, text='"cpu:gloo,cuda:nccl"'),)
-        yield Hit(
-            node=event.node,
-            message="parameters are offloaded to the CPU, but this process group has only NCCL",
-            fix='init_process_group("cpu:gloo,cuda:nccl")',
-            edits=edits,
-        )
+    for _, event in context.events_of(_INIT) if any(True for _ in context.events_of(_OFFLOAD)) else ():
+        if event.argument(0, "backend") in ({Constant("nccl")}, {Constant("cuda:nccl")}):
+            literal = argument_of(event.node, 0, "backend") if isinstance(event.node, ast.Call) else None
+            span = context.file.positions.span(literal) if isinstance(literal, ast.Constant) else None
+            edits = (change(*span, '"cpu:gloo,cuda:nccl"'),) if span else ()
+            message = "parameters are offloaded to the CPU, but this process group has only NCCL"
+            yield Hit(event.node, message, edits=edits)
 
 
-def _backend_literal(node: ast.AST) -> ast.Constant | None:
-    if not isinstance(node, ast.Call):
-        return None
-    given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "backend")]
-    return next((one for one in given if isinstance(one, ast.Constant)), None)
-
-
-@rule("SW235", "no-device-set", severity=Severity.WARNING)
-def no_device_set(reading: LintContext) -> Iterator[Hit]:
+@rule(
+    "SW235",
+    "no-device-set",
+    Severity.WARNING,
+    fix='torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) right after init_process_group',
+)
+def no_device_set(context: LintContext) -> Iterator[Hit]:
     """Without `torch.cuda.set_device`, FSDP puts the parameters of every local rank on GPU 0.
 
     Why: `fully_shard` uses the current device. FSDP1 took a `device_id` instead, and `set_device` was often lost with
     it. A mesh sets the device of a rank only while that rank has not used a GPU.
     """
-    names = {getattr(call.func, "attr", getattr(call.func, "id", "")) for call in reading.file.calls}
-    if names & _SETS_DEVICE or "CUDA_VISIBLE_DEVICES" in reading.file.text:
+    names = {last_name(call.func) for call in context.file.calls}
+    text = context.file.text
+    if names & _SETS_DEVICE or "CUDA_VISIBLE_DEVICES" in text:
         return
-    for usage in reading.usages:
-        inits = usage.trace.calls_to(_INIT)
-        meshes = usage.trace.calls_to(_INIT_MESH, FULLY_SHARD)  # either sets the device of a rank that used none yet
+    for trace in context.traces:
+        inits = trace.calls_to(_INIT)
+        meshes = trace.calls_to(_INIT_MESH, FULLY_SHARD)  # either sets the device of a rank that used none yet
         if not inits or not any(event.is_call_to(FULLY_SHARD) for event in meshes) or "device_id" in inits[0].keywords:
             continue
-        for event in usage.events:
-            if event.order < meshes[0].order and _moves_to_gpu(event):
-                yield Hit(
-                    node=event.node,
-                    message="no device is set for this rank, so FSDP puts every local rank's parameters on GPU 0",
-                    fix='torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) right after init_process_group',
-                )
-                break
-        else:
-            yield from _left_to_the_mesh(reading, inits[0], names)
-
-
-def _left_to_the_mesh(reading: LintContext, init: ProgramEvent, names: set[str]) -> Iterator[Hit]:
-    """Nothing of the file says which GPU is whose: only a launcher that sets LOCAL_RANK makes it work."""
-    uses_nccl = Constant("nccl") in init.argument(0, "backend")
-    if uses_nccl and "init_device_mesh" not in names and "local_rank" not in reading.file.text.lower():
-        yield Hit(
-            node=init.node,
-            message="no device is set for this rank; it depends on the launcher which GPU it gets",
-            fix='torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) right after init_process_group',
-        )
+        moved = next((event for event in trace.events[: meshes[0].order] if _moves_to_gpu(event)), None)
+        if moved is not None:
+            message = "no device is set for this rank, so FSDP puts every local rank's parameters on GPU 0"
+            yield Hit(moved.node, message)
+            continue
+        uses_nccl = Constant("nccl") in inits[0].argument(0, "backend")
+        if uses_nccl and "init_device_mesh" not in names and "local_rank" not in text.lower():
+            message = "no device is set for this rank; it depends on the launcher which GPU it gets"
+            yield Hit(inits[0].node, message)
 
 
 def _moves_to_gpu(event: ProgramEvent) -> bool:
     """`.cuda()`, `.to("cuda")`, `.to(f"cuda:{rank}")`, `.to(rank)`: the GPU is in use before a mesh could choose it."""
-    if not isinstance(event.node, ast.Call) or event.is_store or event.origins:
-        return False
-    if event.method == "cuda":
-        return True
-    if event.method != "to" or not event.args:
-        return False
-    given = event.node.args[0] if event.node.args else None
-    return (
-        any(map(_is_cuda, event.args[0])) or _is_cuda_text(given) or _RANK.match(getattr(given, "id", "")) is not None
-    )
+    if event.is_store or event.origins or event.method != "to" or not event.args:
+        return event.method == "cuda" and not event.is_store and not event.origins
+    given = next(iter(getattr(event.node, "args", [])), None)
+    is_cuda = any(facts.is_device(value, "cuda") for value in event.args[0]) or facts.is_device_text(given, "cuda")
+    return is_cuda or _RANK.match(getattr(given, "id", "")) is not None
 
 
-def _is_cuda(value: Value) -> bool:
-    if isinstance(value, Constant):
-        return str(value.value).startswith("cuda")
-    if isinstance(value, ObjectRef) and "torch.device" in value.origins and isinstance(value.site, ast.Call):
-        return bool(value.site.args) and _is_cuda_text(value.site.args[0])
-    return False
-
-
-def _is_cuda_text(node: ast.AST | None) -> bool:
-    if isinstance(node, ast.JoinedStr) and node.values:
-        node = node.values[0]
-    return isinstance(node, ast.Constant) and str(node.value).startswith("cuda")
-
-
-@rule("SW236", "offload-materialized-on-gpu", severity=Severity.ERROR)
-def offload_materialized_on_gpu(reading: LintContext) -> Iterator[Hit]:
+@rule("SW236", "offload-materialized-on-gpu", fix='model.to_empty(device="cpu")')
+def offload_materialized_on_gpu(context: LintContext) -> Iterator[Hit]:
     """With CPU offload, parameters are materialised on the CPU.
 
     Symptom: `FSDP parameters should be materialized on CPU when enabling CPU offloading`.
     """
-    for usage in reading.usages:
-        offloaded = [
-            shard
-            for shard in usage.shards
-            if (given := shard.event.keywords.get("offload_policy")) is not None
-            and given.values
-            and all(_OFFLOAD in getattr(value, "origins", ()) for value in given.values)
-        ]
-        for event in usage.events:
-            if event.method != "to_empty":
-                continue
-            device = event.argument(0, "device")
-            on_gpu = bool(device) and all(map(_is_cuda, device))
-            if on_gpu and any(shard.subject in event.receiver for shard in offloaded):
-                yield Hit(
-                    node=event.node,
-                    message="parameters are offloaded, but materialised on the GPU",
-                    fix='model.to_empty(device="cpu")',
-                )
+    for trace, event in context.events:
+        device = event.argument(0, "device") if event.method == "to_empty" else ()
+        if device and all(facts.is_device(value, "cuda") for value in device):
+            for shard in trace.shards:
+                policies = shard.event.argument(None, "offload_policy")
+                is_offloaded = policies and all(_OFFLOAD in getattr(value, "origins", ()) for value in policies)
+                if is_offloaded and shard.subject in event.receiver:
+                    yield Hit(event.node, "parameters are offloaded, but materialised on the GPU")
+
+
+# A call with the model in it may give the model values, unless it is one of these.
+_METHODS = (
+    "parameters named_parameters buffers named_buffers modules named_modules children named_children state_dict "
+    "train eval to cuda cpu half float bfloat16 requires_grad_ zero_grad compile set_requires_gradient_sync "
+    "set_is_last_backward set_reshard_after_backward set_modules_to_forward_prefetch set_modules_to_backward_prefetch "
+    "to_empty forward reshard unshard backward step append extend items values keys"
+)
+_FUNCTIONS = (
+    "print len isinstance type list tuple set enumerate zip sum any all id repr str range filter sorted reversed map "
+    "getattr hasattr next iter max min"
+)
+_HARMLESS_METHODS, _HARMLESS_CALLS = frozenset(_METHODS.split()), frozenset(_FUNCTIONS.split())
+_HARMLESS_ORIGINS = re.compile(
+    r"^(torch\.(optim|compile|nn\.utils|save|distributed\.(fsdp|barrier|algorithms))|logging|wandb|tqdm"
+    r"|torch\.distributed\.checkpoint\.(save|async_save|state_dict\.get_))"
+)
+_RESUMING = re.compile(r"resum|restore|from_checkpoint|from_ckpt|load_checkpoint|load_ckpt|checkpoint_path|ckpt_path")
+_TRANSFORMERS = re.compile(r"transformers\.\w+(ForCausalLM\.from_config|ForCausalLM$|LM\.from_config)")
+_LOADERS = (facts.SET_MODEL, facts.SET_BOTH, "torch.distributed.checkpoint.load")
+
+
+@rule(
+    "SW209",
+    "meta-without-init",
+    fix="call the model's initialiser after to_empty, or load a checkpoint with set_model_state_dict",
+)
+def meta_without_init(context: LintContext) -> Iterator[Hit]:
+    """A model built on the meta device trains on whatever was in memory.
+
+    Why: `to_empty` allocates and writes nothing. Something has to initialise the parameters, or load them, afterwards.
+    Symptom: losses of NaN or nonsense; without `to_empty`, an error at the first forward.
+    """
+    for trace in context.traces:
+        for model in _sharded_on_meta(trace):
+            emptied = [event for event in trace.events if event.method == "to_empty" and model in event.receiver]
+            shard = next(shard.event for shard in trace.shards if trace.are_related(shard.subject, model))
+            after = emptied[-1] if emptied else shard  # before that there was nothing to write to
+            until = min((event.order for event, module in trace.forwards if module == model), default=len(trace.events))
+            writers = [event for event in trace.events if _may_write(trace, event, model, after)]
+            writers = [event for event in writers if event.order < until or event.root is not after.root]
+            is_trained = any(model in optimizer.owners for optimizer in trace.optimizers)
+            is_trained |= any(module == model for _, module in trace.entered)
+            if is_trained and all(_is_for_resuming(event) for event in writers):
+                message = "the model is on the meta device and nothing gives its parameters memory or values"
+                if emptied:
+                    message = (
+                        "to_empty leaves the parameters uninitialised, and nothing initialises or loads them after"
+                    )
+                    message += " it when nothing is resumed" if writers else " it"
+                assert isinstance(model.site, ast.Call), "only calls make things on meta"
+                yield Hit(emptied[-1].node if emptied else model.site, message)
+
+
+def _is_for_resuming(event: ProgramEvent) -> bool:
+    """Whether an event happens only when a checkpoint is resumed: a fresh run comes by without it."""
+    return any(guard.taken and _RESUMING.search(guard.key) for guard in event.guards)
+
+
+def _sharded_on_meta(trace: Trace) -> set[ObjectRef]:
+    """Models made on meta that are given to `fully_shard`, themselves or by their parts."""
+    owners = {shard.subject.whole for shard in trace.shards if not shard.is_automatic}
+    return {one for one in owners if one.on_meta and not any(holder.on_meta for holder in trace.owners.get(one, ()))}
+
+
+def _may_write(trace: Trace, event: ProgramEvent, model: ObjectRef, after: ProgramEvent) -> bool:
+    """Whether an event may give the model values: anything with the model in it that is not known to be harmless."""
+    if event.order <= after.order and event.root is after.root:
+        return False
+    if event.is_inlined or any(event is optimizer.event for optimizer in trace.optimizers):
+        return False
+    is_own = any(_belongs(trace, value, model) for value in event.receiver)
+    if event.is_store:  # `trainer.model = model` writes to the trainer
+        return is_own
+    given = frozenset().union(*event.args, *(entry.values for entry in event.keywords.values()))
+    states = [value for value in nested(given) if isinstance(value, StateDict)]
+    if not is_own and not any(_belongs(trace, value, model) for value in (*given, *states)):
+        return False
+    if event.method in _HARMLESS_METHODS and event.receiver:
+        return False
+    if any(isinstance(one, Param | StateDict) for one in nested(event.receiver, depth=2)):
+        return event.method.endswith("_")  # torch's way to say "in place"
+    if any(_is_forward(trace, value, model) for value in event.called):
+        return False
+    if is_own and not event.origins:
+        return True
+    names = event.origins or ({event.method} if not event.receiver else set())
+    return not any(_HARMLESS_ORIGINS.match(name) or name in _HARMLESS_CALLS for name in names)
+
+
+def _is_forward(trace: Trace, called: Value, model: ObjectRef) -> bool:
+    """The model itself or a module of it is called; `model.name()` is a module only where it is known to be one."""
+    if called == model or any(shard.subject == called for shard in trace.shards):
+        return True
+    return isinstance(called, ObjectRef) and not called.path and _belongs(trace, called, model)
+
+
+def _belongs(trace: Trace, value: Value, model: ObjectRef) -> bool:
+    owners = {value.owner if isinstance(value, StateDict) else value, *owners_of_params(frozenset({value}))}
+    return any(isinstance(one, ObjectRef) and (one == model or trace.is_part_of(one, model)) for one in owners)
+
+
+@rule(
+    "SW210",
+    "buffers-lost-by-to-empty",
+    fix="recompute them after to_empty, or call sw.materialize(model) instead",
+)
+def buffers_lost_by_to_empty(context: LintContext) -> Iterator[Hit]:
+    """Non-persistent buffers are garbage after `to_empty`, and no checkpoint brings them back.
+
+    Why: a state dict does not contain them. Rotary tables and masks have to be computed again after `to_empty`.
+    Symptom: NaN or bad losses, often on some ranks only.
+    """
+    for trace, event in context.events:
+        for model in event.receiver if event.method == "to_empty" else ():
+            if isinstance(model, ObjectRef) and model.on_meta and _has_lost_buffers(context.file, model):
+                writers = [one for one in trace.events if _may_write(trace, one, model, event)]
+                if writers and all(one.method == "load_state_dict" or one.is_call_to(*_LOADERS) for one in writers):
+                    message = "non-persistent buffers stay uninitialised: loading a checkpoint skips them"
+                    yield Hit(event.node, message)
+
+
+def _has_lost_buffers(file: FileContext, model: ObjectRef) -> bool:
+    """Whether the class of a model, or a class of this file that it builds, registers a buffer as not persistent."""
+    if model.definition is None:
+        return any(map(_TRANSFORMERS.match, model.origins))
+    calls = [call for definition in built_classes(file, model.definition) for call in calls_in(definition)]
+    return any(
+        getattr(call.func, "attr", "") == "register_buffer"
+        and getattr(argument_of(call, 2, "persistent"), "value", None) is False
+        for call in calls
+    )
+
+
+def built_classes(file: FileContext, definition: ast.ClassDef) -> list[ast.ClassDef]:
+    """A class, and the classes of this file that it or they make objects of."""
+    found = [definition]
+    for one in found:
+        inner = [file.definition(call.func) for call in calls_in(one)]
+        found += dict.fromkeys(each for each in inner if isinstance(each, ast.ClassDef) and each not in found)
+    return found

@@ -1,4 +1,4 @@
-"""Rules about gradients: synchronisation left off, norms of shards, counts multiplied by the world."""
+"""Rules about gradients and losses: synchronisation left off, norms of shards, counts and means of one rank."""
 
 from __future__ import annotations
 
@@ -8,148 +8,220 @@ from collections.abc import Iterator
 
 from shardwise.findings import Severity
 from shardwise.linting.registry import Hit, LintContext, rule
-from shardwise.source.usage import Usage
-from shardwise.source.values import DictValue, Param, ProgramEvent, Value, owners_of_params
+from shardwise.source import facts
+from shardwise.source.syntax import FSDP1, FileContext, Function, argument_of, calls_in, last_name
+from shardwise.source.trace import Trace
+from shardwise.source.values import Param, ProgramEvent, Value, nested, owners_of_params
 
 _CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.get_total_norm")
-_SWITCHES = ("set_requires_gradient_sync", "set_requires_all_reduce")
-_NORMS = frozenset({"torch.norm", "torch.linalg.vector_norm", "torch.linalg.norm"})
+_SWITCHES = {"set_requires_gradient_sync": "requires_gradient_sync", "set_requires_all_reduce": "requires_all_reduce"}
+_NORMS = ("torch.norm", "torch.linalg.vector_norm", "torch.linalg.norm")
 _WORLD = re.compile(r"^(world_size|num_ranks|n_gpus|num_gpus)$")
 _LOGS = re.compile(r"^(print|log|info|debug|warning|add_scalar|log_metrics|set_postfix)$")
 
 
-@rule("SW232", "gradient-sync-left-off", severity=Severity.ERROR)
-def gradient_sync_left_off(reading: LintContext) -> Iterator[Hit]:
+@rule("SW232", "gradient-sync-left-off")
+def gradient_sync_left_off(context: LintContext) -> Iterator[Hit]:
     """`set_requires_gradient_sync(False)` stays until it is set to True again.
 
     Why: it is a switch, not a context manager. Without the way back no gradient is ever reduced: ranks train apart.
     """
-    calls = [
-        call for call in reading.file.calls if getattr(call.func, "attr", "") in _SWITCHES and _flag(call) is not None
-    ]
-    for switch in _SWITCHES:
-        mine = [call for call in calls if getattr(call.func, "attr", "") == switch]
-        if any(getattr(_flag(call), "value", None) is not False for call in mine):
-            continue  # somewhere it is True, or computed
-        for call in mine:
-            yield Hit(
-                node=call,
-                message=f"{switch} is switched off and never on again",
-                fix=f"call {switch}(is_last_micro_step) before each forward",
-            )
+    for switch, name in _SWITCHES.items():
+        calls = [call for call in context.file.calls if getattr(call.func, "attr", "") == switch]
+        flags = {call: flag for call in calls if (flag := argument_of(call, 0, name)) is not None}
+        if all(getattr(flag, "value", None) is False for flag in flags.values()):  # nowhere True, or computed
+            for call in flags:
+                fix = f"call {switch}(is_last_micro_step) before each forward"
+                yield Hit(call, f"{switch} is switched off and never on again", fix)
 
 
-def _flag(call: ast.Call) -> ast.expr | None:
-    if call.args:
-        return call.args[0]
-    return next((k.value for k in call.keywords if k.arg in ("requires_gradient_sync", "requires_all_reduce")), None)
-
-
-@rule("SW233", "norm-of-shards", severity=Severity.WARNING)
-def norm_of_shards(reading: LintContext) -> Iterator[Hit]:
+@rule("SW233", "norm-of-shards", Severity.WARNING, fix="call .full_tensor() on every rank before reading it")
+def norm_of_shards(context: LintContext) -> Iterator[Hit]:
     """The norm of a sharded gradient is a DTensor; its local value is not the norm.
 
     Why: a norm computed by hand is a partial result of this rank's shard, too small by about the square root of the
     number of ranks; the norm that `clip_grad_norm_` returns is partial too on older torch, and cannot be formatted.
     """
-    for usage in reading.usages:
-        norms = {value: event for event in usage.events if _is_norm(usage, event) for value in event.result}
-        gathered = {value for event in usage.events if event.method == "full_tensor" for value in event.receiver}
-        for event in usage.events:
-            for value, made in _norms_read(reading, event, norms):
-                if value not in gathered:
-                    yield Hit(
-                        node=event.node,
-                        message=f"the norm of line {made.node.lineno} is a DTensor; this reads it without gathering",
-                        fix="call .full_tensor() on every rank before reading it",
-                    )
+    for trace in context.traces:
+        norms = {value: event for event in trace.events if _is_norm(trace, event) for value in event.result}
+        gathered = {value for event in trace.events if event.method == "full_tensor" for value in event.receiver}
+        for event in trace.events if norms else ():
+            for value in _norms_read(context.file, event, norms):
+                if value in norms and value not in gathered:
+                    line = norms[value].line
+                    yield Hit(event.node, f"the norm of line {line} is a DTensor; this reads it without gathering")
 
 
-def _is_norm(usage: Usage, event: ProgramEvent) -> bool:
+def _is_norm(trace: Trace, event: ProgramEvent) -> bool:
     """Whether a call returns a norm over gradients of sharded parameters."""
-    if event.is_call_to(*_CLIP):
-        owners = owners_of_params(event.argument(0, "parameters") or event.argument(0, "tensors"))
-    elif event.is_call_to(*_NORMS):
-        owners = owners_of_params(event.argument(0, "input") or event.argument(0, "x"))
+    owners = set()
+    if event.is_call_to(*_CLIP, *_NORMS):
+        owners = owners_of_params(event.argument(0, "parameters", "tensors", "input", "x"))
     elif event.method == "norm":
         owners = {value.owner for value in event.receiver if isinstance(value, Param)}
-    else:
-        return False
-    return any(usage.holds_shards(owner, event) is not None for owner in owners)
+    return any(trace.holds_shards(owner, event) is not None for owner in owners)
 
 
-def _norms_read(
-    reading: LintContext, event: ProgramEvent, norms: dict[Value, ProgramEvent]
-) -> Iterator[tuple[Value, ProgramEvent]]:
-    """The norms that an event turns into numbers or text."""
+def _norms_read(file: FileContext, event: ProgramEvent, norms: dict[Value, ProgramEvent]) -> Iterator[Value]:
+    """What an event turns into numbers or text: by its method, as an argument, or by name in an f-string."""
     if event.method in ("item", "to_local", "tolist") and not event.args:
-        yield from ((value, norms[value]) for value in event.receiver if value in norms)
-    elif event.method == "float" and not event.receiver:
-        yield from ((value, norms[value]) for values in event.args for value in values if value in norms)
-    elif _LOGS.match(event.method) and norms:
-        yield from ((value, norms[value]) for value in _logged(event) if value in norms)
-        by_name = {_bound_name(reading, made.node): (value, made) for value, made in norms.items()}
-        for name in _formatted_names(event.node):
-            if name in by_name and by_name[name][1].order < event.order:
-                yield by_name[name]
+        yield from event.receiver
+    elif (event.method == "float" and not event.receiver) or _LOGS.match(event.method):
+        yield from nested(frozenset().union(*event.args), depth=2)
+        for value, made in norms.items() if _LOGS.match(event.method) else ():
+            name = _bound_name(file, made.node)
+            if name in _formatted_names(event.node) and made.order < event.order:
+                yield value
 
 
-def _logged(event: ProgramEvent) -> Iterator[Value]:
-    """What a logging call gets, by position or in a dictionary."""
-    for value in frozenset().union(*event.args):
-        if isinstance(value, DictValue):
-            yield from frozenset().union(*(entry.values for entry in value.entries))
-        else:
-            yield value
-
-
-def _formatted_names(node: ast.AST) -> Iterator[str]:
+def _formatted_names(node: ast.AST) -> set[str]:
     """The names that f-strings give a format, as in `{norm:.3f}`: a DTensor has none."""
-    for one in ast.walk(node):
-        if isinstance(one, ast.FormattedValue) and one.format_spec is not None and isinstance(one.value, ast.Name):
-            yield one.value.id
+    parts = [one for one in ast.walk(node) if isinstance(one, ast.FormattedValue) and one.format_spec is not None]
+    return {part.value.id for part in parts if isinstance(part.value, ast.Name)}
 
 
-def _bound_name(reading: LintContext, node: ast.AST) -> str:
-    statement = reading.file.statement(node)
+def _bound_name(file: FileContext, node: ast.AST) -> str:
+    statement = file.statement(node)
     target = statement.targets[0] if isinstance(statement, ast.Assign) and statement.value is node else None
     return target.id if isinstance(target, ast.Name) else ""
 
 
-@rule("SW234", "numel-times-world-size", severity=Severity.WARNING)
-def numel_times_world_size(reading: LintContext) -> Iterator[Hit]:
+@rule("SW234", "numel-times-world-size", Severity.WARNING, fix="do not multiply by the number of ranks")
+def numel_times_world_size(context: LintContext) -> Iterator[Hit]:
     """A DTensor's `numel()` and `shape` are those of the whole tensor.
 
     Why: FSDP1's flat shards had to be multiplied by the number of ranks; FSDP2's parameters say their global size.
     """
-    if not any(usage.shards for usage in reading.usages):
-        return
-    for node in reading.file.parents:
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            for count, world in ((node.left, node.right), (node.right, node.left)):
-                if _is_world(reading, world) and _counts(reading, count):
-                    yield Hit(
-                        node=node,
-                        message="numel() of a sharded parameter is already the global count",
-                        fix="do not multiply by the number of ranks",
-                    )
+    file = context.file
+    for node in file.nodes(ast.BinOp) if any(trace.shards for trace in context.traces) else ():
+        sides = [(node.left, node.right), (node.right, node.left)] if isinstance(node.op, ast.Mult) else []
+        for count, world in sides:
+            if _is_world(file, world) and _counts(file, count):
+                yield Hit(node, "numel() of a sharded parameter is already the global count")
 
 
-def _is_world(reading: LintContext, node: ast.expr) -> bool:
+def _is_world(file: FileContext, node: ast.expr) -> bool:
     if isinstance(node, ast.Call):
-        return reading.file.is_any(node.func, {"torch.distributed.get_world_size"})
-    return bool(_WORLD.match(getattr(node, "id", getattr(node, "attr", ""))))
+        return file.is_any(node.func, {"torch.distributed.get_world_size"})
+    return bool(_WORLD.match(last_name(node)))
 
 
-def _counts(reading: LintContext, node: ast.expr) -> bool:
-    if any(isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "numel" for n in ast.walk(node)):
+def _counts(file: FileContext, node: ast.expr) -> bool:
+    if any(getattr(call.func, "attr", "") == "numel" for call in calls_in(node)):
         return True
+    if not isinstance(node, ast.Name):
+        return False
+    added = [one.value for one in file.nodes(ast.AugAssign) if getattr(one.target, "id", "") == node.id]
+    return any(not isinstance(value, ast.Name) and _counts(file, value) for value in [*file.assigned(node), *added])
+
+
+_LOSSES = re.compile(r"loss|nll|cross_entropy|xent", re.IGNORECASE)
+_MASKS = re.compile(r"mask|valid|ignore|!=|\.ne\(|not_equal|-100")
+_COUNTS = re.compile(r"tok|count|num|mask|valid|denom", re.IGNORECASE)
+_SAME_COUNT = frozenset({"clamp", "clamp_min", "clamp_", "to", "float", "long", "item", "max", "int"})
+_SUMMED_OVER_RANKS = re.compile(r"(all_)?reduce|all_gather|token_mean|gather_for_metrics")
+_EVALUATES = re.compile(r"eval|valid|test")
+_MEANS = frozenset(
+    f"torch.nn.{name}" for name in ("functional.cross_entropy", "functional.nll_loss", "CrossEntropyLoss", "NLLLoss")
+)
+
+
+@rule(
+    "SW239",
+    "token-mean-per-rank",
+    Severity.WARNING,
+    fix="sum the loss and call sw.token_mean(loss_sum, num_tokens), or divide by the all-reduced count",
+)
+def token_mean_per_rank(context: LintContext) -> Iterator[Hit]:
+    """A loss divided by this rank's own number of tokens weights the tokens of ranks unequally.
+
+    Why: gradients are averaged over ranks. Where ranks hold different numbers of unmasked tokens, a mean of each rank's
+    means is not the mean over all tokens: tokens count more on ranks that have fewer. No error is raised.
+    """
+    file = context.file
+    if not any(getattr(call.func, "attr", "") == "backward" for call in file.calls):
+        return
+    if not any(trace.shards for trace in context.traces) and not any(True for _ in file.calls_to(FSDP1)):
+        return
+    sums = [call for call in file.calls if _SUMMED_OVER_RANKS.fullmatch(last_name(call.func))]
+    summed = {one.id for call in sums for given in (*call.args, *call.keywords) for one in _names(given)}
+    is_counted_globally = any(map(_COUNTS.search, summed))
+    for node in file.nodes(ast.BinOp, ast.AugAssign, ast.Call):
+        if isinstance(node, ast.Call):
+            is_mean = not is_counted_globally and _averages(file, node)
+        else:
+            is_mean = isinstance(node.op, ast.Div) and _is_mean_of_own_tokens(file, node, summed)
+        if is_mean and not _is_evaluating(file, node):
+            message = "the mean is over this rank's tokens; ranks with fewer of them count as much as the others"
+            yield Hit(node, message)
+
+
+def _is_mean_of_own_tokens(file: FileContext, node: ast.BinOp | ast.AugAssign, summed: set[str]) -> bool:
+    """`loss.sum() / mask.sum()`, where no other rank adds to the count."""
+    over, count = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
+    if not _LOSSES.search(file.source(over)) or any(one.id in summed for one in _names(count)):
+        return False
+    return _is_count(file, count)
+
+
+def _is_count(file: FileContext, node: ast.expr, depth: int = 5) -> bool:
+    """`mask.sum()`, `(labels != -100).sum()`, also held away from zero or converted, or a name for it."""
     if isinstance(node, ast.Name):
-        values = [binding.value for binding in reading.file.bindings(node) if binding.value is not None]
-        values += [
-            one.value
-            for one in reading.file.parents
-            if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name) and one.target.id == node.id
-        ]
-        return any(not isinstance(value, ast.Name) and _counts(reading, value) for value in values)
+        return depth > 0 and any(_is_count(file, one, depth - 1) for one in file.assigned(node))
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Add) and any(_is_count(file, one, depth) for one in (node.left, node.right))
+    if not isinstance(node, ast.Call):
+        return False
+    name = last_name(node.func)
+    of = node.func.value if isinstance(node.func, ast.Attribute) and not file.origins(node.func) else None
+    if name in _SAME_COUNT:
+        return any(_is_count(file, given, depth) for given in (of, *node.args) if given is not None)
+    given = of or (node.args[0] if node.args else None)
+    # With a dimension it counts by sequence, not by rank.
+    if name not in ("sum", "count_nonzero") or given is None or len(node.args) > (of is None):
+        return False
+    return name == "count_nonzero" or _is_masked(file, given)
+
+
+def _is_masked(file: FileContext, node: ast.expr) -> bool:
+    return any(_MASKS.search(file.source(one)) for one in (node, *file.assigned(node)))
+
+
+def _averages(file: FileContext, call: ast.Call) -> bool:
+    """`cross_entropy` over targets some of which are ignored, or `loss[mask].mean()`."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "mean" and not call.args:
+        of = call.func.value
+        loss = of.value if isinstance(of, ast.Subscript) else of
+        is_masked = isinstance(of, ast.Subscript) and _is_masked(file, of.slice)
+        is_selected = last_name(getattr(of, "func", of)) == "masked_select"
+        return (is_masked or is_selected) and _LOSSES.search(file.source(loss)) is not None
+    if file.callee(call).origins.isdisjoint(_MEANS):
+        return False
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    if None in given or getattr(given.get("reduction"), "value", "mean") != "mean":
+        return False
+    return "ignore_index" in given or _writes_ignored_targets(file)
+
+
+def _writes_ignored_targets(file: FileContext) -> bool:
+    """`labels[~mask] = -100`, `masked_fill(mask, -100)`, `torch.where(mask, labels, -100)`."""
+    given = [node.value for node in file.nodes(ast.Assign) if isinstance(node.targets[0], ast.Subscript)]
+    fills = ("masked_fill", "masked_fill_", "where", "full_like")
+    given += [argument for call in file.calls if last_name(call.func) in fills for argument in call.args]
+    return any(ast.unparse(one) == "-100" for one in given)
+
+
+def _is_evaluating(file: FileContext, node: ast.AST) -> bool:
+    for around in file.ancestors(node):
+        given = [item.context_expr for item in around.items] if isinstance(around, ast.With) else []
+        if isinstance(around, Function):
+            given += around.decorator_list
+            if _EVALUATES.search(around.name):
+                return True
+        if any(file.is_any(getattr(one, "func", one), facts.NO_GRAD) for one in given):
+            return True
     return False
+
+
+def _names(node: ast.AST) -> Iterator[ast.Name]:
+    return (one for one in ast.walk(node) if isinstance(one, ast.Name))

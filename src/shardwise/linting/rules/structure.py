@@ -1,4 +1,4 @@
-"""Rules about what is given to `fully_shard`: only the root, lists, tied weights, scalars, ignored parameters."""
+"""Rules about what is given to `fully_shard`, and in which order: lists, tied weights, parents, wrapped blocks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 from shardwise.findings import Severity
 from shardwise.linting.registry import Hit, LintContext, rule
+from shardwise.linting.rules.devices import built_classes
 from shardwise.source.facts import LISTS
-from shardwise.source.syntax import FULLY_SHARD
-from shardwise.source.usage import Shard, Usage
-from shardwise.source.values import ObjectRef, PartRef, ProgramEvent, Value, owners_of_params
+from shardwise.source.interpreter import DESCENDANT, ITEM
+from shardwise.source.syntax import FULLY_SHARD, FileContext, calls_in, last_name, tested_classes
+from shardwise.source.trace import Shard, Trace
+from shardwise.source.values import BranchTest, ProgramEvent, modules, owners_of_params
 
 _SHARDS_INSIDE = re.compile(r"shard|fsdp|wrap|paralle|prepare", re.IGNORECASE)
 _LAYER = re.compile(r"(Linear|Layer|Norm|Embedding|Block|Conv\dd|MLP|Attention|Experts?|Router|Head)$")
@@ -19,225 +21,343 @@ _SCALARS = {"torch.tensor", "torch.as_tensor"}
 _SIZED = {"torch.ones", "torch.zeros", "torch.empty", "torch.randn", "torch.rand", "torch.full"}
 
 
-@rule("SW202", "root-only-sharding", severity=Severity.WARNING)
-def root_only_sharding(reading: LintContext) -> Iterator[Hit]:
+@rule("SW202", "root-only-sharding", Severity.WARNING, fix="call fully_shard on each block first, then on the model")
+def root_only_sharding(context: LintContext) -> Iterator[Hit]:
     """One `fully_shard` call on the whole model makes one group: all of it is gathered at once.
 
     Why: a group is gathered and freed as one; with a single group the peak is the unsharded model, and no communication
     can hide behind computation.
     """
-    if not _every_call_is_read(reading):
-        return
-    for usage, shard in reading.shards:
-        if _is_whole_model(reading, usage, shard) and not _has_groups_inside(usage, shard):
-            yield Hit(
-                node=shard.event.node,
-                message="the whole model is one group: every parameter is gathered at once, nothing overlaps",
-                fix="call fully_shard on each block first, then on the model",
-            )
+    file = context.file
+    read = {shard.event.node for _, shard in context.shards}
+    loads = [node for node in file.nodes(ast.Name, ast.Attribute) if isinstance(node.ctx, ast.Load)]
+    loads = [node for node in loads if not isinstance(file.parents[node], ast.Attribute)]
+    if sum(file.is_any(node, {FULLY_SHARD}) for node in loads) != len(read):
+        return  # the subject of some `fully_shard` is unknown: it may be a block
+    for trace, shard in context.shards:
+        if _is_whole_model(file, trace, shard) and not _has_groups_inside(trace, shard):
+            message = "the whole model is one group: every parameter is gathered at once, nothing overlaps"
+            yield Hit(shard.event.node, message)
 
 
-def _every_call_is_read(reading: LintContext) -> bool:
-    """Whether the subject of every `fully_shard` in the file is known; an unknown one may be a block."""
-    read = {shard.event.node for usage in reading.usages for shard in usage.shards}
-    mentions = sum(reading.file.is_any(node, {FULLY_SHARD}) for node in _loads(reading))
-    return mentions == len(read)
-
-
-def _loads(reading: LintContext) -> Iterator[ast.expr]:
-    for node in reading.file.parents:
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-            parent = reading.file.parents[node]
-            if not isinstance(parent, ast.Attribute):
-                yield node
-
-
-def _is_whole_model(reading: LintContext, usage: Usage, shard: Shard) -> bool:
+def _is_whole_model(file: FileContext, trace: Trace, shard: Shard) -> bool:
     subject = shard.subject
-    if shard.is_automatic or (isinstance(subject, PartRef) and "[]" in subject.path) or shard.event.loop is not None:
+    if shard.is_automatic or ITEM in subject.path or shard.event.loop is not None:
         return False
-    if not _is_trained(usage, subject):
+    is_called = any(module == subject for _, module in trace.entered)
+    is_trained = is_called and any(event.method == "backward" for event in trace.events)
+    if not is_trained and not any(subject in optimizer.owners for optimizer in trace.optimizers):
         return False
-    definition = subject.definition if isinstance(subject, ObjectRef) else None
-    if definition is not None:
-        return _has_blocks(reading, definition)
-    made_by = getattr(subject, "origins", frozenset())
-    return not any(origin.startswith("torch.nn.") or _LAYER.search(origin) for origin in made_by)
+    if subject.definition is not None:
+        return any(
+            _holds_blocks(file, call) for one in built_classes(file, subject.definition) for call in calls_in(one)
+        )
+    return not any(origin.startswith("torch.nn.") or _LAYER.search(origin) for origin in subject.origins)
 
 
-def _is_trained(usage: Usage, subject: Value) -> bool:
-    if any(subject in optimizer.owners for optimizer in usage.optimizers):
+def _holds_blocks(file: FileContext, call: ast.Call) -> bool:
+    """Whether a call makes a list of modules, or one that has a list inside."""
+    origins = file.origins(call.func)
+    if origins & LISTS or any(origin.startswith("torch.nn.Transformer") for origin in origins):
         return True
-    is_called = any(module == subject for _, module in usage.entered)
-    return is_called and any(event.method == "backward" for event in usage.events)
+    return "torch.nn.Sequential" in origins and any(isinstance(argument, ast.Starred) for argument in call.args)
 
 
-def _has_blocks(reading: LintContext, definition: ast.ClassDef, seen: frozenset[str] = frozenset()) -> bool:
-    """Whether a class of this file holds a list of modules, or one that does."""
-    for node in ast.walk(definition):
-        if not isinstance(node, ast.Call):
-            continue
-        origins = reading.file.origins(node.func)
-        if origins & LISTS or any(origin.startswith("torch.nn.Transformer") for origin in origins):
-            return True
-        if "torch.nn.Sequential" in origins and any(isinstance(arg, ast.Starred) for arg in node.args):
-            return True
-        inner = reading.file.definition(node.func)
-        if isinstance(inner, ast.ClassDef) and inner.name not in seen | {definition.name}:
-            seen |= {definition.name}
-            if _has_blocks(reading, inner, seen):
-                return True
-    return False
-
-
-def _has_groups_inside(usage: Usage, shard: Shard) -> bool:
-    if any(usage.trace.are_related(other.subject, shard.subject) and other is not shard for other in usage.shards):
+def _has_groups_inside(trace: Trace, shard: Shard) -> bool:
+    if any(trace.are_related(other.subject, shard.subject) and other is not shard for other in trace.shards):
         return True
     return any(
         shard.subject in values and _SHARDS_INSIDE.search(event.method)
-        for event in usage.events
+        for event in trace.events
         if event is not shard.event and not event.is_inlined  # an inlined function's own calls have been read
         for values in event.args
     )
 
 
-@rule("SW205", "container-sharded", severity=Severity.ERROR)
-def container_sharded(reading: LintContext) -> Iterator[Hit]:
+@rule("SW205", "container-sharded", fix="shard each module in it: for block in blocks: fully_shard(block)")
+def container_sharded(context: LintContext) -> Iterator[Hit]:
     """`nn.ModuleList` and `nn.ModuleDict` have no forward to hook.
 
     Symptom: `fully_shard does not support containers that do not implement forward`.
     """
-    for _, shard in reading.shards:
-        kind = _kind_of_list(shard.subject)
-        if kind and not shard.is_automatic:
-            yield Hit(
-                node=shard.event.node,
-                message=f"{kind} has no forward, so fully_shard refuses it",
-                fix="shard each module in it: for block in blocks: fully_shard(block)",
-            )
+    for _, shard in context.shards:
+        subject = shard.subject
+        kinds = sorted(origin.rpartition(".")[2] for origin in subject.origins & LISTS)
+        if subject.path and subject.path[-1] in ("layers", "h", "blocks"):
+            # The transformers library keeps its blocks in a ModuleList, under one of these names.
+            kinds = ["ModuleList" for one in subject.whole.origins if one.startswith("transformers.")]
+        if kinds and not shard.is_automatic:
+            yield Hit(shard.event.node, f"{kinds[0]} has no forward, so fully_shard refuses it")
 
 
-def _kind_of_list(subject: Value) -> str:
-    """`ModuleList` or `ModuleDict`, where the subject is known to be one."""
-    if isinstance(subject, ObjectRef):
-        return next((origin.rpartition(".")[2] for origin in sorted(subject.origins & LISTS)), "")
-    if isinstance(subject, PartRef) and subject.path[-1] in ("layers", "h", "blocks"):
-        # The transformers library keeps its blocks in a ModuleList, under one of these names.
-        return "ModuleList" if any(one.startswith("transformers.") for one in subject.owner.origins) else ""
-    return ""
-
-
-@rule("SW213", "tied-weights-split", severity=Severity.ERROR)
-def tied_weights_split(reading: LintContext) -> Iterator[Hit]:
+@rule(
+    "SW213",
+    "tied-weights-split",
+    fix="shard both in one call, fully_shard([a, b]), or leave both to the root",
+)
+def tied_weights_split(context: LintContext) -> Iterator[Hit]:
     """Tied weights sharded in separate groups come apart.
 
     Why: each group makes a parameter of its own. Up to torch 2.12 and sometimes later this is silent: the two weights
     train separately; newer versions raise.
     """
-    for usage in reading.usages:
-        for one, other, tie in _ties(usage):
-            apart = [shard for shard in usage.shards if (shard.subject in (one, other)) and len(shard.together) == 1]
-            first = next((shard for shard in apart if shard.subject == one), None)
-            second = next((shard for shard in apart if shard.subject == other), None)
-            if first is None or second is None:
-                continue
-            last = max(first, second, key=lambda shard: shard.event.order)
-            yield Hit(
-                node=last.event.node,
-                message=f"its weight is tied to another module's (line {tie.node.lineno}) that has a group of its own",
-                fix="shard both in one call, fully_shard([a, b]), or leave both to the root",
-            )
+    for trace, tie in context.events:
+        given = modules(tie.args[0]) if tie.is_store and tie.method == "weight" else []
+        for source in [one.parent for one in given if one.path and one.path[-1] == "weight"]:
+            for target in tie.receiver:
+                alone = {shard.subject: shard for shard in reversed(trace.shards) if len(shard.together) == 1}
+                if source in alone and target in alone:
+                    last = max(alone[source], alone[target], key=lambda shard: shard.event.order)
+                    message = f"its weight is tied to another module's (line {tie.line}) that has a group of its own"
+                    yield Hit(last.event.node, message)
 
 
-def _ties(usage: Usage) -> Iterator[tuple[Value, Value, ProgramEvent]]:
-    """Pairs of modules of which one was given the other's weight."""
-    for event in usage.events:
-        if event.is_store and event.method == "weight":
-            for given in event.args[0]:
-                if isinstance(given, PartRef) and given.path[-1] == "weight":
-                    source = PartRef(given.owner, given.path[:-1]) if len(given.path) > 1 else given.owner
-                    for target in event.receiver:
-                        yield target, source, event
-
-
-@rule("SW214", "scalar-parameter", severity=Severity.ERROR)
-def scalar_parameter(reading: LintContext) -> Iterator[Hit]:
+@rule(
+    "SW214",
+    "scalar-parameter",
+    fix="give it one element: nn.Parameter(torch.ones(1)), or pass it in ignored_params",
+)
+def scalar_parameter(context: LintContext) -> Iterator[Hit]:
     """A parameter without dimensions cannot be sharded.
 
     Symptom: `fully_shard doesn't support scalar parameters. Change ... to a 1D tensor with numel equal to 1.`
     """
-    for usage in reading.usages:
-        if not any(not shard.is_automatic for shard in usage.shards):
-            continue
-        for event in usage.events:
-            if not (event.is_store and _is_scalar_parameter(reading, event)):
-                continue
-            owners = set(event.receiver)
-            if any(_takes(usage, shard, owner) for shard in usage.shards for owner in owners):
-                yield Hit(
-                    node=event.node,
-                    message=f"{event.method} is a scalar, and fully_shard refuses scalar parameters",
-                    fix="give it one element: nn.Parameter(torch.ones(1)), or pass it in ignored_params",
-                )
+    for trace, event in context.events:
+        if event.is_store and _is_scalar_parameter(context.file, event):
+            for shard in trace.shards:
+                is_left_out = shard.is_automatic or "ignored_params" in shard.event.keywords or shard.event.is_open
+                subject = shard.subject
+                owners = [one for one in event.receiver if one == subject or trace.is_part_of(one, subject)]
+                if owners and not is_left_out:
+                    yield Hit(event.node, f"{event.method} is a scalar, and fully_shard refuses scalar parameters")
 
 
-def _takes(usage: Usage, shard: Shard, owner: Value) -> bool:
-    if shard.is_automatic or "ignored_params" in shard.event.keywords or shard.event.is_open:
-        return False
-    return owner == shard.subject or usage.trace.is_part_of(owner, shard.subject)
+def _is_scalar_parameter(file: FileContext, event: ProgramEvent) -> bool:
+    value = getattr(file.statement(event.node), "value", None)
+    is_parameter = isinstance(value, ast.Call) and value.args and file.is_any(value.func, {"torch.nn.Parameter"})
+    return isinstance(value, ast.Call) and bool(is_parameter) and _is_scalar(file, value.args[0])
 
 
-def _is_scalar_parameter(reading: LintContext, event: ProgramEvent) -> bool:
-    statement = reading.file.statement(event.node)
-    value = getattr(statement, "value", None)
-    if not (isinstance(value, ast.Call) and value.args and reading.file.is_any(value.func, {"torch.nn.Parameter"})):
-        return False
-    return _is_scalar(reading, value.args[0])
-
-
-def _is_scalar(reading: LintContext, node: ast.expr) -> bool:
-    if isinstance(node, ast.BinOp):
+def _is_scalar(file: FileContext, node: ast.expr) -> bool:
+    if isinstance(node, ast.BinOp):  # with a number, or with another scalar
         sides = (node.left, node.right)
-        numbers = [side for side in sides if not any(isinstance(n, ast.Call) for n in ast.walk(side))]
-        return any(_is_scalar(reading, side) for side in sides) and (
-            bool(numbers) or all(_is_scalar(reading, side) or _is_number(side) for side in sides)
+        return any(_is_scalar(file, side) for side in sides) and (
+            any(not calls_in(side) for side in sides) or all(_is_scalar(file, side) for side in sides)
         )
     if not (isinstance(node, ast.Call) and node.args):
         return False
     first = node.args[0]
-    if reading.file.is_any(node.func, _SCALARS):
-        return _is_number(first)
-    if reading.file.is_any(node.func, _SIZED):
-        return isinstance(first, ast.List | ast.Tuple) and not first.elts
-    return False
+    if file.is_any(node.func, _SCALARS):
+        first = first.operand if isinstance(first, ast.UnaryOp) else first
+        return isinstance(first, ast.Constant) and isinstance(first.value, int | float)
+    return file.is_any(node.func, _SIZED) and isinstance(first, ast.List | ast.Tuple) and not first.elts
 
 
-def _is_number(node: ast.expr) -> bool:
-    if isinstance(node, ast.UnaryOp):
-        return _is_number(node.operand)
-    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
-
-
-@rule("SW218", "ignored-params-on-some-calls", severity=Severity.WARNING)
-def ignored_params_on_some_calls(reading: LintContext) -> Iterator[Hit]:
+@rule(
+    "SW218",
+    "ignored-params-on-some-calls",
+    Severity.WARNING,
+    fix="pass the same ignored_params to every fully_shard call",
+)
+def ignored_params_on_some_calls(context: LintContext) -> Iterator[Hit]:
     """`ignored_params` holds for one `fully_shard` call only.
 
     Why: a block that is sharded without it takes the parameters that the root's call was told to leave alone.
     """
-    for usage, root in reading.shards:
-        ignored = root.event.keywords.get("ignored_params")
-        if ignored is None:
-            continue
-        owners = owners_of_params(ignored.values)
-        for shard in usage.shards:
+    for trace, root in context.shards:
+        owners = owners_of_params(root.event.argument(None, "ignored_params"))
+        for shard in trace.shards if owners else ():
             if (
-                usage.trace.is_part_of(shard.subject, root.subject)
+                trace.is_part_of(shard.subject, root.subject)
                 and "ignored_params" not in shard.event.keywords
                 and not shard.event.is_open
-                and any(usage.trace.are_related(owner, shard.subject) for owner in owners)
+                and any(trace.are_related(owner, shard.subject) for owner in owners)
             ):
-                yield Hit(
-                    node=shard.event.node,
-                    message=f"this call shards what the call on line {root.event.node.lineno} ignores",
-                    fix="pass the same ignored_params to every fully_shard call",
-                )
+                yield Hit(shard.event.node, f"this call shards what the call on line {root.event.line} ignores")
+
+
+_APPLY_CHECKPOINTING = (
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing",
+    "torch.distributed.fsdp.wrap.apply_activation_checkpointing",
+)
+_WRAP_CHECKPOINTING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper"
+_NESTED = {
+    "TransformerEncoder": {"TransformerEncoderLayer"},
+    "TransformerDecoder": {"TransformerDecoderLayer"},
+    "Transformer": {
+        "TransformerEncoder",
+        "TransformerDecoder",
+        "TransformerEncoderLayer",
+        "TransformerDecoderLayer",
+    },
+}
+"""Torch's own modules that contain others."""
+
+
+@rule(
+    "SW206",
+    "checkpointing-after-shard",
+    fix="apply activation checkpointing first, then shard the wrapped blocks",
+)
+def checkpointing_after_shard(context: LintContext) -> Iterator[Hit]:
+    """Activation checkpointing applied after `fully_shard` wraps the sharded block from outside.
+
+    Why: FSDP's hooks then run inside the recomputation, so parameters are gathered twice and casts are replayed; the
+    block's checkpoint wrapper has to be what is sharded.
+    """
+    for trace, event in context.events_of(*_APPLY_CHECKPOINTING, _WRAP_CHECKPOINTING):
+        is_whole = event.is_call_to(*_APPLY_CHECKPOINTING)
+        for module in modules(event.argument(0, "model", "module")):
+            for shard in trace.shards:
+                is_wrapped = shard.subject == module and (shard.is_automatic or not is_whole)
+                is_wrapped |= is_whole and trace.is_part_of(shard.subject, module)
+                if is_wrapped and trace.precedes(shard.event, event):
+                    message = f"checkpointing wraps blocks that are already sharded (line {shard.event.line})"
+                    yield Hit(event.node, message)
+
+
+@rule(
+    "SW207",
+    "block-sharded-inside-checkpoint",
+    fix="test isinstance(module, CheckpointWrapper), or loop over the list that holds the blocks",
+)
+def block_sharded_inside_checkpoint(context: LintContext) -> Iterator[Hit]:
+    """Picking blocks by class after checkpointing finds the block inside its wrapper.
+
+    Why: `apply_activation_checkpointing` puts a `CheckpointWrapper` around each block; the class matches what is
+    inside, so the wrapper ends up outside of FSDP.
+    """
+    for trace, event in context.events_of(*_APPLY_CHECKPOINTING):
+        wrapped = _checkpointed_classes(context.file, event)
+        for shard in trace.shards:
+            picked = _picked_classes(context.file, shard.event.guards)
+            inside = ", ".join(sorted(picked & wrapped))
+            is_found = shard.subject.path[-1:] == (DESCENDANT,) and trace.precedes(event, shard.event)
+            if inside and is_found and "CheckpointWrapper" not in picked:
+                message = f"{inside} is inside a checkpoint wrapper since line {event.line}; "
+                yield Hit(shard.event.node, message + "the wrapper is what should be sharded")
+
+
+def _picked_classes(file: FileContext, guards: tuple[BranchTest, ...] | list[BranchTest]) -> set[str]:
+    return {name for guard in guards if guard.taken for name in tested_classes(file, guard.test)}
+
+
+def _checkpointed_classes(file: FileContext, event: ProgramEvent) -> set[str]:
+    """The classes that a `check_fn` picks, where it is a lambda or function of this file."""
+    check = event.keywords.get("check_fn") or event.keywords.get("auto_wrap_policy")
+    nodes = [file.definition(check.node), *file.assigned(check.node)] if check is not None else []
+    calls = [call for node in nodes[:2] if node is not None for call in calls_in(node)]
+    return {name for call in calls for name in tested_classes(file, call)}
+
+
+@rule(
+    "SW208",
+    "compiled-model-sharded",
+    Severity.WARNING,
+    fix="compile each block before sharding it, or call model.compile() after sharding",
+)
+def compiled_model_sharded(context: LintContext) -> Iterator[Hit]:
+    """`torch.compile` of the whole model before `fully_shard` compiles what FSDP then takes apart.
+
+    Why: the graph breaks at every hook, and state-dict keys get an `_orig_mod.` prefix. Compile block by block, or
+    call `model.compile()` after sharding.
+    """
+    for trace, event in context.events_of("torch.compile"):
+        for shard in trace.shards:
+            has_groups = any(trace.is_part_of(other.subject, shard.subject) for other in trace.shards)
+            if shard.subject in event.argument(0, "model") and has_groups and trace.precedes(event, shard.event):
+                yield Hit(event.node, f"the whole model is compiled before it is sharded (line {shard.event.line})")
+
+
+@rule("SW203", "parent-before-child", fix="shard children first, then the modules around them, the root last")
+def parent_before_child(context: LintContext) -> Iterator[Hit]:
+    """`fully_shard` on a parent before its child leaves the child nothing to shard.
+
+    Why: each call takes the parameters that no earlier call took; children go first, the root last.
+    Symptom: `TypeError: Invariant encountered: value was None when it should not be`.
+    """
+    for trace, child in context.shards:
+        for parent in trace.shards:
+            # shardwise knows the order; a list of modules is refused, and SW205 says so
+            is_excused = parent.is_automatic or parent.subject.origins & LISTS
+            is_around = trace.is_part_of(child.subject, parent.subject)
+            if is_around and not is_excused and trace.precedes(parent.event, child.event):
+                line = parent.event.line
+                yield Hit(child.event.node, f"the module around this one is already sharded (line {line})")
+                break
+    for _, shard in context.shards:
+        reason = _parents_come_first(context.file, shard)
+        if reason:
+            fix = "loop over reversed(list(model.modules())), or over the blocks themselves"
+            yield Hit(shard.event.node, f"modules() gives parents before their children, {reason}", fix)
+
+
+def _parents_come_first(file: FileContext, shard: Shard) -> str:
+    """Why a loop over `modules()` meets a module that is to be sharded before one inside it; else nothing."""
+    loop = shard.event.loop
+    if shard.subject.path[-1:] != (DESCENDANT,) or not isinstance(loop, ast.For):
+        return ""
+    called = {last_name(call.func) for call in calls_in(loop.iter)}
+    if "reversed" in called or not called & {"modules", "named_modules"}:
+        return ""  # the second: modules chosen before, one cannot see by what
+    inside = [guard for guard in shard.event.guards if loop.lineno <= guard.test.lineno <= (loop.end_lineno or 0)]
+    if not inside:
+        return "and every one of them is sharded"
+    names = _picked_classes(file, inside) if len(inside) == 1 else set()
+    for outer in names:
+        own = {last_name(call.func) for call in calls_in(file.classes[outer])} if outer in file.classes else set()
+        for inner in (names - {outer}) & (own | _NESTED.get(outer, set())):
+            return f"and {outer} contains {inner}"
+    return ""
+
+
+@rule("SW204", "sharded-twice")
+def sharded_twice(context: LintContext) -> Iterator[Hit]:
+    """A module can be given to `fully_shard` only once.
+
+    Why: the first call has already replaced its parameters and installed its hooks.
+    Symptom: `fully_shard has already been applied to the module`.
+    """
+    for trace, second in context.shards:
+        for first in trace.shards:
+            is_again = first.subject == second.subject and trace.precedes(first.event, second.event)
+            if is_again and _is_one_module(context.file, first, second):
+                message = f"this module is already sharded (line {first.event.line})"
+                yield Hit(second.event.node, message, "remove one of the two calls")
+                break
+        if _is_repeated(second):
+            message = "every turn of the loop shards the same module"
+            yield Hit(second.event.node, message, "shard it once, before the loop")
+
+
+def _is_repeated(shard: Shard) -> bool:
+    """Whether a loop of the same function repeats the call for a module that was made before the loop."""
+    loop, argument = shard.event.loop, _first_argument(shard)
+    if not (isinstance(loop, ast.For) and not shard.subject.path and isinstance(argument, ast.Name)):
+        return False
+    inside = list(ast.walk(loop))
+    stored = {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    ends = any(isinstance(node, ast.Break | ast.Return) for node in inside)
+    is_made_before = shard.subject.site not in inside and argument.id not in stored
+    return shard.event.node in inside and is_made_before and not ends
+
+
+def _is_one_module(file: FileContext, first: Shard, second: Shard) -> bool:
+    """Not merely two elements of one list: then both loops have to go over the same."""
+    one, other = first.event.loop, second.event.loop
+    if one is None and other is None:
+        return ITEM not in first.subject.path and len(first.together) == len(second.together) == 1
+    if not (isinstance(one, ast.For) and isinstance(other, ast.For)):
+        return False
+    by_name = all(isinstance(_first_argument(shard), ast.Name | None) for shard in (first, second))
+    is_tested = any(
+        guard.test.lineno >= shard.event.loop.lineno
+        for shard in (first, second)
+        for guard in shard.event.guards
+        if shard.event.loop is not None
+    )
+    return by_name and (one is other or (file.source(one.iter) == file.source(other.iter) and not is_tested))
+
+
+def _first_argument(shard: Shard) -> ast.expr | None:
+    return next(iter(getattr(shard.event.node, "args", [])), None)

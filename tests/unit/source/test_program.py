@@ -2,65 +2,64 @@
 
 from __future__ import annotations
 
-from shardwise.source.statements import read_program
+from shardwise.source.interpreter import read_program
 from shardwise.source.syntax import FULLY_SHARD, FileContext
-from shardwise.source.usage import Usage
+from shardwise.source.trace import Trace
 from shardwise.source.values import ProgramEvent
 
 HEADER = "import torch\nimport torch.nn as nn\nfrom torch.distributed.fsdp import fully_shard\n"
 
 
-def usage_of(text: str) -> Usage:
+def trace_of(text: str) -> Trace:
     """The one run of the program that shards something."""
-    usages = [Usage(trace) for trace in read_program(FileContext(HEADER + text))]
-    (found,) = [usage for usage in usages if usage.shards]
+    (found,) = [trace for trace in read_program(FileContext(HEADER + text)) if trace.shards]
     return found
 
 
-def calls(usage: Usage, method: str) -> list[ProgramEvent]:
-    return [event for event in usage.events if event.method == method]
+def calls(trace: Trace, method: str) -> list[ProgramEvent]:
+    return [event for event in trace.events if event.method == method]
 
 
 def test_arguments_reach_the_body_of_a_function_and_results_come_back():
-    usage = usage_of(
+    trace = trace_of(
         "def build():\n    return Model()\n"
         "def wrap(module, mesh=None):\n    fully_shard(module, mesh=mesh)\n    return module\n"
         "first = build()\nsecond = wrap(first, mesh=3)\nsecond(x)\n"
     )
-    (shard,) = usage.shards
-    (made,) = calls(usage, "build")
+    (shard,) = trace.shards
+    (made,) = calls(trace, "build")
     assert made.result == {shard.subject}
-    assert [module for _, module in usage.entered if module == shard.subject]
+    assert [module for _, module in trace.entered if module == shard.subject]
     assert shard.event.keywords.keys() == {"mesh"}
 
 
 def test_a_builder_called_twice_builds_two_models():
-    usage = usage_of("def build():\n    return Model()\na = build()\nb = build()\nfully_shard(a)\nfully_shard(b)\n")
-    one, other = (shard.subject for shard in usage.shards)
+    trace = trace_of("def build():\n    return Model()\na = build()\nb = build()\nfully_shard(a)\nfully_shard(b)\n")
+    one, other = (shard.subject for shard in trace.shards)
     assert one != other
 
 
 def test_attributes_stored_on_self_are_found_in_other_methods():
-    usage = usage_of(
+    trace = trace_of(
         "class T:\n    def __init__(self, model):\n        self.model = model\n        self.wrap()\n"
         "    def wrap(self):\n        fully_shard(self.model)\n"
         "    def run(self, x):\n        self.model(x)\n"
     )
-    (shard,) = usage.shards
-    entered = [(event, module) for event, module in usage.entered if module == shard.subject]
+    (shard,) = trace.shards
+    entered = [(event, module) for event, module in trace.entered if module == shard.subject]
     assert entered
-    assert usage.is_sharded(shard.subject, entered[-1][0])
+    assert trace.is_sharded(shard.subject, entered[-1][0])
 
 
 def test_items_of_a_list_are_parts_of_the_model_that_holds_it():
-    usage = usage_of(
+    trace = trace_of(
         "class B(nn.Module): ...\n"
         "class M(nn.Module):\n    def __init__(self):\n        self.blocks = nn.ModuleList([B() for _ in range(3)])\n"
         "m = M()\nfor block in m.blocks:\n    fully_shard(block)\nfully_shard(m)\n"
     )
-    block, model = (shard.subject for shard in usage.shards)
-    assert usage.trace.is_part_of(block, model)
-    assert not usage.trace.is_part_of(model, block)
+    block, model = (shard.subject for shard in trace.shards)
+    assert trace.is_part_of(block, model)
+    assert not trace.is_part_of(model, block)
 
 
 def test_enumerate_zip_items_and_indices_give_the_elements():
@@ -71,80 +70,80 @@ def test_enumerate_zip_items_and_indices_give_the_elements():
         "for i in range(4):\n    fully_shard(m.layers[i])\n"
         "for d in reversed(list(m.layers)):\n    fully_shard(d)\n"
     )
-    usage = usage_of("m = Model()\n" + text)
-    assert len(usage.shards) == 5
-    assert len({shard.subject for shard in usage.shards}) == 1
+    trace = trace_of("m = Model()\n" + text)
+    assert len(trace.shards) == 5
+    assert len({shard.subject for shard in trace.shards}) == 1
 
 
 def test_two_indices_are_two_modules():
-    usage = usage_of("m = Model()\nfully_shard(m.layers[0])\nfully_shard(m.layers[1])\n")
-    assert len({shard.subject for shard in usage.shards}) == 2
+    trace = trace_of("m = Model()\nfully_shard(m.layers[0])\nfully_shard(m.layers[1])\n")
+    assert len({shard.subject for shard in trace.shards}) == 2
 
 
 def test_keywords_come_out_of_dictionaries_built_in_steps():
-    usage = usage_of(
+    trace = trace_of(
         "kw = dict(mesh=mesh)\nkw['mp_policy'] = policy\nif offload:\n    kw.update(offload_policy=other)\n"
         "fully_shard(Model(), **{**kw, 'reshard_after_forward': False})\n"
     )
-    (shard,) = usage.shards
+    (shard,) = trace.shards
     expected = {"mesh", "mp_policy", "offload_policy", "reshard_after_forward"}
     assert shard.event.keywords.keys() == expected
     assert not shard.event.is_open
 
 
 def test_unknown_keywords_make_a_call_open():
-    usage = usage_of("fully_shard(Model(), **settings)\n")
-    assert usage.shards[0].event.is_open
+    trace = trace_of("fully_shard(Model(), **settings)\n")
+    assert trace.shards[0].event.is_open
 
 
 def test_branches_of_one_test_exclude_each_other_and_others_do_not():
-    usage = usage_of(
+    trace = trace_of(
         "m = Model()\nif a and b:\n    fully_shard(m, mesh=1)\nelif a:\n    fully_shard(m, mesh=2)\n"
         "if c == 'x':\n    fully_shard(m, mesh=3)\nif c == 'y':\n    fully_shard(m, mesh=4)\n"
     )
-    one, two, three, four = (shard.event for shard in usage.shards)
-    assert not usage.trace.precedes(one, two)
-    assert not usage.trace.precedes(three, four)
-    assert usage.trace.precedes(one, three)
-    assert not usage.trace.precedes(three, one)
+    one, two, three, four = (shard.event for shard in trace.shards)
+    assert not trace.precedes(one, two)
+    assert not trace.precedes(three, four)
+    assert trace.precedes(one, three)
+    assert not trace.precedes(three, one)
 
 
 def test_what_follows_an_early_return_excludes_the_branch_that_returned():
-    usage = usage_of(
+    trace = trace_of(
         "def f(m):\n    if fast:\n        return fully_shard(m, mesh=1)\n    fully_shard(m, mesh=2)\nf(Model())\n"
     )
-    one, two = (shard.event for shard in usage.shards)
-    assert not usage.trace.precedes(one, two)
+    one, two = (shard.event for shard in trace.shards)
+    assert not trace.precedes(one, two)
 
 
 def test_names_set_in_both_branches_keep_both_values():
-    usage = usage_of("m = A() if x else B()\nfully_shard(m)\n")
-    assert len({shard.subject for shard in usage.shards}) == 2
+    trace = trace_of("m = A() if x else B()\nfully_shard(m)\n")
+    assert len({shard.subject for shard in trace.shards}) == 2
 
 
 def test_meta_device_is_seen_around_and_in_calls():
     for text in ("with torch.device('meta'):\n    m = Model()\n", "m = Model(device='meta')\n"):
-        usage = usage_of(text + "fully_shard(m)\n")
-        assert usage.shards[0].subject.on_meta
-    usage = usage_of("with torch.device('cuda'):\n    m = Model()\nfully_shard(m)\n")
-    assert not usage.shards[0].subject.on_meta
+        trace = trace_of(text + "fully_shard(m)\n")
+        assert trace.shards[0].subject.on_meta
+    trace = trace_of("with torch.device('cuda'):\n    m = Model()\nfully_shard(m)\n")
+    assert not trace.shards[0].subject.on_meta
 
 
 def test_optimizers_know_whose_parameters_they_have():
-    usage = usage_of(
+    trace = trace_of(
         "m = Model()\nfully_shard(m)\n"
         "decay = [p for n, p in m.named_parameters() if 'norm' not in n]\n"
         "torch.optim.AdamW([{'params': decay}, {'params': filter(f, m.parameters())}])\n"
         "torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
     )
-    (optimizer,) = usage.optimizers
-    assert optimizer.owners == {usage.shards[0].subject}
+    (optimizer,) = trace.optimizers
+    assert optimizer.owners == {trace.shards[0].subject}
 
 
 def test_functions_that_call_themselves_end():
     text = "def f(m, n):\n    fully_shard(m)\n    for c in m.children():\n        f(c, n - 1)\nf(Model(), 3)\n"
-    usage = usage_of(text)
-    assert usage.trace.calls_to(FULLY_SHARD)
+    trace = trace_of(text)
+    assert trace.calls_to(FULLY_SHARD)
 
 
 def test_calls_that_branch_at_every_level_stay_within_the_budget():
@@ -154,11 +153,11 @@ def test_calls_that_branch_at_every_level_stay_within_the_budget():
 
 
 def test_parts_of_a_compound_test_are_compared_one_by_one():
-    usage = usage_of(
+    trace = trace_of(
         "m = Model()\nif a == 1 and b:\n    fully_shard(m, mesh=1)\nif a == 2:\n    fully_shard(m, mesh=2)\n"
         "if c or not d:\n    raise ValueError\nfully_shard(m, mesh=3)\nif not d:\n    fully_shard(m, mesh=4)\n"
     )
-    one, two, three, four = (shard.event for shard in usage.shards)
-    assert not usage.trace.precedes(one, two)
-    assert not usage.trace.precedes(three, four)
-    assert usage.trace.precedes(two, three)
+    one, two, three, four = (shard.event for shard in trace.shards)
+    assert not trace.precedes(one, two)
+    assert not trace.precedes(three, four)
+    assert trace.precedes(two, three)

@@ -76,6 +76,4 @@ def test_metadata_opens_nothing():
             torch.float32,
             True,
         )
-        assert torch.zeros_like(weight).shape == (3, 3)
-        assert weight.new_zeros(2).sum() == 0
     assert not mode._open

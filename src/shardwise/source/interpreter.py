@@ -1,0 +1,699 @@
+"""Follow a program, function by function: what its names hold, and the calls that it makes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from shardwise.source import facts
+from shardwise.source.syntax import Comprehension, FileContext, Function, all_parameters
+from shardwise.source.trace import Trace
+from shardwise.source.values import (
+    UNKNOWN,
+    BranchTest,
+    Constant,
+    DictEntry,
+    DictValue,
+    Env,
+    FunctionRef,
+    ImportedName,
+    Items,
+    ObjectRef,
+    Param,
+    ProgramEvent,
+    StateDict,
+    TupleValue,
+    Value,
+    Values,
+    either,
+    is_plain,
+    join,
+    literal_key,
+    merged,
+    modules,
+    pairs,
+)
+
+ITEM = "[]"
+DESCENDANT = "modules()"
+_MAX_DEPTH = 8
+_MAX_EVENTS = 20_000  # of one trace; a file that reaches it is read no further
+_MAX_TURNS = 4
+_CASTS = frozenset({"to", "cuda", "cpu", "half", "float", "double", "bfloat16"})
+_TENSOR_METHODS = frozenset({"detach", "to", "float", "cpu", "values", "clone"})
+_SAME_OBJECT: dict[type, frozenset[str]] = {  # methods that return what they are called on, by its kind
+    ObjectRef: _CASTS | {"train", "eval", "requires_grad_", "to_empty", "apply"},
+    Param: _TENSOR_METHODS,
+    Items: _TENSOR_METHODS,
+    StateDict: _TENSOR_METHODS | {"copy", "get", "contiguous", "half", "bfloat16"},
+}
+_COLLECTIONS = frozenset({"list", "tuple", "set", "sorted", "iter", "filter"})
+_READERS = frozenset({"print", "len", "str", "repr", "isinstance", "sorted", "list", "tuple", "dict", "bool"})
+
+
+def read_program(file: FileContext) -> list[Trace]:
+    """The traces of a file; each event happens in exactly one of them, except in functions called several times."""
+    main = _Interpreter(file, file.tree)
+    with suppress(_OutOfBudget):
+        main.block(file.tree.body)
+    traces, reached = [main.trace], set(main.reached)
+    for functions in _roots(file):
+        unreached = [function for function in functions if function not in reached]
+        if unreached:
+            interpreter = _Interpreter(file, unreached[0], main.module_env)
+            # A method that another of its class calls is read there, with its arguments.
+            for function in unreached:
+                if function not in interpreter.reached:
+                    interpreter.read_root(function)
+            traces.append(interpreter.trace)
+            reached |= interpreter.reached
+    return [trace for trace in traces if trace.events]
+
+
+def _roots(file: FileContext) -> Iterator[list[Function]]:
+    """Functions to start from: methods of one class together, callers before those they call."""
+    called = [getattr(call.func, "id", "") or getattr(call.func, "attr", "") for call in file.calls]
+    for node in file.tree.body:
+        if isinstance(node, ast.ClassDef):
+            methods = [one for one in node.body if isinstance(one, Function)]
+            yield sorted(methods, key=lambda one: (one.name not in ("__init__", "setup"), called.count(one.name)))
+    tops = [one for one in file.functions if not isinstance(file.parents[one], ast.ClassDef | Function)]
+    for function in sorted(tops, key=lambda one: (called.count(one.name), one.lineno)):
+        yield [function]
+
+
+class _OutOfBudget(Exception):
+    """The trace is long enough; what has been read so far stands."""
+
+
+class _Interpreter(ast.NodeVisitor):
+    """Reads one trace. `visit` returns an expression's values, and of a statement whether control stops there.
+
+    Args:
+        file: What is read.
+        root: The module or function from which reading starts.
+        module_env: The module's names; None where the module itself is read.
+    """
+
+    def __init__(self, file: FileContext, root: ast.AST, module_env: Env | None = None) -> None:
+        self.file, self.root = file, root
+        self.env: Env = {}
+        self.module_env = self.env if module_env is None else module_env
+        self.trace = Trace()
+        self.reached: set[Function] = set()
+        self._heap: dict[tuple[ObjectRef, str], Values] = {}  # attributes and items that were stored
+        self._guards: list[BranchTest] = []
+        self._contexts: list[ProgramEvent] = []
+        self._loops: list[ast.For | ast.AsyncFor | ast.While] = []
+        self._chain: list[ast.Call] = []
+        self._active: list[Function] = []  # the functions being read, outermost first
+        self._returned: list[Values] = []
+        self._turn: tuple[int, ...] = ()  # of the loops that are read turn by turn
+        self._meta_depth = 0
+
+    def read_root(self, function: Function) -> None:
+        """Read a function that nobody calls, with objects of its own as arguments."""
+        self.root = function
+        self.env = {one.arg: frozenset({ObjectRef(one)}) for one in all_parameters(function.args)}
+        owner, positional = self.file.parents[function], [*function.args.posonlyargs, *function.args.args]
+        if isinstance(owner, ast.ClassDef) and positional:
+            self.env[positional[0].arg] = frozenset({ObjectRef(owner, definition=owner)})  # all methods share it
+        self.reached.add(function)
+        with suppress(_OutOfBudget):
+            self._body(function)
+
+    def _emit(self, node: ast.Call | ast.Attribute, **details: Any) -> ProgramEvent:
+        if len(self.trace.events) >= _MAX_EVENTS:
+            raise _OutOfBudget
+        event = ProgramEvent(
+            node=node,
+            order=len(self.trace.events),
+            root=self.root,
+            guards=tuple(self._guards),
+            chain=tuple(self._chain),
+            contexts=tuple(self._contexts),
+            loop=self._loops[-1] if self._loops else None,
+            **details,
+        )
+        self.trace.events.append(event)
+        return event
+
+    @contextmanager
+    def _guarded(self, test: ast.expr | ast.ExceptHandler, taken: bool) -> Iterator[None]:
+        """Inside: the test came out so."""
+        length = len(self._guards)
+        self._assume(test, taken)
+        yield
+        del self._guards[length:]
+
+    def _assume(
+        self, test: ast.expr | ast.ExceptHandler, taken: bool, branch: tuple[ast.AST, bool] | None = None
+    ) -> None:
+        """From here to the end of the block: the test came out so."""
+        branch = branch or (test, taken)
+        while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test, taken = test.operand, not taken
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) == taken:
+            # All of an `and` hold where it is taken; none of an `or` where it is not.
+            for value in test.values:
+                self._assume(value, taken, branch)
+        else:
+            self._guards.append(BranchTest(test, taken, self.file.source(test), branch))
+
+    def _load(self, owner: ObjectRef, name: str) -> Values:
+        """An attribute, or an item by the name `[]`, of an object."""
+        stored = self._heap.get((owner, name))
+        return stored if stored is not None else frozenset({owner.part(name)})
+
+    def _store(self, owner: ObjectRef, name: str, values: Values) -> None:
+        """Set an attribute or item; under a test, it may also keep what it had."""
+        for value in modules(values):
+            if value != owner:
+                self.trace.owners.setdefault(value, set()).add(owner)
+        before = self._heap.get((owner, name), UNKNOWN)
+        self._heap[owner, name] = join(before, values) if self._guards or name == ITEM else values
+
+    def _rebind(self, node: ast.expr, values: Values) -> None:
+        """Give the name or attribute by which a dictionary or list was reached its new content."""
+        if isinstance(node, ast.Name):
+            self.env[node.id] = values
+        elif isinstance(node, ast.Attribute):
+            for owner in modules(self.visit(node.value)):
+                self._heap[owner, node.attr] = values
+
+    def _find_method(self, definition: ast.ClassDef | None, name: str) -> Function | None:
+        """A method of a class, or of its first base in this file, and so on."""
+        for _ in range(_MAX_DEPTH):
+            if definition is None:
+                break
+            for statement in definition.body:
+                if isinstance(statement, Function) and statement.name == name:
+                    return statement
+            bases = [self.file.definition(base) for base in definition.bases]
+            definition = next((one for one in bases if isinstance(one, ast.ClassDef)), None)
+        return None
+
+    def _item(self, value: Value, key: object = None) -> Values:
+        """What `value[key]` is, or any item of it where the key is None."""
+        match value:
+            case ObjectRef():
+                return self._load(value, ITEM if key is None else f"[{key!r}]")  # `layers[0]` is not any of `layers`
+            case Items():
+                return value.element
+            case TupleValue(items) if isinstance(key, int) and -len(items) <= key < len(items):
+                return items[key]
+            case TupleValue(items):
+                return join(*items)
+            case DictValue():
+                return value.get(key if isinstance(key, str) else None)
+            case StateDict():
+                return frozenset({value})  # a tensor of it is as full as the whole
+        return UNKNOWN
+
+    def _iterate(self, values: Values) -> Values:
+        """What one turn of a loop over these values gets; of a dictionary the keys, which are unknown."""
+        return join(*(self._item(value) for value in values if not isinstance(value, DictValue)))
+
+    def _turns(self, values: Values) -> Iterator[Values]:
+        """What the turns of a loop get: each element of a short tuple or list, else one turn that stands for all.
+
+        What is made in one turn is not what is made in another.
+        """
+        value = next(iter(values)) if len(values) == 1 else None
+        if not (isinstance(value, TupleValue) and 1 < len(value.items) <= _MAX_TURNS):
+            yield self._iterate(values)
+            return
+        for number, element in enumerate(value.items):
+            outer, self._turn = self._turn, (*self._turn, number)
+            yield element
+            self._turn = outer
+
+    def generic_visit(self, node: ast.AST) -> Values:
+        """Evaluate the expressions in a node of which nothing is known."""
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.visit(child)
+        return UNKNOWN
+
+    def visit_Constant(self, node: ast.Constant) -> Values:
+        return frozenset({Constant(node.value)}) if is_plain(node.value) else UNKNOWN
+
+    def visit_Name(self, node: ast.Name) -> Values:
+        if node.id in self.env or self.module_env.get(node.id):
+            return self.env[node.id] if node.id in self.env else self.module_env[node.id]
+        origins = self.file.origins(node)
+        return frozenset({ImportedName(origins)}) if origins else UNKNOWN
+
+    def visit_Attribute(self, node: ast.Attribute) -> Values:
+        found: list[Values] = []
+        for owner in self.visit(node.value):
+            match owner:
+                case ObjectRef():
+                    found.append(self._load(owner, node.attr))
+                case Param() if node.attr in ("data", "grad"):
+                    found.append(frozenset({owner}))
+                case ImportedName(origins):
+                    found.append(frozenset({ImportedName(frozenset(f"{origin}.{node.attr}" for origin in origins))}))
+        origins = self.file.origins(node)
+        return frozenset({ImportedName(origins)}) if origins and not found else join(*found)
+
+    def visit_Subscript(self, node: ast.Subscript) -> Values:
+        owners = self.visit(node.value)
+        self.visit(node.slice)
+        return join(*(self._item(owner, literal_key(node.slice)) for owner in owners))
+
+    def visit_Tuple(self, node: ast.Tuple | ast.List | ast.Set) -> Values:
+        items = [self.visit(element) for element in node.elts]
+        starred = [isinstance(element, ast.Starred) for element in node.elts]
+        if any(starred):
+            rows = [self._iterate(one) if is_many else one for one, is_many in zip(items, starred, strict=True)]
+            return frozenset({Items(join(*rows))})
+        return frozenset({TupleValue(tuple(items))})
+
+    visit_List = visit_Set = visit_Tuple
+
+    def visit_Dict(self, node: ast.Dict) -> Values:
+        for key in filter(None, node.keys):
+            self.visit(key)
+        names = [None if key is None else literal_key(key) or 0 for key in node.keys]
+        return frozenset({self._entries(zip(names, node.values, strict=True))})
+
+    def _entries(self, given: Iterable[tuple[str | int | None, ast.expr]]) -> DictValue:
+        """Keys, or keyword arguments, with their values; the value of None is spread, a number is a computed key."""
+        entries: list[DictEntry] = []
+        is_open = False
+        for key, value in given:
+            values = self.visit(value)
+            if key is None:
+                spread = merged([values])
+                entries += spread.entries
+                is_open |= spread.is_open
+            else:
+                entries.append(DictEntry(key if isinstance(key, str) else "", values, value))
+                is_open |= not isinstance(key, str)
+        return DictValue(tuple(entries), is_open)
+
+    def visit_BinOp(self, node: ast.BinOp) -> Values:
+        """`a | b` of dictionaries and `a + b` of lists; any other arithmetic is unknown."""
+        sides = [self.visit(node.left), self.visit(node.right)]
+        if isinstance(node.op, ast.BitOr) and any(isinstance(value, DictValue) for values in sides for value in values):
+            return frozenset({merged(sides)})
+        rows = frozenset(value for values in sides for value in values if isinstance(value, TupleValue | Items))
+        return frozenset({Items(self._iterate(rows))}) if isinstance(node.op, ast.Add) and rows else UNKNOWN
+
+    def visit_ListComp(self, node: Comprehension) -> Values:
+        outer, guards = dict(self.env), len(self._guards)
+        element = join(*self._elements(node, list(node.generators)))
+        del self._guards[guards:]
+        self.env = outer
+        return frozenset({Items(element)})
+
+    visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
+
+    def _elements(self, node: Comprehension, generators: list[ast.comprehension]) -> Iterator[Values]:
+        """The elements that a comprehension gives, turn by turn."""
+        if not generators:
+            if isinstance(node, ast.DictComp):
+                self.visit(node.key)
+            yield self.visit(node.value if isinstance(node, ast.DictComp) else node.elt)
+            return
+        first, *rest = generators
+        for value in self._turns(self.visit(first.iter)):
+            self._assign(first.target, value)
+            for test in first.ifs:
+                self.visit(test)
+                self._assume(test, True)
+            yield from self._elements(node, rest)
+
+    def visit_IfExp(self, node: ast.IfExp) -> Values:
+        self.visit(node.test)
+        with self._guarded(node.test, True):
+            body = self.visit(node.body)
+        with self._guarded(node.test, False):
+            return join(body, self.visit(node.orelse))
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Values:
+        return join(*(self.visit(value) for value in node.values))
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> Values:
+        self.env[node.target.id] = self.visit(node.value)
+        return self.env[node.target.id]
+
+    def visit_Await(self, node: ast.Await | ast.Starred) -> Values:
+        return self.visit(node.value)
+
+    visit_Starred = visit_Await
+
+    def visit_Lambda(self, node: ast.Lambda) -> Values:
+        return UNKNOWN
+
+    def visit_Call(self, node: ast.Call) -> Values:
+        """Evaluate the arguments, record the call, and tell what it returns."""
+        callee = self.file.callee(node)
+        function, receiver = node.func, UNKNOWN
+        if isinstance(function, ast.Attribute):
+            receiver = self.visit(function.value)
+            called = join(*(self._load(one, function.attr) for one in modules(receiver)))
+        else:
+            called = self.visit(function)
+        args = tuple(self.visit(argument) for argument in (*callee.args, *node.args))
+        given = self._entries((keyword.arg, keyword.value) for keyword in (*callee.keywords, *node.keywords))
+        event = self._emit(
+            node,
+            origins=callee.origins or frozenset().union(*(f.origins for f in called if isinstance(f, ImportedName))),
+            receiver=receiver,
+            method=getattr(function, "attr", getattr(function, "id", "")),
+            args=args,
+            keywords={entry.key: entry for entry in given.entries if entry.key},
+            is_open=given.is_open or any(isinstance(argument, ast.Starred) for argument in node.args),
+            called=called,
+        )
+        result = self._result(node, event)
+        object.__setattr__(event, "result", result)  # known only now, and events inside come after this one
+        return result
+
+    def _result(self, call: ast.Call, event: ProgramEvent) -> Values:
+        if event.is_call_to(*facts.RETURNS_FIRST):
+            return event.argument(0, "module", "model")
+        known = self._of_method(call, event) if isinstance(call.func, ast.Attribute) else self._of_builtin(event)
+        if known is not None:
+            return known
+        if event.is_call_to(*facts.GETTERS):
+            return facts.state_dict_of(event)
+        functions = [value for value in event.called if isinstance(value, FunctionRef)]
+        if isinstance(call.func, ast.Attribute):
+            for one in modules(event.receiver):
+                method = self._find_method(one.definition, event.method)
+                if method is not None and not _is_static(method):
+                    functions.append(FunctionRef(method, one))
+        if len(functions) == 1:
+            return self._inline(call, event, functions[0])
+        if event.origins or event.method not in _READERS:
+            self._open_dictionaries(call)
+        return self._new_object(call, event)
+
+    def _open_dictionaries(self, call: ast.Call) -> None:
+        """A function that cannot be read may add keys to the dictionaries it is given."""
+        for argument in [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg is not None)]:
+            if isinstance(argument, ast.Name) and argument.id in self.env:
+                self.env[argument.id] = frozenset(
+                    DictValue(value.entries, is_open=True) if isinstance(value, DictValue) else value
+                    for value in self.env[argument.id]
+                )
+
+    def _inline(self, call: ast.Call, event: ProgramEvent, function: FunctionRef) -> Values:
+        """Read the body of a function with its arguments in place."""
+        definition = function.definition
+        self.reached.add(definition)
+        if definition in self._active or len(self._active) >= _MAX_DEPTH or definition.name == "forward":
+            return UNKNOWN
+        object.__setattr__(event, "is_inlined", True)
+        outer, contexts, metas = self.env, len(self._contexts), self._meta_depth
+        self.env = {**(function.env or {}), **self._bind(event, function)}
+        self._chain.append(call)
+        for decorator in definition.decorator_list:  # `@torch.no_grad()` is a block around the body
+            self._enter(decorator)
+        returned = self._body(definition)
+        # What the function put into a dictionary that it was given is in the caller's too.
+        positional = [*definition.args.posonlyargs, *definition.args.args][function.bound_to is not None :]
+        for parameter, argument in zip(positional, call.args, strict=False):
+            name = argument.id if isinstance(argument, ast.Name) else ""
+            if any(isinstance(value, DictValue) for value in outer.get(name, UNKNOWN)):
+                outer[name] = self.env.get(parameter.arg, UNKNOWN)
+        self._chain.pop()
+        self.env, self._meta_depth = outer, metas
+        del self._contexts[contexts:]
+        return returned
+
+    def _bind(self, event: ProgramEvent, function: FunctionRef) -> Env:
+        """The parameters' values: arguments, else defaults, else something unknown that has a name."""
+        parameters = function.definition.args
+        positional = [*parameters.posonlyargs, *parameters.args]
+        args = [*([frozenset({function.bound_to})] if function.bound_to is not None else []), *event.args]
+        env: Env = dict(zip((one.arg for one in positional), args, strict=False))
+        env |= {name: entry.values for name, entry in event.keywords.items()}
+        defaults: list[tuple[ast.arg, ast.expr | None]] = []
+        defaults += zip(reversed(positional), reversed(parameters.defaults), strict=False)
+        defaults += zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
+        for parameter, default in defaults:
+            if parameter.arg not in env and default is not None:
+                env[parameter.arg] = self.visit(default)
+        for parameter in all_parameters(parameters):
+            env.setdefault(parameter.arg, frozenset({ObjectRef(parameter, tuple(self._chain))}))
+        return env
+
+    def _new_object(self, call: ast.Call, event: ProgramEvent) -> Values:
+        """The new object that an unknown function or class returns."""
+        if event.method == "dict" and not event.origins and not event.args:
+            return frozenset({DictValue(tuple(event.keywords.values()), event.is_open)})
+        place = {"site": call, "chain": tuple(self._chain), "turn": self._turn}
+        if event.is_call_to("copy.deepcopy") and event.args:
+            return frozenset(replace(one, **place, owner=None, path=()) for one in modules(event.args[0]))
+        found = self.file.definition(call.func)
+        definition = found if isinstance(found, ast.ClassDef) else None
+        on_meta = self._meta_depth > 0 or any(facts.is_device(one, "meta") for one in event.argument(None, "device"))
+        new = ObjectRef(**place, origins=event.origins, definition=definition, on_meta=on_meta)
+        if event.is_call_to("torch.nn.Sequential"):
+            for element in event.args:
+                self._store(new, ITEM, element)
+        elif event.is_call_to(*facts.LISTS) and event.args:
+            self._store(new, ITEM, self._iterate(event.args[0]))
+        constructor = self._find_method(definition, "__init__")
+        if constructor is not None:
+            self._inline(call, event, FunctionRef(constructor, new))
+        return frozenset({new})
+
+    def _of_method(self, call: ast.Call, event: ProgramEvent) -> Values | None:
+        """What a well-known method returns; None where the method is not one of those."""
+        assert isinstance(call.func, ast.Attribute), "a method"
+        if event.method in ("append", "add", "extend") and event.args:
+            added = self._iterate(event.args[0]) if event.method == "extend" else event.args[0]
+            for one in modules(event.receiver):
+                self._store(one, ITEM, added)
+            if any(isinstance(one, TupleValue | Items) for one in event.receiver):
+                self._rebind(call.func.value, frozenset({Items(join(self._iterate(event.receiver), added))}))
+        found = [values for one in event.receiver if (values := self._returned_by(call, event, one)) is not None]
+        return join(*found) if found else None
+
+    def _returned_by(self, call: ast.Call, event: ProgramEvent, one: Value) -> Values | None:
+        name = event.method
+        match one:
+            case ObjectRef() if self._find_method(one.definition, name) is not None:
+                return None  # the class has one of its own
+            case ObjectRef() if name == "state_dict":
+                return frozenset({StateDict(one, call)})
+            case ObjectRef() if name in _MODULE_METHODS:
+                return _MODULE_METHODS[name](self, one)
+            case StateDict() if name == "items":
+                return pairs(frozenset({one}))
+            case DictValue() if name == "update":
+                added = merged([frozenset({one}), *event.args])
+                table = DictValue((*added.entries, *event.keywords.values()), added.is_open or event.is_open)
+                self._rebind(getattr(call.func, "value", call), frozenset({table}))
+                return frozenset({Constant(None)})
+            case DictValue() if name in ("get", "pop") and call.args:
+                key = literal_key(call.args[0])
+                return one.get(key) if isinstance(key, str) else UNKNOWN
+        return frozenset({one}) if name in _SAME_OBJECT.get(type(one), frozenset()) else None
+
+    def _of_builtin(self, event: ProgramEvent) -> Values | None:
+        """What Python's own functions on iterables return."""
+        name = "" if event.origins else event.method
+        if not event.args:
+            return frozenset({Items(UNKNOWN)}) if name in ("list", "set") else None
+        if name in _COLLECTIONS:
+            return event.args[-1]
+        if name == "reversed":
+            return frozenset({Items(self._iterate(event.args[-1]))})
+        if name == "enumerate":
+            return pairs(self._iterate(event.args[0]))
+        if name == "zip":
+            return frozenset({Items(frozenset({TupleValue(tuple(map(self._iterate, event.args)))}))})
+        if name == "getattr" and len(event.args) >= 2:
+            names = [str(value.value) for value in event.args[1] if isinstance(value, Constant)]
+            return join(*(self._load(one, name) for one in modules(event.args[0]) for name in names))
+        return None
+
+    def block(self, statements: Sequence[ast.stmt]) -> bool:
+        """Read statements; True when control never reaches their end."""
+        length = len(self._guards)
+        ends = any(self.visit(statement) for statement in statements)
+        del self._guards[length:]
+        return ends
+
+    def _body(self, function: Function) -> Values:
+        """Read a function's body in the names set up for it; what it returns."""
+        outer, self._returned = self._returned, []
+        self._active.append(function)
+        self.block(function.body)
+        self._active.pop()
+        returned, self._returned = join(*self._returned), outer
+        return returned
+
+    def visit_Return(self, node: ast.Return) -> bool:
+        self._returned.append(self.visit(node.value) if node.value else UNKNOWN)
+        return True
+
+    def visit_Raise(self, node: ast.Raise | ast.Continue | ast.Break) -> bool:
+        self.generic_visit(node)
+        return True
+
+    visit_Continue = visit_Break = visit_Raise
+
+    def visit_If(self, node: ast.If) -> bool:
+        self.visit(node.test)
+        before = dict(self.env)
+        with self._guarded(node.test, True):
+            body_ends = self.block(node.body)
+        after_body, self.env = self.env, before
+        with self._guarded(node.test, False):
+            else_ends = self.block(node.orelse)
+        if body_ends and not else_ends:
+            self._assume(node.test, False)  # `if x: return`: what follows is the other branch
+        elif else_ends and not body_ends:
+            self._assume(node.test, True)
+            self.env = after_body
+        else:
+            self.env = either(after_body, self.env)
+        return body_ends and else_ends
+
+    def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
+        for element in self._turns(self.visit(node.iter)):
+            self._assign(node.target, element)
+            self._loop(node)
+        self.block(node.orelse)
+
+    visit_AsyncFor = visit_For
+
+    def visit_While(self, node: ast.While) -> None:
+        self.visit(node.test)
+        self._loop(node)
+        self.block(node.orelse)
+
+    def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
+        before = dict(self.env)
+        self._loops.append(node)
+        self.block(node.body)
+        self._loops.pop()
+        self.env = either(before, self.env)
+
+    def visit_With(self, node: ast.With | ast.AsyncWith) -> bool:
+        contexts, metas = len(self._contexts), self._meta_depth
+        for item in node.items:
+            values = self._enter(item.context_expr)
+            if item.optional_vars is not None:
+                self._assign(item.optional_vars, values)
+        ends = self.block(node.body)
+        self._meta_depth = metas
+        del self._contexts[contexts:]
+        return ends
+
+    visit_AsyncWith = visit_With
+
+    def _enter(self, context: ast.expr) -> Values:
+        """Evaluate the context of a `with` or a decorator; its calls are around what follows."""
+        before = len(self.trace.events)
+        values = self.visit(context)
+        self._contexts += self.trace.events[before:]
+        self._meta_depth += any(map(facts.makes_meta, self.trace.events[before:]))
+        return values
+
+    def visit_Try(self, node: ast.Try | ast.TryStar) -> bool:
+        before = dict(self.env)
+        ends = self.block([*node.body, *node.orelse])
+        after = self.env
+        for handler in node.handlers:
+            self.env = either(before, after)
+            with self._guarded(handler, True):
+                if not self.block(handler.body):
+                    after, ends = either(after, self.env), False
+        self.env = after
+        return self.block(node.finalbody) or ends
+
+    visit_TryStar = visit_Try
+
+    def visit_Match(self, node: ast.Match) -> None:
+        self.visit(node.subject)
+        before, after = dict(self.env), dict(self.env)
+        for case in node.cases:
+            self.env = dict(before)
+            unique = ast.Constant(f"pattern {case.pattern.lineno}:{case.pattern.col_offset}")
+            value = case.pattern.value if isinstance(case.pattern, ast.MatchValue) else unique
+            test = ast.Compare(left=node.subject, ops=[ast.Eq()], comparators=[value])
+            with self._guarded(ast.copy_location(test, case.pattern), True):
+                self.block(case.body)
+            after = either(after, self.env)
+        self.env = after
+
+    def visit_FunctionDef(self, node: Function) -> None:
+        self.env[node.name] = frozenset({FunctionRef(node, env=self.env if self._active else None)})
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.env.pop(node.name, None)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        values = self.visit(node.value)
+        for target in node.targets:
+            self._assign(target, values)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self._assign(node.target, self.visit(node.value))
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.visit(node.value)
+        if isinstance(node.target, ast.Name):
+            self.env[node.target.id] = UNKNOWN
+
+    def _assign(self, target: ast.expr, values: Values) -> None:
+        """Bind a target to values, element by element where both sides show them."""
+        match target:
+            case ast.Name():
+                self.env[target.id] = values
+            case ast.Starred():
+                self._assign(target.value, UNKNOWN)
+            case ast.Tuple() | ast.List():
+                rows = [value for value in values if isinstance(value, TupleValue)]
+                is_known = rows and all(len(row.items) == len(target.elts) for row in rows)
+                for position, element in enumerate(target.elts):
+                    parts = frozenset(one.part(f"[{position}]") for one in modules(values) if not one.path)
+                    self._assign(element, join(*(row.items[position] for row in rows)) if is_known else parts)
+            case ast.Attribute():
+                owners = self.visit(target.value)
+                self._emit(target, receiver=owners, method=target.attr, args=(values,))
+                for owner in modules(owners):
+                    self._store(owner, target.attr, values)
+            case ast.Subscript():
+                owners, key = self.visit(target.value), literal_key(target.slice)
+                self.visit(target.slice)
+                entry = DictEntry(key, values, target) if isinstance(key, str) else None
+                tables = frozenset(
+                    DictValue((*one.entries, *([entry] if entry else [])), one.is_open or entry is None)
+                    for one in owners
+                    if isinstance(one, DictValue)
+                )
+                if tables:
+                    self._rebind(target.value, tables)
+                for owner in modules(owners):
+                    self._store(owner, ITEM, values)
+
+
+def _is_static(function: Function) -> bool:
+    return any(isinstance(one, ast.Name) and one.id in ("staticmethod", "property") for one in function.decorator_list)
+
+
+_MODULE_METHODS: dict[str, Callable[[_Interpreter, ObjectRef], Values]] = {
+    "parameters": lambda reader, one: frozenset({Items(frozenset({Param(one)}))}),
+    "named_parameters": lambda reader, one: pairs(frozenset({Param(one)})),
+    "modules": lambda reader, one: frozenset({Items(frozenset({one.part(DESCENDANT)}))}),
+    "named_modules": lambda reader, one: pairs(frozenset({one.part(DESCENDANT)})),
+    "children": lambda reader, one: frozenset({Items(reader._load(one, ITEM))}),
+    "named_children": lambda reader, one: pairs(reader._load(one, ITEM)),
+    "values": lambda reader, one: frozenset({Items(reader._load(one, ITEM))}),
+    "items": lambda reader, one: pairs(reader._load(one, ITEM)),
+}
