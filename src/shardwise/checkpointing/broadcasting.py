@@ -46,7 +46,7 @@ def find_differing_copy(contents: Contents, name: str, others: Sequence[str], bo
         copy = contents.tensors[other]
         if (copy.shape, copy.dtype) != (first.shape, first.dtype):
             return other
-        if _surely_equal(first, copy):
+        if _evidence(first) == _evidence(copy):
             continue
         for box in boxes:
             for portion in portions(box, ITEM_BYTES[first.dtype], _PORTION_BYTES):
@@ -56,17 +56,9 @@ def find_differing_copy(contents: Contents, name: str, others: Sequence[str], bo
     return None
 
 
-def _surely_equal(first: StoredTensor, copy: StoredTensor) -> bool:
-    """The same bytes of the same files, or the same checksums of the same boxes."""
-    if len(first.pieces) != len(copy.pieces):
-        return False
-    return all(
-        a.box == b.box
-        and a.data is None
-        and b.data is None
-        and ((a.file, a.offset) == (b.file, b.offset) or (a.checksums and a.checksums == b.checksums))
-        for a, b in zip(first.pieces, copy.pieces, strict=True)
-    )
+def _evidence(tensor: StoredTensor) -> list[object]:
+    """What two tensors that hold the same must have in common to be known to do so unread."""
+    return [(each.box, each.checksums or (each.file, each.offset, id(each.data))) for each in tensor.pieces]
 
 
 def describe(contents: Contents) -> Contents:
