@@ -8,30 +8,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "complex32": 4,
-    "complex64": 8,
-    "complex128": 16,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
+DTYPES: dict[str, tuple[int, str, str]] = {
+    "float64": (8, "F64", "DoubleStorage"),
+    "float32": (4, "F32", "FloatStorage"),
+    "float16": (2, "F16", "HalfStorage"),
+    "bfloat16": (2, "BF16", "BFloat16Storage"),
+    "float8_e4m3fn": (1, "F8_E4M3", ""),
+    "float8_e4m3fnuz": (1, "F8_E4M3FNUZ", ""),
+    "float8_e5m2": (1, "F8_E5M2", ""),
+    "float8_e5m2fnuz": (1, "F8_E5M2FNUZ", ""),
+    "float8_e8m0fnu": (1, "F8_E8M0", ""),
+    "complex32": (4, "", ""),
+    "complex64": (8, "C64", "ComplexFloatStorage"),
+    "complex128": (16, "", "ComplexDoubleStorage"),
+    "int64": (8, "I64", "LongStorage"),
+    "int32": (4, "I32", "IntStorage"),
+    "int16": (2, "I16", "ShortStorage"),
+    "int8": (1, "I8", "CharStorage"),
+    "uint64": (8, "U64", ""),
+    "uint32": (4, "U32", ""),
+    "uint16": (2, "U16", ""),
+    "uint8": (1, "U8", "ByteStorage"),
+    "bool": (1, "BOOL", "BoolStorage"),
 }
-"""Bytes of one element, by the name torch gives the dtype (`str(dtype)` without `torch.`)."""
+"""By the name torch gives the dtype (`str(dtype)` without `torch.`): bytes of one element, the name in safetensors, and
+the storage class in torch's pickles; empty where there is none."""
+ITEM_BYTES = {dtype: num_bytes for dtype, (num_bytes, _, _) in DTYPES.items()}
 
 
 def count_of(value: Any) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 
 from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor, TorchStream, count_of, sizes_of
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, read_manifest
-from shardwise.checkpointing.pickles.machine import Record, load_pickle
+from shardwise.checkpointing.pickles.machine import Record
 from shardwise.checkpointing.pickles.torch_files import FlatState, TorchFile, plain_value
-from shardwise.checkpointing.pickles.torch_objects import DCP_METADATA, TensorRef, dtype_name, read_torch_pickle
+from shardwise.checkpointing.pickles.torch_objects import TensorRef, dtype_name, read_dcp_pickle, read_torch_pickle
 from shardwise.checkpointing.pickles.zip_files import ZipIndex
 from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
@@ -44,7 +44,7 @@ def read_dcp(path: str | Path) -> Contents:
         return read_manifest(folder)
     place = files.join(folder, METADATA_NAME)
     data = files.read_small(place, _MAX_METADATA_BYTES)
-    metadata = load_pickle(data, allowed=DCP_METADATA, where=str(place), max_bytes=_MAX_METADATA_BYTES)
+    metadata = read_dcp_pickle(data, where=str(place), max_bytes=_MAX_METADATA_BYTES)
     try:
         if not isinstance(metadata, Record) or not metadata.name.endswith(".Metadata"):
             raise ValueError("it is a pickle of something else")
