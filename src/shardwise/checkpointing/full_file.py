@@ -22,8 +22,8 @@ from shardwise.checkpointing.formats.safetensors import refuse_overwrite
 from shardwise.checkpointing.loading import load_run
 from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.state.names import with_our_names
-from shardwise.checkpointing.state.nested import put_together
-from shardwise.checkpointing.state.run import Collected, Run, Stateful
+from shardwise.checkpointing.state.nested import FlatState, put_together
+from shardwise.checkpointing.state.run import Run, Stateful
 from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.weights import refuse_remote, stream_gathered
 from shardwise.distributed.agreement import Channel
@@ -131,13 +131,13 @@ def _open(path: str | Path, run: Run, mesh: DeviceMesh | None, broadcast: bool) 
     return opened[0] if opened else described
 
 
-def _as_tree(found: Collected) -> tuple[dict[str, Any], dict[int, Any]]:
+def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[int, Any]]:
     """The nested dictionary with infos in place of tensors, and the tensor of each info."""
     infos: dict[str, TensorInfo] = {}
     tensors: dict[int, Any] = {}
-    for leaf in found.leaves:
-        infos[leaf.name] = TensorInfo(leaf.name, dtype_name(leaf.tensor.dtype), tuple(leaf.tensor.shape))
-        tensors[id(infos[leaf.name])] = leaf.tensor
+    for name, tensor in found.tensors.items():
+        infos[name] = TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        tensors[id(infos[name])] = tensor
     parts: dict[tuple[str | int, ...], Any] = {found.paths[name]: info for name, info in infos.items()}
     parts |= {found.paths[alias]: infos[name] for alias, name in found.aliases.items()}
     parts |= {found.paths[name]: value for name, value in plain_values(found.values).items()}

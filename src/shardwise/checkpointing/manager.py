@@ -33,7 +33,8 @@ from shardwise.checkpointing.loading import load_run
 from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.saving import Saver, Started, describe_run
 from shardwise.checkpointing.state.names import with_our_names
-from shardwise.checkpointing.state.run import Collected, Run, Stateful
+from shardwise.checkpointing.state.nested import FlatState
+from shardwise.checkpointing.state.run import Run, Stateful
 from shardwise.checkpointing.storage.files import Place, join, place, size_of
 from shardwise.distributed.agreement import Channel, run_and_gather
 from shardwise.errors import CheckpointError, ConfigError
@@ -231,7 +232,7 @@ class Checkpointer:
             self._channel.run_on_all(lambda: sweep(self.folder) if self._channel.rank == 0 else None)
             self._is_swept = True
 
-        def collect() -> Collected:
+        def collect() -> FlatState:
             run = Run(model, optimizers, objects)
             found = run.collect(extra=extra, rng_rank=self._channel.rank if self._rng else None)
             found.details = describe_run(run)

@@ -17,7 +17,7 @@ from shardwise.checkpointing.contents import Box, Contents, StoredTensor
 from shardwise.checkpointing.reading import Request
 from shardwise.checkpointing.sharing import PER_RANK
 from shardwise.checkpointing.state.names import canonical_name
-from shardwise.checkpointing.state.nested import LAYOUT, Flat, Path, flatten, put_together, unflatten
+from shardwise.checkpointing.state.nested import LAYOUT, Path, dotted, flatten, put_together, unflatten
 from shardwise.checkpointing.state.optimizer_state import (
     KINDS,
     LIVE_OPTIONS,
@@ -26,11 +26,11 @@ from shardwise.checkpointing.state.optimizer_state import (
     default_kind,
     kind_of,
     make_state,
-    without_layout,
 )
-from shardwise.checkpointing.state.slices import parts_of
+from shardwise.checkpointing.state.slices import dtype_name, parts_of
 from shardwise.checkpointing.verifying import USE_THE_MODEL, mixed_order, unsure_order
 from shardwise.errors import CheckpointError
+from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.repointing import follow_names
 
 
@@ -62,13 +62,13 @@ class RankView:
 
 def view_for(contents: Contents, rank: int, size: int) -> RankView:
     """The checkpoint as rank `rank` of `size` sees it."""
-    tensors = {name: tensor for name, tensor in contents.tensors.items() if not name.startswith(f"{PER_RANK}.")}
-    values = {name: value for name, value in contents.values.items() if not name.startswith(f"{PER_RANK}.")}
-    structure = dict(contents.structure)
+    common: list[dict[str, Any]] = []
+    own: dict[str, str] = {}  # what this rank has of its own, to the name under which it is stored
     differing = set()
     for stored in (contents.tensors, contents.values):
+        common.append({name: item for name, item in stored.items() if not name.startswith(f"{PER_RANK}.")})
         for name in stored:
-            if not name.startswith(f"{PER_RANK}."):
+            if name in common[-1]:
                 continue
             _, owner, bare = name.split(".", 2)
             if _is_reordered(contents, name, bare):
@@ -76,24 +76,26 @@ def view_for(contents: Contents, rank: int, size: int) -> RankView:
             if contents.world_size != size:
                 differing.add(bare)
             elif owner == str(rank):
-                structure.setdefault(bare, tuple(contents.structure.get(name, ())[2:]) or (bare,))
-                if name in contents.tensors:
-                    tensors[bare] = dataclasses.replace(contents.tensors[name], name=bare)
-                    values.pop(bare, None)
-                else:
-                    values[bare] = contents.values[name]
-                    tensors.pop(bare, None)
+                own[bare] = name
+    tensors, values = common
+    structure = dict(contents.structure)
+    for bare, name in own.items():
+        structure.setdefault(bare, tuple(contents.structure.get(name, ())[2:]) or (bare,))
+        tensors.pop(bare, None)
+        values.pop(bare, None)
+        if name in contents.tensors:
+            tensors[bare] = dataclasses.replace(contents.tensors[name], name=bare)
+        else:
+            values[bare] = contents.values[name]
     view = dataclasses.replace(contents, tensors=tensors, values=values, structure=structure)
     return RankView(view, frozenset(differing), mixed_order(contents))
 
 
 def _is_reordered(contents: Contents, name: str, bare: str) -> bool:
-    if not bare.endswith(".params") or name not in contents.values or bare not in contents.values:
+    lists = [contents.values.get(each) for each in (name, bare)]
+    if not bare.endswith(".params") or not all(isinstance(each, (list, tuple)) for each in lists):
         return False
-    lists = (contents.values[name], contents.values[bare])
-    return all(isinstance(names, (list, tuple)) for names in lists) and sorted(map(str, lists[0])) == sorted(
-        map(str, lists[1])
-    )
+    return sorted(map(str, lists[0])) == sorted(map(str, lists[1]))  # pyrefly: ignore[bad-argument-type]
 
 
 @dataclass(slots=True)
@@ -130,9 +132,11 @@ def plan_object(
         put: Takes the restored state.
         path: The keys that lead to it, where a key has a dot.
     """
-    names = [name for name in view.names_under(f"{key}.") if not name.endswith(f".{LAYOUT}")]
-    layout = view.contents.values.get(f"{key}.{LAYOUT}")
-    names = [*([key] if key in view.contents.tensors or key in view.contents.values else []), *names]
+    path = path or (key,)
+    tensors, values = view.contents.tensors, view.contents.values
+    layout = values.get(f"{key}.{LAYOUT}")
+    names = [key] if key in tensors or key in values else []
+    names += [name for name in view.names_under(f"{key}.") if not name.endswith(f".{LAYOUT}")]
     if layout is None and not names:
         restoring.problems.append(f"{key}: not in the checkpoint")
         return
@@ -142,19 +146,26 @@ def plan_object(
             "leave it out of load() to go on without it"
         )
         return
-    targets = _targets(view, names, live, path or (key,))
-    for name, target in targets.items():
-        restoring.read_into(name, target)
+    try:
+        current = flatten(live, path)[0].tensors
+    except CheckpointError:  # what is there now could not be stored; that is no reason not to load
+        current = {}
+    targets: dict[str, torch.Tensor] = {}
+    for name in names:
+        if name in tensors:
+            target = current.get(name)
+            takes = target is not None and _takes(target, tensors[name])
+            targets[name] = target if target is not None and takes else new_tensor(tensors[name])
+            restoring.read_into(name, targets[name])
 
     def find(name: str, is_tensor: bool) -> Any:
-        return targets[name] if is_tensor else view.contents.values[name]
+        return targets[name] if is_tensor else values[name]
 
     def finish() -> None:
         if layout is not None:
             put(unflatten(layout, find))
-            return
-        depth = len(path or (key,))
-        put(put_together({view.path(name)[depth:]: find(name, name in targets) for name in names}))
+        else:
+            put(put_together({view.path(name)[len(path) :]: find(name, name in targets) for name in names}))
 
     restoring.finish.append(finish)
 
@@ -164,38 +175,21 @@ def new_tensor(stored: StoredTensor) -> torch.Tensor:
     return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="cpu")
 
 
-def _targets(view: RankView, names: list[str], live: Any, path: Path) -> dict[str, torch.Tensor]:
-    try:
-        flat = flatten(live, path)[0]
-    except CheckpointError:  # what is there now could not be stored; that is no reason not to load
-        flat = Flat()
-    targets = {}
-    for name in names:
-        stored = view.contents.tensors.get(name)
-        if stored is None:
-            continue
-        tensor = flat.tensors.get(name)
-        targets[name] = tensor if tensor is not None and _takes(tensor, stored) else new_tensor(stored)
-    return targets
-
-
 def _takes(tensor: torch.Tensor, stored: StoredTensor) -> bool:
     """Whether a stored tensor can be read into this one."""
     if tuple(tensor.shape) != stored.shape or tensor.is_meta:
         return False
-    return isinstance(tensor, DTensor) or str(tensor.dtype) == f"torch.{stored.dtype}"
+    return isinstance(tensor, DTensor) or dtype_name(tensor.dtype) == stored.dtype
 
 
 @dataclass(slots=True)
-class _Stored:
-    """What a checkpoint says about one optimizer."""
+class _StoredGroup:
+    """A parameter group in a checkpoint."""
 
-    states: dict[str, dict[Path, str]] = field(default_factory=dict)
-    """By parameter: the keys below it, and the flat name."""
-    groups: list[dict[Path, str]] = field(default_factory=list)
-    params: list[list[str]] = field(default_factory=list)
-    """Of each group."""
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    options: dict[Path, str]
+    """The keys in the group, and the flat name."""
+    names: list[str]
+    """Of its parameters."""
 
 
 def plan_optimizer(
@@ -212,30 +206,42 @@ def plan_optimizer(
         strict: Every parameter must be in the same group as it was.
     """
     follow_names(optimizer)
-    prefix = ".".join(map(str, path))
-    stored = _read_index(view, path)
+    prefix, problems = dotted(path), restoring.problems
+    states, stored_groups = _read_index(view, path)
     if prefix in view.mixed:
-        restoring.problems.append(f"{prefix} (SW337): {view.mixed[prefix]}; {USE_THE_MODEL}")
+        problems.append(f"{prefix} (SW337): {view.mixed[prefix]}; {USE_THE_MODEL}")
         return
     if prefix in (unsure := unsure_order(view.contents)):
         warnings.warn(f"{prefix} (SW338): {unsure[prefix]}. If that was so, {USE_THE_MODEL}", stacklevel=2)
-    if not stored.groups and not stored.states:
-        restoring.problems.append(f"{prefix}: the checkpoint has no state of this optimizer")
+    if not stored_groups and not states:
+        problems.append(f"{prefix}: the checkpoint has no state of this optimizer")
         return
     if strict and (differing := view.differing_under(f"{prefix}.")):
-        restoring.problems.append(
+        problems.append(
             f"{prefix}: {len(differing)} states differed between the {view.contents.world_size} ranks that saved them, "
             f"as {differing[0]}"
         )
     live = {name for group in groups for name in group.names}
-    known = {name for names in stored.params for name in names} | set(stored.states)
+    known = {name for group in stored_groups for name in group.names} | set(states)
     if strict:
-        restoring.problems += [f"{prefix}: {name} has no place in the stored groups" for name in sorted(live - known)]
-        restoring.problems += [f"{prefix}: {name} was optimized, and is not now" for name in sorted(known - live)]
-    for index, group in enumerate(groups):
-        options = _plan_options(restoring, view, group, index, stored, prefix, strict=strict)
+        problems += [f"{prefix}: {name} has no place in the stored groups" for name in sorted(live - known)]
+        problems += [f"{prefix}: {name} was optimized, and is not now" for name in sorted(known - live)]
+    kinds: Mapping[str, Kind] = view.contents.values.get(f"{prefix}.{KINDS}", {})
+    for place, group in enumerate(groups):
+        stored = _find_group(group, place, stored_groups)
+        options: dict[str, Any] = {}
+        if stored is not None and not (strict and set(stored.names) != set(group.names)):
+            options = _plan_options(restoring, view, group, stored, prefix)
+        else:
+            what = f"the group with {group.names[0]}" if group.names else f"the empty group {place}"
+            if strict:
+                problems.append(f"{prefix}: no stored group has the same parameters as {what}")
+            else:
+                restoring.notes.append(f"{prefix}: {what} keeps its options, no stored group has its parameters")
+        options |= {key: group.options[key] for key in LIVE_OPTIONS - {"params"} if key in group.options}
         for name, parameter in zip(group.names, group.parameters, strict=True):
-            _plan_state(restoring, view, optimizer, parameter, stored, name, {**options, **_live_options(group)})
+            found = {keys: (kinds.get(f"{name}.{dotted(keys)}"), full) for keys, full in states.get(name, {}).items()}
+            _plan_state(restoring, view, optimizer, parameter, found, options)
 
 
 def _plan_state(
@@ -243,66 +249,65 @@ def _plan_state(
     view: RankView,
     optimizer: Optimizer,
     parameter: torch.Tensor,
-    stored: _Stored,
-    name: str,
+    stored: Mapping[Path, tuple[Kind | None, str]],
     options: Mapping[str, Any],
 ) -> None:
+    """Plan to restore one parameter's state.
+
+    Args:
+        restoring: Is added to.
+        view: The checkpoint.
+        optimizer: Keeps the state.
+        parameter: Whose state it is.
+        stored: By the keys in the state: its layout, where the checkpoint says it, and the flat name.
+        options: Of the parameter's group.
+    """
     parts: dict[Path, Any] = {}
     kinds: dict[Path, Kind] = {}
-    for keys, full_name in stored.states.get(name, {}).items():
-        tensor = view.contents.tensors.get(full_name)
+    for keys, (known_kind, name) in stored.items():
+        tensor = view.contents.tensors.get(name)
         if tensor is None:
-            parts[keys] = view.contents.values[full_name]
+            parts[keys] = view.contents.values[name]
             continue
-        key = ".".join(map(str, keys))
-        kind = stored.kinds.get(f"{name}.{key}", default_kind(key, tensor.shape, parameter))
-        dtype = getattr(torch, tensor.dtype)
-        target = _live_state(optimizer, parameter, keys, kind, dtype, tensor.shape)
+        key = dotted(keys)
+        kinds[keys] = kind = known_kind or default_kind(key, tensor.shape, parameter)
+        target = _live_state(optimizer, parameter, keys, kind, tensor)
         if target is None:
-            target = make_state(kind, key, dtype, tensor.shape, parameter, options)
-        restoring.read_into(full_name, target)
-        parts[keys], kinds[keys] = target, kind
+            target = make_state(kind, key, getattr(torch, tensor.dtype), tensor.shape, parameter, options)
+        restoring.read_into(name, target)
+        parts[keys] = target
 
     def finish() -> None:
         if not parts:  # it had none when it was saved
             optimizer.state.pop(parameter, None)
             return
-        settled = {keys: without_layout(kinds[keys], part) if keys in kinds else part for keys, part in parts.items()}
-        optimizer.state[parameter] = put_together(settled)
+        optimizer.state[parameter] = put_together({
+            keys: local_tensor(part) if kinds.get(keys) == "local" else part for keys, part in parts.items()
+        })  # fmt: skip
 
     restoring.finish.append(finish)
 
 
 def _live_state(
-    optimizer: Optimizer, parameter: torch.Tensor, keys: Path, kind: Kind, dtype: torch.dtype, shape: tuple[int, ...]
+    optimizer: Optimizer, parameter: torch.Tensor, keys: Path, kind: Kind, stored: StoredTensor
 ) -> torch.Tensor | None:
     """The optimizer's own tensor, where it is just what the stored one needs."""
-    state = optimizer.state.get(parameter) or {}
-    tensor = state.get(keys[0]) if len(keys) == 1 else None
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
+    tensor = (optimizer.state.get(parameter) or {}).get(keys[0]) if len(keys) == 1 else None
+    if not isinstance(tensor, torch.Tensor) or dtype_name(tensor.dtype) != stored.dtype:
         return None
-    key = str(keys[0])
-    if kind_of(key, tensor, parameter) != kind:
+    if kind_of(str(keys[0]), tensor, parameter) != kind:
         return None
     if kind == "local" and isinstance(parameter, DTensor):
         return compat.dtensor_like(tensor, parameter)
-    return tensor if tuple(tensor.shape) == shape else None
+    return tensor if tuple(tensor.shape) == stored.shape else None
 
 
 def _plan_options(
-    restoring: Restoring, view: RankView, group: NamedGroup, place: int, stored: _Stored, prefix: str, *, strict: bool
+    restoring: Restoring, view: RankView, group: NamedGroup, stored: _StoredGroup, prefix: str
 ) -> dict[str, Any]:
     """Plan to set a group's options; return what they will be."""
-    index = _find_group(group, place, stored)
-    if index is None or (strict and set(stored.params[index]) != set(group.names)):
-        what = f"the group with {group.names[0]}" if group.names else f"the empty group {place}"
-        if strict:
-            restoring.problems.append(f"{prefix}: no stored group has the same parameters as {what}")
-        else:
-            restoring.notes.append(f"{prefix}: {what} keeps its options, no stored group has its parameters")
-        return {}
     values: dict[Path, Any] = {}
-    for keys, name in stored.groups[index].items():
+    for keys, name in stored.options.items():
         tensor = view.contents.tensors.get(name)
         values[keys] = view.contents.values[name] if tensor is None else new_tensor(tensor)
         if tensor is not None:
@@ -312,65 +317,40 @@ def _plan_options(
 
     def finish() -> None:
         for key, value in options.items():
-            _set_option(group.options, key, value)
-        wrong = [key for key, value in options.items() if not _is_equal(group.options[key], value)]
-        if wrong:
-            raise CheckpointError(
-                f"the optimizer's {', '.join(wrong)} did not take the stored value",
-                where=f"{prefix}.param_groups.{index}",
-                why="options of a group are compared after loading",
-                fix="let no hook of the optimizer change them while it is loaded",
-            )
+            current = group.options.get(key)
+            if isinstance(current, torch.Tensor):  # a learning rate that a captured graph reads
+                current.copy_(torch.as_tensor(value))
+            elif isinstance(value, torch.Tensor) and key in group.options and value.ndim == 0:
+                group.options[key] = value.item()
+            else:
+                group.options[key] = value
 
     restoring.finish.append(finish)
     return options
 
 
-def _live_options(group: NamedGroup) -> dict[str, Any]:
-    return {key: group.options[key] for key in LIVE_OPTIONS if key != "params" and key in group.options}
-
-
-def _set_option(options: dict[str, Any], key: str, value: Any) -> None:
-    current = options.get(key)
-    if isinstance(current, torch.Tensor):  # a learning rate that a captured graph reads
-        current.copy_(torch.as_tensor(value))
-    elif isinstance(value, torch.Tensor) and key in options:
-        options[key] = value.item() if value.ndim == 0 else value
-    else:
-        options[key] = value
-
-
-def _is_equal(current: Any, value: Any) -> bool:
-    if isinstance(current, torch.Tensor) or isinstance(value, torch.Tensor):
-        current, value = torch.as_tensor(current).cpu(), torch.as_tensor(value).cpu()
-        return torch.equal(current.to(value.dtype), value)
-    return repr(current) == repr(value)  # NaN equals itself here
-
-
-def _find_group(group: NamedGroup, index: int, stored: _Stored) -> int | None:
+def _find_group(group: NamedGroup, place: int, stored: list[_StoredGroup]) -> _StoredGroup | None:
     """The stored group with this group's parameters, or most of them; groups may have changed places."""
     wanted = set(group.names)
-    same = [each for each, names in enumerate(stored.params) if set(names) == wanted]
+    same = [each for each in stored if set(each.names) == wanted]
     if same:  # several only when they are empty
-        return index if index in same else same[0]
-    shared = [len(set(names) & wanted) for names in stored.params]
-    best = max(range(len(shared)), key=lambda each: shared[each], default=None)
-    return best if best is not None and shared[best] else None
+        return stored[place] if place < len(stored) and stored[place] in same else same[0]
+    best = max(stored, key=lambda each: len(wanted.intersection(each.names)), default=None)
+    return best if best is not None and wanted.intersection(best.names) else None
 
 
-def _read_index(view: RankView, path: Path) -> _Stored:
-    stored = _Stored()
-    prefix = ".".join(map(str, path)) + "."
-    by_group: dict[int, dict[Path, str]] = {}
-    stored.kinds = view.contents.values.get(prefix + KINDS, {})
-    for name in view.names_under(prefix):
+def _read_index(view: RankView, path: Path) -> tuple[dict[str, dict[Path, str]], list[_StoredGroup]]:
+    """What is stored of an optimizer: by parameter, the keys in its state and the flat name; and the groups."""
+    states: dict[str, dict[Path, str]] = {}
+    groups: dict[int, dict[Path, str]] = {}
+    for name in view.names_under(dotted(path) + "."):
         keys = view.path(name)[len(path) :]
         if len(keys) >= 3 and keys[0] == "state":
-            stored.states.setdefault(canonical_name(str(keys[1])), {})[keys[2:]] = name
+            states.setdefault(canonical_name(str(keys[1])), {})[keys[2:]] = name
         elif len(keys) >= 3 and keys[0] == "param_groups" and str(keys[1]).isdecimal():
-            by_group.setdefault(int(keys[1]), {})[keys[2:]] = name
-    for index in sorted(by_group):
-        names = view.contents.values.get(by_group[index].get(("params",), ""), [])
-        stored.groups.append(by_group[index])
-        stored.params.append([canonical_name(str(name)) for name in names])
-    return stored
+            groups.setdefault(int(keys[1]), {})[keys[2:]] = name
+    values = view.contents.values
+    return states, [
+        _StoredGroup(options, [canonical_name(str(name)) for name in values.get(options.get(("params",), ""), [])])
+        for _, options in sorted(groups.items())
+    ]

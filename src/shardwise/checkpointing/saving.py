@@ -29,8 +29,8 @@ from shardwise.checkpointing.sharing import (
     share_values,
 )
 from shardwise.checkpointing.staging import Arena, Copying, Holding
-from shardwise.checkpointing.state.nested import Path
-from shardwise.checkpointing.state.run import Collected, Leaf, Run
+from shardwise.checkpointing.state.nested import FlatState, Path
+from shardwise.checkpointing.state.run import Run
 from shardwise.checkpointing.state.slices import dtype_name, parts_of
 from shardwise.checkpointing.storage.files import Place, join, remove_tree
 from shardwise.checkpointing.storage.memory import checksum
@@ -86,28 +86,25 @@ def _path(name: str, paths: Mapping[str, Path]) -> Path:
     return tuple(name.split("."))  # other ranks' random numbers
 
 
-def _holdings(leaf: Leaf) -> list[Holding]:
+def _holdings(name: str, tensor: torch.Tensor, *, is_steady: bool) -> list[Holding]:
     """This rank's boxes of a tensor."""
-    local = local_tensor(leaf.tensor)
-    shape, dtype = tuple(leaf.tensor.shape), dtype_name(local.dtype)
+    local = local_tensor(tensor)
+    shape, dtype = tuple(tensor.shape), dtype_name(local.dtype)
     plain_types = (torch.Tensor, nn.Parameter, nn.Buffer)
     if type(local) not in plain_types or local.layout is not torch.strided or dtype not in ITEM_BYTES:
         raise CheckpointError(
             f"a {type(local).__name__} of {local.dtype}, {str(local.layout).removeprefix('torch.')} cannot be stored",
-            where=leaf.name,
+            where=name,
             why="a checkpoint holds tensors as plain bytes: dense, of a dtype that files know",
             fix="leave it out, or store what it is made of in a state_dict() of your own",
         )
-    if isinstance(leaf.tensor, DTensor) and leaf.tensor.numel():
-        kind, boxes = "box", [(part.box, part.memory) for part in parts_of(leaf.tensor)]
-    elif isinstance(leaf.tensor, DTensor):  # no rank has a part of it, yet it must be in the checkpoint
+    if isinstance(tensor, DTensor) and tensor.numel():
+        kind, boxes = "box", [(part.box, part.memory) for part in parts_of(tensor)]
+    elif isinstance(tensor, DTensor):  # no rank has a part of it, yet it must be in the checkpoint
         kind, boxes = "box", [(Box.whole(shape), torch.empty(shape, dtype=local.dtype, device="cpu"))]
     else:
-        kind, boxes = "own" if leaf.name.startswith(_RNG) else "plain", [(Box.whole(shape), local)]
-    return [
-        Holding(HeldBox(leaf.name, dtype, shape, box), memory, leaf.tensor, kind, leaf.is_steady)
-        for box, memory in boxes
-    ]
+        kind, boxes = "own" if name.startswith(_RNG) else "plain", [(Box.whole(shape), local)]
+    return [Holding(HeldBox(name, dtype, shape, box), memory, tensor, kind, is_steady) for box, memory in boxes]
 
 
 @dataclass(slots=True)
@@ -116,7 +113,7 @@ class Started:
 
     step: int
     folder: Place
-    collected: Collected
+    collected: FlatState
     items: list[Item] = field(default_factory=list)
     """What this rank may have to write; the memory of each is a tensor, or a place in the arena."""
     plain: frozenset[str] = frozenset()
@@ -146,14 +143,14 @@ class Saver:
         self._marks: list[int] = []
         self._chosen: list[int] = []
 
-    def prepare(self, collect: Callable[[], Collected]) -> None:
+    def prepare(self, collect: Callable[[], FlatState]) -> None:
         """Do now what the first save in the background would else do: start the writer, get the memory."""
         holdings, _ = self._share(0, collect, self._ensure_writer)
         self._arena.place(holdings)
         self._arena.touch()
 
     @torch.no_grad()  # a switch that thousands of small calls would else flip one by one
-    def start(self, folder: Place, step: int, collect: Callable[[], Collected], *, background: bool) -> Started:
+    def start(self, folder: Place, step: int, collect: Callable[[], FlatState], *, background: bool) -> Started:
         """Fix the state that is saved. Training waits for this, and for no more.
 
         Args:
@@ -178,7 +175,7 @@ class Saver:
             if background or any(holding.memory.device.type != "cpu" for holding in holdings):
                 self._arena.place(holdings)
                 started.copying = Copying(holdings, self._arena)
-                collected.leaves.clear()  # what is written is the copy; the run's own tensors must be free to go
+                collected.tensors.clear()  # what is written is the copy; the run's own tensors must be free to go
             started.items = [self._item(holding, started.copying is not None) for holding in holdings]
             started.plain = frozenset(holding.held.name for holding in holdings if holding.kind == "plain")
         except Exception as caught:
@@ -245,13 +242,17 @@ class Saver:
             self._writer = WriterProcess()
 
     def _share(
-        self, step: int, collect: Callable[[], Collected], begin: Callable[[], None]
-    ) -> tuple[list[Holding], Collected]:
+        self, step: int, collect: Callable[[], FlatState], begin: Callable[[], None]
+    ) -> tuple[list[Holding], FlatState]:
         """Agree with the other ranks; return what this one may have to write, of what `collect` finds."""
 
-        def work() -> tuple[tuple[Collected, list[Holding]], tuple[int, int]]:
+        def work() -> tuple[tuple[FlatState, list[Holding]], tuple[int, int]]:
             collected = collect()
-            holdings = [holding for leaf in collected.leaves for holding in _holdings(leaf)]
+            holdings = [
+                holding
+                for name, tensor in collected.tensors.items()
+                for holding in _holdings(name, tensor, is_steady=name in collected.steady)
+            ]
             begin()
             # Another number when the boxes are not those of the last time; only this process understands it.
             return (collected, holdings), (step, hash(tuple(each.held for each in holdings if each.kind == "box")))

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.errors import EnvironmentProblem
 
@@ -57,19 +58,25 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         Local.
     """
     env = os.environ if environment is None else environment
+    # Without srun a batch script also sees SLURM_NTASKS, but is one process: only a step has ranks.
+    is_slurm_step = "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env
     if "RANK" in env or "WORLD_SIZE" in env:
         launch = _read_torchrun(env)
-    elif "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
-        # Without srun a batch script also sees SLURM_NTASKS, but is one process: only a step has ranks.
+    elif is_slurm_step:
         launch = _read_slurm(env)
     elif "OMPI_COMM_WORLD_RANK" in env:
-        launch = _read_mpi(env)
+        launch = Launch(
+            rank=_number(env, "OMPI_COMM_WORLD_RANK"),
+            world_size=_number(env, "OMPI_COMM_WORLD_SIZE"),
+            local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", default=0),
+            local_world_size=_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", default=1),
+            source="mpi",
+            **_meeting_place(env),
+        )
     else:
         return Launch()
-    for name, number, size in (
-        ("rank", launch.rank, launch.world_size),
-        ("local rank", launch.local_rank, launch.local_world_size),
-    ):
+    ranks = [("rank", launch.rank, launch.world_size), ("local rank", launch.local_rank, launch.local_world_size)]
+    for name, number, size in ranks:
         if not 0 <= number < size:
             raise EnvironmentProblem(
                 f"{name} {number} is not below the number of ranks, {size}",
@@ -80,6 +87,13 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     return launch
 
 
+def _meeting_place(env: Mapping[str, str], host: str = "127.0.0.1", port: int = _DEFAULT_PORT) -> dict[str, Any]:
+    return {
+        "master_addr": env.get("MASTER_ADDR") or host,
+        "master_port": _number(env, "MASTER_PORT", default=port),
+    }
+
+
 def _read_torchrun(env: Mapping[str, str]) -> Launch:
     rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     local_world_size = _number(env, "LOCAL_WORLD_SIZE", default=world_size)
@@ -88,11 +102,10 @@ def _read_torchrun(env: Mapping[str, str]) -> Launch:
         world_size=world_size,
         local_rank=_number(env, "LOCAL_RANK", default=rank % max(local_world_size, 1)),
         local_world_size=local_world_size,
-        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_number(env, "MASTER_PORT", default=_DEFAULT_PORT),
         restarts=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
         job=env.get("TORCHELASTIC_RUN_ID", "").removeprefix("none"),  # torchrun's word for no name
         source="ray" if "RAY_JOB_ID" in env or "RAY_ADDRESS" in env else "torchrun",
+        **_meeting_place(env),
     )
 
 
@@ -109,24 +122,10 @@ def _read_slurm(env: Mapping[str, str]) -> Launch:
         world_size=world_size,
         local_rank=_number(env, "SLURM_LOCALID", default=0),
         local_world_size=per_node[node] if node < len(per_node) else world_size,
-        master_addr=env.get("MASTER_ADDR") or first_host(hosts),
-        # Jobs that share a machine must not share a port.
-        master_port=_number(env, "MASTER_PORT", default=20000 + job % 20000),
         restarts=_number(env, "SLURM_RESTART_COUNT", default=0),
         job=f"slurm-{job}" if job else "",
         source="slurm",
-    )
-
-
-def _read_mpi(env: Mapping[str, str]) -> Launch:
-    return Launch(
-        rank=_number(env, "OMPI_COMM_WORLD_RANK"),
-        world_size=_number(env, "OMPI_COMM_WORLD_SIZE"),
-        local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", default=0),
-        local_world_size=_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", default=1),
-        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_number(env, "MASTER_PORT", default=_DEFAULT_PORT),
-        source="mpi",
+        **_meeting_place(env, first_host(hosts), 20000 + job % 20000),  # jobs on one machine must not share a port
     )
 
 
@@ -164,11 +163,6 @@ def local_environment(rank: int, num_ranks: int, port: int, num_restarts: int) -
     }
 
 
-_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
-_CANNOT_LISTEN = re.compile(r"failed to listen", re.IGNORECASE)
-_JOINED = re.compile(r"(\d+)/(\d+) clients joined")
-
-
 def rendezvous_error(error: BaseException, launch: Launch, timeout_s: float) -> EnvironmentProblem:
     """The error of ranks that did not come together.
 
@@ -180,48 +174,29 @@ def rendezvous_error(error: BaseException, launch: Launch, timeout_s: float) -> 
     Ranks:
         Local: each rank that fails to meet the others says what it saw.
     """
-    address = f"{launch.master_addr}:{launch.master_port}"
-    where = f"rank {launch.rank} of {launch.world_size} ({launch.source})"
+    address, port = f"{launch.master_addr}:{launch.master_port}", launch.master_port
     text = str(error)
-    if _IN_USE.search(text):
-        return EnvironmentProblem(
-            f"port {launch.master_port} of this machine is in use",
-            where=where,
-            why="rank 0 listens there for the other ranks; another job, or one that has not ended yet, has it",
-            fix=f"{_other_port(launch)}; `ss -tlnp 'sport = :{launch.master_port}'` shows who has it",
+    first_line = (text.strip().splitlines() or [""])[0].split(" Exception raised from")[0].rstrip(". ")
+    other_port = "choose another port for all ranks: export MASTER_PORT=PORT"
+    if launch.source in ("torchrun", "ray"):
+        other_port = "choose another port: torchrun --rdzv-endpoint HOST:PORT, or --master-port PORT"
+    if re.search(r"EADDRINUSE|address already in use", text, re.IGNORECASE):
+        what = f"port {port} of this machine is in use"
+        why = "rank 0 listens there for the other ranks; another job, or one that has not ended yet, has it"
+        fix = f"{other_port}; `ss -tlnp 'sport = :{port}'` shows who has it"
+    elif re.search(r"failed to listen", text, re.IGNORECASE):
+        what, why = f"rank 0 cannot listen on port {port}", first_line
+        fix = f"{other_port}, above 1024 and open between the machines"
+    elif joined := re.search(r"(\d+)/(\d+) clients joined", text):
+        what = f"only {joined[1]} of {joined[2]} ranks came to {address} within {timeout_s:.0f} s"
+        why = "the others were not started, ended before, or cannot reach this machine"
+        fix = "read the output of the other ranks; check that WORLD_SIZE is what was started and the port is open"
+    else:
+        what = f"no rank 0 answers at {address} ({timeout_s:.0f} s)"
+        why = f"every rank meets the others there ({first_line})"
+        fix = (
+            "check that rank 0 was started and runs, that MASTER_ADDR is its machine as the others reach it, "
+            "and that no firewall closes the port"
         )
-    if _CANNOT_LISTEN.search(text):
-        return EnvironmentProblem(
-            f"rank 0 cannot listen on port {launch.master_port}",
-            where=where,
-            why=_first_line(text),
-            fix=f"{_other_port(launch)}, above 1024 and open between the machines",
-        )
-    joined = _JOINED.search(text)
-    if joined is not None:
-        return EnvironmentProblem(
-            f"only {joined[1]} of {joined[2]} ranks came to {address} within {timeout_s:.0f} s",
-            where=where,
-            why="the others were not started, ended before, or cannot reach this machine",
-            fix="read the output of the other ranks; check that WORLD_SIZE is what was started and the port is open",
-        )
-    return EnvironmentProblem(
-        f"no rank 0 answers at {address} ({timeout_s:.0f} s)",
-        where=where,
-        why=f"every rank meets the others there ({_first_line(text)})",
-        fix="check that rank 0 was started and runs, that MASTER_ADDR is its machine as the others reach it, "
-        "and that no firewall closes the port",
-    )
-
-
-def _other_port(launch: Launch) -> str:
-    match launch.source:
-        case "torchrun" | "ray":
-            return "choose another port: torchrun --rdzv-endpoint HOST:PORT, or --master-port PORT"
-        case _:
-            return "choose another port for all ranks: export MASTER_PORT=PORT"
-
-
-def _first_line(text: str) -> str:
-    line = (text.strip().splitlines() or [""])[0]
-    return line.split(" Exception raised from")[0].rstrip(". ")
+    where = f"rank {launch.rank} of {launch.world_size} ({launch.source})"
+    return EnvironmentProblem(what, where=where, why=why, fix=fix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import multiprocessing.forkserver
@@ -10,7 +11,6 @@ import pickle
 import re
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -37,14 +36,10 @@ class RankJob:
     target: str
     """`module:function`."""
     args: tuple[object, ...]
-    folder: str
-    """Where ranks leave errors and say that they listen."""
     path: list[str]
     """The caller's `sys.path`: a target in its own folder must be found by the ranks too."""
     stop_signals: tuple[str, ...]
     """Signals that ask the target to stop; none: it has no way to."""
-    num_restarts: int
-    """How often the group was started before this time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +61,8 @@ def resolve_target(target: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def run_rank(job: RankJob, environment: Mapping[str, str]) -> None:
-    """Call the target; leave its result, or an error, where the launcher finds it.
+def run_rank(job: RankJob, environment: Mapping[str, str], launcher: connection.Connection) -> None:
+    """Call the target; send its result, or an error, to the launcher.
 
     Ranks:
         The main function of every rank's process.
@@ -75,81 +70,54 @@ def run_rank(job: RankJob, environment: Mapping[str, str]) -> None:
     import torch
 
     os.environ.update(environment)
+    launch = read_launch()
     if "OMP_NUM_THREADS" not in os.environ:
         # Ranks share this machine's cores; torch would give all of them to each.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // read_launch().local_world_size))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
     sys.path[:] = job.path
-    listener = _Listener(job)
+    finished = _listen(job.stop_signals, launcher)
     try:
-        _write(_result_file(Path(job.folder), read_launch().rank), resolve_target(job.target)(*job.args))
-        listener.finish()
+        result = resolve_target(job.target)(*job.args)
+        with contextlib.suppress(BrokenPipeError):  # the launcher has died
+            launcher.send(("result", result))
+        finished.set()
     except BaseException as error:
-        report = ErrorReport(
-            at_s=time.time(), rank=read_launch().rank, error=_portable(error), text=traceback.format_exc()
-        )
-        _write(Path(job.folder, f"{os.getpid()}.error"), report)
+        text = traceback.format_exc()
+        report = ErrorReport(at_s=time.time(), rank=launch.rank, error=_portable(error), text=text)
+        with contextlib.suppress(BrokenPipeError):
+            launcher.send(("error", report))
         sys.stdout.flush()
         sys.stderr.flush()
         # Not re-raised: the launcher reports it, and exit handlers may wait for other ranks.
         os._exit(1)
 
 
-def _write(path: Path, value: object) -> None:
-    temporary = path.with_suffix(".writing")
-    temporary.write_bytes(pickle.dumps(value))
-    temporary.rename(path)
+def _listen(stop_signals: Sequence[str], launcher: connection.Connection) -> threading.Event:
+    """Take signals as stop requests, if there are any; return what to set when the target has returned.
 
-
-def _result_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.result"
-
-
-def is_listening(folder: Path, pid: int) -> bool:
-    """Whether a signal asks that rank to stop by now, and does not end it."""
-    return _listening_file(folder, pid).exists()
-
-
-def read_reports(folder: Path) -> list[ErrorReport]:
-    """What ended ranks, the earliest first."""
-    reports = [pickle.loads(path.read_bytes()) for path in folder.glob("*.error")]
-    return sorted(reports, key=lambda report: report.at_s)
-
-
-class _Listener:
-    """Takes signals as stop requests, if the job has any. The second Ctrl-C is the launcher's to hear, not ours:
-    a terminal sends Ctrl-C to launcher and ranks alike, so that a rank hears each one twice.
-
-    When the launcher dies, nobody reads a result any more: a job that can stop is asked to, any other is ended.
+    The second Ctrl-C is the launcher's to hear, not ours: a terminal sends Ctrl-C to launcher and ranks alike, so that
+    a rank hears each one twice. When the launcher dies, nobody reads a result any more: a job that can stop is asked
+    to, any other is ended.
     """
+    request, finished = StopRequest(), threading.Event()
 
-    def __init__(self, job: RankJob) -> None:
-        self._request, self._finished, self._can_stop = StopRequest(), threading.Event(), bool(job.stop_signals)
-        if self._can_stop:
-            numbers = {*signal_numbers(job.stop_signals), signal.SIGINT}
-            listen_for_good(self._request, dict.fromkeys(numbers, self._hear))
-            _listening_file(Path(job.folder), os.getpid()).touch()
-        threading.Thread(target=self._watch_launcher, name="shardwise-launcher-watch", daemon=True).start()
+    def hear(number: int, _frame: FrameType | None) -> None:
+        request.ask(signal.Signals(number).name)
 
-    def finish(self) -> None:
-        """The target has returned."""
-        self._finished.set()
-
-    def _hear(self, number: int, _frame: FrameType | None) -> None:
-        self._request.ask(signal.Signals(number).name)
-
-    def _watch_launcher(self) -> None:
-        launcher = multiprocessing.parent_process()
-        if launcher is None:
+    def watch_launcher() -> None:
+        if (parent := multiprocessing.parent_process()) is None:
             return
-        launcher.join()
-        self._request.ask("the launcher died")
-        if self._can_stop:
-            self._finished.wait(_ORPHAN_S)
-        os._exit(0 if self._finished.is_set() else 1)
+        parent.join()
+        request.ask("the launcher died")
+        if stop_signals:
+            finished.wait(_ORPHAN_S)
+        os._exit(0 if finished.is_set() else 1)
 
-
-def _listening_file(folder: Path, pid: int) -> Path:
-    return folder / f"{pid}.listening"
+    if stop_signals:
+        listen_for_good(request, dict.fromkeys({*signal_numbers(stop_signals), signal.SIGINT}, hear))
+        launcher.send(("listening", None))
+    threading.Thread(target=watch_launcher, name="shardwise-launcher-watch", daemon=True).start()
+    return finished
 
 
 def _portable(error: BaseException) -> BaseException | None:
@@ -175,11 +143,12 @@ class GroupDied(Exception):
 
     Args:
         exit_codes: Of the ranks that ended by themselves, by rank; negative: the signal.
+        reports: What ended ranks, the earliest first.
     """
 
-    def __init__(self, exit_codes: Mapping[int, int]) -> None:
+    def __init__(self, exit_codes: Mapping[int, int], reports: Sequence[ErrorReport]) -> None:
         super().__init__(exit_codes)
-        self.exit_codes = dict(exit_codes)
+        self.exit_codes, self.reports = exit_codes, reports
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,46 +262,43 @@ class RankGroup:
 
     def __init__(self, num_ranks: int, stop: StopRequest, on_stop: Callable[[], None]) -> None:
         self._num_ranks, self._stop, self._on_stop = num_ranks, stop, on_stop
+        self.ending: BaseException | None = None
+        """Set it to end every rank and raise it."""
         self._processes: dict[int, BaseProcess] = {}
-        self._told: set[int] = set()
-        self._folder = Path()
-        self._is_starting = False
-        self._ending: BaseException | None = None
+        self._heard: dict[str, dict[int, Any]] = {}
 
-    def run(self, job: RankJob) -> list[Any]:
+    def run(self, job: RankJob, num_restarts: int) -> list[Any]:
         """Start the ranks and wait for what they return, by rank.
+
+        Args:
+            job: What each rank does.
+            num_restarts: How often the group was started before this time.
 
         Raises:
             GroupDied: A rank ended early. All have ended by then.
         """
         from torch.distributed import TCPStore
 
-        self._folder = Path(job.folder)
-        self._told.clear()
-        self._processes, self._is_starting = {}, True
+        self._processes, self._heard = {}, {"listening": {}, "told": {}, "result": {}, "error": {}}
+        lines: dict[int, connection.Connection] = {}
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank
         forkserver = multiprocessing.get_context("forkserver")
         try:
             for rank in range(self._num_ranks):
-                environment = local_environment(rank, self._num_ranks, store.port, job.num_restarts)
-                self._processes[rank] = forkserver.Process(target=run_rank, args=(job, environment))
-                self._processes[rank].start()
-            self._is_starting = False
-            while running := self._watch():
+                environment = local_environment(rank, self._num_ranks, store.port, num_restarts)
+                lines[rank], theirs = forkserver.Pipe(duplex=False)
+                self._processes[rank] = forkserver.Process(target=run_rank, args=(job, environment, theirs))
+                with theirs:
+                    self._processes[rank].start()
+            while running := self._watch(lines):
                 connection.wait([process.sentinel for process in running], _LOOK_S)
-            return [pickle.loads(_result_file(self._folder, rank).read_bytes()) for rank in range(self._num_ranks)]
+            return [self._heard["result"][rank] for rank in range(self._num_ranks)]
         finally:
-            self._is_starting = False
-            self.kill()
+            self._kill()
+            for line in lines.values():
+                line.close()
 
-    def end(self, error: BaseException) -> None:
-        """End every rank at once and raise; while they are being started, as soon as all are."""
-        self._ending = error
-        if not self._is_starting:
-            self.kill()
-            raise error
-
-    def kill(self) -> None:
+    def _kill(self) -> None:
         """End every rank at once; nothing happens when they have ended."""
         started = [process for process in self._processes.values() if process.pid is not None]
         for process in started:
@@ -341,31 +307,36 @@ class RankGroup:
         for process in started:
             process.join(_KILLED_S)
 
-    def _watch(self) -> list[BaseProcess]:
+    def _watch(self, lines: Mapping[int, connection.Connection]) -> list[BaseProcess]:
         """The processes that still run; if a rank has ended without a result, end the others and raise."""
-        if self._ending is not None:
-            self.end(self._ending)
-        if self._failed():
+        if self.ending is not None:
+            raise self.ending
+        if self._failed(lines):
             time.sleep(_SETTLE_S)
-            failed = self._failed()
-            self.kill()
-            raise GroupDied(failed)
+            failed = self._failed(lines)
+            raise GroupDied(failed, sorted(self._heard["error"].values(), key=lambda report: report.at_s))
         if self._stop.asked:
             self._pass_on()
         return [process for process in self._processes.values() if process.exitcode is None]
 
-    def _failed(self) -> dict[int, int]:
-        """Exit codes of ranks that ended without a result."""
+    def _failed(self, lines: Mapping[int, connection.Connection]) -> dict[int, int]:
+        """Exit codes of ranks that ended without a result; hears what all ranks have to say first."""
         ended = {rank: process.exitcode for rank, process in self._processes.items() if process.exitcode is not None}
-        return {rank: code for rank, code in ended.items() if not _result_file(self._folder, rank).exists()}
+        for rank, line in lines.items():
+            with contextlib.suppress(EOFError, ConnectionError):  # it has ended, perhaps in the middle of a message
+                while line.poll():
+                    what, content = line.recv()
+                    self._heard[what][rank] = content
+        return {rank: code for rank, code in ended.items() if rank not in self._heard["result"]}
 
     def _pass_on(self) -> None:
-        if not self._told:
+        if not self._heard["told"]:
             self._on_stop()
-        for rank, process in self._processes.items():
-            if rank not in self._told and process.pid is not None and is_listening(self._folder, process.pid):
-                os.kill(process.pid, signal.Signals[self._stop.why])
-                self._told.add(rank)
+        for rank in self._heard["listening"].keys() - self._heard["told"].keys():
+            self._heard["told"][rank] = None
+            if (pid := self._processes[rank].pid) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.Signals[self._stop.why])
 
 
 def start_fork_server() -> None:
@@ -415,34 +386,22 @@ def start_local(
     group = RankGroup(
         num_ranks, stop, lambda: tell(f"{stop.why}: the ranks stop after this step; Ctrl-C ends them now")
     )
+    job = RankJob(target=target, args=tuple(args), path=list(sys.path), stop_signals=tuple(stop_signals))
     with _signals_to(group, stop, stop_signals):
         for num_restarts in range(max_restarts + 1):
-            with tempfile.TemporaryDirectory(prefix="shardwise-launch-") as folder:
-                job = RankJob(
-                    target=target,
-                    args=tuple(args),
-                    folder=folder,
-                    path=list(sys.path),
-                    stop_signals=tuple(stop_signals),
-                    num_restarts=num_restarts,
-                )
-                try:
-                    return group.run(job)
-                except GroupDied as death:
-                    cause = find_cause(death.exit_codes, read_reports(Path(folder)))
+            try:
+                return group.run(job, num_restarts)
+            except GroupDied as death:
+                cause = find_cause(death.exit_codes, death.reports)
             if not cause.may_pass or stop.asked or num_restarts == max_restarts:
-                raise _with_history(cause, num_restarts) from None
+                if num_restarts:
+                    cause.error.add_note(f"(after {num_restarts} restart{'s' if num_restarts > 1 else ''})")
+                raise cause.error from None
             tell(
                 f"rank {cause.rank} {cause.how}; "
                 f"starting all {num_ranks} ranks again (restart {num_restarts + 1} of {max_restarts})"
             )
     raise AssertionError("the last attempt returns or raises")
-
-
-def _with_history(cause: Cause, num_restarts: int) -> BaseException:
-    if num_restarts:
-        cause.error.add_note(f"(after {num_restarts} restart{'s' if num_restarts > 1 else ''})")
-    return cause.error
 
 
 @contextmanager
@@ -453,7 +412,7 @@ def _signals_to(group: RankGroup, stop: StopRequest, stop_signals: Sequence[str]
     def hear(number: int, _frame: FrameType | None) -> None:
         if number in asking and not stop.hear(number):
             return
-        group.end(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+        group.ending = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
     # Under nohup SIGHUP is ignored, and stays so.
     ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}

@@ -2,7 +2,6 @@
 
 import socket
 import weakref
-from collections import defaultdict
 from datetime import timedelta
 from itertools import groupby
 
@@ -59,10 +58,9 @@ def data_parallel_sizes(mesh: DeviceMesh) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if name not in MODEL_PARALLEL_AXES | PIPELINE_AXES}
 
 
-_MADE: dict[tuple[object, ...], DeviceMesh] = {}
-_LATEST: DeviceMesh | None = None
-_GROUP: weakref.ref[dist.ProcessGroup] | None = None
-"""The process group of `_MADE` and `_LATEST`."""
+_LATEST = "latest"
+_MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
+"""By process group: its meshes by device and sizes, since each new mesh makes process groups; and the latest one."""
 
 
 def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> DeviceMesh:
@@ -86,9 +84,9 @@ def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600
     Ranks:
         Collective. Call on every rank, before anything is built.
     """
-    global _LATEST
-    _LATEST = make_mesh(config, timeout_s=timeout_s)
-    return _LATEST
+    mesh = make_mesh(config, timeout_s=timeout_s)
+    _meshes()[_LATEST] = mesh
+    return mesh
 
 
 def make_mesh(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> DeviceMesh:
@@ -106,7 +104,10 @@ def make_mesh(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> 
         sizes = config.sizes(launch.world_size)
         device_type = _device_asked_for(config)
         _start_group(launch, device_type, timeout_s)
-    return _make_mesh(device_type, sizes)
+    made, key = _meshes(), (device_type, *sizes.items())
+    if key not in made:
+        made[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return made[key]
 
 
 def default_mesh() -> DeviceMesh:
@@ -115,8 +116,7 @@ def default_mesh() -> DeviceMesh:
     Ranks:
         Collective, the first time.
     """
-    latest = latest_mesh()
-    return latest if latest is not None else init_distributed()
+    return latest_mesh() or init_distributed()
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -264,10 +264,8 @@ def refuse_shared_cards(cards: list[str]) -> None:
     Ranks:
         Local, on what all ranks know: every rank raises the same.
     """
-    ranks_of: dict[str, list[int]] = defaultdict(list)
-    for rank, card in enumerate(cards):
-        ranks_of[card].append(rank)
-    for card, ranks in ranks_of.items():
+    for card in dict.fromkeys(cards):
+        ranks = [rank for rank, other in enumerate(cards) if other == card]
         if len(ranks) > 1:
             raise EnvironmentProblem(
                 f"ranks {ranks} are all on {card}",
@@ -277,15 +275,13 @@ def refuse_shared_cards(cards: list[str]) -> None:
             )
 
 
-def _make_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    global _GROUP
-    if not _is_of_this_group() and dist.group.WORLD is not None:
-        forget_meshes()
-        _GROUP = weakref.ref(dist.group.WORLD)
-    key = (device_type, *sizes.items())
-    if key not in _MADE:  # each new mesh makes process groups of its own
-        _MADE[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return _MADE[key]
+def _meshes() -> dict[object, DeviceMesh]:
+    world = dist.group.WORLD
+    if world is None:
+        return {}
+    if world not in _MESHES:
+        forget_meshes()  # those of a group that is gone
+    return _MESHES.setdefault(world, {})
 
 
 def latest_mesh() -> DeviceMesh | None:
@@ -294,7 +290,7 @@ def latest_mesh() -> DeviceMesh | None:
     Ranks:
         Local.
     """
-    return _LATEST if _is_of_this_group() else None
+    return _meshes().get(_LATEST)
 
 
 def forget_meshes() -> None:
@@ -303,10 +299,4 @@ def forget_meshes() -> None:
     Ranks:
         Local.
     """
-    global _LATEST, _GROUP
-    _MADE.clear()
-    _LATEST = _GROUP = None
-
-
-def _is_of_this_group() -> bool:
-    return dist.is_initialized() and _GROUP is not None and _GROUP() is dist.group.WORLD
+    _MESHES.clear()

@@ -1,5 +1,6 @@
 """plan(): read the model, refuse what cannot be sharded, draft the groups."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +13,11 @@ from torch.nn.parameter import is_lazy
 from shardwise.config.schema import MeshConfig, ShardConfig
 from shardwise.distributed.mesh import mesh_axes
 from shardwise.errors import PlanError
-from shardwise.planning.calls import Calls, Places, has_forward, has_parameters, is_holder
+from shardwise.planning.calls import Calls
 from shardwise.planning.draft import Draft
 from shardwise.planning.plan import Plan
 from shardwise.planning.settings import check_config, choose_compute
-from shardwise.planning.source import statements
-from shardwise.planning.source.facts import FactBook, MethodEntry, public_entries, summarise
+from shardwise.planning.source.facts import read_calls
 from shardwise.planning.tracing import trace_calls
 
 
@@ -86,10 +86,6 @@ def refuse_unsupported(model: nn.Module) -> None:
             )
 
 
-STATEMENTS_IN = (statements,)
-"""Importing it fills the reader's table of statements."""
-
-
 def find_calls(model: nn.Module, example_inputs: Any = None) -> Calls:
     """Find who calls what in `model`, without hints and without running its code on real data.
 
@@ -104,39 +100,8 @@ def find_calls(model: nn.Module, example_inputs: Any = None) -> Calls:
     if example_inputs is None:
         return read_calls(model)
     traced = trace_calls(model, example_inputs)
-    if not traced.complete:
-        return read_calls(model).merge(Calls(notes=traced.notes))
-    forward, rest = _read(model)
-    return traced.merge(forward.without(traced)).merge(rest)
-
-
-def read_calls(model: nn.Module) -> Calls:
-    """Find who calls what by reading the source of the model's classes. Nothing of the model is run."""
-    forward, rest = _read(model)
-    return forward.merge(rest)
-
-
-def _read(model: nn.Module) -> tuple[Calls, Calls]:
-    """What happens below the root's forward, and what only its other public methods or the script do."""
-    places = Places(model)
-    book = FactBook(places)
-    if has_forward(model):
-        book.follow(MethodEntry(model, "forward"))
-    num_below_forward = len(book.facts)
-    public, notes = public_entries(model, book)
-    book.notes += notes
-    _assume_the_rest(book, places)
-    facts = [fact for fact, _ in book.facts.values()]
-    return summarise(book, facts[:num_below_forward]), summarise(book, facts[num_below_forward:], public)
-
-
-def _assume_the_rest(book: FactBook, places: Places) -> None:
-    """Modules that nothing was found to enter: the user's script may call them, so read them as if it did."""
-    for name, module in places.modules.items():
-        if not name or is_holder(module) or id(module) in places.internal or not has_parameters(module):
-            continue
-        if not book.is_touched(module):
-            book.assume(module)
+    calls = read_calls(model, traced if traced.complete else None)
+    return replace(calls, notes=(*calls.notes, *traced.notes))
 
 
 def plan(

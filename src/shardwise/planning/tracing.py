@@ -4,7 +4,7 @@ import dataclasses
 import random
 import sys
 import types
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.compat import fake_tensor_mode, watch_operators
-from shardwise.planning.calls import Calls, Places, has_forward
+from shardwise.planning.calls import Calls, CallTable, Fact, Places, has_forward, has_parameters
 from shardwise.planning.source.functions import underlying
 
 
@@ -175,10 +175,8 @@ class _Watch:
         self.places = places
         self.parameters: dict[int, nn.Parameter] = {}
         self.entered: list[nn.Module] = []
-        self.counts: dict[str, int] = {}
-        self.methods: dict[str, set[str]] = defaultdict(set)
-        self.bypassed: dict[str, set[str]] = defaultdict(set)
-        self.reads: dict[str, set[str]] = defaultdict(set)
+        self.counts: Counter[str] = Counter()
+        self.table = CallTable(places, Calls())
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -196,7 +194,8 @@ class _Watch:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if id(module) not in self.places.internal:
-            self._record_entry(module, self._chain())
+            self.counts[self.places.name(module)] += 1
+            self.table.enter(Fact("call", self._chain(), module))
         self.entered.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -209,20 +208,9 @@ class _Watch:
         inner = running_methods(self.places, self.entered[-1] if self.entered else None)
         for method in inner:
             if not any(method.module is one for one in self.entered):
-                outer = tuple(self.entered)
-                self.methods[self.places.name(method.module)].add(method.name)
-                self._note_bypass(method.module, outer or (self.places.root,))
+                outer = tuple(self.entered) or (self.places.root,)
+                self.table.enter(Fact("method", outer, method.module, method.name))
         return (*self.entered, *(method.module for method in inner))
-
-    def _record_entry(self, module: nn.Module, chain: tuple[nn.Module, ...]) -> None:
-        name = self.places.name(module)
-        self.counts[name] = self.counts.get(name, 0) + 1
-        if chain:
-            self._note_bypass(module, chain)
-
-    def _note_bypass(self, module: nn.Module, chain: tuple[nn.Module, ...]) -> None:
-        for outer in self.places.bypassed(module, chain):
-            self.bypassed[self.places.name(outer)].add(self.places.name(module))
 
     def _operate(self, operator: str, tensors: list[torch.Tensor]) -> None:
         if operator.startswith(_SHAPE_ONLY):
@@ -236,34 +224,18 @@ class _Watch:
                 continue
             chain = self._chain()
             if not owners & {id(module) for module in chain}:
-                self.reads[self.places.parameter_name(parameter)].add(self.places.name(_reader(chain)))
+                owner, _, name = self.places.parameter_name(parameter).rpartition(".")
+                self.table.enter(Fact("read", (_reader(chain),), self.places.modules[owner], name))
 
     def calls(self) -> Calls:
-        places = self.places
-        repeated = {
-            name: count
-            for name, count in self.counts.items()
-            if count > 1 and next(places.modules[name].parameters(), None) is not None
-        }
-        return Calls(
-            called=frozenset(self.counts),
-            internal=frozenset(name for name, module in places.modules.items() if id(module) in places.internal),
-            bypassed=_freeze(self.bypassed),
-            methods=_freeze(self.methods),
-            foreign_reads=_freeze(self.reads),
-            repeated=repeated,
-            order=tuple(self.counts),
-        )
+        again = [name for name, count in self.counts.items() if count > 1]
+        return self.table.calls(repeated=frozenset(n for n in again if has_parameters(self.places.modules[n])))
 
 
 def _reader(chain: tuple[nn.Module, ...]) -> nn.Module:
     """Whose code chose to use the parameter: not torch's Dropout that it was handed to."""
     written = [module for module in chain if not type(module).__module__.startswith("torch.nn.")]
     return (written or chain)[-1]
-
-
-def _freeze(table: dict[str, set[str]]) -> dict[str, frozenset[str]]:
-    return {name: frozenset(inner) for name, inner in sorted(table.items())}
 
 
 @dataclasses.dataclass

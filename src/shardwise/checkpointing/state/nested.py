@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,22 +20,65 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(slots=True)
-class Flat:
-    """A nested dictionary in parts."""
+class FlatState:
+    """A nested state as flat names, on this rank, as it will be stored."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The live ones."""
+    steady: set[str] = field(default_factory=set)
+    """Tensors that nothing changes before the next optimizer step, so that copying them may take until then."""
     values: dict[str, Any] = field(default_factory=dict)
     """Encoded, hence snapshots: what changes in the object later does not change them."""
     paths: dict[str, Path] = field(default_factory=dict)
     """Flat name to the keys that lead there."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further names of tied weights."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What the manifest says of the run besides; JSON."""
+
+    def add(self, path: Path, value: Any, *, steady: bool = False) -> str:
+        """Add a tensor or an encoded value; return its name.
+
+        Raises:
+            CheckpointError: The name is taken.
+        """
+        name = dotted(path)
+        if name in self.paths:
+            raise CheckpointError(
+                "two things have the same name in the checkpoint",
+                where=name,
+                why="keys are joined by dots, and a key with a dot reads like two",
+                fix="rename one of them in the object's state_dict()",
+            )
+        self.paths[name] = path
+        if isinstance(value, torch.Tensor):
+            self.tensors[name] = value
+            if steady:
+                self.steady.add(name)
+        else:
+            self.values[name] = value
+        return name
+
+    def add_object(self, state: object, path: Path, *, steady: bool = False) -> None:
+        """Add an object's state, and its layout beside it."""
+        self.add((*path, LAYOUT), flatten(state, path, self, steady=steady)[1])
 
 
-def flatten(nested: object, path: Path) -> tuple[Flat, Any]:
+def dotted(path: Path) -> str:
+    """The flat name of what stands under these keys."""
+    return ".".join(map(str, path))
+
+
+def flatten(
+    nested: object, path: Path, into: FlatState | None = None, *, steady: bool = False
+) -> tuple[FlatState, Any]:
     """Take `nested` apart.
 
     Args:
         nested: Dictionaries, lists and tuples of tensors and plain values.
         path: Under which it stands in the checkpoint, as in `("ema",)`.
+        into: Is added to; default: a new one.
+        steady: Only an optimizer step changes its tensors.
 
     Returns:
         Its parts, and its layout for `unflatten`.
@@ -43,8 +86,20 @@ def flatten(nested: object, path: Path) -> tuple[Flat, Any]:
     Raises:
         CheckpointError: It holds something else, or two things under one name.
     """
-    flat = Flat()
-    return flat, _flatten_into(flat, nested, path)
+    flat = FlatState() if into is None else into
+
+    def take(value: object, path: Path) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {"tensor": flat.add(path, value, steady=steady)}
+        if isinstance(value, Mapping) and _is_taken_apart(value):
+            pairs = [[encode_value(key, dotted(path)), take(item, (*path, str(key)))] for key, item in value.items()]
+            return {"mapping": pairs}
+        if isinstance(value, list | tuple) and _is_taken_apart(value):
+            items = [take(item, (*path, index)) for index, item in enumerate(value)]
+            return {"list" if isinstance(value, list) else "tuple": items}
+        return {"value": flat.add(path, encode_value(value, dotted(path)))}
+
+    return flat, take(nested, path)
 
 
 def unflatten(layout: Any, find: Callable[[str, bool], Any]) -> Any:
@@ -91,58 +146,19 @@ def put_together(parts: Mapping[Path, Any]) -> Any:
     return made
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-
-
-def _flatten_into(flat: Flat, value: object, path: Path) -> Any:
-    if isinstance(value, torch.Tensor):
-        _add(flat, path, flat.tensors, value)
-        return {"tensor": _name(path)}
-    if isinstance(value, Mapping) and _is_taken_apart(value):
-        items = [
-            [encode_value(key, _name(path)), _flatten_into(flat, item, (*path, str(key)))]
-            for key, item in value.items()
-        ]
-        return {"mapping": items}
-    if isinstance(value, list | tuple) and _is_taken_apart(value):
-        items = [_flatten_into(flat, item, (*path, index)) for index, item in enumerate(value)]
-        return {"list" if isinstance(value, list) else "tuple": items}
-    _add(flat, path, flat.values, encode_value(value, _name(path)))
-    return {"value": _name(path)}
+def _has_tensor(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensor, value))
+    return isinstance(value, torch.Tensor)
 
 
 def _is_taken_apart(value: Mapping[Any, Any] | Sequence[Any]) -> bool:
     """Whether its items get names of their own: as in DCP, but keys that are no text keep their types."""
     if isinstance(value, Mapping):
-        return (bool(value) and all(type(key) is str for key in value)) or any(True for _ in tensors_in(value))
-    nested = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
-    return nested or any(True for _ in tensors_in(value))
-
-
-def _add(flat: Flat, path: Path, to: dict[str, Any], value: Any) -> None:
-    name = _name(path)
-    if name in flat.paths:
-        raise CheckpointError(
-            "two things have the same name in the checkpoint",
-            where=name,
-            why="keys are joined by dots, and a key with a dot reads like two",
-            fix="rename one of them in the object's state_dict()",
-        )
-    flat.paths[name] = path
-    to[name] = value
-
-
-def _name(path: Path) -> str:
-    return ".".join(map(str, path))
+        return (bool(value) and all(type(key) is str for key in value)) or _has_tensor(value)
+    return (isinstance(value, list) and any(isinstance(item, Mapping) for item in value)) or _has_tensor(value)
 
 
 def random_state() -> dict[str, torch.Tensor]:
@@ -170,8 +186,15 @@ def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
     """
     for name, state in states.items():
         try:
-            _set_one(name, state)
-        except (ValueError, TypeError, RuntimeError, KeyError, UnicodeDecodeError) as error:
+            if name == "torch":
+                torch.set_rng_state(state)
+            elif name == "python":
+                random.setstate(_from_bytes(state))
+            elif name == "numpy" and (numpy := sys.modules.get("numpy")) is not None:
+                numpy.random.set_state(_from_bytes(state))
+            elif name == "cuda" and torch.cuda.is_available():
+                torch.cuda.set_rng_state(state)
+        except (ValueError, TypeError, RuntimeError, KeyError) as error:
             raise CheckpointError(
                 f"the state of {name}'s random numbers cannot be set",
                 where=f"rng.{name}",
@@ -197,17 +220,6 @@ def derived_state(states: Mapping[str, torch.Tensor], rank: int) -> dict[str, to
         on_device.manual_seed(seed)
         derived["cuda"] = on_device.get_state()
     return derived
-
-
-def _set_one(name: str, state: torch.Tensor) -> None:
-    if name == "torch":
-        torch.set_rng_state(state)
-    elif name == "python":
-        random.setstate(_from_bytes(state))
-    elif name == "numpy" and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(_from_bytes(state))
-    elif name == "cuda" and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
 
 
 def _as_bytes(value: object) -> torch.Tensor:

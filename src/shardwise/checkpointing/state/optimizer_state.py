@@ -7,7 +7,7 @@ now; when loading, what the checkpoint holds decides what is made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from shardwise import compat
-from shardwise.checkpointing.state.nested import Flat, Path, flatten
+from shardwise.checkpointing.state.nested import FlatState, Path, dotted, flatten
 from shardwise.errors import CheckpointError
 from shardwise.sharding.inventory import local_tensor
 
@@ -89,10 +89,11 @@ def named_groups(optimizer: Optimizer, names: Mapping[int, str], where: str) -> 
     return [NamedGroup(options, tuple(names[id(p)] for p in parameters), parameters) for options, parameters in ordered]
 
 
-def collect_optimizer(optimizer: Optimizer, groups: list[NamedGroup], path: Path) -> Flat:
-    """Everything the optimizer holds, under the names torch's `get_optimizer_state_dict` gives.
+def collect_optimizer(found: FlatState, optimizer: Optimizer, groups: list[NamedGroup], path: Path) -> None:
+    """Add everything the optimizer holds, under the names torch's `get_optimizer_state_dict` gives.
 
     Args:
+        found: Is added to.
         optimizer: Stepped or not.
         groups: What `named_groups` returned for it.
         path: `("optim",)`, or with the optimizer's name where there are several.
@@ -100,29 +101,33 @@ def collect_optimizer(optimizer: Optimizer, groups: list[NamedGroup], path: Path
     Ranks:
         Local. The tensors are the live ones.
     """
-    whole = Flat()
     kinds: dict[str, Kind] = {}
     for index, group in enumerate(groups):
         options = {key: value for key, value in group.options.items() if key != "params"}
-        _merge(whole, flatten({**options, "params": list(group.names)}, (*path, "param_groups", index))[0])
+        flatten({**options, "params": list(group.names)}, (*path, "param_groups", index), found, steady=True)
         for name, parameter in zip(group.names, group.parameters, strict=True):
-            state = optimizer.state.get(parameter)
-            if not state:
-                continue
-            flat = _flat_state(state, (*path, "state", name))
-            prefix = ".".join((*map(str, path), "state", name, ""))
-            for full_name, tensor in flat.tensors.items():
-                key = full_name.removeprefix(prefix)
-                kind = kind_of(key, tensor, parameter)
-                if kind != default_kind(key, tuple(tensor.shape), parameter):
-                    kinds[f"{name}.{key}"] = kind
-                if kind == "local":
-                    flat.tensors[full_name] = compat.dtensor_like(tensor, parameter)  # pyrefly: ignore[bad-argument-type]
-            _merge(whole, flat)
+            start = (*path, "state", name)
+            for keys, value in _leaves(optimizer.state.get(parameter) or {}, start):
+                if isinstance(value, torch.Tensor):
+                    key = dotted(keys[len(start) :])
+                    kind = kind_of(key, value, parameter)
+                    if kind != default_kind(key, tuple(value.shape), parameter):
+                        kinds[f"{name}.{key}"] = kind
+                    if kind == "local":
+                        value = compat.dtensor_like(value, parameter)  # pyrefly: ignore[bad-argument-type]
+                found.add(keys, value, steady=True)
     if kinds:
-        name = ".".join(map(str, (*path, KINDS)))
-        whole.values[name], whole.paths[name] = kinds, (*path, KINDS)
-    return whole
+        found.add((*path, KINDS), kinds)
+
+
+def _leaves(state: Mapping[str, Any], start: Path) -> Iterator[tuple[Path, Any]]:
+    """Tensors and encoded values of one parameter's state; there are thousands, nearly all of tensors only."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield (*start, str(key)), value
+            continue
+        flat, _ = flatten(value, (*start, str(key)))
+        yield from ((flat.paths[name], leaf) for name, leaf in (flat.tensors | flat.values).items())
 
 
 def kind_of(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> Kind:
@@ -180,11 +185,6 @@ def make_state(
     return empty_dtensor(shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
-def without_layout(kind: Kind, made: torch.Tensor) -> torch.Tensor:
-    """What the optimizer keeps, once `made` has its values."""
-    return local_tensor(made) if kind == "local" else made
-
-
 def parameter_names(models: Mapping[str, list[Any]]) -> dict[int, str]:
     """From the `id` of each parameter to its name: the canonical one, after the model's where models have names.
 
@@ -197,23 +197,6 @@ def parameter_names(models: Mapping[str, list[Any]]) -> dict[int, str]:
         for entry in entries
         if isinstance(entry.tensor, nn.Parameter)
     }
-
-
-def _flat_state(state: dict[str, Any], path: Path) -> Flat:
-    """One parameter's state; there are thousands of them, and nearly all are plain dictionaries of tensors."""
-    if any(not isinstance(value, torch.Tensor) or type(key) is not str for key, value in state.items()):
-        return flatten(dict(state), path)[0]
-    prefix = ".".join(map(str, path))
-    names = {f"{prefix}.{key}": key for key in state}
-    return Flat(
-        {name: state[key] for name, key in names.items()}, {}, {name: (*path, key) for name, key in names.items()}
-    )
-
-
-def _merge(whole: Flat, part: Flat) -> None:
-    whole.tensors |= part.tensors
-    whole.values |= part.values
-    whole.paths |= part.paths
 
 
 def _is_alike(tensor: DTensor, parameter: DTensor) -> bool:

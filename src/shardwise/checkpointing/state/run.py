@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.state.names import canonical_name
-from shardwise.checkpointing.state.nested import LAYOUT, Flat, Path, flatten, random_state
+from shardwise.checkpointing.state.nested import FlatState, Path, dotted, random_state
 from shardwise.checkpointing.state.optimizer_state import NamedGroup, collect_optimizer, named_groups, parameter_names
 from shardwise.checkpointing.state.slices import ModelTensor, model_tensors
 from shardwise.errors import CheckpointError, ConfigError
 
 # In the module's own dict, so that the mark lives as long as the model.
 _ATTRIBUTE = "_shardwise_unusable"
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    why: str
-    handles: tuple[Any, ...]
 
 
 def mark_unusable(model: nn.Module, why: str) -> None:
@@ -44,7 +36,7 @@ def mark_unusable(model: nn.Module, why: str) -> None:
 
     # On every module: parts of a model are called on their own, and FSDP2's hooks must not run first.
     handles = tuple(module.register_forward_pre_hook(refuse, prepend=True) for module in model.modules())
-    model.__dict__[_ATTRIBUTE] = _Mark(why, handles)
+    model.__dict__[_ATTRIBUTE] = (why, handles)
 
 
 def mark_usable(model: nn.Module) -> None:
@@ -53,8 +45,8 @@ def mark_usable(model: nn.Module) -> None:
     Ranks:
         Local.
     """
-    mark = model.__dict__.pop(_ATTRIBUTE, None)
-    for handle in mark.handles if mark is not None else ():
+    _, handles = model.__dict__.pop(_ATTRIBUTE, ("", ()))
+    for handle in handles:
         handle.remove()
 
 
@@ -67,11 +59,10 @@ def refuse_unusable(model: nn.Module) -> None:
     Ranks:
         Local.
     """
-    mark = model.__dict__.get(_ATTRIBUTE)
-    if mark is not None:
+    if _ATTRIBUTE in model.__dict__:
         raise CheckpointError(
             f"this {type(model).__name__} holds corrupt values",
-            where=mark.why,
+            where=model.__dict__[_ATTRIBUTE][0],
             why="a checkpoint turned out corrupt after part of it had been written into the model",
             fix="load a good checkpoint into it; verify='before' proves a checkpoint before it touches the model",
         )
@@ -92,31 +83,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Take such a state over."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """A tensor of the run's state."""
-
-    name: str
-    tensor: torch.Tensor
-    """The live one."""
-    is_steady: bool
-    """Nothing changes it before the next optimizer step, so that copying it may take until then."""
-
-
-@dataclass(slots=True)
-class Collected:
-    """The state of a run on this rank, as it will be stored."""
-
-    leaves: list[Leaf] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-    """Encoded."""
-    paths: dict[str, Path] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    """Further names of tied weights."""
-    details: dict[str, Any] = field(default_factory=dict)
-    """What the manifest says of the run besides; JSON."""
 
 
 class Run:
@@ -154,7 +120,7 @@ class Run:
             for key, optimizer in self.optimizers.items()
         }
 
-    def collect(self, *, extra: Mapping[str, Any] | None = None, rng_rank: int | None = None) -> Collected:
+    def collect(self, *, extra: Mapping[str, Any] | None = None, rng_rank: int | None = None) -> FlatState:
         """The state now. Tensors are the live ones, values are copies.
 
         Args:
@@ -167,21 +133,19 @@ class Run:
         Ranks:
             Local.
         """
-        found = Collected()
+        found = FlatState()
         tensors = self.tensors()
         for name, model in self.models.items():
             refuse_unusable(model)
             _collect_model(found, model, tensors[name], model_path(name))
         for key, groups in self.groups(tensors).items():
-            _add(found, collect_optimizer(self.optimizers[key], groups, optimizer_path(key)), steady=True)
+            collect_optimizer(found, self.optimizers[key], groups, optimizer_path(key))
         for key, item in self.objects.items():
-            _collect_object(found, item.state_dict(), key, steady=bool(getattr(item, "waits_for_copies", False)))
+            found.add_object(item.state_dict(), (key,), steady=bool(getattr(item, "waits_for_copies", False)))
         if extra is not None:
-            _collect_object(found, dict(extra), "extra", steady=False)
-        if rng_rank is not None:
-            states = {f"rng.{rng_rank}.{name}": state for name, state in random_state().items()}
-            paths = {name: tuple(name.split(".")) for name in states}
-            _add(found, Flat(dict(states), {}, dict(paths)), steady=False)
+            found.add_object(dict(extra), ("extra",))
+        for name, state in random_state().items() if rng_rank is not None else ():
+            found.add(("rng", str(rng_rank), name), state)
         return found
 
 
@@ -205,38 +169,22 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _collect_model(found: Collected, model: nn.Module, tensors: list[ModelTensor], path: Path) -> None:
-    prefix = ".".join(map(str, path)) + "."
+def _collect_model(found: FlatState, model: nn.Module, tensors: list[ModelTensor], path: Path) -> None:
     for entry in tensors:
-        _refuse_meta(entry)
-        name = prefix + entry.name
+        if entry.tensor.is_meta:
+            raise CheckpointError(
+                "a tensor on the meta device has no values to save",
+                where=entry.name,
+                why="the model was built on the meta device and not materialised since",
+                fix="shardwise.materialize(model), or load weights into it",
+            )
         # A forward may write a buffer (running statistics); only a step, or somebody by hand, writes parameters.
-        found.leaves.append(Leaf(name, entry.tensor, is_steady=entry.is_parameter))
-        found.paths[name] = (*path, entry.name)
+        name = found.add((*path, entry.name), entry.tensor, steady=entry.is_parameter)
         for alias in entry.aliases:
-            found.aliases[prefix + alias] = name
-            found.paths[prefix + alias] = (*path, alias)
+            found.aliases[dotted((*path, alias))] = name
+            found.paths[dotted((*path, alias))] = (*path, alias)
     for key, module in extra_states(model).items():
-        flat, layout = flatten(module.get_extra_state(), (*path, key))
-        _add(found, flat, steady=False)
-        _add_layout(found, layout, (*path, key))
-
-
-def _collect_object(found: Collected, state: Any, key: str, *, steady: bool) -> None:
-    flat, layout = flatten(state, (key,))
-    _add(found, flat, steady=steady)
-    _add_layout(found, layout, (key,))
-
-
-def _add(found: Collected, flat: Flat, *, steady: bool) -> None:
-    found.leaves += [Leaf(name, tensor, steady) for name, tensor in flat.tensors.items()]
-    found.values |= flat.values
-    found.paths |= flat.paths
-
-
-def _add_layout(found: Collected, layout: Any, path: Path) -> None:
-    name = ".".join(map(str, (*path, LAYOUT)))
-    found.values[name], found.paths[name] = layout, (*path, LAYOUT)
+        found.add_object(module.get_extra_state(), (*path, key))
 
 
 def _by_name(optimizers: Any) -> dict[str, Optimizer]:
@@ -271,14 +219,4 @@ def _check_names(run: Run) -> None:
             where="\n".join(problems) if len(problems) > 1 else "Checkpointer.save and load",
             why="each is stored under its name and restored through its state dict",
             fix="pass objects with state_dict() and load_state_dict(); plain values go into extra={...}",
-        )
-
-
-def _refuse_meta(entry: ModelTensor) -> None:
-    if entry.tensor.is_meta:
-        raise CheckpointError(
-            "a tensor on the meta device has no values to save",
-            where=entry.name,
-            why="the model was built on the meta device and not materialised since",
-            fix="shardwise.materialize(model), or load weights into it",
         )

@@ -11,7 +11,7 @@ import pytest
 from shardwise import compat
 from shardwise.compat.support import NEEDED, TESTED, missing_attributes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OURS = {"_shardwise_partial", "_group", "_before", "_tapped", "_plain", "_make"}
 GUARDED = {  # asked for with hasattr, or only where that finds nothing
     "_fsdp_param_groups", "_fsdp_param_group", "_reset_iter_state", "_device_handle", "_comm_ctx",
