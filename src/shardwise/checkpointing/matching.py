@@ -40,23 +40,30 @@ class Matched:
     tolerated: frozenset[str]
     """Missing names that the model itself says may be missing."""
 
-    def refuse(self, contents: Contents, strict: bool) -> CheckpointError | None:
-        """The error that lists all that does not fit; None when it fits well enough."""
+    def refuse(self, contents: Contents, strict: bool) -> None:
+        """Refuse what does not fit well enough.
+
+        Raises:
+            CheckpointError: Listing all that does not fit.
+        """
         report = self.report
         missing = [name for name in report.missing if name not in self.tolerated] if strict else []
         unexpected = report.unexpected if strict else ()
         if not report.loaded and (report.missing or report.unexpected):
             missing, unexpected = list(report.missing), report.unexpected  # nothing fits: surely the wrong file
-        if not (missing or unexpected or report.mismatched):
-            return None
         counts = [(len(missing), "missing"), (len(unexpected), "unexpected"), (len(report.mismatched), "mis-shaped")]
         what = ", ".join(f"{count} {kind}" for count, kind in counts if count)
+        if not what:
+            return
+        fix = 'leave them out with rename={"name": None} and strict=False, or build the model with these shapes'
+        if strict and (missing or unexpected):
+            fix = 'map the names with rename={"old.prefix": "new.prefix"}, or pass strict=False to load what fits'
         total = len(report.loaded) + len(report.missing) + len(report.mismatched)
-        return CheckpointError(
+        raise CheckpointError(
             f"the weights do not fit the model of {total} tensors: {what}",
             where="\n".join([str(contents.path), *describe_problems(missing, unexpected, report.mismatched)]),
             why="every tensor of the model is loaded exactly once" if strict else "shapes are never adapted",
-            fix=_fix(bool(missing or unexpected), strict),
+            fix=fix,
         )
 
 
@@ -171,9 +178,3 @@ def _patterns(model: nn.Module, attribute: str) -> list[re.Pattern[str]]:
     """What transformers' classes say about keys that may be too many or too few."""
     listed = getattr(model, attribute, None)
     return [re.compile(text) for text in listed] if isinstance(listed, (list, tuple, set)) else []
-
-
-def _fix(has_other_names: bool, strict: bool) -> str:
-    if has_other_names and strict:
-        return 'map the names with rename={"old.prefix": "new.prefix"}, or pass strict=False to load what fits'
-    return 'leave them out with rename={"name": None} and strict=False, or build the model with these shapes'

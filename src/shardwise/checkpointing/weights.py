@@ -409,8 +409,7 @@ def _match(
 
     def work() -> tuple[Matched, str]:
         matched = match(model, contents, tensors)
-        if (error := matched.refuse(contents, strict)) is not None:
-            raise error
+        matched.refuse(contents, strict)
         return matched, _digest(contents, matched)
 
     matched, digests = together_with(work, mesh)
