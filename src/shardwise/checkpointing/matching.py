@@ -68,7 +68,7 @@ class Matched:
 
 
 def rename_contents(contents: Contents, rename: Rename) -> Contents:
-    """The contents under the names that `rename` gives; a name that it maps to None is left out.
+    """The contents under the names that `rename` gives; `details["renamed_away"]` lists those that it maps to None.
 
     Raises:
         CheckpointError: Two tensors get the same name.
@@ -78,9 +78,11 @@ def rename_contents(contents: Contents, rename: Rename) -> Contents:
     """
     apply = rename_with(rename)
     tensors: dict[str, StoredTensor] = {}
+    renamed_away = []
     for stored, tensor in contents.tensors.items():
         name = apply(canonical_name(stored))
         if name is None:
+            renamed_away.append(stored)
             continue
         if name in tensors:
             raise CheckpointError(
@@ -90,7 +92,7 @@ def rename_contents(contents: Contents, rename: Rename) -> Contents:
                 fix="map one of the two to None in rename=",
             )
         tensors[name] = tensor
-    return dataclasses.replace(contents, tensors=tensors)
+    return dataclasses.replace(contents, tensors=tensors, details={**contents.details, "renamed_away": renamed_away})
 
 
 def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] | None = None) -> Matched:
@@ -115,17 +117,8 @@ def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] |
     computed = non_persistent_names(model)
     ignorable = _patterns(model, "_keys_to_ignore_on_load_unexpected")
     ignored = [name for name in left if _is_ignored(name.removeprefix(matching.prefix), computed, ignorable)]
-    report, stored_names, copies = _compare(tensors, contents.tensors, matching.found)
-    unexpected = tuple(name for name in left if name not in set(ignored))
     tolerable = _patterns(model, "_keys_to_ignore_on_load_missing")
-    tolerated = frozenset(name for name in report.missing if any(p.search(name) for p in tolerable))
-    report = dataclasses.replace(report, unexpected=unexpected, ignored=tuple(ignored))
-    return Matched(stored_names, copies, report, tolerated)
-
-
-def _compare(
-    tensors: Sequence[ModelTensor], stored: Mapping[str, StoredTensor], found: Mapping[str, str]
-) -> tuple[KeyReport, dict[str, str], dict[str, tuple[str, ...]]]:
+    found, stored = matching.found, contents.tensors
     stored_names: dict[str, str] = {}
     copies: dict[str, tuple[str, ...]] = {}
     missing, mismatched, tied, cast = [], [], {}, {}
@@ -147,12 +140,15 @@ def _compare(
     report = KeyReport(
         loaded=tuple(stored_names),
         missing=tuple(missing),
+        unexpected=tuple(name for name in left if name not in set(ignored)),
         mismatched=tuple(mismatched),
         tied=tied,
         renamed={name: stored[key].name for name, key in stored_names.items() if stored[key].name != name},
         cast=cast,
+        ignored=tuple(ignored),
     )
-    return report, stored_names, copies
+    tolerated = frozenset(name for name in missing if any(pattern.search(name) for pattern in tolerable))
+    return Matched(stored_names, copies, report, tolerated)
 
 
 def _converts(stored: str, expected: str) -> bool:

@@ -17,10 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.agreement import is_first, mesh_of_model, on_first, raise_over, together, together_with
-from shardwise.checkpointing.broadcasting import RequestReader, describe, find_differing_copy
+from shardwise.checkpointing.broadcasting import RequestReader, find_differing_copy, open_on_ranks
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, TensorInfo
-from shardwise.checkpointing.formats.detect import TORCH_SUFFIXES, open_checkpoint, require_names
+from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import tensors_in, write_full
+from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
 from shardwise.checkpointing.formats.safetensors import (
     DEFAULT_SHARD_BYTES,
     Chunks,
@@ -342,7 +343,7 @@ def load_weights(
     _check_verify(verify)
     mesh = mesh_of_model(model)
     tensors = together(lambda: model_tensors(model), mesh)
-    contents, left_out = _open(model, tensors, path, rename, mesh, broadcast)
+    contents = open_on_ranks(lambda: _open(model, tensors, path, rename), mesh, broadcast=broadcast)
     matched = _match(model, tensors, contents, mesh, strict)
 
     def allocate_wanted() -> None:
@@ -370,36 +371,17 @@ def load_weights(
     rebuilt = tuple(sorted({canonical_name(entry.fqn) for entry in take_inventory(model) if entry.pending}))
     if rebuilt:
         materialize(model)
-    ignored = (*matched.report.ignored, *left_out)
+    ignored = (*matched.report.ignored, *contents.details.get("renamed_away", ()))
     return dataclasses.replace(matched.report, rebuilt=rebuilt, ignored=ignored)
 
 
-def _open(
-    model: nn.Module,
-    tensors: Sequence[ModelTensor],
-    path: str | Path,
-    rename: Rename | None,
-    mesh: DeviceMesh | None,
-    broadcast: bool,
-) -> tuple[Contents, tuple[str, ...]]:
-    """The checkpoint under the names that the model has for its tensors, and the names that were left out.
-
-    With `broadcast` only the first rank opens files, and the others get a description.
-    """
-    opened: list[Contents] = []
-
-    def open_here() -> tuple[Contents, tuple[str, ...]]:
-        contents = open_checkpoint(path, model=model)
-        require_names(contents, optimizers=False)
-        renamed = contents if rename is None else rename_contents(contents, rename)
-        kept = {tensor.name for tensor in renamed.tensors.values()}
-        left_out = tuple(name for name, tensor in contents.tensors.items() if tensor.name not in kept)
-        names = [name for tensor in tensors for name in tensor.names]
-        opened.append(in_model_layout(renamed, model, names))
-        return describe(opened[0]) if broadcast else opened[0], left_out
-
-    described, left_out = on_first(open_here, mesh) if broadcast else together(open_here, mesh)
-    return (opened[0] if opened else described), left_out
+def _open(model: nn.Module, tensors: Sequence[ModelTensor], path: str | Path, rename: Rename | None) -> Contents:
+    """The checkpoint under the names that the model has for its tensors."""
+    contents = open_checkpoint(path, model=model)
+    require_names(contents, optimizers=False)
+    renamed = contents if rename is None else rename_contents(contents, rename)
+    names = [name for tensor in tensors for name in tensor.names]
+    return in_model_layout(renamed, model, names)
 
 
 def _match(
