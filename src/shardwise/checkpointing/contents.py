@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -236,14 +237,30 @@ def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tup
             yield Box((first, *box.starts), (1, *box.sizes)), done + before
 
 
+def rows_of(chunk: Box, wanted: Box, along: int, max_elements: int) -> Iterator[Box]:
+    """Boxes of consecutive elements of the chunk that hold all wanted ones: whole rows below the dimension `along`."""
+    if not chunk.sizes:
+        yield chunk
+        return
+    inner = chunk.sizes[along + 1 :]
+    count = max(max_elements // max(math.prod(inner), 1), 1)
+    outer = (range(start, start + size) for start, size in zip(wanted.starts[:along], wanted.sizes, strict=False))
+    end = wanted.starts[along] + wanted.sizes[along]
+    for place in itertools.product(*outer):
+        for begin in range(wanted.starts[along], end, count):
+            starts = (*place, begin, *chunk.starts[along + 1 :])
+            yield Box(starts, (*(1,) * along, min(count, end - begin), *inner))
+
+
+def row_dim(chunk: Box, wanted: Box, max_elements: int) -> int:
+    """The first dimension of which whole rows fit into so many elements."""
+    dim = 0
+    while dim < len(chunk.sizes) - 1 and (wanted.sizes[dim] == 1 or math.prod(chunk.sizes[dim + 1 :]) > max_elements):
+        dim += 1
+    return dim
+
+
 def portions(box: Box, item_bytes: int, max_bytes: int = 64 << 20) -> Iterator[Box]:
     """The box in parts of at most `max_bytes` that follow each other in row-major order: whole rows where they fit."""
-    step = max_bytes // item_bytes
-    if box.numel <= step:
-        yield box
-        return
-    row = box.numel // box.sizes[0]
-    step = step // row * row or step
-    for start in range(0, box.numel, step):
-        for part, _ in boxes_of_range(box.sizes, start, min(start + step, box.numel)):
-            yield Box(tuple(a + b for a, b in zip(box.starts, part.starts, strict=True)), part.sizes)
+    count = max_bytes // item_bytes
+    return iter([box]) if box.numel <= count else rows_of(box, box, row_dim(box, box, count), count)

@@ -15,7 +15,7 @@ from shardwise.checkpointing.contents import Box
 from shardwise.checkpointing.formats.sharded import Item, write_rank_file
 from shardwise.checkpointing.pickles.zip_files import value_stream
 from shardwise.checkpointing.storage.files import FileWriter
-from shardwise.checkpointing.storage.memory import block_checksums, bytes_of
+from shardwise.checkpointing.storage.memory import bytes_of, checksum
 from shardwise.errors import CheckpointError
 
 
@@ -43,7 +43,7 @@ def test_every_item_is_a_stream_that_torch_reads(tmp_path: Path, fsync: bool):
         assert torch.equal(torch.load(io.BytesIO(stream), weights_only=True), tensors[written.name])
         raw = bytes_of(tensors[written.name])
         assert data[written.pieces[0].offset : written.pieces[0].offset + len(raw)] == raw
-        assert written.pieces[0].checksums == block_checksums(raw, 128)
+        assert written.pieces[0].checksums == tuple(checksum(raw[at : at + 128]) for at in range(0, len(raw), 128))
     (value,) = record.values
     stream = data[value.offset : value.offset + value.num_bytes]
     assert torch.load(io.BytesIO(stream), weights_only=True) == (1, "x")

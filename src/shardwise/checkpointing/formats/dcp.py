@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor, TorchStream, count_of, sizes_of
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, read_manifest
 from shardwise.checkpointing.pickles.machine import Record
-from shardwise.checkpointing.pickles.torch_files import FlatState, TorchFile, plain_value
+from shardwise.checkpointing.pickles.torch_files import FlatState, OpaqueValue, TorchFile, plain_value
 from shardwise.checkpointing.pickles.torch_objects import TensorRef, dtype_name, read_dcp_pickle, read_torch_pickle
 from shardwise.checkpointing.pickles.zip_files import ZipIndex
 from shardwise.checkpointing.storage import files
@@ -135,9 +135,11 @@ class _Items(contextlib.ExitStack):
         values: dict[str, Any] = {}
         left_out: dict[str, str] = {}
         for name, stream in stored.items():
-            index, pickled = self._open(stream)
+            _, pickled = self._open(stream)
             try:
-                values[name] = plain_value(self._tree(stream, pickled), where=index.where)
+                values[name] = plain_value(self._tree(stream, pickled))
+            except OpaqueValue as error:
+                left_out[name] = f"the value is no plain data but holds {error}"
             except CheckpointError as error:
                 left_out[name] = error.what
         return values, left_out

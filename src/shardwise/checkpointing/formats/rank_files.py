@@ -172,7 +172,7 @@ def read_rank_files(folder: files.Place) -> Contents:
 
     Returns:
         The contents; the format is `fsdp1-local` where tensors are flat parameters, which need the model's
-        definition to be told apart (see `unflattening.py`), else `fsdp1-sharded`.
+        definition to be told apart (see `fsdp1.py`), else `fsdp1-sharded`.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the files do not belong together.

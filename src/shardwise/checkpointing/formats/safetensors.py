@@ -48,7 +48,6 @@ class _Header:
     num_bytes: int
     """Of the file."""
     block_bytes: int
-    metadata: Mapping[str, str]
 
 
 def is_safetensors(path: str | files.Place) -> bool:
@@ -153,7 +152,6 @@ def _joined(
         tensors=tensors,
         file_bytes={file: header.num_bytes for file, header in read.items()},
         block_bytes=block_bytes.pop() if block_bytes else 0,
-        details={"metadata": {file: dict(header.metadata) for file, header in read.items() if header.metadata}},
     )
 
 
@@ -195,7 +193,7 @@ def _parse(file: str, data: bytes, size: int) -> _Header:
         end += tensor.num_bytes
     if end != size:
         raise ValueError(f"the tensors end at byte {end:,}, the file at {size:,}")
-    return _Header(tensors, size, block_bytes, metadata)
+    return _Header(tensors, size, block_bytes)
 
 
 def _tensor(file: str, name: str, entry: Any, data_start: int, checksums: str) -> StoredTensor:

@@ -87,7 +87,7 @@ def write_rank_file(
         path: In the partial folder; must not be there yet.
         items: In the order in which they shall lie in the file. May be a generator that makes each item's memory
             when its turn comes; the memory must be its own.
-        values: Plain values by name, each as `torch_zip.value_stream` makes it.
+        values: Plain values by name, each as `zip_files.value_stream` makes it.
         fsync: Return only when the disk has the file.
         block_bytes: Bytes under one checksum.
         total: Bytes of all items, for the progress; needed where `items` is a generator.

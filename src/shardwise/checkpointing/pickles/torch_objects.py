@@ -168,10 +168,6 @@ def _placement(placement: Record) -> tuple[Any, ...]:
     return (name, count_of(values["dim"])) if name in ("shard", "strided") else (name,)
 
 
-_SHARD = "torch.distributed._shard."
-_PROCESS_GROUP = _SHARD + "sharded_tensor.api.ShardedTensor.ProcessGroupState"
-
-
 def read_torch_pickle(data: bytes | bytearray | memoryview, *, where: str = "") -> Any:
     """Read `data.pkl` of a `torch.save` file as data.
 
@@ -211,8 +207,7 @@ def _get_attribute(owner: Any, name: Any) -> Symbol:
     """How pickles before protocol 4 name a nested class or a member of an enumeration: we only note the name."""
     if not isinstance(owner, Symbol) or not isinstance(name, str):
         raise ValueError("getattr of something that is no known class")
-    nested = f"{owner.name}.{name}"
-    return record(nested) if nested == _PROCESS_GROUP else Symbol(nested)
+    return record(f"{owner.name}.{name}")
 
 
 def _as_set(values: Any = ()) -> set[Any]:
@@ -276,7 +271,7 @@ _DATA_CLASSES = (
     "numpy.",
     "torch._utils._rebuild_wrapper_subclass",
     "torch.distributed._mesh_layout.",
-    _SHARD,
+    "torch.distributed._shard.",
     "torch.distributed._tensor.",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed.checkpoint.metadata.",
