@@ -1,17 +1,17 @@
 """Draft a plan: groups with their parameters, settings, prefetch lists and reasons."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal
 
-import torch
 from torch import nn
 
-from shardwise.config.schema import GroupOverride, PrefetchConfig, ShardConfig
+from shardwise.config.schema import ROOT_PATTERN, GroupOverride, PrefetchConfig, ShardConfig
 from shardwise.errors import PlanError
-from shardwise.planning.assignment import Assignment, Tensor, assign, find_tensors, split_by_override, storage_splits
+from shardwise.planning.assignment import Assignment, assign, find_tensors, split_by_override, storage_splits
 from shardwise.planning.calls import Calls
 from shardwise.planning.groups import (
     Node,
-    Sizes,
     Tree,
     Unit,
     around_calls,
@@ -21,7 +21,15 @@ from shardwise.planning.groups import (
     named_units,
 )
 from shardwise.planning.plan import Group, Plan, PlannedParameter
-from shardwise.planning.settings import FLOATING, SIXTEEN_BIT, Compute, SettingsOf, dtype_name, widest
+from shardwise.planning.settings import (
+    FLOATING,
+    SIXTEEN_BIT,
+    Compute,
+    choose_compute,
+    dtype_name,
+    group_settings,
+    widest,
+)
 
 WORTHWHILE_PADDING = 1 / 8
 """Below this share of padding, dim 0 stays: its shards are contiguous in checkpoints."""
@@ -85,8 +93,8 @@ def _run_of(fqn: str) -> str:
 class Draft:
     """The facts about one model, gathered once, from which the plan's parts are made."""
 
-    def __init__(self, model: nn.Module, config: ShardConfig, axes: dict[str, int], device: str) -> None:
-        self.model, self.config, self.axes, self.device = model, config, axes, device
+    def __init__(self, model: nn.Module, config: ShardConfig, axes: dict[str, int], device: str, calls: Calls) -> None:
+        self.model, self.config, self.axes, self.device, self.calls = model, config, axes, device, calls
         self.tensors = find_tensors(model)
         names = {name: key for key, tensor in enumerate(self.tensors) for name in tensor.names}
         every = {id(parameter): key for key, tensor in enumerate(self.tensors) for parameter in tensor.parameters}
@@ -95,19 +103,23 @@ class Draft:
         self.replicated: dict[int, str] = {}
         for key, tensor in enumerate(self.tensors):
             if key not in self.ignored:
-                self._set_aside(key, tensor)
+                self._set_aside(key, tensor.parameter)
         aside = self.ignored.keys() | self.replicated.keys()
-        self.tree = Tree(model, {identity: key for identity, key in every.items() if key not in aside})
-        self.numel = {key: tensor.parameter.numel() for key, tensor in enumerate(self.tensors)}
-        self.sizes = Sizes(self.numel)
+        numel = {key: tensor.parameter.numel() for key, tensor in enumerate(self.tensors)}
+        self.tree = Tree(model, {identity: key for identity, key in every.items() if key not in aside}, numel)
         self.dtype_of = {key: dtype_name(tensor.parameter.dtype) for key, tensor in enumerate(self.tensors)}
         self.trainable = {key for key, tensor in enumerate(self.tensors) if tensor.parameter.requires_grad}
         self.upcast: dict[int, str] = {}
-        self._unit_names: frozenset[str] = frozenset()
+        self.covered = [
+            (
+                override,
+                {id(node) for match in self.tree.matching(override.pattern) for node in _covered(match, override)},
+            )
+            for override in config.overrides
+        ]
 
-    def _set_aside(self, key: int, tensor: Tensor) -> None:
+    def _set_aside(self, key: int, parameter: nn.Parameter) -> None:
         """Keep whole what FSDP2 cannot split."""
-        parameter = tensor.parameter
         if not (parameter.is_floating_point() or parameter.is_complex()):
             self.ignored[key] = f"{dtype_name(parameter.dtype)} storage is left as it is"
         elif parameter.ndim == 0:
@@ -115,33 +127,59 @@ class Draft:
         elif parameter.numel() == 0:
             self.replicated[key] = "an empty parameter has nothing to split"
 
-    def storage_dtypes(self) -> list[str]:
+    def plan(self, capability: tuple[int, int] | None) -> Plan:
+        """Decide everything, for hardware of this CUDA compute capability."""
+        assignment = self._assignment()
+        compute = choose_compute(self.config.precision, self.device, capability, self._storage_dtypes())
+        self._unit_names = frozenset(node.fqn for unit in assignment.units for node in unit.nodes)
+        groups = [
+            self._group(unit, keys, compute)
+            for unit, keys in zip(assignment.units, assignment.keys, strict=True)
+            if keys or unit.is_root
+        ]
+        groups = add_prefetch(groups, self.config.prefetch, self.config.overrides)
+        return Plan(
+            model=type(self.model).__name__,
+            device=self.device,
+            axes=tuple(self.axes.items()),
+            groups=tuple(groups),
+            replicated=tuple(self._parameter(key, "replicate", why) for key, why in sorted(self.replicated.items())),
+            ignored=tuple(self._parameter(key, "ignore", why) for key, why in sorted(self.ignored.items())),
+            grad_scaler=compute.grad_scaler,
+            early_root=self.config.prefetch.early_root,
+            outer_modules=self._outer_modules(groups),
+            track_unused=any(group.reduce_unused for group in groups),
+            reasons=(compute.reason, *self.calls.notes),
+            warnings=tuple(self._warnings(groups)),
+        )
+
+    def _storage_dtypes(self) -> list[str]:
         """Floating dtypes of what is trained, or of everything where nothing is."""
         keys = [key for key in self.tree.root.keys if self.dtype_of[key] in FLOATING]
-        return sorted({self.dtype_of[key] for key in keys if key in self.trainable} or {self.dtype_of[k] for k in keys})
+        return self._dtypes(keys)
 
-    def units(self, calls: Calls) -> list[Unit]:
-        """Modules to shard together: those the user named, or those found, and those split off by an override."""
+    def _dtypes(self, keys: list[int]) -> list[str]:
+        trained = {self.dtype_of[key] for key in keys if key in self.trainable}
+        return sorted(trained or {self.dtype_of[key] for key in keys})
+
+    def _assignment(self) -> Assignment:
+        """Every parameter to one unit, with no unit of two trainable dtypes."""
         if self.config.group_by == "root":
             units: list[Unit] = []
         elif is_explicit(self.config):
-            units = [around_calls(unit, calls) for unit in named_units(self.tree, self.sizes, self.config)]
+            units = [around_calls(unit, self.calls) for unit in named_units(self.tree, self.config)]
         else:
-            units = find_units(self.tree, self.sizes, calls)
-        return units + split_by_override(self.tree, units, self.config.overrides, calls)
-
-    def assignment(self, units: list[Unit], calls: Calls) -> Assignment:
-        """Every parameter to one unit, with no unit of two trainable dtypes."""
+            units = find_units(self.tree, self.calls)
+        units += split_by_override(self.tree, units, self.config.overrides, self.calls)
         names = {key: tensor.names for key, tensor in enumerate(self.tensors)}
-        assignment = assign(self.tree, units, calls, names)
+        assignment = assign(self.tree, units, self.calls, names)
         if self.config.mixed_storage == "upcast":
             for keys in assignment.keys:
                 self._upcast([key for key in keys if key in self.trainable])
-        splits, odd = storage_splits(assignment, self.tree, self.dtype_of, self.numel, self.trainable, calls)
+        splits, odd = storage_splits(assignment, self.tree, self.dtype_of, self.trainable, self.calls)
         if splits:
-            assignment = assign(self.tree, assignment.units + splits, calls, names)
-        for key, reason in {**odd, **assignment.replicated}.items():
-            self.replicated[key] = reason
+            assignment = assign(self.tree, assignment.units + splits, self.calls, names)
+        self.replicated |= {**odd, **assignment.replicated}
         for keys in assignment.keys:
             keys[:] = [key for key in keys if key not in self.replicated]
         return assignment
@@ -154,55 +192,43 @@ class Draft:
                 if self.dtype_of[key] != target:
                     self.upcast[key], self.dtype_of[key] = self.dtype_of[key], target
 
-    def groups(self, assignment: Assignment, calls: Calls, compute: Compute) -> list[Group]:
-        """Groups with their settings, children first and the root last."""
-        settings_of = SettingsOf(
-            self.tree, self.config, compute, pin_memory=self._pin_memory(), num_shards=self.axes.get("shard", 1)
-        )
-        self._unit_names = frozenset(node.fqn for unit in assignment.units for node in unit.nodes)
-        groups = [
-            self._group(unit, keys, calls, settings_of)
-            for unit, keys in zip(assignment.units, assignment.keys, strict=True)
-            if keys or unit.is_root
-        ]
-        return add_prefetch(groups, self.config.prefetch, self.config.overrides)
-
-    def _group(self, unit: Unit, keys: list[int], calls: Calls, settings_of: SettingsOf) -> Group:
-        trained = {self.dtype_of[key] for key in keys if key in self.trainable}
-        settings = settings_of.group(unit, sorted(trained or {self.dtype_of[key] for key in keys}))
-        reason = unit.reason
+    def _group(self, unit: Unit, keys: list[int], compute: Compute) -> Group:
+        overrides = [override for override, ids in self.covered if all(id(node) in ids for node in unit.nodes)]
+        settings = group_settings(self.config, overrides, compute, self._dtypes(keys), is_root=unit.is_root)
+        reshard, reason = settings["reshard_after_forward"], unit.reason
         if unit.held:
-            settings["reshard_after_forward"] = False
-        elif not unit.is_root and self.config.reshard_after_forward is None and self._runs_again(unit, calls):
-            settings["reshard_after_forward"] = False
-            reason = f"{reason}; called several times a pass, so it is kept unsharded until backward"
-        conditional = any(self._holds(unit, name) for name in calls.conditional)
-        unused = self.config.unused_parameters
+            reshard = False
+        elif not unit.is_root and self.config.reshard_after_forward is None and self._runs_again(unit):
+            reshard, reason = False, f"{reason}; called several times a pass, so it is kept unsharded until backward"
+        elif not isinstance(reshard, bool) and reshard == self.axes.get("shard", 1):
+            reshard = True  # over as many ranks as before forward
         for name in ("forward_prefetch", "backward_prefetch"):
             settings[name] = ("",) * settings[name]  # add_prefetch puts names there
+        unused = self.config.unused_parameters
         return Group(
-            **settings,
+            **settings | {"reshard_after_forward": reshard},
             modules=tuple(node.fqn for node in unit.nodes),
             kind=unit.kind,
             parameters=tuple(self._parameter(key) for key in keys),
-            entry_points=self._entry_points(unit, calls),
+            entry_points=self._entry_points(unit),
             held=unit.held,
-            reduce_unused=unused == "reduce" or (unused == "auto" and conditional),
+            reduce_unused=unused == "reduce" or (unused == "auto" and self._is_conditional(unit)),
             reason=reason,
         )
 
-    def _runs_again(self, unit: Unit, calls: Calls) -> bool:
-        return any(node.fqn in calls.repeated and not _is_only_beside_repeats(node) for node in unit.nodes)
+    def _runs_again(self, unit: Unit) -> bool:
+        return any(node.fqn in self.calls.repeated and not _is_only_beside_repeats(node) for node in unit.nodes)
 
-    def _holds(self, unit: Unit, name: str) -> bool:
-        """Whether a module of this name, with parameters that may be left out, belongs to the unit."""
-        node = self.tree.nodes.get(name)
-        return node is not None and unit.contains(node) and bool(node.keys)
+    def _is_conditional(self, unit: Unit) -> bool:
+        """Whether a module of the unit, with parameters, may be left out by the data."""
+        nodes = [self.tree.nodes.get(name) for name in self.calls.conditional]
+        return any(node is not None and node.keys and unit.contains(node) for node in nodes)
 
-    def _entry_points(self, unit: Unit, calls: Calls) -> tuple[str, ...]:
-        found = [f"{node.fqn}:{method}" for node in unit.nodes for method in sorted(calls.methods.get(node.fqn, ()))]
+    def _entry_points(self, unit: Unit) -> tuple[str, ...]:
+        methods = self.calls.methods
+        found = [f"{node.fqn}:{method}" for node in unit.nodes for method in sorted(methods.get(node.fqn, ()))]
         if unit.is_root:
-            found += [f":{method}" for method in ("forward", *calls.public_methods)]
+            found += [f":{method}" for method in ("forward", *self.calls.public_methods)]
         names = {node.fqn for node in unit.nodes}
         for entry in self.config.entry_points:
             module, _, method = entry.rpartition(":")
@@ -221,18 +247,15 @@ class Draft:
                 fix=f"check the spelling; the root's methods are reached as :{method or 'method'}",
             )
 
-    def _pin_memory(self) -> bool:
-        asked = self.config.pin_memory
-        return torch.accelerator.is_available() if asked is None else asked
-
-    def _parameter(self, key: int, placement: str = "shard", reason: str = "") -> PlannedParameter:
-        tensor = self.tensors[key]
-        parameter = tensor.parameter
-        dim, why = 0, ""
+    def _parameter(
+        self, key: int, placement: Literal["shard", "replicate", "ignore"] = "shard", reason: str = ""
+    ) -> PlannedParameter:
+        tensor, parameter, dim = self.tensors[key], self.tensors[key].parameter, 0
+        notes = [reason]
         if placement == "shard" and self.config.shard_dim == "auto":
             dim, why = choose_shard_dim(tuple(parameter.shape), self.axes.get("shard", 1))
-        notes = [reason, why]
-        if tensor.tied_by_storage:
+            notes.append(why)
+        if len(tensor.parameters) > 1:
             notes.append("tied by storage; becomes one parameter object under all its names")
         if rewritten := placement == "shard" and not parameter.is_contiguous():
             notes.append("rewritten row-major: FSDP2 splits contiguous storage only")
@@ -244,28 +267,11 @@ class Draft:
             shape=tuple(parameter.shape),
             dtype=self.dtype_of[key],
             trainable=key in self.trainable,
-            placement=placement,  # pyrefly: ignore[bad-argument-type]
+            placement=placement,
             shard_dim=dim,
             make_contiguous=rewritten,
             upcast_from=self.upcast.get(key),
             reason="; ".join(note for note in notes if note),
-        )
-
-    def plan(self, groups: list[Group], calls: Calls, compute: Compute) -> Plan:
-        """Everything decided, in one value."""
-        return Plan(
-            model=type(self.model).__name__,
-            device=self.device,
-            axes=tuple(self.axes.items()),
-            groups=tuple(groups),
-            replicated=tuple(self._parameter(key, "replicate", why) for key, why in sorted(self.replicated.items())),
-            ignored=tuple(self._parameter(key, "ignore", why) for key, why in sorted(self.ignored.items())),
-            grad_scaler=compute.grad_scaler,
-            early_root=self.config.prefetch.early_root,
-            outer_modules=self._outer_modules(groups),
-            track_unused=any(group.reduce_unused for group in groups),
-            reasons=(compute.reason, *calls.notes),
-            warnings=tuple(self._warnings(groups)),
         )
 
     def _outer_modules(self, groups: list[Group]) -> tuple[str, ...]:
@@ -305,3 +311,7 @@ def _is_only_beside_repeats(node: Node) -> bool:
     siblings = node.parent.children if node.parent is not None else []
     twice = [sibling for sibling in siblings if node.parent in sibling.other_parents]
     return bool(twice) and node not in twice
+
+
+def _covered(match: Node, override: GroupOverride) -> Iterable[Node]:
+    return [match] if override.pattern == ROOT_PATTERN else match.walk()

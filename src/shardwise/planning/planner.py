@@ -16,7 +16,7 @@ from shardwise.errors import PlanError
 from shardwise.planning.calls import Calls
 from shardwise.planning.draft import Draft
 from shardwise.planning.plan import Plan
-from shardwise.planning.settings import check_config, choose_compute
+from shardwise.planning.settings import check_config
 from shardwise.planning.source.facts import read_calls
 from shardwise.planning.tracing import trace_calls
 
@@ -151,10 +151,4 @@ def make_plan(
     refuse_unsupported(model)
     axes, device = mesh_axes(mesh)
     check_config(config, axes)
-    draft = Draft(model, config, axes, device)
-    calls = find_calls(model, example_inputs)
-    units = draft.units(calls)
-    assignment = draft.assignment(units, calls)
-    compute = choose_compute(config.precision, device, capability, draft.storage_dtypes())
-    groups = draft.groups(assignment, calls, compute)
-    return draft.plan(groups, calls, compute)
+    return Draft(model, config, axes, device, find_calls(model, example_inputs)).plan(capability)
