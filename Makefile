@@ -5,9 +5,12 @@ READY := .venv/.ready
 # Two lanes of tests, one a core; ARGS="-n 0" goes without, as debuggers must.
 LANES := -n 2 --dist loadgroup
 # Tests start many processes, each of which would compile the package anew.
-test test-full: export PYTHONDONTWRITEBYTECODE :=
+test test-full test-torch: export PYTHONDONTWRITEBYTECODE :=
+# The torch of `make test-torch`: the newest that pyproject.toml allows.
+TORCH ?= 2.15.0
+TORCH_VENV := .venv-torch-$(TORCH)
 
-.PHONY: setup train test test-full check static bench clean
+.PHONY: setup train test test-full test-torch check static bench clean
 
 setup: $(READY)
 
@@ -30,6 +33,19 @@ test: $(READY)
 test-full: $(READY)
 	$(BIN)/python -m pytest -m slow $(LANES) $(ARGS)
 
+# The tests that a change of torch would break, on another torch: everything on ranks that is not slow, and the slow ones
+# marked `torch`. The first call for a version fills a virtual environment of several GB.
+test-torch: $(TORCH_VENV)/.ready
+	$(TORCH_VENV)/bin/python -m pytest -m "not slow or torch" $(LANES) -o cache_dir=$(TORCH_VENV)/cache \
+		tests/distributed tests/unit/sharding tests/unit/compat $(ARGS)
+
+$(TORCH_VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TORCH_VENV)
+	grep -v "^torch==" constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(TORCH_VENV)/constraints.txt "torch==$(TORCH)" -e ".[dev]"
+	@touch $@
+
 # What must be clean before a commit.
 check: static test
 
@@ -44,4 +60,4 @@ bench: $(READY)
 	@for name in step planning clip guard checkpoint source_tools data train_overhead; do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 clean:
-	rm -rf .venv build .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv .venv-torch-* build .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist

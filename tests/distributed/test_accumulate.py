@@ -27,6 +27,8 @@ from tests.by_hand import (
 )
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.torch
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 MIXED = {"atol": 3e-3, "rtol": 3e-2}  # bf16 compute against bf16 compute, in another order
 

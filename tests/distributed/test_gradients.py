@@ -16,6 +16,8 @@ from tests.ranks import ranks
 from tests.unit.planning.test_groups import Block
 from tests.zoo.checking import mesh_of
 
+pytestmark = pytest.mark.torch
+
 
 class Scaled(nn.Module):
     """A scalar, an empty parameter, and experts of which a rank may use any."""

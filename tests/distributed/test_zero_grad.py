@@ -27,6 +27,8 @@ from tests.by_hand import (
 )
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.torch
+
 Clear = Callable[[nn.Module], object]
 
 

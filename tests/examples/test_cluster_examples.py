@@ -49,8 +49,8 @@ def test_everything_in_the_folder_is_known():
     assert SCRIPTS == ["slurm.sbatch", "slurm_torchrun.sbatch"]
     assert MANIFESTS == ["kubernetes_job.yaml", "kubernetes_pytorchjob.yaml"]
     table = (CLUSTER / "README.md").read_text()
-    for file in CLUSTER.iterdir():
-        assert file.name == "README.md" or f"`{file.name}`" in table or f"({file.name})" in table, file.name
+    names = {file.name for file in CLUSTER.iterdir()} - {"README.md"}
+    assert {name for name in names if f"`{name}`" in table or f"({name})" in table} == names
 
 
 def test_the_run_file_is_a_run():
@@ -69,8 +69,10 @@ def test_slurm_script_is_bash_with_options_that_fit(name: str):
     assert "requeue" in options
     notice, before_s = re.fullmatch(r"(?:B:)?(\w+)@(\d+)", options["signal"]).groups()
     assert f"SIG{notice}" in load(RunConfig, CLUSTER / "run.yaml").training.stop_signals
-    timeout = re.search(r"--shutdown-timeout (\d+)", text)
-    assert timeout is None or int(timeout[1]) < int(before_s)
+    # torchrun kills its ranks unless it is told to wait for the last checkpoint; srun does not.
+    timeouts = [int(seconds) for seconds in re.findall(r"--shutdown-timeout (\d+)", text)]
+    assert len(timeouts) == ("torchrun" in name)
+    assert all(30 < timeout_s < int(before_s) for timeout_s in timeouts)
 
 
 def test_srun_starts_our_command():

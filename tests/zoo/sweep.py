@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.auto import modeling_auto
 
 from tests.zoo.case import Case, pixel_batch, token_batch
@@ -55,29 +55,56 @@ LEFT_OUT = {
     "BigBirdPegasusForCausalLM": "as BigBirdForCausalLM",
     "RwkvForCausalLM": "rescales the weights of its blocks from outside in evaluation, so they are held",
 }
+# Classes whose plain model cannot be built or run as the others are. Any other that fails makes its test fail.
+_DOES_NOT_RUN = {
+    "the sizes above do not go together": (
+        "AXK1ForCausalLM", "AXK2ForCausalLM", "BailingHybridForCausalLM", "BambaForCausalLM",
+        "BitForImageClassification", "CohereCompassForCausalLM", "CvtForImageClassification", "DbrxForCausalLM",
+        "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "DinatForImageClassification",
+        "DonutSwinForImageClassification", "EsmcForMaskedLM", "FalconForCausalLM", "FalconH1ForCausalLM",
+        "FunnelForMaskedLM", "GPTNeoForCausalLM", "Gemma3nForCausalLM", "Gemma4AssistantForCausalLM",
+        "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM",
+        "GraniteMoeHybridForCausalLM", "HieraForImageClassification", "JambaForCausalLM",
+        "LevitForImageClassification", "Lfm2MoeForCausalLM", "LongT5ForConditionalGeneration",
+        "LongcatFlashForCausalLM", "Mamba2ForCausalLM", "MiniCPM3ForCausalLM", "NeoMMEForMaskedLM",
+        "ProphetNetForCausalLM", "ProphetNetForConditionalGeneration", "PvtForImageClassification",
+        "PvtV2ForImageClassification", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
+        "Qwen4ExpForCausalLM", "ReformerForMaskedLM", "ReformerModelWithLMHead", "SegformerForImageClassification",
+        "SqueezeBertForMaskedLM", "SwinForImageClassification", "Swinv2ForImageClassification",
+        "SwitchTransformersForConditionalGeneration", "T5ForConditionalGeneration", "XLNetLMHeadModel",
+        "YoutuForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM", "xLSTMForCausalLM",
+    ),
+    "needs other inputs or an option": (
+        "ImageGPTForImageClassification", "MusicgenForCausalLM", "MusicgenMelodyForCausalLM",
+        "PPLCNetForImageClassification", "XmodForCausalLM", "XmodForMaskedLM",
+    ),
+    "needs the package timm": (
+        "Gemma3nForConditionalGeneration", "TimmWrapperForImageClassification",
+    ),
+}  # fmt: skip
+# How many models the sweep trained when it was last looked at (transformers 5.22).
+NUM_MODELS = 184
 
 
 def names() -> list[str]:
-    """`kind-Class` for every class, without importing one."""
+    """`kind-Class` for every class that is expected to run, without importing one."""
     found: dict[str, str] = {}
     for kind, mapping in _MAPPINGS.items():
         for entry in getattr(modeling_auto, mapping).values():
             found.setdefault(entry if isinstance(entry, str) else entry[0], kind)
-    return [f"{kind}-{name}" for name, kind in found.items() if name not in LEFT_OUT]
+    left_out = {*LEFT_OUT, *(name for classes in _DOES_NOT_RUN.values() for name in classes)}
+    return [f"{kind}-{name}" for name, kind in found.items() if name not in left_out]
 
 
 def case_of(name: str) -> Case | None:
-    """A case for the class, or None when it cannot be built small or does not run on plain ids or pixels."""
+    """A case for the class; None when it stays large with the sizes above."""
     kind, _, class_name = name.partition("-")
-    make_batch = pixel_batch(labels=2) if kind == "image" else token_batch()
-    try:
-        build = _builder(getattr(transformers, class_name))
-        with torch.device("meta"):
-            size = sum(p.numel() for p in build().parameters())
-        if size > MAX_PARAMETERS or not isinstance(build()(**make_batch(1)).loss, Tensor):
-            return None
-    except Exception:  # sizes that do not go together, inputs of another kind, packages that are not there
+    build = _builder(getattr(transformers, class_name))
+    with torch.device("meta"):
+        size = sum(p.numel() for p in build().parameters())
+    if size > MAX_PARAMETERS:
         return None
+    make_batch = pixel_batch(labels=2) if kind == "image" else token_batch()
     return Case(name=name, build=build, make_batch=make_batch, runs_again=_RUNS_AGAIN.get(class_name, ()))
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.options import Format, FormatOption, ModelArgument, NprocOption, SetOption
+from shardwise.cli.options import Format, FormatOption, ModelArgument, NprocOption, SetOption, show
 
 if TYPE_CHECKING:
     from shardwise.config.run import RunConfig
@@ -43,7 +42,7 @@ def parity(
     config = load(RunConfig, values, settings or ())
     verdict = run_on_ranks("shardwise.cli.parity:compare_on_rank", nproc, (config, steps, batch))
     if verdict is not None:
-        typer.echo(json.dumps(verdict.to_dict()) if format is Format.JSON else str(verdict))
+        show(verdict, format)
         raise typer.Exit(0 if verdict.equal else 1)
 
 

@@ -4,6 +4,7 @@
 from shardwise.compat.support import check_torch
 
 try:
+    from shardwise.compat.accumulation import *
     from shardwise.compat.collectives import *
     from shardwise.compat.dtensor import *
     from shardwise.compat.fsdp import *

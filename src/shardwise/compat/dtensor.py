@@ -66,6 +66,11 @@ def shard_device(fsdp_param: Any) -> torch.device:
     return torch.device("cpu") if fsdp_param.offload_to_cpu else fsdp_param.device
 
 
+def gathering_device(fsdp_param: Any) -> torch.device:
+    """Where the parameter is gathered and computed with."""
+    return fsdp_param.device
+
+
 def axes_in_cutting_order(spec: Any, dim: int) -> list[int]:
     """The mesh axes of a DTensor's spec, those that cut `dim` in the order in which they do."""
     axes = list(range(spec.mesh.ndim))

@@ -43,6 +43,11 @@ def parameter_records(groups: Iterable[Any]) -> list[Any]:
     return [fsdp_param for group in groups for fsdp_param in group.fsdp_params]
 
 
+def sharded_parameter(fsdp_param: Any) -> nn.Parameter:
+    """The DTensor parameter that a record is about."""
+    return fsdp_param.sharded_param
+
+
 def sharded_parameters(group: Any) -> Iterator[nn.Parameter]:
     """The DTensor parameters that a group shards, whatever is registered on the modules right now."""
     for fsdp_param in group.fsdp_params:

@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy, wrap
 
-
-def private_policy(name: str) -> Any:
-    """A wrapping policy of FSDP1 that scripts import although its name is private."""
-    from torch.distributed.fsdp import wrap
-
-    return getattr(wrap, name)
+# What scripts use although its name is private.
+HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
+or_policy, module_wrap_policy, Policy = wrap._or_policy, wrap._module_wrap_policy, wrap._Policy
 
 
 def default_comm_hooks() -> Any:

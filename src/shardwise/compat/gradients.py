@@ -12,6 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBa
 from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from shardwise.compat.accumulation import lay_out_partial_sums, mend_group, partial_sums, zero_gradient
 from shardwise.compat.fsdp import fsdp_states, param_groups
 
 
@@ -32,7 +33,7 @@ def reduce_when_backward_ends(group: Any) -> None:
 
 def before_post_backward(group: Any, callback: Callable[[], None]) -> None:
     """Call `callback` just before a group collects its gradients for reduction."""
-    _mend_group(group)  # the mending must see what callbacks add, so it is the innermost
+    mend_group(group)  # the mending must see what callbacks add, so it is the innermost
     post_backward = group.post_backward
 
     def call_then_reduce(*unused: Any) -> None:
@@ -72,85 +73,6 @@ def gradient_sync(model: nn.Module, *, reduce: bool, all_reduce: bool, is_last: 
             context.is_last_backward = is_last_before
 
 
-def mend_accumulation(model: nn.Module) -> None:
-    """Make FSDP2's accumulation right for parameters that not every micro-step uses; repeatable.
-
-    Up to torch 2.13 (1) a group that has never run raises an AttributeError while reduction is off, (2) a
-    parameter whose first gradient comes with the last micro-step has another dtype than the accumulated ones
-    and fails an assertion (pytorch#196996), (3) HSDP's partial sums are dropped, or added to the wrong
-    parameters, when the micro-steps did not use the same parameters.
-    """
-    for group in param_groups(model):
-        _mend_group(group)
-
-
-def _mend_group(group: Any) -> None:
-    if not hasattr(group, "_shardwise_partial"):
-        group._shardwise_partial = []  # the parameters in `_partial_reduce_output`, in its order
-        group.post_backward = functools.partial(_mended_post_backward, group, group.post_backward)
-
-
-def _mended_post_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-    gathered = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
-    if not gathered and not group.reduce_grads:
-        group._training_state = type(group._training_state).POST_BACKWARD
-        return
-    if group.reduce_grads:
-        _give_one_dtype(group, gathered)
-        _complete_partial_sums(group, gathered)
-    post_backward(*unused)
-
-
-def _give_one_dtype(group: Any, gathered: list[Any]) -> None:
-    """Where some gradients wait in the reduce dtype, bring the others to it."""
-    if all(param.unsharded_accumulated_grad is None for param in gathered):
-        return
-    for param in gathered:
-        if param.unsharded_accumulated_grad is not None:
-            continue
-        param.to_accumulated_grad_if_needed()
-        if _is_reduced_as_zero(group, param):
-            zeros = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype, requires_grad=False)
-            param.unsharded_accumulated_grad = zeros
-
-
-def _complete_partial_sums(group: Any, gathered: list[Any]) -> None:
-    """Make this reduction and the HSDP partial sum before it cover the same parameters."""
-    if not group._is_hsdp:
-        return
-    before = group._shardwise_partial if group._partial_reduce_output is not None else []
-    now = {param for param in gathered if _has_gradient(param) or _is_reduced_as_zero(group, param)}
-    either = now.union(before)
-    both = [param for param in group.fsdp_params if param in either]
-    if before and len(before) < len(both):
-        group._partial_reduce_output = _spread_partial_sum(group, before, both)
-    for param in either - now:
-        param._unsharded_param.grad = torch.zeros_like(param._unsharded_param, requires_grad=False)
-    group._shardwise_partial = [] if group.all_reduce_grads else both
-
-
-def _spread_partial_sum(group: Any, before: list[Any], both: list[Any]) -> torch.Tensor:
-    """The partial sum of `before`, with zeros where a parameter of `both` has none yet."""
-    # The sum was written on this stream and is read on it next.
-    with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
-        partial = group._partial_reduce_output
-        parts = dict(zip(before, partial.split([_shard_numel(param) for param in before]), strict=True))
-        return torch.cat([parts.get(param, partial.new_zeros(_shard_numel(param))) for param in both])
-
-
-def _shard_numel(param: Any) -> int:
-    return param.padded_sharded_param_size.numel()
-
-
-def _has_gradient(param: Any) -> bool:
-    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
-
-
-def _is_reduced_as_zero(group: Any, param: Any) -> bool:
-    unused_too = getattr(group, "reduce_scatter_unused_params", False)  # torch >= 2.12
-    return unused_too and param._unsharded_param.requires_grad and not _has_gradient(param)
-
-
 def drop_gradients(model: nn.Module) -> None:
     """Forget every gradient of the tree: reduced ones, and those that still wait unreduced."""
     clear_gradients(param_groups(model), set(model.modules()), set_to_none=True)
@@ -164,19 +86,29 @@ def clear_gradients(groups: Iterable[Any], modules: set[nn.Module], *, set_to_no
         owners = {p: (p._module_info.module, *p._module_info.shared_modules) for p in group.fsdp_params}
         cleared = {param for param, registering in owners.items() if not modules.isdisjoint(registering)}
         for param in cleared:
-            unsharded = getattr(param, "_unsharded_param", None)
-            places = (param.sharded_param, "grad"), (unsharded, "grad"), (param, "unsharded_accumulated_grad")
+            places = [(param.sharded_param, "grad"), *_unreduced(param)]
             for owner, name in places:
-                gradient = getattr(owner, name, None)
+                gradient = getattr(owner, name)
                 if gradient is not None and set_to_none:
                     setattr(owner, name, None)
                 elif gradient is not None:
                     gradient.detach().zero_()
-        if cleared and group._partial_reduce_output is not None:
-            before = getattr(group, "_shardwise_partial", [])
-            kept = [param for param in before if param not in cleared]
-            group._partial_reduce_output = _spread_partial_sum(group, before, kept) if kept else None
-            group._shardwise_partial = kept
+        covered = partial_sums(group)
+        if not cleared.isdisjoint(covered):
+            lay_out_partial_sums(group, [param for param in covered if param not in cleared])
+
+
+def _unreduced(param: Any) -> list[tuple[Any, str]]:
+    """Where a parameter's gradient waits for its reduction: the objects and the attributes that hold it."""
+    places = [(param, "unsharded_accumulated_grad")] if "unsharded_accumulated_grad" in vars(param) else []
+    unsharded = getattr(param, "_unsharded_param", None)
+    return places if unsharded is None else [*places, (unsharded, "grad")]
+
+
+def unreduced_gradients(param: Any) -> list[torch.Tensor]:
+    """What waits of a parameter's gradient for its reduction."""
+    found = [getattr(owner, name) for owner, name in _unreduced(param)]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def fill_unused_gradient(group: Any, fsdp_param: Any) -> bool | None:
@@ -188,17 +120,19 @@ def fill_unused_gradient(group: Any, fsdp_param: Any) -> bool | None:
     parameter = getattr(fsdp_param, "_unsharded_param", None)
     if parameter is None or not fsdp_param.sharded_param.requires_grad:
         return None
-    if fsdp_param.unsharded_accumulated_grad is not None or parameter.grad is not None:
+    if unreduced_gradients(fsdp_param):
         return False
     if not group.reduce_grads:
         return None
-    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+    parameter.grad = zero_gradient(parameter)
     return True
 
 
 def set_reduce_dtype(group: Any, dtype: torch.dtype) -> None:
     """Sum a group's gradients in another dtype from now on."""
-    group.mp_policy = dataclasses.replace(group.mp_policy, reduce_dtype=dtype)
+    for owner in (group, *group.fsdp_params):  # torch 2.15 has a policy for each parameter
+        if hasattr(owner, "mp_policy"):
+            owner.mp_policy = dataclasses.replace(owner.mp_policy, reduce_dtype=dtype)
     group._init_mp_dtypes()
 
 
@@ -227,16 +161,7 @@ class LocalGradScaler(torch.amp.GradScaler):
 
 def unsharded_gradient_bytes(group: Any) -> int:
     """Bytes of whole gradients that wait for their reduction."""
-    waiting = [
-        gradient
-        for param in group.fsdp_params
-        for gradient in (
-            getattr(param, "unsharded_accumulated_grad", None),
-            getattr(getattr(param, "_unsharded_param", None), "grad", None),
-        )
-        if gradient is not None
-    ]
-    return sum(gradient.numel() * gradient.element_size() for gradient in waiting)
+    return sum(gradient.nbytes for param in group.fsdp_params for gradient in unreduced_gradients(param))
 
 
 def has_fused_kernels(parameters: Iterable[torch.Tensor]) -> bool:

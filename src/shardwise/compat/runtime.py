@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def sequence_number() -> int:
@@ -63,6 +64,11 @@ def unpin_host_memory(address: int) -> None:
     """Take that back, before the memory is given up."""
     runtime: Any = torch.cuda.cudart()
     runtime.cudaHostUnregister(address)
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Names of the module's own buffers that no state dict holds."""
+    return module._non_persistent_buffers_set
 
 
 def is_called_by_dcp() -> bool:

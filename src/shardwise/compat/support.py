@@ -13,26 +13,31 @@ from packaging.specifiers import SpecifierSet
 
 from shardwise.errors import EnvironmentProblem
 
-TESTED = ">=2.11,<2.14"
+TESTED = ">=2.11,<2.16"
 """As pyproject.toml declares it."""
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 NEEDED: dict[str, str] = {
-    f"{_FSDP2}._fsdp_param:FSDPParam": "sharded_param= _unsharded_param unsharded_accumulated_grad= "
-    "to_accumulated_grad_if_needed reset_sharded_param reduce_dtype padded_sharded_param_size sharded_size "
+    f"{_FSDP2}._fsdp_param:FSDPParam": "sharded_param= _unsharded_param reset_sharded_param "
+    "padded_sharded_param_size sharded_size mp_policy= unsharded_accumulated_grad? to_accumulated_grad_if_needed? "
+    "reduce_dtype? "
     "fsdp_placement _sharded_param_data= pin_memory offload_to_cpu device mesh_info _module_info _orig_size",
     f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules",
     f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info device device_handle "
-    "mp_policy= comm_ctx reduce_grads= all_reduce_grads= "
+    "comm_ctx reduce_grads= all_reduce_grads= "
     "is_sharded unshard wait_for_unshard post_backward _to_sharded _init_mp_dtypes _record_post_forward _is_hsdp "
     "_training_state= _register_post_backward_hook _partial_reduce_output= _all_gather_result _all_gather_comm "
-    "_reduce_scatter_comm",
-    f"{_FSDP2}._fsdp_param_group:FSDPCommContext": "reduce_scatter_stream",
+    "_reduce_scatter_comm _partial_reduce_output_layout? reduce_scatter_unused_params? finalize_backward "
+    "_reshard_after_forward_event?",
+    f"{_FSDP2}._fsdp_param_group:FSDPCommContext": "reduce_scatter_stream all_gather_state? reduce_scatter_state? "
+    "post_forward_order?",
     f"{_FSDP2}._fsdp_param_group": "RegisterPostBackwardFunction",
     f"{_FSDP2}._fsdp_state:FSDPState": "_fsdp_param_groups|_fsdp_param_group _is_root _state_ctx _device _lazy_init "
     "_training_state _pre_forward _post_forward _pre_backward _pre_forward_hook_handle _post_forward_hook_handle "
-    "_register_pre_backward_hook _root_post_backward_final_callback",
-    f"{_FSDP2}._fsdp_state:FSDPStateContext": "all_states is_last_backward= post_backward_final_callback_queued",
+    "_register_pre_backward_hook _root_post_backward_final_callback _reset_iter_state? _device_handle? _comm_ctx? "
+    "_modules_to_run_forward?",
+    f"{_FSDP2}._fsdp_state:FSDPStateContext": "all_states is_last_backward= post_backward_final_callback_queued "
+    "iter_forward_root?",
     f"{_FSDP2}._fsdp_common:TrainingState": "IDLE PRE_BACKWARD POST_BACKWARD",
     f"{_FSDP2}._fsdp_common:FSDPMeshInfo": "mesh shard_mesh_size shard_process_group",
     "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
@@ -55,9 +60,10 @@ NEEDED: dict[str, str] = {
     "torch:Tensor": "_base",
     "torch:UntypedStorage": "_cdata",
     "torch._C": "_current_graph_task_id _storage_Use_Count _distributed_c10d",
+    "torch._C._distributed_c10d": "_dump_fr_trace? _dump_nccl_trace?",
     "torch._C:TensorBase": "data",
-    "torch": "_C _amp_foreach_non_finite_check_and_unscale_ _foreach_mul_ _foreach_norm _foreach_lerp_ _foreach_copy_",
-    "torch.nn:Module": "_parameters _buffers _non_persistent_buffers_set",
+    "torch": "_C _amp_foreach_non_finite_check_and_unscale_",
+    "torch.nn:Module": "_parameters _non_persistent_buffers_set",
     "torch._subclasses.fake_tensor": "FakeTensorMode log",
     "torch.utils._foreach_utils": "_get_fused_kernels_supported_devices",
     "torch.utils._python_dispatch": "TorchDispatchMode _get_current_dispatch_mode _pop_mode_temporarily",
@@ -66,7 +72,7 @@ NEEDED: dict[str, str] = {
 }
 """What the rest of the package names of torch's private parts, by `module` or `module:class`.
 
-`a|b`: one of them; `a=`: it is set too, so that a property without a setter does not do.
+`a|b`: one of them; `a=`: it is set too, so that a property without a setter does not do; `a?`: used only where it is.
 """
 
 
@@ -103,6 +109,8 @@ def missing_attributes() -> Iterator[str]:
             yield place.replace(":", ".")
             continue
         for name in names.split():
+            if name.endswith("?"):
+                continue
             if not any(_has(owner, either.removesuffix("=")) for either in name.split("|")):
                 yield f"{place.replace(':', '.')}.{name.removesuffix('=')}"
             elif name.endswith("=") and getattr(getattr(owner, name[:-1], None), "fset", owner) is None:

@@ -63,7 +63,7 @@ def look_at(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Subject:
     groups = compat.named_groups(model)
     for group in groups.values():
         for fsdp_param, owner, leaf in compat.places_in_group(group):
-            names.setdefault(id(fsdp_param.sharded_param), f"{modules[owner]}.{leaf}".lstrip("."))
+            names.setdefault(id(compat.sharded_parameter(fsdp_param)), f"{modules[owner]}.{leaf}".lstrip("."))
     state = sharded_state(model)
     planned = tuple(state.plan.parameters) if state is not None else ()
     averaged = (
@@ -137,13 +137,13 @@ def padding(subject: Subject) -> Iterator[Finding]:
     for group in subject.groups.values():
         for fsdp_param in compat.parameter_records([group]):
             real, held = compat.real_and_padded_numel(fsdp_param)
-            item = fsdp_param.sharded_param.element_size()
+            item = compat.sharded_parameter(fsdp_param).element_size()
             if held > real and (held - real) * item > _SMALL_BYTES and held - real > _PADDING * held:
                 yield Finding(
                     code="SW415",
                     message=f"{1 - real / held:.0%} of what the ranks hold of it is padding: dimension 0 is shorter "
                     "than the number of ranks, or nearly so",
-                    where=subject.name_of(fsdp_param.sharded_param),
+                    where=subject.name_of(compat.sharded_parameter(fsdp_param)),
                     fix="split another dimension (`shard_placement_fn`); shardwise.shard chooses one",
                 )
 
@@ -240,7 +240,7 @@ _SHORT = (torch.bfloat16, torch.float16)
 def unsharded(subject: Subject) -> Iterator[Finding]:
     """SW401: trainable parameters that no group shards and nobody averages."""
     gathered = [group for group in subject.groups.values() if compat.is_unsharded(group)]  # said elsewhere
-    in_groups = {subject.name_of(param.sharded_param) for param in compat.parameter_records(gathered)}
+    in_groups = {subject.name_of(compat.sharded_parameter(param)) for param in compat.parameter_records(gathered)}
     for name, parameter in subject.parameters.items():
         is_plain = parameter.requires_grad and not isinstance(parameter, DTensor)
         if is_plain and name not in subject.averaged and name not in in_groups:
@@ -259,7 +259,7 @@ def replaced(subject: Subject) -> Iterator[Finding]:
     """SW402: a registered parameter is not the one its group gathers and reduces."""
     for group_name, group in subject.groups.items():
         for fsdp_param in compat.parameter_records([group]):
-            registered, shard = compat.registered_parameter(fsdp_param), fsdp_param.sharded_param
+            registered, shard = compat.registered_parameter(fsdp_param), compat.sharded_parameter(fsdp_param)
             if compat.is_unsharded(group) or registered is None:
                 continue  # said elsewhere
             if registered is not shard or registered.dtype != local_tensor(shard).dtype:

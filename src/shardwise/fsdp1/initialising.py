@@ -26,7 +26,7 @@ from shardwise.sharding.inventory import broadcast_from_first
 from shardwise.sharding.nested_tensors import cast_floating
 from shardwise.sharding.registry import recover
 
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+HYBRID = (ShardingStrategy.HYBRID_SHARD, compat.HYBRID_SHARD_ZERO2)
 _AXES = ("replicate", "shard")
 # One mesh for all units of a model: each new one would make process groups of its own.
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
+from shardwise import compat
 from shardwise.errors import ConfigError, ShardError
 from shardwise.sharding.nested_tensors import cast_floating
 
@@ -43,7 +44,7 @@ def warn_once(about: str, text: str) -> None:
 
 _KEEPS_GATHERED = (
     ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy._HYBRID_SHARD_ZERO2,
+    compat.HYBRID_SHARD_ZERO2,
     ShardingStrategy.NO_SHARD,
 )
 

@@ -6,6 +6,6 @@ from torch.distributed.fsdp.wrap import __all__ as __all__
 
 from shardwise import compat
 
-_or_policy = compat.private_policy("_or_policy")
-_module_wrap_policy = compat.private_policy("_module_wrap_policy")
-_Policy = compat.private_policy("_Policy")
+_or_policy = compat.or_policy
+_module_wrap_policy = compat.module_wrap_policy
+_Policy = compat.Policy

@@ -1,8 +1,10 @@
 """Which modules a model calls, where and how often."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -123,6 +125,22 @@ def _is_parametrization(name: str, above: str) -> bool:
     return inner == "parametrizations" or inner.startswith("parametrizations.")
 
 
+class Fact(NamedTuple):
+    """One thing that the code of the last module in `chain` does to `target`."""
+
+    kind: str
+    """call, method, read (of `target`'s parameter `name`), escape (of it to the caller), or count (`name` times
+    at least)."""
+    chain: tuple[nn.Module, ...]
+    target: nn.Module
+    name: str = ""
+    conditional: bool = False
+
+    def key(self) -> tuple[Any, ...]:
+        """What makes two facts the same."""
+        return (self.kind, tuple(map(id, self.chain)), id(self.target), self.name, self.conditional)
+
+
 Names = frozenset[str]
 NamesBy = Mapping[str, frozenset[str]]
 
@@ -137,20 +155,14 @@ class Calls:
     """Part of `called`: nothing that was read calls or uses them, so a script may call them."""
     conditional: Names = frozenset()
     """Modules that run only if the data says so: an expert picked by a router, and all that only it calls."""
-    internal: Names = frozenset()
-    """Modules whose owner uses their weights itself (`MultiheadAttention.out_proj`, parametrizations)."""
     bypassed: NamesBy = field(default_factory=dict)
     """Module with a forward → its descendants entered by code that runs outside it."""
     methods: NamesBy = field(default_factory=dict)
     """Module → methods other than `__call__` that other modules enter it by, if they compute anything."""
-    dispatched: NamesBy = field(default_factory=dict)
-    """Module → own methods its forward reaches, if they compute anything."""
     foreign_reads: NamesBy = field(default_factory=dict)
     """Parameter → modules whose code computes with it while its owner is not entered."""
-    repeated: Mapping[str, int] = field(default_factory=dict)
-    """Modules called more than once a pass, and how often; 2 means "at least twice" unless traced."""
-    order: tuple[str, ...] = ()
-    """Modules by first call. Only tracing knows."""
+    repeated: Names = frozenset()
+    """Modules called more than once a pass."""
     public_methods: tuple[str, ...] = ()
     """Methods of the root that compute, and that a script may call in place of the root's forward."""
     unreadable: tuple[str, ...] = ()
@@ -164,52 +176,45 @@ class Calls:
         """Whether the way module `name` is entered was really found, not assumed."""
         return self.complete and not self.unreadable and name not in self.assumed
 
-    def merge(self, other: "Calls") -> "Calls":
-        """The facts of both; nothing of either is lost."""
-        known = (self.called - self.assumed) | (other.called - other.assumed)
-        return replace(
-            self,
-            called=self.called | other.called,
-            assumed=(self.assumed | other.assumed) - known,
-            conditional=(self.conditional | other.conditional) - _certain(self) - _certain(other),
-            internal=self.internal | other.internal,
-            bypassed=_union(self.bypassed, other.bypassed),
-            methods=_union(self.methods, other.methods),
-            dispatched=_union(self.dispatched, other.dispatched),
-            foreign_reads=_union(self.foreign_reads, other.foreign_reads),
-            repeated={**other.repeated, **self.repeated},
-            order=self.order or other.order,
-            public_methods=tuple(dict.fromkeys(self.public_methods + other.public_methods)),
-            unreadable=tuple(dict.fromkeys(self.unreadable + other.unreadable)),
-            notes=tuple(dict.fromkeys(self.notes + other.notes)),
-            complete=self.complete or other.complete,
+
+class CallTable:
+    """What facts say, by the names of modules and parameters.
+
+    Args:
+        places: The model's names.
+        start: What is known already.
+    """
+
+    def __init__(self, places: Places, start: Calls) -> None:
+        self.places, self.called = places, set(start.called)
+        self.bypassed, self.methods, self.foreign_reads = (
+            defaultdict[str, set[str]](set, {name: set(names) for name, names in table.items()})
+            for table in (start.bypassed, start.methods, start.foreign_reads)
         )
 
-    def without(self, seen: "Calls") -> "Calls":
-        """These facts, less what is said about modules and parameters that a complete trace, `seen`, has met.
+    def parameter_name(self, fact: Fact) -> str:
+        """The parameter that a read is about."""
+        owner = self.places.name(fact.target)
+        return f"{owner}.{fact.name}" if owner else fact.name
 
-        A trace is exact on the path it took, so its word stands there. Conditional modules keep their mark:
-        one run cannot show that another would route the same way.
-        """
-        met = seen.called
-        read = {
-            name for name in self.foreign_reads if name.rpartition(".")[0] in met and name not in seen.foreign_reads
-        }
-        bypassed = {name: inner - met for name, inner in self.bypassed.items()}
-        return replace(
-            self,
-            assumed=self.assumed - met,
-            bypassed={name: inner for name, inner in bypassed.items() if inner},
-            foreign_reads={name: by for name, by in self.foreign_reads.items() if name not in read},
-            repeated={name: count for name, count in self.repeated.items() if name not in met},
+    def enter(self, fact: Fact, *, bypasses: bool = True) -> None:
+        """Add a fact; `bypasses` says whether it counts that modules around the target are not entered."""
+        target = self.places.name(fact.target)
+        if fact.kind == "call":
+            self.called.add(target)
+        elif fact.kind == "method":
+            self.methods[target].add(fact.name)
+        elif fact.kind == "read":
+            self.foreign_reads[self.parameter_name(fact)].add(self.places.name(fact.chain[-1]))
+        if bypasses and fact.kind in ("call", "method"):
+            for outer in self.places.bypassed(fact.target, fact.chain):
+                self.bypassed[self.places.name(outer)].add(target)
+
+    def calls(self, **more: Any) -> Calls:
+        """Everything entered, and more fields of `Calls`."""
+        bypassed, methods, foreign_reads = (
+            {name: frozenset(names) for name, names in sorted(table.items())}
+            for table in (self.bypassed, self.methods, self.foreign_reads)
         )
-
-
-def _certain(calls: Calls) -> Names:
-    """Modules a source reader found called whatever the data; a trace cannot tell and has none."""
-    return frozenset() if calls.order else calls.called - calls.conditional - calls.assumed
-
-
-def _union(left: NamesBy, right: NamesBy) -> NamesBy:
-    names = {**left, **right}
-    return {name: left.get(name, frozenset()) | right.get(name, frozenset()) for name in names}
+        called = frozenset(self.called)
+        return Calls(called=called, bypassed=bypassed, methods=methods, foreign_reads=foreign_reads, **more)

@@ -223,7 +223,7 @@ def _shard_group(
         shard_placement_fn=_placement_function(group, model),
         mp_policy=MixedPrecisionPolicy(
             param_dtype=_dtype(group.param_dtype),
-            reduce_dtype=_dtype(group.reduce_dtype),
+            reduce_dtype=_dtype(group.reduce_dtype or group.param_dtype),  # torch 2.15 would take the stored one
             cast_forward_inputs=False,  # `Casts` does it
         ),
         offload_policy=policy,

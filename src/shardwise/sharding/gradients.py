@@ -40,7 +40,7 @@ class UnusedParameters:
                 continue
             if not filled:
                 self._used.add(id(param))
-            elif param.sharded_param.grad is None:
+            elif compat.sharded_parameter(param).grad is None:
                 self._filled.add(id(param))
 
     def flags(self, device: torch.device) -> torch.Tensor:
@@ -51,7 +51,7 @@ class UnusedParameters:
         """Take away the zeros of parameters that no rank used, as one process would have no gradient for them."""
         for param, count in zip(self._tracked, counts.tolist(), strict=True):
             if count == 0 and id(param) in self._filled:
-                param.sharded_param.grad = None
+                compat.sharded_parameter(param).grad = None
         self.forget()
 
     def forget(self) -> None:
@@ -71,7 +71,7 @@ class BackwardEnd:
         unused: UnusedParameters,
     ) -> None:
         """`places` are the modules and names that register parameters outside the groups."""
-        self._groups = compat.param_groups(model)
+        self._groups, self._device = compat.param_groups(model), compat.compute_device(model)
         self._process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self._num_ranks = mesh.size()
         self._places, self._unused = list(places), unused
@@ -85,7 +85,7 @@ class BackwardEnd:
         registered = [module._parameters[name] for module, name in self._places]
         trainable = [parameter for parameter in registered if parameter is not None and parameter.requires_grad]
         locals_ = [_local_gradient(parameter) for parameter in trainable]
-        device = next((g.device for g in self._groups), torch.device("cpu"))
+        device = self._device
         present = torch.tensor([float(gradient is not None) for gradient in locals_], device=device)
         for dtype, members in _buckets(trainable).items():
             self._average(members, trainable, locals_, dtype)

@@ -270,7 +270,9 @@ def take_inventory(model: nn.Module) -> list[TensorEntry]:
     Ranks:
         Local.
     """
-    shards = {id(record.sharded_param): record for record in compat.parameter_records(compat.param_groups(model))}
+    shards = {
+        id(compat.sharded_parameter(record)): record for record in compat.parameter_records(compat.param_groups(model))
+    }
     entries: dict[int, TensorEntry] = {}
     for path, module in model.named_modules():
         for place, tensor in _places_of(module):

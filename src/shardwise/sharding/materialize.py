@@ -517,7 +517,7 @@ def _device(entries: Sequence[TensorEntry], device: torch.device | str | None, m
         return torch.device(device)
     for entry in entries:
         if entry.fsdp_param is not None:
-            return entry.fsdp_param.device
+            return compat.gathering_device(entry.fsdp_param)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or (mesh is not None and mesh.device_type != accelerator.type):
         return torch.device("cpu")

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.planning.calls import Calls
 from shardwise.planning.planner import find_calls, read_calls
 
 
@@ -232,22 +231,5 @@ def test_tracing_has_the_last_word_on_the_forward_and_reading_on_the_rest():
     assert both.complete
     assert both.bypassed == {"b": {"b.head"}}
     assert both.public_methods == ("encode",)
-    assert both.order[0] == ""
     fast = find_calls(Model(), {"x": torch.ones(2, 4), "fast": True})
     assert fast.bypassed == {"a": {"a.inner"}, "b": {"b.head"}}
-
-
-def test_merged_facts_keep_what_is_certain():
-    one = Calls(
-        called=frozenset({"a", "b"}),
-        conditional=frozenset({"a"}),
-        assumed=frozenset({"b"}),
-        repeated={"a": 3},
-    )
-    two = Calls(called=frozenset({"a", "b"}), bypassed={"m": frozenset({"a"})}, repeated={"a": 2}, notes=("note",))
-    both = one.merge(two)
-    assert both.conditional == frozenset()
-    assert both.assumed == frozenset()
-    assert both.repeated == {"a": 3}
-    assert both.bypassed == {"m": {"a"}}
-    assert both.notes == ("note",)

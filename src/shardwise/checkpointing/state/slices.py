@@ -90,7 +90,7 @@ def named_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     for path, module in _unwrapped(model).named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         own = [*module._parameters.items()]
-        own += [item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set]
+        own += [item for item in module._buffers.items() if item[0] not in compat.non_persistent_buffers(module)]
         named += [(canonical_name(prefix + name), tensor) for name, tensor in own if tensor is not None]
     return named
 
@@ -100,7 +100,7 @@ def non_persistent_names(model: nn.Module) -> set[str]:
     return {
         canonical_name(f"{path}.{name}" if path else name)
         for path, module in _unwrapped(model).named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
+        for name in compat.non_persistent_buffers(module)
     }
 
 

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import ast
+import io
+import itertools
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardwise.findings import Edit
-from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, FileDraft
+from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
 from shardwise.fsdp1.codemod.program import Program, is_constant
 from shardwise.source.edits import change
-from shardwise.source.syntax import FSDP1, FileContext
+from shardwise.source.syntax import FSDP1, FileContext, Positions
 
 _REST = re.compile(r"[ \t]*(#[^\r\n]*)?(\r\n|\n|\r)")
 """What may follow an argument that has its line to itself."""
+_BLANK = re.compile(r"[ \t]*")
+_COMMENT = re.compile(r"[ \t]*#[^\r\n]*")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WrittenArgument:
     """One argument as it stands in the text."""
 
     name: str
-    """The keyword or, once matched with a signature, the parameter; `*` and `**` for starred ones, else empty."""
+    """The keyword; `*` and `**` for starred ones, empty for one by position."""
     value: ast.expr
     start: int
     end: int
     """Behind the last character, closing brackets included."""
     value_start: int
     """Behind `name=`, or behind the stars."""
-    comma: int | None = None
+    comma: int | None
     """Where its comma is, if it has one."""
+    is_dropped: bool = False
+
+    @property
+    def behind(self) -> int:
+        """Behind its comma, if it has one."""
+        return self.end if self.comma is None else self.comma + 1
 
 
 @dataclass(slots=True)
@@ -43,7 +53,7 @@ class ArgumentList:
     arguments: list[WrittenArgument]
     _open: int
     """Behind the opening bracket."""
-    _dropped: set[int] = field(default_factory=set)
+    _comments: list[tuple[int, str]]
     _edits: list[Edit] = field(default_factory=list)
     _added: list[str] = field(default_factory=list)
 
@@ -51,18 +61,14 @@ class ArgumentList:
         """The value's text, brackets around it included."""
         return self.context.text[argument.value_start : argument.end].strip()
 
-    def drop(self, argument: WrittenArgument) -> None:
-        """Take an argument out."""
-        self._dropped.add(id(argument))
-
     def rename(self, argument: WrittenArgument, name: str) -> None:
         """Give the value to another keyword; the value's own text is not touched."""
-        self._edits.append(change(argument.start, argument.value_start, f"{name}="))
+        self.wrap(argument, f"{name}=", "")
 
     def wrap(self, argument: WrittenArgument, before: str, after: str) -> None:
         """Put text in place of `name=`, and behind the value."""
         self._edits.append(change(argument.start, argument.value_start, before))
-        self._edits.append(change(argument.end, argument.end, after))
+        self._edits += [change(argument.end, argument.end, after)] if after else []
 
     def replace(self, argument: WrittenArgument, text: str) -> None:
         """Put other text in place of the whole argument."""
@@ -74,169 +80,132 @@ class ArgumentList:
 
     def kept(self) -> list[WrittenArgument]:
         """The arguments that are not dropped."""
-        return [one for one in self.arguments if id(one) not in self._dropped]
+        return [one for one in self.arguments if not one.is_dropped]
 
     def edits(self) -> list[Edit]:
         """All of it, as edits of the file's text."""
-        found = [edit for edit in self._edits if not self._is_dropped(edit)]
-        kept = self.kept()
+        kept, gone = self.kept(), [one for one in self.arguments if one.is_dropped]
+        found = [
+            edit for edit in self._edits if not any(one.start <= edit.start and edit.end <= one.end for one in gone)
+        ]
         last = kept[-1] if kept else None
-        tail = [one for one in self.arguments if last is None or one.start > last.end]
-        for argument in self.arguments:
-            if id(argument) in self._dropped and argument not in tail:
-                found.append(self._removal(argument))
+        tail = [one for one in gone if last is None or one.start > last.end]
+        comma = last.comma if last is not None else None
         if tail and last is not None and not self._on_own_lines(tail):
-            behind = tail[-1].end if tail[-1].comma is None else tail[-1].comma + 1
-            found.append(self._region(last.end, behind))
+            gone = [one for one in gone if one not in tail]
+            found.append(self._region(last.end, tail[-1].behind))
             comma = None
-        else:
-            found += [self._removal(argument) for argument in tail]
-            comma = last.comma if last is not None else None
-        if self._added:
-            found += self._additions(last, comma)
-        return found
-
-    def _is_dropped(self, edit: Edit) -> bool:
-        """Whether an edit is of an argument that goes altogether."""
-        gone = (one for one in self.arguments if id(one) in self._dropped)
-        return any(one.start <= edit.start and edit.end <= one.end for one in gone)
+        found += map(self._removal, gone)
+        return found + (self._additions(last, comma) if self._added else [])
 
     def _on_own_lines(self, tail: list[WrittenArgument]) -> bool:
         """Whether a run of arguments at the end shares no line with anything else."""
-        text = self.context.text
-        line_start = text.rfind("\n", 0, tail[0].start) + 1
-        behind = tail[-1].end if tail[-1].comma is None else tail[-1].comma + 1
-        return text[line_start : tail[0].start].strip() == "" and _REST.match(text, behind) is not None
+        text, start = self.context.text, tail[0].start
+        return not text[text.rfind("\n", 0, start) + 1 : start].strip() and bool(_REST.match(text, tail[-1].behind))
 
     def _removal(self, argument: WrittenArgument) -> Edit:
-        text = self.context.text
-        end = argument.comma + 1 if argument.comma is not None else argument.end
-        line_start = text.rfind("\n", 0, argument.start) + 1
-        indent = text[line_start : argument.start]
+        text, start, end = self.context.text, argument.start, argument.behind
+        line_start = text.rfind("\n", 0, start) + 1
+        indent = text[line_start:start]
         rest = _REST.match(text, end)
         if indent.strip() == "" and rest:
-            comments = self._comments(argument.start, argument.end)
+            comments = self._comments_in(start, argument.end)
             if rest.group(1):
-                one_line = "\n" not in text[argument.start : end]
-                comments.append(f"# {text[argument.start : end]}  {rest.group(1)}" if one_line else rest.group(1))
+                one_line = "\n" not in text[start:end]
+                comments.append(f"# {text[start:end]}  {rest.group(1)}" if one_line else rest.group(1))
             return change(line_start, rest.end(), "".join(f"{indent}{one}{rest.group(2)}" for one in comments))
-        while end < len(text) and text[end] in " \t":
+        while text[end] in " \t":
             end += 1
         if text[end] in "\r\n#" and indent.strip():  # the last on a line that others share: its space goes with it
-            return self._region(len(text[: argument.start].rstrip(" \t")), end)
-        return self._region(argument.start, end)
+            start = len(text[:start].rstrip(" \t"))
+        return self._region(start, end)
 
     def _region(self, start: int, end: int) -> Edit:
         """Remove a stretch, but none of the comments in it."""
-        comments = self._comments(start, end)
-        if not comments:
-            return change(start, end, "")
-        indent = re.match(r"[ \t]*", self.context.positions.line(self.call.lineno))
-        lead = (indent.group() if indent else "") + "    "
-        return change(start, end, ",  " + f"\n{lead}".join(comments) + "\n" + lead)
+        comments = self._comments_in(start, end)
+        line = self.context.positions.line(self.call.lineno)
+        lead = line[: len(line) - len(line.lstrip(" \t"))] + "    "
+        return change(start, end, ",  " + f"\n{lead}".join(comments) + "\n" + lead if comments else "")
 
-    def _comments(self, start: int, end: int) -> list[str]:
-        return [comment for offset, comment in _comments_in(self.context, self.call) if start <= offset < end]
+    def _comments_in(self, start: int, end: int) -> list[str]:
+        return [comment for offset, comment in self._comments if start <= offset < end]
 
     def _additions(self, last: WrittenArgument | None, comma: int | None) -> list[Edit]:
         text = self.context.text
         if last is None:
             return [change(self._open, self._open, ", ".join(self._added))]
         line_start = text.rfind("\n", 0, last.start) + 1
-        lead = re.compile(r"[ \t]*").match(text, line_start)
+        lead = _BLANK.match(text, line_start)
         joint = "\n" + lead.group() if lead and line_start > self._open else " "
         more = f",{joint}".join(self._added)
-        comment = re.compile(r"[ \t]*#[^\r\n]*").match(text, last.end if comma is None else comma + 1)
-        if comma is None and comment:
-            return [change(last.end, last.end, ","), change(comment.end(), comment.end(), joint.strip(" ") + more)]
-        if comma is None:
-            return [change(last.end, last.end, f",{joint}{more}")]
-        place = comment.end() if comment else comma + 1
-        return [change(place, place, joint + more + ("" if joint == " " else ","))]
+        end = last.end if comma is None else comma + 1
+        comment = _COMMENT.match(text, end)
+        place = comment.end() if comment else end
+        if comma is not None:
+            return [change(place, place, joint + more + ("" if joint == " " else ","))]
+        if comment:
+            return [change(end, end, ","), change(place, place, joint.strip(" ") + more)]
+        return [change(end, end, f",{joint}{more}")]
+
+
+_IN_STRING = ("the call is inside an f-string", "take it out of the string")
+_IGNORED = {tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.ENDMARKER, tokenize.NEWLINE, tokenize.DEDENT}
 
 
 def read_arguments(context: FileContext, call: ast.Call) -> ArgumentList:
     """The arguments of a call with their exact extent.
 
     Raises:
-        ValueError: The text cannot be matched with the tree, as inside an f-string.
+        Blocked: The text cannot be matched with the tree, as inside an f-string.
     """
-    open_at, pieces = _split(context, call)
-    nodes: list[ast.expr | ast.keyword] = sorted(
-        [*call.args, *call.keywords], key=lambda node: (node.lineno, node.col_offset)
-    )
-    if len(nodes) != len(pieces):
-        raise ValueError(f"{len(nodes)} arguments, {len(pieces)} pieces")
-    found = []
-    for node, (start, end, comma) in zip(nodes, pieces, strict=True):
-        value = node.value if isinstance(node, ast.keyword) else node
-        if isinstance(node, ast.keyword) and node.arg is None:
-            name, value_start = "**", start + 2
-        elif isinstance(node, ast.keyword):
-            equals = re.compile(r"\w+\s*=\s*").match(context.text, start)
-            if equals is None:
-                raise ValueError("a keyword without a name")
-            name, value_start = node.arg or "", equals.end()
-        elif isinstance(node, ast.Starred):
-            name, value, value_start = "*", node.value, start + 1
+    tokens = _tokens(context, call)
+    depth, open_at, is_fresh = 0, 0, True
+    extents: list[tuple[int, int, int | None]] = []
+    for token, offset in tokens:
+        if token.type in _IGNORED:
+            continue
+        operator = token.string if token.type == tokenize.OP else " "
+        depth += (operator in "([{") - (operator in ")]}")
+        if depth == 0:
+            break
+        if depth == 1 and operator in "([{":
+            open_at = offset + 1
+        elif depth == 1 and operator == ",":
+            extents[-1] = (*extents[-1][:2], offset)
+            is_fresh = True
         else:
-            name, value_start = "", start
-        found.append(WrittenArgument(name, value, start, end, value_start, comma))
-    return ArgumentList(context, call, found, open_at)
+            start = offset if is_fresh else extents.pop()[0]
+            extents.append((start, offset + len(token.string), None))
+            is_fresh = False
+    nodes = sorted([*call.args, *call.keywords], key=lambda node: (node.lineno, node.col_offset))
+    if len(nodes) != len(extents):
+        raise Blocked(*_IN_STRING)
+    found = []
+    for node, (start, end, comma) in zip(nodes, extents, strict=True):
+        name, value_start, value = "", start, node
+        if isinstance(node, ast.keyword | ast.Starred):
+            name = "*" if isinstance(node, ast.Starred) else node.arg or "**"
+            equals = re.compile(r"\w+\s*=\s*|\*+").match(context.text, start)
+            if equals is None:
+                raise Blocked(*_IN_STRING)
+            value_start, value = equals.end(), node.value
+        found.append(WrittenArgument(name, value, start, end, value_start, comma))  # pyrefly: ignore
+    comments = [(offset, token.string) for token, offset in tokens if token.type == tokenize.COMMENT]
+    return ArgumentList(context, call, found, open_at, comments)
 
 
 def _tokens(context: FileContext, call: ast.Call) -> list[tuple[tokenize.TokenInfo, int]]:
     """The tokens from the call's opening bracket to its end, with their offsets."""
-    start = context.positions.span(call.func)[1]
-    end = context.positions.span(call)[1]
+    start, end = context.positions.span(call.func)[1], context.positions.span(call)[1]
     while context.text[start] in " \t\\\r\n)":  # brackets around the function itself
         start += 1
-    piece = context.text[start:end]
-    starts = [0, *(match.end() for match in re.finditer(r"\r\n|\r|\n", piece))]
-    lines = [piece[a:b] for a, b in zip(starts, [*starts[1:], len(piece)], strict=True)]
-    reader = iter(lines)
-    tokens = tokenize.generate_tokens(lambda: next(reader, ""))
+    text = context.text[start:end]
+    starts = Positions(text).starts
     try:
-        found = [one for one in tokens if one.type not in (tokenize.ENDMARKER, tokenize.NEWLINE, tokenize.DEDENT)]
-        return [(one, start + starts[one.start[0] - 1] + one.start[1]) for one in found]
-    except (tokenize.TokenError, IndentationError, IndexError) as error:
-        raise ValueError(str(error)) from None
-
-
-_IGNORED = {tokenize.NL, tokenize.COMMENT, tokenize.INDENT}
-
-
-def _split(context: FileContext, call: ast.Call) -> tuple[int, list[tuple[int, int, int | None]]]:
-    depth, pieces, open_at = 0, [], 0
-    start: int | None = None
-    last_end = 0
-    for token, offset in _tokens(context, call):
-        if token.type in _IGNORED:
-            continue
-        opens, closes = token.string in "([{", token.string in ")]}"
-        if token.type == tokenize.OP and opens:
-            depth += 1
-            if depth == 1:
-                open_at = offset + 1
-                continue
-        if token.type == tokenize.OP and closes:
-            depth -= 1
-            if depth == 0:
-                break
-        if token.type == tokenize.OP and token.string == "," and depth == 1:
-            if start is not None:
-                pieces.append((start, last_end, offset))
-            start = None
-            continue
-        start = offset if start is None else start
-        last_end = offset + len(token.string)
-    if start is not None:
-        pieces.append((start, last_end, None))
-    return open_at, pieces
-
-
-def _comments_in(context: FileContext, call: ast.Call) -> list[tuple[int, str]]:
-    return [(offset, token.string) for token, offset in _tokens(context, call) if token.type == tokenize.COMMENT]
+        tokens = list(tokenize.generate_tokens(io.StringIO(text, newline="").readline))
+        return [(one, start + starts[min(one.start[0], len(starts)) - 1] + one.start[1]) for one in tokens]
+    except (tokenize.TokenError, IndentationError):
+        raise Blocked(*_IN_STRING) from None
 
 
 CODE = "SW101"
@@ -259,14 +228,8 @@ PARAMETERS = (
     "device_mesh",
 )
 _OLD_NAMES = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignored_states"}
-
-
-class Blocked(Exception):
-    """The call cannot be rewritten: what stands in the way, and what to do about it."""
-
-    def __init__(self, why: str, fix: str) -> None:
-        super().__init__(why)
-        self.why, self.fix = why, fix
+_LATER = ast.IfExp | ast.BoolOp | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+"""Expressions of which a part may run never, or often."""
 
 
 @dataclass(slots=True)
@@ -291,6 +254,16 @@ class Wrap:
         """The statement around the call."""
         return self.context.statement(self.call)
 
+    @property
+    def targets(self) -> list[ast.expr]:
+        """What the statement assigns to."""
+        return self.statement.targets if isinstance(self.statement, ast.Assign) else []
+
+    @property
+    def has_stars(self) -> bool:
+        """Whether arguments arrive by `*args` or `**kwargs`."""
+        return any(name.startswith("*") for name in self.by_name)
+
     def value(self, name: str) -> ast.expr | None:
         """The expression given for a parameter."""
         argument = self.by_name.get(name)
@@ -298,121 +271,84 @@ class Wrap:
 
     def text(self, name: str) -> str:
         """The text given for a parameter, ready to stand in another argument list."""
-        argument = self.by_name.get(name)
-        return self.list.text(argument) if argument else "None"
+        return self.list.text(self.by_name[name])
 
-    def drop(self, name: str, why: str = "") -> None:
-        """Leave an argument out, and say why if it says something."""
-        if name in self.by_name:
-            self.list.drop(self.by_name[name])
-            if why:
-                self.dropped.append(why)
+    def drop(self, *names: str) -> None:
+        """Leave arguments out."""
+        for name in names:
+            if name in self.by_name:
+                self.by_name[name].is_dropped = True
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Give an argument to another keyword."""
+        self.list.rename(self.by_name[name], new_name)
+
+    def same_calls(self) -> list[ast.Call]:
+        """The calls of FSDP by the same name, this one among them."""
+        name = self.draft.source(self.call.func)
+        return [call for call in self.context.calls if self.draft.source(call.func) == name]
 
     @property
     def is_inner(self) -> bool:
         """Whether the module is a part of one that is wrapped later: written so, or one of a loop's."""
-        module = self.value("module")
-        if module is None:
-            return False
-        text = self.context.source(module)
-        others = [one.args[0] for one in self.context.calls if one is not self.call and one.args and self._is_same(one)]
-        outer = {self.context.source(one) for one in others}
-        return any(re.match(rf"{re.escape(one)}[.\[]", text) for one in outer) or self._in_loop_over(outer)
-
-    def _is_same(self, call: ast.Call) -> bool:
-        """Whether another call calls the same thing: FSDP by the same name."""
-        return self.context.source(call.func) == self.context.source(self.call.func)
+        module = self.draft.source(self.value("module"))
+        others = [call for call in self.same_calls() if call is not self.call and call.args]
+        outer = {self.draft.source(call.args[0]) for call in others}
+        return bool(module) and (is_part_of(module, outer) or self._in_loop_over(outer))
 
     def _in_loop_over(self, outer: set[str]) -> bool:
         for parent in self.context.ancestors(self.call):
-            if isinstance(parent, ast.For | ast.comprehension):
-                text = self.context.source(parent.iter)
-                return any(re.search(rf"(?<![\w.]){re.escape(one)}[.\[)]", text) for one in outer)
-            generators = getattr(parent, "generators", [])
-            for one in generators:
-                text = self.context.source(one.iter)
-                if any(re.search(rf"(?<![\w.]){re.escape(name)}[.\[)]", text) for name in outer):
-                    return True
+            loops = [parent] if isinstance(parent, ast.For) else getattr(parent, "generators", [])
+            texts = [self.draft.source(one.iter) for one in loops]
+            if any(re.search(rf"(?<![\w.]){re.escape(one)}[.\[)]", text) for one in outer for text in texts):
+                return True
+            if isinstance(parent, ast.For):
+                return False
         return False
 
     @property
     def is_plain(self) -> bool:
         """Whether statements can be put in front of the call without changing what runs."""
-        if self.is_partial or not self.draft.starts_line(self.statement):
-            return False
-        node: ast.AST = self.call
-        while node is not self.statement:
-            parent = self.context.parents[node]
-            if isinstance(parent, ast.IfExp | ast.BoolOp | ast.Lambda | ast.comprehension | ast.ListComp | ast.SetComp):
-                return False
-            if isinstance(parent, ast.DictComp | ast.GeneratorExp):
-                return False
-            node = parent
-        return isinstance(self.statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return)
+        around = itertools.takewhile(lambda one: one is not self.statement, self.context.ancestors(self.call))
+        return (
+            not self.is_partial
+            and self.draft.starts_line(self.statement)
+            and not any(isinstance(one, _LATER) for one in around)
+            and isinstance(self.statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return)
+        )
 
 
-def find(context: FileContext, program: Program) -> Iterator[tuple[ast.Call, bool]]:
-    """Every call of FSDP's constructor, and every `partial` of it (True), in source order."""
-    for call in context.calls:
-        if program.is_any(context, call.func, {FSDP1}):
-            yield call, False
-        elif call.args and program.is_any(context, call.args[0], {FSDP1}) and _is_partial(context, call):
-            yield call, True
+def is_part_of(text: str, wholes: Iterable[str]) -> bool:
+    """Whether an expression is an attribute or item of another one, as their texts show."""
+    return any(re.match(rf"{re.escape(one)}[.\[]", text) for one in wholes)
 
 
-def is_certain(context: FileContext, program: Program, node: ast.expr) -> bool:
+def is_certain(context: FileContext, program: Program, node: ast.expr | None) -> bool:
     """Whether an expression is FSDP's class and nothing else: imported, or another name for it."""
-    if program.origins(context, node) != {FSDP1}:
-        return False
-    if isinstance(node, ast.Attribute):
-        return True
-    for binding in context.bindings(node) if isinstance(node, ast.Name) else []:
-        if binding.origin or is_constant(binding.value, None):
-            continue  # `except ImportError: FSDP = None`
-        if not isinstance(binding.value, ast.Name | ast.Attribute) or not is_certain(context, program, binding.value):
-            return False
-    return isinstance(node, ast.Name)
-
-
-def _is_partial(context: FileContext, call: ast.Call) -> bool:
-    return context.is_any(call.func, {"functools.partial"})
+    if program.origins(context, node) != {FSDP1} or not isinstance(node, ast.Name):
+        return isinstance(node, ast.Attribute) and program.origins(context, node) == {FSDP1}
+    # `except ImportError: FSDP = None` does not count.
+    given = [one.value for one in context.bindings(node) if not one.origin and not is_constant(one.value, None)]
+    return all(is_certain(context, program, one) for one in given)
 
 
 def read(draft: FileDraft, call: ast.Call, is_partial: bool) -> Wrap:
     """Match the arguments of a call with FSDP's parameters.
 
     Raises:
-        Blocked: A parameter does not exist, or is given twice.
+        Blocked: A parameter does not exist.
     """
-    try:
-        listed = read_arguments(draft.context, call)
-    except ValueError:
-        raise Blocked("the call is inside an f-string", "take it out of the string") from None
-    position = -1 if is_partial else 0
+    listed = read_arguments(draft.context, call)
+    positional = iter(("cls", *PARAMETERS) if is_partial else PARAMETERS)
     by_name: dict[str, WrittenArgument] = {}
     for argument in listed.arguments:
-        if argument.name == "":
-            if position >= len(PARAMETERS):
-                raise Blocked("it has more arguments than FSDP", "remove them")
-            name = "cls" if position < 0 else PARAMETERS[position]
-            position += 1
-            if is_partial and position == 1 and name != "cls":
-                name = PARAMETERS[0]
-        else:
-            name = _OLD_NAMES.get(argument.name, argument.name)
+        name = argument.name or next(positional, "")
+        name = _OLD_NAMES.get(name, name)
+        if not name:
+            raise Blocked("it has more arguments than FSDP", "remove them")
         if name in ("*", "**"):
             name = f"{name}{len(by_name)}"
         elif name not in (*PARAMETERS, "cls"):
             raise Blocked(f"FSDP has no argument {name!r}", f"remove {name}=, or rename it")
         by_name[name] = argument
     return Wrap(draft, call, listed, by_name, is_partial)
-
-
-def has_stars(wrap: Wrap) -> bool:
-    """Whether arguments arrive by `*args` or `**kwargs`."""
-    return any(name.startswith("*") for name in wrap.by_name)
-
-
-def leave(draft: FileDraft, call: ast.Call, blocked: Blocked) -> None:
-    """Note why a call is left alone."""
-    draft.undecided(CODE, call, f"FSDP(...) is left alone: {blocked.why}", f"{blocked.fix}; or {KEEP_FSDP1_API}")

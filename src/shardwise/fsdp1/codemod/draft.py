@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import copy
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from shardwise.errors import SourceError
 from shardwise.findings import Edit, Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod.emitted import functions, is_ours, origins
-from shardwise.source.edits import change
+from shardwise.fsdp1.codemod.program import Holds, Program, Sharded
+from shardwise.source.edits import apply, change
 from shardwise.source.syntax import FileContext
 
 
@@ -47,11 +52,46 @@ _KINDS = (
     ("SW135", "whole-numbers", "Sizes and norms of sharded parameters are of the whole, not of a rank's part."),
     ("SW136", "forward-by-name", "FSDP2 gathers parameters when a module is called, not when its forward is."),
     ("SW180", "unreadable-source", "The file cannot be read as Python, so nothing in it is rewritten."),
+    ("SW181", "accelerate-fsdp1", "Accelerate's FSDP1 settings have FSDP2 names, and some change what they mean."),
+    (
+        "SW182",
+        "composer-fsdp1",
+        "Composer's FSDP1 settings have FSDP2 names, and FSDP2Config does not have all of them.",
+    ),
+    ("SW183", "lightning-fsdp1", "Lightning's FSDPStrategy is FSDP1; for FSDP2 the model shards itself."),
+    ("SW184", "transformers-fsdp1", "The trainer's `fsdp` argument is FSDP1 unless `fsdp_config` says otherwise."),
 )
 KINDS = {code: FindingKind(code, name, summary) for code, name, summary in _KINDS}
-
-
 KEEP_FSDP1_API = "keep it on FSDP2 by importing from shardwise.fsdp1 instead of torch.distributed.fsdp"
+_Node = TypeVar("_Node", bound=ast.AST)
+
+
+class Blocked(Exception):
+    """Code that stays as it is: why, what to do about it, and the place and code of the finding if not the usual."""
+
+    def __init__(self, why: str, fix: str, node: ast.AST | None = None, code: str = "") -> None:
+        super().__init__(why)
+        self.why, self.fix, self.node, self.code = why, fix, node, code
+
+
+def make_finding(
+    path: str, line: int, column: int, code: str, status: Status, message: str, fix: str, **more: Any
+) -> SourceFinding:
+    """What became of the code at a place; a rewritten setting of a framework is worth a look, rewritten code a note."""
+    quiet = {Status.REPORTED, Status.REWRITTEN} if code <= "SW180" else {Status.REPORTED}
+    return SourceFinding(
+        code=code,
+        name=KINDS[code].name,
+        message=message,
+        where=f"{path}:{line}:{column}",
+        severity=Severity.NOTE if status in quiet else Severity.WARNING,
+        fix=fix,
+        path=path,
+        line=line,
+        column=column,
+        status=status,
+        **more,
+    )
 
 
 @dataclass(slots=True)
@@ -59,6 +99,8 @@ class FileDraft:
     """What shall become of one file."""
 
     context: FileContext
+    program: Program
+    """All files given."""
     target: str
     """`torch` or `shardwise`."""
     edits: list[Edit] = field(default_factory=list)
@@ -72,17 +114,50 @@ class FileDraft:
     taken: set[ast.AST] = field(default_factory=set)
     """Nodes that a rule has rewritten, for later rules to leave alone."""
 
-    def snapshot(self) -> FileDraft:
-        """A copy to go back to, should a rule find that it cannot finish."""
-        parts = {one.name: getattr(self, one.name) for one in fields(self)}
-        return FileDraft(
-            **{name: copy.copy(value) if name not in ("context",) else value for name, value in parts.items()}
-        )
+    def snapshot(self) -> dict[str, Any]:
+        """What `restore` goes back to."""
+        parts = ("edits", "notes", "names", "helpers", "features", "taken")
+        return {name: copy.copy(getattr(self, name)) for name in parts}
 
-    def restore(self, earlier: FileDraft) -> None:
+    def restore(self, earlier: dict[str, Any]) -> None:
         """Forget what has happened since."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(earlier, one.name))
+        for name, value in earlier.items():
+            setattr(self, name, value)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Undo what the block did if it raises Blocked, or if its edits collide with earlier ones.
+
+        Raises:
+            Blocked: In both cases.
+        """
+        earlier = self.snapshot()
+        try:
+            yield
+            apply(self.context.text, self.edits)
+        except Blocked:
+            self.restore(earlier)
+            raise
+        except SourceError:
+            self.restore(earlier)
+            raise Blocked("another rewrite touches the same lines", "rewrite it by hand") from None
+
+    @property
+    def sharded(self) -> Sharded:
+        """Which variables hold a wrapped model."""
+        return self.program.sharded(self.context)
+
+    def holds(self, node: ast.expr) -> Holds:
+        """Whether an expression is a wrapped model."""
+        return self.sharded.holds(node)
+
+    def source(self, node: ast.expr | ast.stmt | None) -> str:
+        """The text of a node; empty where there is none."""
+        return self.context.source(node) if node is not None else ""
+
+    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        """The offsets of a node's first character and behind its last."""
+        return self.context.positions.span(node)
 
     def name(self, wanted: str) -> str:
         """Use an importable name in emitted code."""
@@ -99,53 +174,37 @@ class FileDraft:
 
     def nodes(self) -> list[ast.AST]:
         """Every node but those of helpers that an earlier run has emitted into the file."""
-        return [node for node in self.context.parents if not self._is_emitted(node)]
+        return self._without_helpers(self.context.parents)
 
     def calls(self) -> list[ast.Call]:
         """Every call, in source order, but those in emitted helpers."""
-        return [call for call in self.context.calls if not self._is_emitted(call)]
+        return self._without_helpers(self.context.calls)
 
-    def _is_emitted(self, node: ast.AST) -> bool:
-        if not any(function.name in functions() for function in self.context.functions):
-            return False
-        function = self.context.enclosing_function(node)
-        return function is not None and function.name in functions()
+    def _without_helpers(self, nodes: Iterable[_Node]) -> list[_Node]:
+        ours = {function for function in self.context.functions if function.name in functions()}
+        return [node for node in nodes if not ours or self.context.enclosing_function(node) not in ours]
 
     def is_local(self, node: ast.AST, name: str) -> bool:
         """Whether a name means something else where `node` stands than emitted code would mean by it."""
         found = self.context.scope(node).find(name)
-        if found is None:
-            return False
-        if not isinstance(found[0].node, ast.Module):
-            return True
+        if found is None or not isinstance(found[0].node, ast.Module):
+            return found is not None
         return not any(is_ours(name, one.origin) for one in found[1])
 
     def replace(self, node: ast.expr | ast.stmt, text: str) -> None:
         """Put other text in place of a node."""
-        self.edits.append(change(*self.context.positions.span(node), text))
+        self.edit(*self.span(node), text)
         self.taken.add(node)
 
     def edit(self, start: int, end: int, text: str) -> None:
         """Put other text in place of a stretch."""
         self.edits.append(change(start, end, text))
 
-    def edit_after_open(self, call: ast.Call, text: str) -> None:
-        """Put text behind a call's opening bracket; no comma is left before the closing one."""
-        offset = self.context.positions.span(call.func)[1]
-        while self.context.text[offset] != "(":
-            offset += 1
-        empty = not call.args and not call.keywords
-        self.edits.append(change(offset + 1, offset + 1, text.rstrip(", ") if empty else text))
-
     def insert_before(self, statement: ast.stmt, lines: list[str]) -> None:
         """Put statements in front of one that starts its line."""
-        start, _ = self.context.positions.span(statement)
-        if decorators := getattr(statement, "decorator_list", None):
-            start = self.context.positions.span(decorators[0])[0] - 1
-        indent = self.indent(statement)
-        newline = self.newline
-        text = "".join(f"{line}{newline}{indent}" for line in "\n".join(lines).split("\n"))
-        self.edits.append(change(start, start, text))
+        start = self.span(statement)[0]
+        text = "".join(f"{line}{self.newline}{self.indent(statement)}" for line in "\n".join(lines).split("\n"))
+        self.edit(start, start, text)
 
     def indent(self, statement: ast.stmt) -> str:
         """The white space before a statement."""
@@ -153,10 +212,9 @@ class FileDraft:
         return line[: len(line) - len(line.lstrip(" \t\x0c"))]
 
     def starts_line(self, statement: ast.stmt) -> bool:
-        """Whether nothing but white space stands before a statement on its line, and no `;` joins another."""
-        start, _ = self.context.positions.span(statement)
+        """Whether nothing but white space stands before a statement on its line."""
         line_start = self.context.positions.starts[statement.lineno - 1]
-        return self.context.text[line_start:start].strip() == ""
+        return self.context.text[line_start : self.span(statement)[0]].strip() == ""
 
     @property
     def newline(self) -> str:
@@ -166,29 +224,16 @@ class FileDraft:
     def note(self, code: str, node: ast.AST, status: Status, message: str, fix: str = "") -> None:
         """Say something about a place."""
         line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0) + 1
-        self.notes.append(
-            SourceFinding(
-                code=code,
-                name=KINDS[code].name,
-                message=message,
-                where=f"{self.context.path}:{line}:{column}",
-                severity=Severity.WARNING if status is Status.NEEDS_DECISION else Severity.NOTE,
-                fix=fix,
-                path=self.context.path,
-                line=line,
-                column=column,
-                status=status,
-            )
-        )
+        self.notes.append(make_finding(self.context.path, line, column, code, status, message, fix))
 
-    def rewritten(self, code: str, node: ast.AST, message: str, fix: str = "") -> None:
+    def rewritten(self, code: str, node: ast.AST, message: str) -> None:
         """Say that a place is FSDP2 now."""
-        self.note(code, node, Status.REWRITTEN, message, fix)
+        self.note(code, node, Status.REWRITTEN, message)
 
     def undecided(self, code: str, node: ast.AST, message: str, fix: str) -> None:
         """Say what a person must decide."""
         self.note(code, node, Status.NEEDS_DECISION, message, fix)
 
-    def reported(self, code: str, node: ast.AST, message: str, fix: str = "") -> None:
+    def reported(self, code: str, node: ast.AST, message: str, fix: str) -> None:
         """Say what is worth knowing."""
         self.note(code, node, Status.REPORTED, message, fix)

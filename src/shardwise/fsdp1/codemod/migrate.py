@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.errors import SourceError
-from shardwise.findings import Severity, SourceFinding, Status
-from shardwise.fsdp1.codemod.draft import KINDS
+from shardwise.findings import SourceFinding, Status
+from shardwise.fsdp1.codemod.draft import make_finding
 from shardwise.fsdp1.codemod.framework_files import convert_yaml, may_hold_config
 from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.rewriting import rewrite, skipped_everywhere
@@ -181,16 +181,6 @@ def _migrate_file(path: str, text: str, encoding: str, program: Program, target:
 def _unreadable(path: str, what: str, text: str = "", where: str = "") -> MigratedFile:
     place = re.search(r":(\d+)(?::(\d+))?$", where)
     line, column = (int(place[1]), int(place[2] or 1)) if place else (1, 1)
-    finding = SourceFinding(
-        code="SW180",
-        name=KINDS["SW180"].name,
-        message=f"the file is left alone: it {what}",
-        where=f"{path}:{line}:{column}",
-        severity=Severity.WARNING,
-        fix="make it a file that Python can read, and run migrate again",
-        path=path,
-        line=line,
-        column=column,
-        status=Status.NEEDS_DECISION,
-    )
+    message, fix = f"the file is left alone: it {what}", "make it a file that Python can read, and run migrate again"
+    finding = make_finding(path, line, column, "SW180", Status.NEEDS_DECISION, message, fix)
     return MigratedFile(path=path, before=text, output=text, findings=(finding,))

@@ -1,22 +1,32 @@
-"""Calls that set a state dict type, and the blocks under it."""
+"""Calls that set a state dict type, what they become, and the blocks under them."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
+import itertools
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.fsdp1.codemod.draft import FileDraft
-from shardwise.fsdp1.codemod.program import Program, called_fsdp_name, fsdp_name, is_none, single_value
-from shardwise.source.edits import change
+from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
+from shardwise.fsdp1.codemod.program import (
+    Program,
+    called_fsdp_name,
+    fsdp_name,
+    given_by_name,
+    is_constant,
+    is_none,
+    once,
+    single_value,
+)
 from shardwise.source.syntax import FileContext, argument_of
 
+STATE_CODE, PLAIN_CODE, OPTIMIZER_CODE, LOCAL_CODE = "SW110", "SW111", "SW112", "SW113"
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
 _PARAMETERS = ("module", "state_dict_type", "state_dict_config", "optim_state_dict_config")
-_FIELDS = ("offload_to_cpu", "rank0_only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +39,7 @@ class Gather:
     rank0_only: bool | None = False
     kind_text: str = ""
     """The expressions themselves, for what only the run knows."""
-    config_text: str = "None"
+    config_text: str = ""
 
     @property
     def is_known(self) -> bool:
@@ -49,149 +59,110 @@ DEFAULT = StateSettings(Gather(FULL), Gather(FULL, offload=True))
 """Where nothing was said: whole tensors on every rank, an optimizer's on the CPU."""
 
 
+def static_name(context: FileContext, call: ast.Call) -> str:
+    """`state_dict_type` for a call of `FSDP.state_dict_type`; empty for other calls."""
+    owner, _, name = fsdp_name(context, call.func).partition(".")
+    return name if owner == "FullyShardedDataParallel" else ""
+
+
 def read_settings(context: FileContext, call: ast.Call) -> StateSettings | None:
     """The settings that a call makes; None where its arguments cannot be told apart."""
-    given: dict[str, ast.expr] = dict(zip(_PARAMETERS, call.args, strict=False))
-    for keyword in call.keywords:
-        if keyword.arg not in _PARAMETERS:
-            return None
-        given[keyword.arg] = keyword.value
-    if "state_dict_type" not in given or any(isinstance(one, ast.Starred) for one in call.args):
+    given = given_by_name(call, _PARAMETERS)
+    starred = any(isinstance(one, ast.Starred) for one in call.args)
+    if "state_dict_type" not in given or set(given) - set(_PARAMETERS) or starred:
         return None
     kind_node = given["state_dict_type"]
-    kind = _kind(context, kind_node)
+    name = fsdp_name(context, single_value(context, kind_node))
+    kind = next((one for one in (FULL, SHARDED, LOCAL) if name == f"StateDictType.{one}"), None)
     gathers = []
-    for name, offload in (("state_dict_config", False), ("optim_state_dict_config", True)):
-        config = given.get(name)
-        offload_to_cpu, rank0_only = _fields(context, config, default_offload=offload)
-        text = "None" if config is None else context.source(config)
-        gathers.append(Gather(kind, offload_to_cpu, rank0_only, context.source(kind_node), text))
+    for parameter, offload in zip(_PARAMETERS[2:], (False, True), strict=True):
+        config = given.get(parameter)
+        told = (offload, False) if config is None or is_none(config) else _fields(context, config)
+        text = "" if config is None or is_none(config) else context.source(config)
+        gathers.append(Gather(kind, *told, context.source(kind_node), text))
     return StateSettings(*gathers)
 
 
-def _kind(context: FileContext, node: ast.expr) -> str | None:
-    name = fsdp_name(context, single_value(context, node)) or ""
-    member = name.removeprefix("StateDictType.")
-    return member if name.startswith("StateDictType.") and member in (FULL, SHARDED, LOCAL) else None
-
-
-def _fields(context: FileContext, node: ast.expr | None, *, default_offload: bool) -> tuple[bool | None, bool | None]:
+def _fields(context: FileContext, node: ast.expr) -> tuple[bool | None, bool | None]:
     """`offload_to_cpu` and `rank0_only` of a config; None where only the run knows."""
-    if is_none(node):
-        return default_offload, False
-    assert node is not None
     call = single_value(context, node)
     name = called_fsdp_name(context, call)
-    if name is None or not name.endswith("StateDictConfig") or not isinstance(call, ast.Call):
+    if not isinstance(call, ast.Call) or not name.endswith("StateDictConfig"):
         return None, None
-    found: dict[str, bool | None] = {"offload_to_cpu": "Optim" in name, "rank0_only": False}
-    given = [*zip(_FIELDS, call.args, strict=False), *((keyword.arg, keyword.value) for keyword in call.keywords)]
-    for field, value in given:
-        if field is None:
-            return None, None
-        found[field] = value.value if isinstance(value, ast.Constant) and isinstance(value.value, bool) else None
-    return found["offload_to_cpu"], found["rank0_only"]
+    given = given_by_name(call, ("offload_to_cpu", "rank0_only"))
+    if None in given:
+        return None, None
+    told = {key: next((one for one in (True, False) if is_constant(value, one)), None) for key, value in given.items()}
+    return told.get("offload_to_cpu", "Optim" in name), told.get("rank0_only", False)
 
 
-STATE_CODE, PLAIN_CODE, OPTIMIZER_CODE, LOCAL_CODE = "SW110", "SW111", "SW112", "SW113"
+def write_get(draft: FileDraft, what: str, arguments: Sequence[str], gather: Gather) -> str:
+    """What `model.state_dict()` or, for an `optimizer`, `FSDP.optim_state_dict(model, optimizer)` gave."""
+    if not gather.is_known:
+        return _at_run_time(draft, f"_{what}_state", arguments, gather)
+    _refuse_local(gather)
+    is_full, both = gather.kind == FULL, gather.offload and gather.rank0_only
+    options = _options(draft, full_state_dict=is_full, cpu_offload=gather.offload if not is_full else both)
+    call = f"{draft.name(f'get_{what}_state_dict')}({', '.join(arguments)}{options})"
+    if not is_full or both or not (gather.offload or gather.rank0_only):
+        return call
+    return f"{draft.helper('_on_cpu' if gather.offload else '_on_rank0')}({call})"
 
 
-class NotRewritable(Exception):
-    """A state-dict call that stays as it is: where, why, and what a person should do."""
+def write_load_model(draft: FileDraft, model: str, state: str, gather: Gather, strict: str = "") -> str:
+    """What `model.load_state_dict(state)` did."""
+    extra = [f"strict={strict}"] if strict else []
+    if gather.kind is None:
+        return _at_run_time(draft, "_load_model_state", [model, state, *extra], gather, has_config=False)
+    _refuse_local(gather)
+    options = _options(draft, *extra, full_state_dict=gather.kind == FULL)
+    return f"{draft.name('set_model_state_dict')}({model}, {state}{options})"
 
-    def __init__(self, node: ast.AST, why: str, fix: str, code: str = STATE_CODE) -> None:
-        super().__init__(why)
-        self.node, self.why, self.fix, self.code = node, why, fix, code
 
+def write_load_optimizer(
+    draft: FileDraft, model: str, optimizer: str, state: str, gather: Gather, *, sure: bool = True
+) -> str:
+    """What loading the result of `FSDP.optim_state_dict_to_load(...)` into the optimizer did.
 
-@dataclass(frozen=True, slots=True)
-class StateCallWriter:
-    """Writes calls of `torch.distributed.checkpoint.state_dict` into one draft."""
-
-    draft: FileDraft
-
-    def model_state(self, model: str, gather: Gather) -> str:
-        """What `model.state_dict()` gave."""
-        if not gather.is_known:
-            return self._at_run_time("_model_state", [model], gather)
-        self._refuse_local(gather)
-        return self._gathered(f"{self.draft.name('get_model_state_dict')}({model}", gather)
-
-    def load_model(self, model: str, state: str, gather: Gather, strict: str = "") -> str:
-        """What `model.load_state_dict(state)` did."""
-        extra = [f"strict={strict}"] if strict else []
-        if gather.kind is None:
-            return self._at_run_time("_load_model_state", [model, state, *extra], gather, config=False)
-        self._refuse_local(gather)
-        options = self._options(full_state_dict=gather.kind == FULL, extra=extra)
-        return f"{self.draft.name('set_model_state_dict')}({model}, {state}{options})"
-
-    def optimizer_state(self, model: str, optimizer: str, gather: Gather) -> str:
-        """What `FSDP.optim_state_dict(model, optimizer)` gave."""
-        if not gather.is_known:
-            return self._at_run_time("_optimizer_state", [model, optimizer], gather)
-        self._refuse_local(gather)
-        return self._gathered(f"{self.draft.name('get_optimizer_state_dict')}({model}, {optimizer}", gather)
-
-    def whole_state(self, model: str) -> str:
-        """`model.state_dict()` where the model may also be a plain one."""
-        return f"{self.draft.helper('_whole_state')}({model})"
-
-    def load_whole_state(self, model: str, state: str, strict: str = "") -> str:
-        """`model.load_state_dict(state)` where the model may also be a plain one."""
-        more = f", strict={strict}" if strict else ""
-        return f"{self.draft.helper('_load_whole_state')}({model}, {state}{more})"
-
-    def load_optimizer(self, model: str, optimizer: str, state: str, gather: Gather, *, sure: bool = True) -> str:
-        """What loading the result of `FSDP.optim_state_dict_to_load(...)` into the optimizer did.
-
-        Not `sure`: the model may also be a plain one, whose optimizer loads its state itself.
-        """
-        if gather.kind is None or gather.rank0_only is None:
-            if not sure:
-                raise NotRewritable(self.draft.context.tree, "what it loads is only known at run time", "write it out")
-            return self._at_run_time("_load_optimizer_state", [model, optimizer, state], gather)
-        self._refuse_local(gather)
-        is_full = gather.kind == FULL
-        switches = {"full_state_dict": is_full, "broadcast_from_rank0": is_full and gather.rank0_only}
+    Not `sure`: the model may also be a plain one, whose optimizer loads its state itself.
+    """
+    if gather.kind is None or gather.rank0_only is None:
         if not sure:
-            told = "".join(f", {name}=True" for name, value in switches.items() if value)
-            return f"{self.draft.helper('_load_optimizer')}({model}, {optimizer}, {state}{told})"
-        options = self._options(**switches)
-        return f"{self.draft.name('set_optimizer_state_dict')}({model}, {optimizer}, {state}{options})"
-
-    def _gathered(self, start: str, gather: Gather) -> str:
-        """A `get_*_state_dict` call, and what it takes to have the values where FSDP1 had them."""
-        offload, rank0_only = bool(gather.offload), bool(gather.rank0_only)
-        if gather.kind != FULL:
-            return f"{start}{self._options(cpu_offload=offload)})"
-        if offload and rank0_only:
-            return f"{start}{self._options(full_state_dict=True, cpu_offload=True)})"
-        call = f"{start}{self._options(full_state_dict=True)})"
-        if offload:
-            return f"{self.draft.helper('_on_cpu')}({call})"
-        return f"{self.draft.helper('_on_rank0')}({call})" if rank0_only else call
-
-    def _options(self, *, extra: list[str] | None = None, **switches: object) -> str:
-        given = [f"{name}=True" for name, value in switches.items() if value] + (extra or [])
-        return f", options={self.draft.name('StateDictOptions')}({', '.join(given)})" if given else ""
-
-    def _at_run_time(self, helper: str, arguments: list[str], gather: Gather, *, config: bool = True) -> str:
-        kind = gather.kind_text or f"{self.draft.name('StateDictType')}.{gather.kind}"
-        told = [f"kind={kind}"] + ([f"config={gather.config_text}"] if config and gather.config_text != "None" else [])
-        return f"{self.draft.helper(helper)}({', '.join([*arguments, *told])})"
-
-    def _refuse_local(self, gather: Gather) -> None:
-        if gather.kind == LOCAL:
-            raise NotRewritable(
-                self.draft.context.tree,
-                "LOCAL_STATE_DICT holds FSDP1's flat shards, which FSDP2 does not have",
-                "save SHARDED_STATE_DICT instead; `shardwise ckpt convert` reads checkpoints that are there already",
-                LOCAL_CODE,
-            )
+            raise Blocked("what it loads is only known at run time", "write it out")
+        return _at_run_time(draft, "_load_optimizer_state", [model, optimizer, state], gather)
+    _refuse_local(gather)
+    is_full = gather.kind == FULL
+    switches = {"full_state_dict": is_full, "broadcast_from_rank0": is_full and gather.rank0_only}
+    if sure:
+        name, more = draft.name("set_optimizer_state_dict"), _options(draft, **switches)
+    else:
+        name = draft.helper("_load_optimizer")
+        more = "".join(f", {switch}=True" for switch, value in switches.items() if value)
+    return f"{name}({model}, {optimizer}, {state}{more})"
 
 
-_SETTER = "FullyShardedDataParallel.set_state_dict_type"
+def _options(draft: FileDraft, *extra: str, **switches: object) -> str:
+    given = [*(f"{name}=True" for name, value in switches.items() if value), *extra]
+    return f", options={draft.name('StateDictOptions')}({', '.join(given)})" if given else ""
+
+
+def _at_run_time(
+    draft: FileDraft, helper: str, arguments: Sequence[str], gather: Gather, *, has_config: bool = True
+) -> str:
+    kind = gather.kind_text or f"{draft.name('StateDictType')}.{gather.kind}"
+    config = [f"config={gather.config_text}"] if has_config and gather.config_text else []
+    return f"{draft.helper(helper)}({', '.join([*arguments, f'kind={kind}', *config])})"
+
+
+def _refuse_local(gather: Gather) -> None:
+    if gather.kind == LOCAL:
+        raise Blocked(
+            "LOCAL_STATE_DICT holds FSDP1's flat shards, which FSDP2 does not have",
+            "save SHARDED_STATE_DICT instead; `shardwise ckpt convert` reads checkpoints that are there already",
+            code=LOCAL_CODE,
+        )
+
+
 _RANK_ZERO = re.compile(
     r"rank\w*(\(\))?\s*==\s*0|not\s+[\w.]*rank\b|is_main|main_process|is_master|master_process|is_rank_?0"
 )
@@ -199,8 +170,8 @@ _RANK_ZERO = re.compile(
 
 def under_rank_zero(context: FileContext, call: ast.Call) -> bool:
     """Whether only rank 0 comes to a call."""
-    for inner, outer in _chain(context, call):
-        if isinstance(outer, ast.If) and any(inner is one for one in outer.body):
+    for inner, outer in itertools.pairwise([call, *context.ancestors(call)]):
+        if isinstance(outer, ast.If) and inner in outer.body:
             test = ast.unparse(outer.test)
             if _RANK_ZERO.search(test) and " or " not in test and " and " not in test:
                 return True
@@ -209,16 +180,14 @@ def under_rank_zero(context: FileContext, call: ast.Call) -> bool:
 
 def rules_out(context: FileContext, call: ast.Call) -> bool:
     """Whether a wrapped model cannot come to a call: it is in the other branch of a test for FSDP, or behind it."""
-    for inner, outer in _chain(context, call):
-        if isinstance(outer, ast.If | ast.IfExp) and _asks_for_fsdp(outer.test) is not None:
+    for inner, outer in itertools.pairwise([call, *context.ancestors(call)]):
+        if isinstance(outer, ast.If | ast.IfExp) and inner is not outer.test:
             orelse = outer.orelse if isinstance(outer, ast.If) else [outer.orelse]
-            if any(inner is one for one in orelse) is _asks_for_fsdp(outer.test) and inner is not outer.test:
+            if (inner in orelse) is _asks_for_fsdp(outer.test):
                 return True
         for body in (getattr(outer, "body", None), getattr(outer, "orelse", None)):
-            if isinstance(body, list) and any(inner is one for one in body):
-                before = body[: next(index for index, one in enumerate(body) if one is inner)]
-                if any(_leaves_for_fsdp(one) for one in before):
-                    return True
+            if isinstance(body, list) and inner in body and any(map(_leaves_for_fsdp, body[: body.index(inner)])):
+                return True
     return False
 
 
@@ -230,9 +199,8 @@ def _asks_for_fsdp(test: ast.expr) -> bool | None:
     text = ast.unparse(test).lower()
     if "fsdp" not in text or isinstance(test, ast.BoolOp):
         return None
-    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq | ast.IsNot | ast.NotIn):
-        return "none" in text or "false" in text
-    return not (isinstance(test, ast.Compare) and ("none" in text or "false" in text))
+    is_negative = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq | ast.IsNot | ast.NotIn)
+    return is_negative == (isinstance(test, ast.Compare) and ("none" in text or "false" in text))
 
 
 def _leaves_for_fsdp(statement: ast.stmt) -> bool:
@@ -242,150 +210,119 @@ def _leaves_for_fsdp(statement: ast.stmt) -> bool:
     return isinstance(statement.body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
 
 
+@once
 def sets_types_globally(program: Program) -> bool:
     """Whether some file sets a state-dict type in one function for calls in another."""
-    return program.remember("sets_types_globally", _sets_types_globally)
-
-
-def _sets_types_globally(program: Program) -> bool:
     return any(
-        fsdp_name(context, call.func) == _SETTER and not _used_nearby(context, call)
+        static_name(context, call) == "set_state_dict_type" and not _is_used_nearby(context, call)
         for context in program.files(lambda text: ".set_state_dict_type" in text)
         for call in context.calls
     )
 
 
-def _used_nearby(context: FileContext, call: ast.Call) -> bool:
+def _is_used_nearby(context: FileContext, call: ast.Call) -> bool:
     model, function = argument_of(call, 0, "module"), context.enclosing_function(call)
     text = ast.unparse(model) if model is not None else ""
     for one in context.calls:
         if one.lineno > call.lineno and context.enclosing_function(one) is function:
-            if isinstance(one.func, ast.Attribute) and one.func.attr in ("state_dict", "load_state_dict"):
-                if ast.unparse(one.func.value) == text:
+            match one.func:
+                case ast.Attribute(attr="state_dict" | "load_state_dict", value=owner) if ast.unparse(owner) == text:
                     return True
-            elif "optim_state_dict" in (fsdp_name(context, one.func) or ""):
+            if "optim_state_dict" in fsdp_name(context, one.func):
                 return True
     return False
 
 
-def _chain(context: FileContext, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    for parent in context.ancestors(node):
-        yield node, parent
-        node = parent
-
-
 _HEADER_END = re.compile(r"(?:[\s),]|#[^\n]*\n)*:[ \t]*(?P<comment>#[^\r\n]*)?\r?\n")
+_SPACE = re.compile(r"\s*")
 
 
 def dissolve(draft: FileDraft, block: ast.With, call: ast.Call) -> None:
     """Remove one context from a `with`; if it was the only one, the statement around its body too.
 
     Raises:
-        NotRewritable: The body stands on the line of the `with`, or its lines cannot be moved.
+        Blocked: The body stands on the line of the `with`, or its lines cannot be moved.
     """
-    context = draft.context
+    text, start = draft.context.text, draft.span(block)[0]
     others = [item for item in block.items if item.context_expr is not call]
     if any(item.optional_vars is not None for item in block.items if item not in others):
-        raise NotRewritable(call, "the context is given a name", "take the `as` away")
-    start, end = context.positions.span(block)[0], _last(draft, block)
-    header = _HEADER_END.match(context.text, end)
+        raise Blocked("the context is given a name", "take the `as` away")
+    last = block.items[-1].optional_vars or block.items[-1].context_expr
+    header = _HEADER_END.match(text, draft.span(last)[1])
     if header is None or not draft.starts_line(block):
-        raise NotRewritable(call, "the body stands on the same line", "put it on a line of its own")
+        raise Blocked("the body stands on the same line", "put it on a line of its own")
+    comment = header["comment"]
     if others:
-        kept = ", ".join(_item(draft, item) for item in others)
-        draft.edits.append(change(start, header.end(), f"with {kept}:{_comment(header)}{draft.newline}"))
+        kept = ", ".join(
+            draft.source(one.context_expr) + (f" as {draft.source(one.optional_vars)}" if one.optional_vars else "")
+            for one in others
+        )
+        draft.edit(start, header.end(), f"with {kept}:{f'  {comment}' if comment else ''}{draft.newline}")
         return
     # From the word `with` to the first character of the body: the `with`'s own indentation serves it.
-    first = re.compile(r"\s*").match(context.text, header.end())
+    first = _SPACE.match(text, header.end())
     body = first.end() if first else header.end()
-    remark = f"{header['comment']}{draft.newline}{draft.indent(block)}" if header["comment"] else ""
-    draft.edits.append(change(start, body, remark))
+    draft.edit(start, body, f"{comment}{draft.newline}{draft.indent(block)}" if comment else "")
     _move_out(draft, block, body)
-
-
-def remove_statement(draft: FileDraft, statement: ast.stmt) -> None:
-    """Take a statement away with its line; `pass` stays where it was the only one."""
-    context = draft.context
-    start, end = context.positions.span(statement)
-    siblings = context.block(statement)
-    rest = re.compile(r"[ \t]*(#[^\r\n]*)?(\r?\n|$)").match(context.text, end)
-    if len(siblings) < 2 or rest is None or not draft.starts_line(statement):
-        draft.edits.append(change(start, end, "pass"))
-    elif statement is siblings[-1]:
-        draft.edits.append(change(context.positions.starts[statement.lineno - 1], rest.end(), ""))
-    else:  # up to what follows: the indentation before the statement serves it
-        behind = re.compile(r"\s*").match(context.text, rest.end())
-        draft.edits.append(change(start, behind.end() if behind else rest.end(), ""))
-
-
-def drop_dead_configs(draft: FileDraft, program: Program) -> None:
-    """Remove `policy = FullStateDictConfig(...)` where only settings that are gone now had used it."""
-    context = draft.context
-    gone = [call for call in draft.taken if isinstance(call, ast.Call) and _is_setting(context, call)]
-    inside = {id(node) for call in gone for node in ast.walk(call)}
-    for statement in [node for node in context.parents if isinstance(node, ast.Assign)] if gone else []:
-        target = statement.targets[0]
-        name = called_fsdp_name(context, statement.value) or ""
-        if not (name.endswith("StateDictConfig") and isinstance(target, ast.Name) and len(statement.targets) == 1):
-            continue
-        uses = [one for one in context.parents if isinstance(one, ast.Name) and one.id == target.id]
-        is_dead = any(id(one) in inside for one in uses) and all(one is target or id(one) in inside for one in uses)
-        is_alone = all(target.id not in text for path, text in program.texts.items() if path != context.path)
-        is_emitted = any(re.search(rf"\b{target.id}\b", edit.text) for edit in draft.edits)
-        if is_dead and not is_emitted and (is_alone or context.enclosing_function(statement) is not None):
-            remove_statement(draft, statement)
-
-
-def _is_setting(context: FileContext, call: ast.Call) -> bool:
-    return (fsdp_name(context, call.func) or "").endswith("state_dict_type")
-
-
-def _last(draft: FileDraft, block: ast.With) -> int:
-    item = block.items[-1]
-    return draft.context.positions.span(item.optional_vars or item.context_expr)[1]
-
-
-def _item(draft: FileDraft, item: ast.withitem) -> str:
-    text = draft.context.source(item.context_expr)
-    return f"{text} as {draft.context.source(item.optional_vars)}" if item.optional_vars is not None else text
-
-
-def _comment(header: re.Match[str]) -> str:
-    return f"  {header['comment']}" if header["comment"] else ""
 
 
 def _move_out(draft: FileDraft, block: ast.With, body_start: int) -> None:
     """Take one level of indentation from every line of the body that is not inside a string."""
-    context, positions = draft.context, draft.context.positions
+    positions, edits = draft.context.positions, list(draft.edits)
     outer, inner = draft.indent(block), draft.indent(block.body[0])
     if not inner.startswith(outer) or inner == outer:
-        raise NotRewritable(block, "its lines are indented in mixed ways", "indent them alike")
-    width, in_string = len(inner) - len(outer), _string_lines(context.text)
-    edits = list(draft.edits)
-    first = next(number for number, start in enumerate(positions.starts, 1) if start >= body_start)
-    for number in range(first, (block.end_lineno or first) + 1):
-        line = positions.line(number)
-        start = positions.starts[number - 1]
-        if number in in_string or not line.strip() or any(one.start < start + len(inner) <= one.end for one in edits):
+        raise Blocked("its lines are indented in mixed ways", "indent them alike", block)
+    width, in_string = len(inner) - len(outer), _string_lines(draft.context.text)
+    for number in range(block.lineno + 1, (block.end_lineno or block.lineno) + 1):
+        line, start = positions.line(number), positions.starts[number - 1]
+        is_edited = any(one.start < start + len(inner) <= one.end for one in edits)
+        if start < body_start or number in in_string or not line.strip() or is_edited:
             continue
-        if line[: len(inner)] == inner or (line.lstrip().startswith("#") and line.startswith(outer)):
+        if line.startswith(inner) or (line.lstrip().startswith("#") and line.startswith(outer)):
             have = len(line) - len(line.lstrip(" \t"))
-            draft.edits.append(change(start + len(outer), start + len(outer) + min(width, have - len(outer)), ""))
+            draft.edit(start + len(outer), start + len(outer) + min(width, have - len(outer)), "")
 
 
 def _string_lines(text: str) -> set[int]:
     """Lines that start inside a string: their white space belongs to it."""
-    found: set[int] = set()
-    try:
-        starts: list[int] = []
+    found, starts = set[int](), list[int]()
+    with contextlib.suppress(tokenize.TokenError, IndentationError):
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             kind = tokenize.tok_name[token.type]
-            if kind == "STRING":
-                found.update(range(token.start[0] + 1, token.end[0] + 1))
-            elif kind == "FSTRING_START":
+            if kind in ("STRING", "FSTRING_START"):
                 starts.append(token.start[0])
-            elif kind == "FSTRING_END" and starts:
+            if kind in ("STRING", "FSTRING_END") and starts:
                 found.update(range(starts.pop() + 1, token.end[0] + 1))
-    except (tokenize.TokenError, IndentationError):
-        pass
     return found
+
+
+def remove_statement(draft: FileDraft, statement: ast.stmt) -> None:
+    """Take a statement away with its line; `pass` stays where it was the only one."""
+    text, (start, end) = draft.context.text, draft.span(statement)
+    siblings = draft.context.block(statement)
+    rest = re.compile(r"[ \t]*(#[^\r\n]*)?(\r?\n|$)").match(text, end)
+    if len(siblings) < 2 or rest is None or not draft.starts_line(statement):
+        draft.edit(start, end, "pass")
+    elif statement is siblings[-1]:
+        draft.edit(draft.context.positions.starts[statement.lineno - 1], rest.end(), "")
+    else:  # up to what follows: the indentation before the statement serves it
+        behind = _SPACE.match(text, rest.end())
+        draft.edit(start, behind.end() if behind else rest.end(), "")
+
+
+def drop_dead_configs(draft: FileDraft) -> None:
+    """Remove `policy = FullStateDictConfig(...)` where only settings that are gone now had used it."""
+    context = draft.context
+    gone = [one for one in draft.taken if called_fsdp_name(context, one).endswith("state_dict_type")]
+    inside = {node for call in gone for node in ast.walk(call)}
+    for statement in list(context.parents) if gone else []:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name) as target], value=value) if called_fsdp_name(
+                context, value
+            ).endswith("StateDictConfig"):
+                uses = {one for one in context.parents if isinstance(one, ast.Name) and one.id == name} - {target}
+                others = [text for path, text in draft.program.texts.items() if path != context.path]
+                is_local = context.enclosing_function(statement) is not None or all(name not in one for one in others)
+                is_emitted = any(re.search(rf"\b{name}\b", edit.text) for edit in draft.edits)
+                if uses and uses <= inside and is_local and not is_emitted:
+                    remove_statement(draft, statement)

@@ -6,13 +6,12 @@ import inspect
 import random
 import types
 from collections import OrderedDict
-from collections.abc import Sequence as AnySequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardwise.planning.source.functions import Arguments, consume, record_read, result_of, underlying
+from shardwise.planning.source.functions import Arguments, result_of, underlying
 from shardwise.planning.source.values import (
     ARGUMENT,
     CONTENT,
@@ -30,7 +29,6 @@ from shardwise.planning.source.values import (
     Super,
     Unknown,
     Value,
-    evaluate,
     inside,
     join,
     just,
@@ -58,9 +56,7 @@ def load(value: Value, name: str, frame: Frame) -> Value:
 
 def has_attribute(thing: Any, name: str) -> bool:
     """`hasattr`, as far as it can be told without running code."""
-    if isinstance(thing, nn.Module) and _registered(thing, name) is not _MISSING:
-        return True
-    return name in _instance_names(thing) or inspect.getattr_static(thing, name, _MISSING) is not _MISSING
+    return _own(thing, name) is not _MISSING or inspect.getattr_static(thing, name, _MISSING) is not _MISSING
 
 
 def wrap(thing: Any) -> Value:
@@ -79,134 +75,91 @@ def _load_open(value: Value, name: str) -> Value:
 
 def _load_atom(atom: Atom, name: str, value: Value, frame: Frame) -> Value:
     if isinstance(atom, Super):
-        return _load_super(atom, name, frame)
+        mro = type(atom.receiver.object).__mro__
+        after = mro.index(atom.after.object) + 1 if atom.after.object in mro else 1
+        attribute = next((vars(cls)[name] for cls in mro[after:] if name in vars(cls)), _MISSING)
+        return _load_class_attribute(attribute, name, atom.receiver, frame)
     if not isinstance(atom, Known):
         return PLAIN.like(source=value.source)
     thing = atom.object
     if isinstance(thing, torch.Tensor):
-        return _load_tensor(thing, name, frame)
+        if name in METADATA:
+            return PLAIN
+        frame.consume(known(thing))
+        return TENSOR
     if isinstance(thing, types.ModuleType):
         return wrap(vars(thing)[name]) if name in vars(thing) else PLAIN
-    if isinstance(thing, nn.Module):
-        return load_from_module(thing, name, frame)
-    return _load_plain(thing, name, value, frame)
-
-
-def _load_tensor(tensor: torch.Tensor, name: str, frame: Frame) -> Value:
-    if name in METADATA:
-        return PLAIN
-    if frame.analysis.places.has_parameter(tensor) and isinstance(tensor, nn.Parameter):
-        record_read(tensor, frame)
-    return TENSOR
-
-
-def load_from_module(module: nn.Module, name: str, frame: Frame) -> Value:
-    """An attribute of a module: property, setting, parameter, submodule or method, in Python's order."""
-    on_class = inspect.getattr_static(type(module), name, _MISSING)
-    if isinstance(on_class, property | functools.cached_property):
-        return _load_property(module, on_class, name, frame)
-    own = vars(module).get(name, _MISSING)
-    if own is not _MISSING:
-        if isinstance(own, bool):  # a switch that training code may flip after the plan was made
-            return PLAIN
-        if isinstance(own, torch.Tensor) and name + "_v" in module._parameters:  # weight_norm's computed weight
-            return _all_of([module._parameters[name + suffix] for suffix in ("_v", "_g")])
-        return wrap(own)
-    registered = _registered(module, name)
-    if registered is not _MISSING:
-        return wrap(registered)
-    if on_class is not _MISSING:
-        return _load_class_attribute(on_class, name, Known(module))
-    fallback = inspect.getattr_static(type(module), "__getattr__", None)
-    if fallback is not None and fallback is not nn.Module.__getattr__ and name != "__getattr__":
-        return result_of(fallback, module, [known(name)], frame)
-    # Set by the model's own code as it runs, or in a branch that this model never takes.
-    return Value(frozenset({Absent()}), open=True, source=Origin.ARGUMENT)
-
-
-def _registered(module: nn.Module, name: str) -> Any:
-    for table in (module._parameters, module._buffers, module._modules):
-        if name in table:
-            return table[name]
-    return _MISSING
-
-
-def _load_property(module: nn.Module, descriptor: Any, name: str, frame: Frame) -> Value:
-    parametrizations = module._modules.get("parametrizations")
-    if parametrizations is not None and name in parametrizations._modules:
-        inner = parametrizations._modules[name]
-        return _all_of(list(inner.parameters()) if inner is not None else [])
-    if isinstance(descriptor, functools.cached_property) and name in vars(module):
-        return wrap(vars(module)[name])
-    getter = descriptor.fget if isinstance(descriptor, property) else descriptor.func
-    # Whoever reads a property runs its code without entering the module: the frame keeps the reader's chain.
-    return result_of(getter, module, [], frame)
-
-
-def _all_of(parameters: list[Any]) -> Value:
-    """One tensor that is computed from several parameters: using it uses them all."""
-    atoms = frozenset(Known(parameter) for parameter in parameters if parameter is not None)
-    return Value(atoms, open=not atoms, source=Origin.TENSOR)
-
-
-def _load_class_attribute(attribute: Any, name: str, receiver: Known) -> Value:
-    if isinstance(attribute, staticmethod):
-        return known(attribute.__func__)
-    if isinstance(attribute, classmethod):
-        return just(Bound(attribute.__func__, Known(type(receiver.object)), name))
-    if underlying(attribute)[0] is not None or isinstance(attribute, types.FunctionType):
-        return just(Bound(attribute, receiver, name))
-    if hasattr(type(attribute), "__get__"):  # slots and descriptors of other kinds
-        return PLAIN
-    return PLAIN if isinstance(attribute, bool) else wrap(attribute)
-
-
-def _load_super(atom: Super, name: str, frame: Frame) -> Value:
-    mro = type(atom.receiver.object).__mro__
-    after = mro.index(atom.after.object) + 1 if atom.after.object in mro else 1
-    for cls in mro[after:]:
-        if name in vars(cls):
-            attribute = vars(cls)[name]
-            if isinstance(attribute, property):
-                return result_of(attribute.fget, atom.receiver.object, [], frame)
-            return _load_class_attribute(attribute, name, atom.receiver)
-    return PLAIN
-
-
-def _instance_names(thing: Any) -> dict[str, Any]:
-    try:
-        names = object.__getattribute__(thing, "__dict__")
-    except AttributeError:
-        return {}
-    return names if isinstance(names, dict) else {}
-
-
-def _load_plain(thing: Any, name: str, value: Value, frame: Frame) -> Value:
     if isinstance(thing, type):
         attribute = inspect.getattr_static(thing, name, _MISSING)
         if isinstance(attribute, classmethod):
             return just(Bound(attribute.__func__, Known(thing), name))
         attribute = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
         return PLAIN if attribute is _MISSING or isinstance(attribute, property) else wrap(attribute)
-    names = _instance_names(thing)
-    attribute = inspect.getattr_static(type(thing), name, _MISSING)
-    if isinstance(attribute, property):
-        return result_of(attribute.fget, thing, [], frame)
-    if name in names:
-        return wrap(names[name])
-    if attribute is not _MISSING:
-        return _load_class_attribute(attribute, name, Known(thing))
-    return PLAIN
+    return load_from(thing, name, frame)
 
 
-def use_as_data(value: Value, frame: Frame) -> Value:
-    """The value takes part in arithmetic: record what it reads and forget which object it was."""
-    consume(value, frame)
-    return PLAIN.like(source=value.source, loops=value.loops)
+def load_from(thing: Any, name: str, frame: Frame) -> Value:
+    """An attribute of an object: property, setting, parameter, submodule or method, in Python's order."""
+    on_class = inspect.getattr_static(type(thing), name, _MISSING)
+    own = _own(thing, name)
+    is_module = isinstance(thing, nn.Module)
+    if isinstance(on_class, property) and is_module and (computed := _computed_from(thing, name)) is not None:
+        return computed
+    if own is not _MISSING and not isinstance(on_class, property):
+        if is_module and isinstance(own, bool):  # a switch that training code may flip after the plan was made
+            return PLAIN
+        computed = _computed_from(thing, name) if is_module and isinstance(own, torch.Tensor) else None
+        return wrap(own) if computed is None else computed
+    if on_class is not _MISSING or not is_module:
+        return _load_class_attribute(on_class, name, Known(thing), frame)
+    fallback = inspect.getattr_static(type(thing), "__getattr__", None)
+    if fallback is not None and fallback is not nn.Module.__getattr__ and name != "__getattr__":
+        return result_of(fallback, thing, [known(name)], frame)
+    # Set by the model's own code as it runs, or in a branch that this model never takes.
+    return Value(frozenset({Absent()}), open=True, source=Origin.ARGUMENT)
 
 
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
-_DICTIONARIES = (nn.ModuleDict, nn.ParameterDict)
+def _own(thing: Any, name: str) -> Any:
+    """What the object itself, not its class, has under a name."""
+    try:
+        names = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return _MISSING
+    tables = [names] if isinstance(names, dict) else []
+    tables += [thing._parameters, thing._buffers, thing._modules] if isinstance(thing, nn.Module) else []
+    return next((table[name] for table in tables if name in table), _MISSING)
+
+
+def _computed_from(module: nn.Module, name: str) -> Value | None:
+    """The parameters from which a parametrisation or `weight_norm` computes the tensor of this name."""
+    parametrizations = module._modules.get("parametrizations")
+    if parametrizations is not None and name in parametrizations._modules:
+        inner = parametrizations._modules[name]
+        parameters = list(inner.parameters()) if inner is not None else []
+    elif name + "_v" in module._parameters:
+        parameters = [module._parameters[name + suffix] for suffix in ("_v", "_g")]
+    else:
+        return None
+    atoms = frozenset(Known(parameter) for parameter in parameters if parameter is not None)
+    return Value(atoms, open=not atoms, source=Origin.TENSOR)
+
+
+def _load_class_attribute(attribute: Any, name: str, receiver: Known, frame: Frame) -> Value:
+    if isinstance(attribute, property | functools.cached_property):
+        # Whoever reads a property runs its code without entering the module: the frame keeps the reader's chain.
+        getter = attribute.fget if isinstance(attribute, property) else attribute.func
+        return result_of(getter, receiver.object, [], frame)
+    if isinstance(attribute, staticmethod):
+        return known(attribute.__func__)
+    if isinstance(attribute, classmethod):
+        return just(Bound(attribute.__func__, Known(type(receiver.object)), name))
+    if underlying(attribute)[0] is not None:
+        return just(Bound(attribute, receiver, name))
+    # Slots and other descriptors run code.
+    is_known = attribute is not _MISSING and not isinstance(attribute, bool) and not hasattr(type(attribute), "__get__")
+    return wrap(attribute) if is_known else PLAIN
+
+
 _MOST_ITEMS = 20_000
 
 
@@ -219,29 +172,35 @@ class LoopItems(NamedTuple):
     """The number of turns depends on the data."""
 
 
-def list_items(thing: Any) -> list[Value] | None:
-    """The items of a real list, tuple or list-like module."""
+def contents(atom: Atom) -> Sequence | Mapping | Many | None:
+    """What a container holds, be it written out in the code or a real one: list, dictionary or module."""
+    if isinstance(atom, Sequence | Mapping | Many):
+        return atom
+    thing: Any = atom.object if isinstance(atom, Known) else None
     if isinstance(thing, nn.ParameterList):
-        return [wrap(thing._parameters.get(str(index))) for index in range(len(thing))]
-    if isinstance(thing, _LISTS) and not _own(thing, "__getitem__") and not _own(thing, "__iter__"):
-        return [wrap(child) for child in thing._modules.values()]
-    if type(thing) in (list, tuple, set, frozenset) and len(thing) <= _MOST_ITEMS:
-        return [wrap(item) for item in thing]
-    return None
-
-
-def dict_items(thing: Any) -> dict[Any, Value] | None:
-    """The items of a real dictionary or dictionary-like module."""
+        return Sequence(tuple(wrap(thing._parameters.get(str(index))) for index in range(len(thing))))
     if isinstance(thing, nn.ParameterDict):
-        return {key: wrap(thing._parameters.get(key)) for key in thing._keys}
-    if isinstance(thing, _DICTIONARIES) and not _own(thing, "__getitem__"):
-        return {key: wrap(child) for key, child in thing._modules.items()}
+        return Mapping(tuple((key, wrap(thing._parameters.get(key))) for key in thing._keys))
+    if isinstance(thing, nn.Module) and (_defines(thing, "__getitem__") or _defines(thing, "__iter__")):
+        return None
+    if isinstance(thing, nn.ModuleList | nn.Sequential):
+        return Sequence(tuple(wrap(child) for child in thing._modules.values()))
+    if isinstance(thing, nn.ModuleDict):
+        return Mapping(tuple((key, wrap(child)) for key, child in thing._modules.items()))
+    if type(thing) in (list, tuple, set, frozenset) and len(thing) <= _MOST_ITEMS:
+        return Sequence(tuple(map(wrap, thing)))
     if type(thing) in (dict, OrderedDict) and len(thing) <= _MOST_ITEMS:
-        return {key: wrap(item) for key, item in thing.items()}
+        return Mapping(tuple((key, wrap(inner)) for key, inner in thing.items()))
     return None
 
 
-def _own(module: nn.Module, name: str) -> bool:
+def elements(thing: Any) -> tuple[Value, ...] | None:
+    """The elements of a real list, tuple or list-like module."""
+    held = contents(Known(thing))
+    return held.items if isinstance(held, Sequence) else None
+
+
+def _defines(module: nn.Module, name: str) -> bool:
     """Whether the model's code, not torch, defines how the container behaves."""
     function = underlying(getattr(type(module), name, None))[0]
     return function is not None and not (function.__module__ or "").startswith("torch.")
@@ -251,7 +210,7 @@ def walk(value: Value, frame: Frame) -> LoopItems:
     """One turn of a loop over the value, standing for all of them."""
     walks = [_walk_atom(atom, value, frame) for atom in value.atoms]
     if value.open or not walks:
-        source = Origin.CONTENT if value.source >= Origin.CONTENT else value.source
+        source = min(value.source, Origin.CONTENT)
         walks.append(LoopItems(PLAIN.like(source=source), None, value.source == Origin.DYNAMIC))
     element = join(one.element for one in walks)
     counts = {one.count for one in walks}
@@ -260,18 +219,6 @@ def walk(value: Value, frame: Frame) -> LoopItems:
         counts.pop() if len(counts) == 1 else None,
         any(one.dynamic for one in walks),
     )
-
-
-def contents(atom: Atom) -> Sequence | Mapping | Many | None:
-    """What a container holds, be it written out in the code or real."""
-    if isinstance(atom, Sequence | Mapping | Many):
-        return atom
-    if isinstance(atom, Known):
-        if (items := list_items(atom.object)) is not None:
-            return Sequence(tuple(items))
-        if (by_key := dict_items(atom.object)) is not None:
-            return Mapping(tuple(by_key.items()))
-    return None
 
 
 def _walk_atom(atom: Atom, value: Value, frame: Frame) -> LoopItems:
@@ -284,17 +231,16 @@ def _walk_atom(atom: Atom, value: Value, frame: Frame) -> LoopItems:
         return LoopItems(join(known(key) for key, _ in held.items), len(held.items))
     thing = atom.object if isinstance(atom, Known) else None
     if isinstance(thing, torch.Tensor):
-        consume(known(thing), frame)
+        frame.consume(known(thing))
         return LoopItems(TENSOR, None)
-    if isinstance(thing, nn.Module) and _own(thing, "__iter__"):
+    if isinstance(thing, nn.Module) and _defines(thing, "__iter__"):
         return walk(result_of(getattr(type(thing), "__iter__", None), thing, [], frame), frame)
     return LoopItems(PLAIN, None)
 
 
 def item(value: Value, index: Value, frame: Frame) -> Value:
     """`value[index]`."""
-    at = index.only()
-    found = [_item_of(atom, at, index, frame) for atom in value.atoms]
+    found = [_item_of(atom, index, frame) for atom in value.atoms]
     if value.open or not found:
         found.append(PLAIN.like(source=_indexed(value, index), loops=value.loops))
     result = join(found)
@@ -311,45 +257,41 @@ def _indexed(value: Value, index: Value) -> Origin:
     return Origin.TENSOR if several and value.source == Origin.ARGUMENT else value.source
 
 
-def _item_of(atom: Atom, at: Any, index: Value, frame: Frame) -> Value:
-    held = contents(atom)
+def _item_of(atom: Atom, index: Value, frame: Frame) -> Value:
+    held, at = contents(atom), index.only()
     if isinstance(held, Sequence):
         return _pick(held.items, at, index)
     if isinstance(held, Mapping):
-        return _look_up(dict(held.items), at, index)
+        by_key = dict(held.items)
+        if at is Unknown:
+            return _chosen(join(by_key.values()), index) if by_key else PLAIN
+        try:
+            return by_key.get(at, PLAIN)
+        except TypeError:  # not a key at all
+            return PLAIN
     if isinstance(held, Many):
         return just(Many(held.element)) if isinstance(at, slice) else _chosen(held.element, index)
     thing = atom.object if isinstance(atom, Known) else None
     if isinstance(thing, torch.Tensor):
-        consume(known(thing), frame)
+        frame.consume(known(thing))
         return TENSOR
-    if isinstance(thing, nn.Module) and _own(thing, "__getitem__"):
+    if isinstance(thing, nn.Module) and _defines(thing, "__getitem__"):
         return result_of(getattr(type(thing), "__getitem__", None), thing, [index], frame)
     return PLAIN
 
 
-def _pick(items: AnySequence[Value], at: Any, index: Value) -> Value:
+def _pick(items: tuple[Value, ...], at: Any, index: Value) -> Value:
     if isinstance(at, bool) or not isinstance(at, int | slice):
-        is_slice = any(isinstance(atom, Known) and atom.object is slice for atom in index.atoms)
         everything = join(items) if items else PLAIN
-        if not is_slice:
+        if Known(slice) not in index.atoms:
             return _chosen(everything, index)
         # `layers[:depth]`: which ones run is up to the data where the bound is.
         return just(Many(_chosen(everything, index) if index.source >= Origin.TENSOR else everything))
     try:
         chosen = items[at]
-    except (IndexError, TypeError, ValueError):
+    except (IndexError, ValueError):
         return PLAIN
-    return chosen if isinstance(chosen, Value) else just(Sequence(tuple(chosen)))
-
-
-def _look_up(by_key: dict[Any, Value], at: Any, index: Value) -> Value:
-    if at is Unknown:
-        return _chosen(join(by_key.values()), index) if by_key else PLAIN
-    try:
-        return by_key.get(at, PLAIN)
-    except TypeError:  # not a key at all
-        return PLAIN
+    return chosen if isinstance(chosen, Value) else just(Sequence(chosen))
 
 
 def _chosen(element: Value, index: Value) -> Value:
@@ -391,7 +333,7 @@ def assign(target: ast.expr, value: Value, frame: Frame) -> None:
     elif isinstance(target, ast.Subscript):
         _assign_item(target, value, frame)
     elif isinstance(target, ast.Attribute):
-        evaluate(target.value, frame)
+        frame.evaluate(target.value)
 
 
 def _unpack(targets: list[ast.expr], value: Value, frame: Frame) -> None:
@@ -410,9 +352,9 @@ def _unpack(targets: list[ast.expr], value: Value, frame: Frame) -> None:
 
 def _assign_item(target: ast.Subscript, value: Value, frame: Frame) -> None:
     """`blocks[i] = block` makes the list hold one more; on a tensor it is a computation."""
-    holder = evaluate(target.value, frame)
-    evaluate(target.slice, frame)
-    consume(value, frame)
+    holder = frame.evaluate(target.value)
+    frame.evaluate(target.slice)
+    frame.consume(value)
     if isinstance(target.value, ast.Name) and value.atoms and target.value.id in frame.names:
         pieces = [value, *(part for atom in holder.atoms for part in inside(atom))]
         frame.names[target.value.id] = join([holder.like(atoms=frozenset()), just(Many(join(pieces)))])
@@ -427,23 +369,11 @@ _CONTENT = {
 # The lengths of what they return are arguments, and may come from the data: `tokens.split(counts.tolist())`.
 _INTO_PARTS = {"split", "split_with_sizes", "tensor_split", "unsafe_split", "hsplit", "vsplit"}
 _TO_LENGTH = {"narrow", "repeat_interleave"}
-_SIZE_METHODS = {
-    "size",
-    "numel",
-    "dim",
-    "nelement",
-    "ndimension",
-    "element_size",
-    "stride",
-    "__len__",
-    "storage_offset",
-}
+_SIZE_METHODS = {"size", "numel", "dim", "nelement", "ndimension", "element_size", "stride", "__len__"}
 # A value nobody knows, on which such a method is called, is a tensor: no container or string has it.
 _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")} - {
     name for kind in (dict, list, str, set, torch.nn.Module) for name in dir(kind)
 } | {"to", "cpu", "cuda", "float", "half", "double", "bfloat16"}
-_FROM_LIKENESS = {"to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"}
-_WITHOUT_CONTENT = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
 
 
 def is_torch_function(thing: Any) -> bool:
@@ -461,73 +391,47 @@ def is_random_function(thing: Any) -> bool:
     return (getattr(thing, "__module__", None) or "").startswith(("random", "numpy.random"))
 
 
-def reads_no_content(name: str) -> bool:
-    """Whether a torch function looks only at shapes, dtypes and devices of its arguments."""
-    return name.endswith("_like") or name.startswith(("is_", "get_", "set_")) or name in _WITHOUT_CONTENT
-
-
 def torch_result(name: str, arguments: Arguments) -> Value:
     """What a torch function returns."""
     values = arguments.values()
     if name in ("rand", "rand_like", "bernoulli", "randperm", "randint"):
         return opaque(*values, source=Origin.RANDOM)
-    if name in _DYNAMIC or (name == "where" and len(values) == 1):
+    if name == "where" and len(values) == 1:
         return opaque(*values, source=Origin.DYNAMIC)
-    if (cut := _cut_by_data(name, values)) is not None:
-        return cut
-    if name in _CONTENT:
-        return opaque(*values, source=Origin.CONTENT)
-    if name.startswith(("is_", "get_", "has_", "finfo", "iinfo", "device")):
-        return PLAIN
-    return opaque(*values, source=Origin.TENSOR)
+    if (found := _from_content(name, values)) is not None:
+        return found
+    about = name.startswith(("is_", "get_", "has_", "finfo", "iinfo", "device"))
+    return PLAIN if about else opaque(*values, source=Origin.TENSOR)
 
 
 def method_reads_content(name: str) -> bool:
     """Whether calling `tensor.name(...)` computes with the tensor."""
-    return name not in _SIZE_METHODS and not name.startswith(
-        ("is_", "new_", "get_device", "requires_grad", "register_")
-    )
-
-
-def method_reads_arguments(name: str) -> bool:
-    """Whether `anything.name(tensor)` computes with its argument; `x.to(weight)` only looks at its dtype."""
-    return name not in _FROM_LIKENESS
+    shape_only = ("is_", "new_", "get_device", "requires_grad", "register_")
+    return name not in _SIZE_METHODS and not name.startswith(shape_only)
 
 
 def method_result(receiver: Value, name: str, arguments: Arguments) -> Value:
     """What a method of an unknown value returns, which is taken for a tensor if its name is a tensor's."""
-    source = receiver.source
+    source, values = receiver.source, [receiver, *arguments.values()]
     if name in _SIZE_METHODS:
         return opaque(receiver, source=Origin.CONTENT if source == Origin.DYNAMIC else Origin.PLAIN)
-    top = max([source, *(value.source for value in arguments.values())])
     if source == Origin.PLAIN:
-        return opaque(receiver, *arguments.values(), source=min(top, Origin.ARGUMENT))
-    if name in _DYNAMIC:
-        return opaque(receiver, source=Origin.DYNAMIC)
-    if (cut := _cut_by_data(name, [receiver, *arguments.values()])) is not None:
-        return cut
-    if name in ("tolist", "numpy") and source == Origin.DYNAMIC:
-        return opaque(receiver)
-    if name in _CONTENT:
-        return opaque(receiver, source=Origin.CONTENT)
+        return opaque(*values, source=min(max(value.source for value in values), Origin.ARGUMENT))
+    if (found := _from_content(name, values)) is not None:
+        return found
     if name.startswith(("is_", "has_", "get_")):
         return opaque(receiver, source=min(source, Origin.ARGUMENT))
-    if name in _TENSOR_METHODS:
-        return opaque(receiver, source=max(source, Origin.TENSOR))
-    return opaque(receiver, source=source)
+    return opaque(receiver, source=max(source, Origin.TENSOR) if name in _TENSOR_METHODS else source)
 
 
-def _cut_by_data(name: str, values: list[Value]) -> Value | None:
-    """What cutting a tensor (the first value) returns where the data decides the lengths."""
-    if not any(value.source >= Origin.CONTENT for value in values[1:]):
-        return None
-    part = opaque(*values, source=Origin.DYNAMIC)
-    if name in _INTO_PARTS:
-        return just(Many(part))
-    return part if name in _TO_LENGTH else None
-
-
-def compare(left: Value, right: Value) -> Origin:
-    """What a comparison of two unknown values depends on."""
-    top = max(left.source, right.source)
-    return Origin.CONTENT if top >= Origin.TENSOR else top
+def _from_content(name: str, values: list[Value]) -> Value | None:
+    """What a function of a tensor (the first value) returns, where the data decides its length or it is the data."""
+    if name in _DYNAMIC:
+        return opaque(*values, source=Origin.DYNAMIC)
+    if any(value.source >= Origin.CONTENT for value in values[1:]) and name in _INTO_PARTS | _TO_LENGTH:
+        part = opaque(*values, source=Origin.DYNAMIC)
+        return just(Many(part)) if name in _INTO_PARTS else part
+    if name in _CONTENT:
+        still_dynamic = name in ("tolist", "numpy") and values and values[0].source == Origin.DYNAMIC
+        return opaque(*values, source=Origin.DYNAMIC if still_dynamic else Origin.CONTENT)
+    return None

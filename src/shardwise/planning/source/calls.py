@@ -14,38 +14,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.planning.calls import is_holder
+from shardwise.planning.calls import Fact, is_holder
 from shardwise.planning.source.attributes import (
     contents,
+    elements,
     has_attribute,
     is_random_function,
     is_torch_function,
     item,
-    list_items,
     load,
-    load_from_module,
-    reads_no_content,
+    load_from,
     torch_result,
     walk,
     wrap,
 )
-from shardwise.planning.source.functions import (
-    Arguments,
-    consume,
-    defining_class,
-    enter_closure,
-    enter_function,
-    is_interesting,
-    record_call,
-    underlying,
-)
+from shardwise.planning.source.functions import Arguments, defining_class, enter_closure, enter_function, underlying
 from shardwise.planning.source.values import (
     ARGUMENT,
     PLAIN,
     TENSOR,
     Bound,
     Closure,
-    Fact,
     Frame,
     Known,
     Many,
@@ -56,7 +45,6 @@ from shardwise.planning.source.values import (
     Super,
     Unknown,
     Value,
-    evaluate,
     handles,
     join,
     just,
@@ -71,11 +59,11 @@ def evaluate_arguments(node: ast.Call, frame: Frame) -> Arguments:
     arguments = Arguments()
     for argument in node.args:
         if isinstance(argument, ast.Starred):
-            _unpack(evaluate(argument.value, frame), arguments)
+            _unpack(frame.evaluate(argument.value), arguments)
         else:
-            arguments.positional.append(evaluate(argument, frame))
+            arguments.positional.append(frame.evaluate(argument))
     for keyword in node.keywords:
-        value = evaluate(keyword.value, frame)
+        value = frame.evaluate(keyword.value)
         if keyword.arg is not None:
             arguments.keywords[keyword.arg] = value
         else:
@@ -85,15 +73,13 @@ def evaluate_arguments(node: ast.Call, frame: Frame) -> Arguments:
 
 def _unpack(value: Value, arguments: Arguments) -> None:
     held = contents(next(iter(value.atoms))) if len(value.atoms) == 1 else None
+    arguments.spread |= value.open or not isinstance(held, Sequence | Mapping)
     if isinstance(held, Sequence):
         arguments.positional += held.items
     elif isinstance(held, Mapping):
         arguments.keywords.update({key: inner for key, inner in held.items if isinstance(key, str)})
-    else:
-        arguments.spread = True
-        if value.atoms:  # modules may hide in there: keep them where a callee can find them
-            arguments.keywords["*"] = value
-    arguments.spread = arguments.spread or value.open
+    elif value.atoms:  # modules may hide in there: keep them where a callee can find them
+        arguments.keywords["*"] = value
 
 
 BUILTINS: dict[Any, Callable[[Arguments, Frame], Value]] = {}
@@ -116,15 +102,13 @@ def _filter(arguments: Arguments, frame: Frame) -> Value:
 
 @handles(BUILTINS, dict)
 def _dict(arguments: Arguments, frame: Frame) -> Value:
-    if arguments.positional or arguments.spread:
-        return join([*arguments.positional, PLAIN, just(Mapping(tuple(arguments.keywords.items())))])
-    return just(Mapping(tuple(arguments.keywords.items())))
+    made = just(Mapping(tuple(arguments.keywords.items())))
+    return join([*arguments.positional, PLAIN, made]) if arguments.positional or arguments.spread else made
 
 
 @handles(BUILTINS, next)
 def _next(arguments: Arguments, frame: Frame) -> Value:
-    found = [walk(arguments.first(), frame).element, *arguments.positional[1:]]
-    return join(found)
+    return join([walk(arguments.first(), frame).element, *arguments.positional[1:]])
 
 
 @handles(BUILTINS, len)
@@ -139,18 +123,12 @@ def _len(arguments: Arguments, frame: Frame) -> Value:
 @handles(BUILTINS, range)
 def _range(arguments: Arguments, frame: Frame) -> Value:
     numbers = [value.only() for value in arguments.positional]
-    element = opaque(*arguments.positional, source=_content(arguments.positional))
-    if not numbers or not all(type(number) is int for number in numbers):
-        return Value(frozenset({Many(element)}), source=element.source)
+    source = Origin.CONTENT if _top(arguments) >= Origin.CONTENT else Origin.PLAIN
+    element = opaque(*arguments.positional, source=source)
     try:
         return just(Many(element, len(range(*numbers))))
     except (TypeError, ValueError, OverflowError):
-        return just(Many(element))
-
-
-def _content(values: list[Value]) -> Origin:
-    top = max((value.source for value in values), default=Origin.PLAIN)
-    return Origin.CONTENT if top >= Origin.CONTENT else Origin.PLAIN
+        return Value(frozenset({Many(element)}), source=source)
 
 
 @handles(BUILTINS, enumerate)
@@ -175,33 +153,29 @@ def _zip(arguments: Arguments, frame: Frame) -> Value:
 
 @handles(BUILTINS, itertools.chain, itertools.product, itertools.islice, itertools.cycle, itertools.repeat)
 def _chain(arguments: Arguments, frame: Frame) -> Value:
-    elements = [walk(value, frame).element for value in arguments.positional if value.atoms]
-    return just(Many(join(elements) if elements else PLAIN))
+    found = [walk(value, frame).element for value in arguments.positional if value.atoms]
+    return just(Many(join(found) if found else PLAIN))
 
 
 @handles(BUILTINS, getattr, inspect.getattr_static)
 def _getattr(arguments: Arguments, frame: Frame) -> Value:
     if len(arguments.positional) < 2:
         return PLAIN
-    thing, name = arguments.positional[0], arguments.positional[1]
-    default = arguments.positional[2:3]
-    names = [atom.object for atom in name.atoms if isinstance(atom, Known) and isinstance(atom.object, str)]
+    thing, name, *default = arguments.positional
+    objects = [atom.object for atom in name.atoms if isinstance(atom, Known)]
+    names = [one for one in objects if isinstance(one, str)]
     if names and not name.open:
         found = [_attribute(thing, one, default, frame) for one in names]
         return join(found).like(picked=name.source >= Origin.ARGUMENT and len(found) > 1, loops=name.loops)
+    # An f-string with unknown parts is evaluated to the pattern of what it may become.
+    patterns = [one for one in objects if isinstance(one, re.Pattern)]
+    fits: Callable[[str], Any] = patterns[0].fullmatch if len(patterns) == 1 else bool
     modules = [atom.object for atom in thing.atoms if isinstance(atom, Known) and isinstance(atom.object, nn.Module)]
-    fits = _name_filter(name)
     children = [
         wrap(child) for module in modules for key, child in module._modules.items() if child is not None and fits(key)
     ]
     picked = name.source >= Origin.ARGUMENT
     return join([*children, *default]).like(picked=picked, loops=name.loops, open=True) if children else PLAIN
-
-
-def _name_filter(name: Value) -> Callable[[str], Any]:
-    """An f-string with unknown parts is evaluated to the pattern of what it may become."""
-    patterns = [atom.object for atom in name.atoms if isinstance(atom, Known) and isinstance(atom.object, re.Pattern)]
-    return patterns[0].fullmatch if len(patterns) == 1 else bool
 
 
 def _attribute(thing: Value, name: str, default: list[Value], frame: Frame) -> Value:
@@ -213,51 +187,39 @@ def _attribute(thing: Value, name: str, default: list[Value], frame: Frame) -> V
 
 @handles(BUILTINS, hasattr)
 def _hasattr(arguments: Arguments, frame: Frame) -> Value:
-    if len(arguments.positional) != 2:
-        return PLAIN
-    thing, name = (value.only() for value in arguments.positional)
-    if thing is Unknown or not isinstance(name, str):
-        return PLAIN
-    return known(has_attribute(thing, name))
+    thing, name = _two(arguments)
+    return known(has_attribute(thing, name)) if thing is not Unknown and isinstance(name, str) else PLAIN
 
 
 @handles(BUILTINS, isinstance)
 def _isinstance(arguments: Arguments, frame: Frame) -> Value:
-    if len(arguments.positional) != 2:
-        return PLAIN
-    thing, kind = (value.only() for value in arguments.positional)
+    thing, kind = _two(arguments)
     # A metaclass of the model's own could run code here; ABCMeta and type do not matter.
-    if thing is Unknown or type(kind) is not type or not isinstance(thing, nn.Module):
-        return PLAIN
-    return known(issubclass(type(thing), kind))
+    is_plain = type(kind) is type and isinstance(thing, nn.Module)
+    return known(issubclass(type(thing), kind)) if is_plain else PLAIN
+
+
+def _two(arguments: Arguments) -> tuple[Any, Any]:
+    """Two arguments as real objects."""
+    objects = [value.only() for value in arguments.positional]
+    return (objects[0], objects[1]) if len(objects) == 2 else (Unknown, Unknown)
 
 
 @handles(BUILTINS, super)
 def _super(arguments: Arguments, frame: Frame) -> Value:
-    if len(arguments.positional) == 2:
-        cls, receiver = (value.only() for value in arguments.positional)
-    else:
-        cls, receiver = defining_class(frame), frame.receiver
-    if cls is Unknown or cls is None or receiver is Unknown:
-        return PLAIN
-    return just(Super(Known(cls), Known(receiver)))
+    cls, receiver = _two(arguments) if arguments.positional else (defining_class(frame), frame.receiver)
+    return PLAIN if cls in (Unknown, None) or receiver is Unknown else just(Super(Known(cls), Known(receiver)))
 
 
 @handles(BUILTINS, functools.partial)
 def _partial(arguments: Arguments, frame: Frame) -> Value:
-    if not arguments.positional:
-        return PLAIN
-    given = Partial(arguments.positional[0], tuple(arguments.positional[1:]), tuple(arguments.keywords.items()))
-    return just(given)
+    return just(Partial(arguments.first(), tuple(arguments.positional[1:]), tuple(arguments.keywords.items())))
 
 
 @handles(BUILTINS, int, float, bool, str, abs, round, min, max, sum, any, all, operator.itemgetter)
 def _number(arguments: Arguments, frame: Frame) -> Value:
-    values = [
-        *arguments.positional,
-        *(walk(value, frame).element for value in arguments.positional if value.atoms),
-    ]
-    top = max((value.source for value in values), default=Origin.PLAIN)
+    inner = [walk(value, frame).element.source for value in arguments.positional if value.atoms]
+    top = max([_top(arguments), *inner])
     return opaque(*arguments.positional, source=Origin.CONTENT if top >= Origin.TENSOR else top)
 
 
@@ -273,11 +235,9 @@ def _many(things: Iterable[Any], *, named: bool = False) -> Value:
 
 
 def _get_submodule(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    value = known(module)
     name = arguments.first().only()
-    for part in name.split(".") if isinstance(name, str) and name else []:
-        value = load(value, part, frame)
-    return value
+    parts = name.split(".") if isinstance(name, str) and name else []
+    return functools.reduce(lambda value, part: load(value, part, frame), parts, known(module))
 
 
 MODULE_METHODS: dict[str, Callable[[nn.Module, Arguments, Frame], Value]] = {
@@ -300,17 +260,14 @@ def container_method(value: Value, name: str, arguments: Arguments, frame: Frame
     """`values()`, `items()`, `keys()`, `get()` and `pop()` of containers, or None for anything else."""
     if name not in ("values", "items", "keys", "get", "pop") or not value.atoms:
         return None
-    rows: list[tuple[Any, Value]] = []
-    for atom in value.atoms:
-        held = contents(atom)
-        if isinstance(held, Mapping):
-            rows += held.items
-        elif name == "pop" and isinstance(held, Sequence):
-            return item(value, PLAIN, frame)
-        else:
-            return None
+    held = [contents(atom) for atom in value.atoms]
+    if name == "pop" and any(isinstance(one, Sequence) for one in held):
+        return item(value, PLAIN, frame)
+    if not all(isinstance(one, Mapping) for one in held):
+        return None
     if name in ("get", "pop"):
         return join([item(value, arguments.first(), frame), *arguments.positional[1:]])
+    rows = [row for one in held if isinstance(one, Mapping) for row in one.items]
     element = join(inner for _, inner in rows) if rows else PLAIN
     key = join(known(key) for key, _ in rows) if rows else PLAIN
     shown = {"values": element, "keys": key, "items": just(Sequence((key, element)))}[name]
@@ -319,33 +276,34 @@ def container_method(value: Value, name: str, arguments: Arguments, frame: Frame
 
 def invoke(callee: Value, arguments: Arguments, frame: Frame) -> Value:
     """`callee(*arguments)`."""
+    if not callee.atoms:
+        return hand_over(arguments, frame)
     results = [_invoke_atom(atom, callee, arguments, frame) for atom in callee.atoms]
-    if callee.open or not callee.atoms:
-        # Where some callee is known, the unknown rest is a fallback of the same kind.
-        if not callee.atoms:
-            hand_over(arguments, frame)
-        results.append(opaque(*arguments.values(), source=min(_top(arguments), Origin.ARGUMENT)))
-    return join(results)
+    # Where some callee is known, the unknown rest is a fallback of the same kind.
+    return join([*results, _unknown_result(arguments)] if callee.open else results)
 
 
 def _top(arguments: Arguments) -> Origin:
     return max((value.source for value in arguments.values()), default=Origin.PLAIN)
 
 
+def _unknown_result(arguments: Arguments) -> Value:
+    return opaque(*arguments.values(), source=min(_top(arguments), Origin.ARGUMENT))
+
+
 def _invoke_atom(atom: Any, callee: Value, arguments: Arguments, frame: Frame) -> Value:
-    if isinstance(atom, Closure):
-        with frame.under(callee.picked):
+    with frame.under(callee.picked and isinstance(atom, Closure | Bound)):
+        if isinstance(atom, Closure):
             return enter_closure(atom, arguments, frame)
-    if isinstance(atom, Bound):
-        with frame.under(callee.picked):
+        if isinstance(atom, Bound):
             return _invoke_bound(atom, callee, arguments, frame)
-    if isinstance(atom, Partial):
-        keywords = {**dict(atom.keywords), **arguments.keywords}
-        merged = Arguments([*atom.positional, *arguments.positional], keywords, arguments.spread)
-        return invoke(atom.callee.like(picked=atom.callee.picked or callee.picked), merged, frame)
-    if isinstance(atom, Sequence):  # a slice of a Sequential is a new Sequential: its items are called here
-        return join([TENSOR, *(invoke(inner, arguments, frame) for inner in atom.items)])
-    return _invoke_known(atom.object, callee, arguments, frame) if isinstance(atom, Known) else PLAIN
+        if isinstance(atom, Partial):
+            keywords = {**dict(atom.keywords), **arguments.keywords}
+            merged = Arguments([*atom.positional, *arguments.positional], keywords, arguments.spread)
+            return invoke(atom.callee.like(picked=atom.callee.picked or callee.picked), merged, frame)
+        if isinstance(atom, Sequence):  # a slice of a Sequential is a new Sequential: its items are called here
+            return join([TENSOR, *(invoke(inner, arguments, frame) for inner in atom.items)])
+        return _invoke_known(atom.object, callee, arguments, frame) if isinstance(atom, Known) else PLAIN
 
 
 def _invoke_known(thing: Any, callee: Value, arguments: Arguments, frame: Frame) -> Value:
@@ -366,7 +324,7 @@ def _invoke_known(thing: Any, callee: Value, arguments: Arguments, frame: Frame)
     if is_random_function(thing):
         return opaque(*arguments.values(), source=Origin.RANDOM)
     if is_torch_function(thing):
-        return _invoke_torch(thing, arguments, frame)
+        return _invoke_torch(getattr(thing, "__name__", ""), arguments, frame)
     if isinstance(thing, types.FunctionType | types.MethodType) or hasattr(thing, "__wrapped__"):
         return _invoke_function(thing, arguments, frame)
     method = inspect.getattr_static(type(thing), "__call__", None)
@@ -377,13 +335,12 @@ def _invoke_known(thing: Any, callee: Value, arguments: Arguments, frame: Frame)
 
 def call_module(module: nn.Module, callee: Value, arguments: Arguments, frame: Frame) -> Value:
     """`module(...)`; its forward is read apart, and here too when it is handed modules or parameters."""
-    record_call(module, callee, frame)
-    places = frame.analysis.places
-    if module not in places:
+    frame.record_call(module, callee)
+    if module not in frame.analysis.places:
         hand_over(arguments, frame)
-        for inner in list_items(module) or ():  # a Sequential made on the fly
+        for inner in elements(module) or ():  # a Sequential made on the fly
             invoke(inner, arguments, frame)
-    elif any(is_interesting(value, places) for value in arguments.values()):
+    elif frame.is_interesting(arguments.values()):
         if type(module).__module__.startswith("torch.nn."):
             hand_over(arguments, frame)
         else:
@@ -394,7 +351,7 @@ def call_module(module: nn.Module, callee: Value, arguments: Arguments, frame: F
 def _enter_forward(module: nn.Module, callee: Value, arguments: Arguments, frame: Frame) -> None:
     counts = dict(frame.analysis.counts)
     with frame.under(callee.picked):
-        for atom in load_from_module(module, "forward", frame).atoms:
+        for atom in load_from(module, "forward", frame).atoms:
             if isinstance(atom, Bound):
                 given, chain = arguments.after(known(module)), (*frame.chain, module)
                 enter_function(atom.function, given, frame, receiver=module, chain=chain, through=callee)
@@ -404,15 +361,16 @@ def _enter_forward(module: nn.Module, callee: Value, arguments: Arguments, frame
 def _invoke_bound(bound: Bound, callee: Value, arguments: Arguments, frame: Frame) -> Value:
     receiver, name = bound.receiver.object, bound.name
     given = arguments.after(known(receiver))
-    if isinstance(receiver, nn.Module) and not isinstance(receiver, type):
+    if isinstance(receiver, nn.Module):
         if name == "__call__":
             return TENSOR if receiver is frame.chain[-1] else call_module(receiver, callee, arguments, frame)
         if underlying(bound.function)[0] is getattr(nn.Module, name, None):
             special = MODULE_METHODS.get(name)
             return special(receiver, arguments, frame) if special is not None else PLAIN
         return _invoke_method(bound, callee, given, frame)
-    interesting = any(is_interesting(value, frame.analysis.places) for value in given.values())
-    result = enter_function(bound.function, given, frame, receiver=receiver) if interesting else None
+    result = None
+    if frame.is_interesting(given.values()):
+        result = enter_function(bound.function, given, frame, receiver=receiver)
     return result if result is not None else hand_over(arguments, frame, name=name)
 
 
@@ -425,41 +383,29 @@ def _invoke_method(bound: Bound, callee: Value, given: Arguments, frame: Frame) 
     result = enter_function(bound.function, given, frame, receiver=module, chain=chain, through=callee)
     if result is None:
         return hand_over(Arguments(given.positional[1:], given.keywords, given.spread), frame)
-    if analysis.activity > before and module in analysis.places:
-        if own and len(frame.chain) == 1 and analysis.entry == "forward" and bound.name != "forward":
-            analysis.add(Fact("dispatch", frame.chain, module, bound.name))
-        if not own and id(module) not in analysis.places.covered(frame.chain):
-            analysis.add(Fact("method", frame.chain, module, bound.name, frame.is_conditional))
+    if analysis.activity > before and not own and id(module) not in analysis.places.covered(frame.chain):
+        analysis.add(Fact("method", frame.chain, module, bound.name, frame.is_conditional))
     return result
 
 
 def _invoke_function(function: Any, arguments: Arguments, frame: Frame) -> Value:
-    if any(is_interesting(value, frame.analysis.places) for value in arguments.values()):
-        first = arguments.positional[0].only() if arguments.positional else None
-        if isinstance(first, nn.Module) and _is_method_of(function, first):  # Base.forward(self, x)
-            bound = Bound(function, Known(first), function.__name__)
-            return _invoke_method(bound, arguments.positional[0], arguments, frame)
-        result = enter_function(function, arguments, frame)
-        if result is not None:
-            return result
-        return hand_over(arguments, frame)
-    return opaque(*arguments.values(), source=min(_top(arguments), Origin.ARGUMENT))
+    if not frame.is_interesting(arguments.values()):
+        return _unknown_result(arguments)
+    first, name = arguments.first().only(), getattr(function, "__name__", "")
+    if isinstance(first, nn.Module) and any(vars(cls).get(name) is function for cls in type(first).__mro__):
+        # Base.forward(self, x)
+        return _invoke_method(Bound(function, Known(first), name), arguments.first(), arguments, frame)
+    result = enter_function(function, arguments, frame)
+    return result if result is not None else hand_over(arguments, frame)
 
 
-def _is_method_of(function: Any, module: nn.Module) -> bool:
-    name = getattr(function, "__name__", "")
-    return any(vars(cls).get(name) is function for cls in type(module).__mro__)
-
-
-def _invoke_torch(function: Any, arguments: Arguments, frame: Frame) -> Value:
-    name = getattr(function, "__name__", "")
+def _invoke_torch(name: str, arguments: Arguments, frame: Frame) -> Value:
     if name == "checkpoint_sequential":
-        for value in arguments.positional[:1]:
-            for leaf in leaves(value):
-                for inner in (list_items(leaf.object) or ()) if isinstance(leaf, Known) else ():
-                    invoke(inner, Arguments(), frame)
+        for leaf in leaves(arguments.first()):
+            for inner in (elements(leaf.object) or ()) if isinstance(leaf, Known) else ():
+                invoke(inner, Arguments(), frame)
         return TENSOR
-    if not reads_no_content(name):
+    if not (name.endswith("_like") or name.startswith(("is_", "get_", "set_", "has_torch_function"))):
         hand_over(arguments, frame)
     return torch_result(name, arguments)
 
@@ -468,14 +414,13 @@ def hand_over(arguments: Arguments, frame: Frame, *, name: str = "") -> Value:
     """A function nobody can look into gets these: it may call modules and functions, and reads parameters."""
     if name not in WITHOUT_EFFECT:
         for position, value in enumerate(arguments.positional):
-            _hand_over_one(value, Arguments(arguments.positional[position + 1 :]), frame)
+            _hand_over_one(value, Arguments(arguments.positional[position + 1 :], spread=True), frame)
         for value in arguments.keywords.values():
-            _hand_over_one(value, Arguments(), frame)
-    return opaque(*arguments.values(), source=min(_top(arguments), Origin.ARGUMENT))
+            _hand_over_one(value, Arguments(spread=True), frame)
+    return _unknown_result(arguments)
 
 
 def _hand_over_one(value: Value, rest: Arguments, frame: Frame) -> None:
-    rest.spread = True
     for leaf in leaves(value):
         if isinstance(leaf, Closure):
             enter_closure(leaf, rest, frame)
@@ -483,13 +428,12 @@ def _hand_over_one(value: Value, rest: Arguments, frame: Frame) -> None:
             if isinstance(leaf.receiver.object, nn.Module) and leaf.receiver.object in frame.analysis.places:
                 _invoke_bound(leaf, value, rest, frame)
         elif isinstance(leaf.object, nn.Module) and leaf.object is not frame.chain[-1]:
-            elements = list_items(leaf.object) if is_holder(leaf.object) else None
-            if elements is None:
-                record_call(leaf.object, value, frame)
-            for inner in elements or ():
+            if not is_holder(leaf.object):
+                frame.record_call(leaf.object, value)
+            for inner in (elements(leaf.object) or ()) if is_holder(leaf.object) else ():
                 if isinstance(inner.only(), nn.Module):
-                    record_call(inner.only(), inner.like(picked=value.picked), frame)
-    consume(value, frame)
+                    frame.record_call(inner.only(), inner.like(picked=value.picked))
+    frame.consume(value)
 
 
 def _construct(cls: type, arguments: Arguments, frame: Frame) -> Value:
@@ -499,9 +443,8 @@ def _construct(cls: type, arguments: Arguments, frame: Frame) -> Value:
         if len(items) == 1 and not isinstance(items[0].only(), nn.Module):
             return items[0]
         return just(Sequence(items))
-    if issubclass(cls, nn.Parameter) or issubclass(cls, torch.Tensor):
+    if issubclass(cls, torch.Tensor):
         for value in arguments.values():
-            consume(value, frame)
+            frame.consume(value)
         return TENSOR
-    inner = [value for value in arguments.values() if is_interesting(value, frame.analysis.places)]
-    return ARGUMENT if inner or _top(arguments) else PLAIN
+    return ARGUMENT if _top(arguments) or frame.is_interesting(arguments.values()) else PLAIN

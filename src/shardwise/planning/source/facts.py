@@ -3,14 +3,26 @@
 import inspect
 import types
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.planning.calls import Calls, Places, has_forward, has_parameters, is_opaque
-from shardwise.planning.source.functions import find_node, is_generator, record_escape, start, underlying
-from shardwise.planning.source.values import Analysis, Fact, Frame
+from shardwise.planning.calls import (
+    Calls,
+    CallTable,
+    Fact,
+    Places,
+    has_forward,
+    has_parameters,
+    is_holder,
+    is_opaque,
+)
+from shardwise.planning.source import statements
+from shardwise.planning.source.functions import find_node, is_generator, start, underlying
+from shardwise.planning.source.values import Analysis, Frame
+
+HANDLERS = statements.HANDLERS
+"""Importing `statements` fills the table of the syntax nodes that frames can read."""
 
 
 class MethodEntry(NamedTuple):
@@ -81,13 +93,13 @@ class FactBook:
 
     def _analyse(self, entry: MethodEntry) -> Analysis | None:
         module = entry.module
-        analysis = Analysis(self.places, entry.name)
+        analysis = Analysis(self.places)
         frame = Frame(analysis, (module,), None, {}, receiver=module)
         own = vars(module).get(entry.name)
         result = start(own if own is not None else inspect.getattr_static(type(module), entry.name), module, frame)
         if result is None:
             return None
-        record_escape(result, frame)
+        frame.record_escape(result)
         entered = inspect.getattr_static(type(module), "__call__")
         if entry.name == "forward" and entered is not nn.Module.__call__:
             analysis.counts = {}
@@ -143,10 +155,9 @@ _BOOKKEEPING = (
 _ENTRIES = {"training_step", "train_step", "eval_step"}
 
 
-def public_entries(model: nn.Module, book: FactBook) -> tuple[list[str], list[str]]:
-    """Read the root's public methods; return those that compute, and notes on the unusable."""
+def _public_methods(model: nn.Module, book: FactBook) -> list[str]:
+    """Read the root's public methods; return those that compute."""
     found: list[str] = []
-    notes: list[str] = []
     for name in _candidates(type(model)):
         function = underlying(inspect.getattr_static(type(model), name))[0]
         node = find_node(function) if function is not None else None
@@ -156,10 +167,10 @@ def public_entries(model: nn.Module, book: FactBook) -> tuple[list[str], list[st
         if node is None or not book.follow(MethodEntry(model, name)):
             continue
         if is_generator(node) or inspect.iscoroutinefunction(function):
-            notes.append(f"{name}() computes step by step as its caller asks; it cannot be an entry point")
+            book.notes.append(f"{name}() computes step by step as its caller asks; it cannot be an entry point")
         else:
             found.append(name)
-    return found, notes
+    return found
 
 
 def _candidates(cls: type) -> list[str]:
@@ -178,54 +189,47 @@ def _candidates(cls: type) -> list[str]:
     return list(names)
 
 
-Table = dict[str, frozenset[str]]
+def read_calls(model: nn.Module, traced: Calls | None = None) -> Calls:
+    """Find who calls what by reading the source of the model's classes. Nothing of the model is run.
 
-
-def summarise(book: FactBook, facts: Iterable[Fact], public_methods: Iterable[str] = ()) -> Calls:
-    """Name these facts of a book; what is conditional or repeated is judged from all of them."""
-    places = book.places
-    tables: dict[str, dict[str, set[str]]] = {
-        kind: defaultdict(set) for kind in ("bypassed", "methods", "dispatched", "reads")
-    }
-    called: set[str] = {""} if has_forward(places.root) else set()
-    for fact in (*facts, *_escaped(book)):
-        _enter(fact, tables, called, book)
+    Args:
+        model: Any module.
+        traced: What a complete trace of the forward saw. It is exact on the path it took, so its word stands there.
+            Conditional modules keep their mark: one run cannot show that another would route the same way.
+    """
+    places = Places(model)
+    book = FactBook(places)
+    if has_forward(model):
+        book.follow(MethodEntry(model, "forward"))
+    num_below_forward = len(book.facts)
+    public_methods = _public_methods(model, book)
+    for name, module in places.modules.items():
+        # Nothing was found to enter it: the user's script may call it, so read it as if it did.
+        skipped = not name or is_holder(module) or id(module) in places.internal or not has_parameters(module)
+        if not skipped and not book.is_touched(module):
+            book.assume(module)
+    seen = traced or Calls()
+    table = CallTable(places, seen)
+    called = {""} if has_forward(model) else set()
+    for index, (fact, _) in enumerate(book.facts.values()):
+        target = places.name(fact.target)
+        called |= {target} if fact.kind == "call" else set()
+        is_met = index < num_below_forward and target in seen.called
+        if not (is_met and fact.kind == "read" and table.parameter_name(fact) not in seen.foreign_reads):
+            table.enter(fact, bypasses=not is_met and id(fact.target) not in book.assumed)
+    for fact in _escaped(book):
+        table.enter(fact)
+    table.called |= called
     unconditional = {"", *_unconditional(book)}
-    return Calls(
-        called=frozenset(called),
-        assumed=frozenset(places.name(module) for module in _modules(book) if id(module) in book.assumed),
+    assumed = {places.name(module) for module in places.modules.values() if id(module) in book.assumed}
+    return table.calls(
+        assumed=frozenset(assumed - seen.called),
         conditional=frozenset(name for name in called - unconditional if has_parameters(places.modules[name])),
-        internal=frozenset(name for name, module in places.modules.items() if id(module) in places.internal),
-        bypassed=_freeze(tables["bypassed"]),
-        methods=_freeze(tables["methods"]),
-        dispatched=_freeze(tables["dispatched"]),
-        foreign_reads=_freeze(tables["reads"]),
-        repeated=dict.fromkeys(sorted(_repeated(book)), 2),
+        repeated=seen.repeated | _repeated(book),
         public_methods=tuple(public_methods),
         unreadable=tuple(book.unreadable),
         notes=tuple(dict.fromkeys(book.notes)),
     )
-
-
-def _modules(book: FactBook):
-    return book.places.modules.values()
-
-
-def _enter(fact: Fact, tables: dict[str, dict[str, set[str]]], called: set[str], book: FactBook) -> None:
-    places = book.places
-    target = places.name(fact.target)
-    reader = places.name(fact.chain[-1])
-    if fact.kind == "call":
-        called.add(target)
-    if fact.kind == "method" and book.active.get((id(fact.target), fact.name), True):
-        tables["methods"][target].add(fact.name)
-    if fact.kind == "dispatch":
-        tables["dispatched"][target].add(fact.name)
-    if fact.kind == "read":
-        tables["reads"][f"{target}.{fact.name}" if target else fact.name].add(reader)
-    if fact.kind in ("call", "method") and id(fact.target) not in book.assumed:
-        for outer in places.bypassed(fact.target, fact.chain):
-            tables["bypassed"][places.name(outer)].add(target)
 
 
 def _escaped(book: FactBook) -> list[Fact]:
@@ -284,7 +288,3 @@ def _repeated(book: FactBook) -> set[str]:
         for name, module in book.places.modules.items()
         if total(id(module)) > 1 and has_parameters(module) and name == book.places.name(module)
     }
-
-
-def _freeze(table: dict[str, set[str]]) -> Table:
-    return {name: frozenset(inner) for name, inner in sorted(table.items())}

@@ -1,44 +1,33 @@
-"""Source of functions, and the records of what they touch."""
+"""Functions of the code being read: their source, their arguments, and reading their bodies."""
 
 import ast
 import functools
 import inspect
-import itertools
 import linecache
-import math
 import re
 import textwrap
 import types
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from shardwise.planning.calls import Places, is_holder
 from shardwise.planning.source.values import (
     ARGUMENT,
     MOST_DEPTH,
     NONE,
     PLAIN,
     TENSOR,
-    Bound,
     Closure,
-    Fact,
     Frame,
-    Known,
-    Loop,
     Many,
     Mapping,
     Sequence,
     Value,
-    evaluate,
-    execute,
     join,
     join_counts,
     just,
     known,
-    leaves,
     opaque,
 )
 
@@ -52,13 +41,29 @@ def find_node(function: types.FunctionType) -> FunctionNode | None:
     if code.co_name == "<lambda>":
         return _lambdas_in(code.co_filename).get(code.co_firstlineno)
     try:
-        # Parsing the one function is far cheaper than parsing a file of five thousand lines for it.
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, SyntaxError, ValueError):
+        # Parsing the one function is far cheaper than parsing a file of five thousand lines for it, and
+        # `inspect.getsource` looks through every imported module for each function.
+        lines = linecache.getlines(code.co_filename, function.__globals__)[code.co_firstlineno - 1 :]
+        tree = ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
+    except (SyntaxError, ValueError):
         return None
     node = tree.body[0] if tree.body else None
     found = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name
     return node if found else None  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=64)
+def _lambdas_in(filename: str) -> dict[int, FunctionNode]:
+    """The lambdas of a file by line; where a line has two, neither is known."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError, RecursionError):
+        return {}
+    found: dict[int, list[FunctionNode]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Lambda):
+            found.setdefault(node.lineno, []).append(node)
+    return {line: nodes[0] for line, nodes in found.items() if len(nodes) == 1}
 
 
 def underlying(function: Any) -> tuple[types.FunctionType | None, Any]:
@@ -87,111 +92,6 @@ def is_generator(node: FunctionNode) -> bool:
         if not isinstance(inner, FunctionNode):
             pending.extend(ast.iter_child_nodes(inner))
     return False
-
-
-@functools.lru_cache(maxsize=64)
-def _lambdas_in(filename: str) -> dict[int, FunctionNode]:
-    """The lambdas of a file by line; where a line has two, neither is known."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
-    except (SyntaxError, ValueError, RecursionError):
-        return {}
-    found: dict[int, FunctionNode] = {}
-    twice: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Lambda):
-            twice |= {node.lineno} & found.keys()
-            found[node.lineno] = node
-    return {line: node for line, node in found.items() if line not in twice}
-
-
-_ITEMS_TRIED = 16
-
-
-def record_call(module: nn.Module, through: Value, frame: Frame) -> None:
-    """`module(...)` is written in this frame; `through` is the value that was called."""
-    analysis = frame.analysis
-    if module not in analysis.places or is_holder(module):
-        return
-    if id(module) in analysis.places.internal:  # `attention.out_proj(x)`: its weights are its owner's
-        for parameter in module.parameters():
-            record_read(parameter, frame)
-        return
-    analysis.activity += 1
-    analysis.add(Fact("call", frame.chain, module, "", frame.is_conditional or through.picked))
-    turns = math.prod(loop.count or 0 for loop in frame.loops if loop.identity in through.loops)
-    if turns >= len(candidates(through)):  # otherwise some of them may not be called at all
-        again = any(loop.count is None or loop.count > 1 for loop in unwalked(through, frame))
-        analysis.counts[id(module)] = analysis.counts.get(id(module), 0) + (2 if again else 1)
-
-
-def candidates(value: Value) -> set[int]:
-    """Identities of the objects that a value may be."""
-    return {id(_object(leaf)) for leaf in leaves(value)}
-
-
-def unwalked(value: Value, frame: Frame) -> tuple[Loop, ...]:
-    """The running loops that meet an object again: it is not theirs, or they have more turns than objects."""
-    return tuple(
-        loop
-        for loop in frame.loops
-        if loop.identity not in value.loops or (loop.count is not None and loop.count > len(candidates(value)))
-    )
-
-
-def _object(leaf: Known | Bound | Closure) -> Any:
-    return leaf.object if isinstance(leaf, Known) else leaf.receiver.object if isinstance(leaf, Bound) else leaf
-
-
-def record_read(parameter: nn.Parameter, frame: Frame) -> None:
-    """A parameter takes part in a computation written in this frame."""
-    places = frame.analysis.places
-    frame.analysis.activity += 1
-    # torch's own modules read their children's weights to choose a fused kernel; they call them all the same.
-    if frame.is_torch_code or places.covered(frame.chain) & {id(owner) for owner in places.owners(parameter)}:
-        return
-    owner, _, name = places.parameter_name(parameter).rpartition(".")
-    frame.analysis.add(Fact("read", frame.chain, places.modules[owner], name))
-
-
-def record_escape(value: Value, frame: Frame) -> None:
-    """A parameter is among the results, as in `return output, self.bias`: the caller will compute with it."""
-    places = frame.analysis.places
-    for leaf in leaves(value):
-        if isinstance(leaf, Known) and places.has_parameter(leaf.object):
-            owner, _, name = places.parameter_name(leaf.object).rpartition(".")
-            frame.analysis.add(Fact("escape", frame.chain, places.modules[owner], name))
-
-
-def consume(value: Value, frame: Frame) -> None:
-    """The value goes into a computation: record the parameters in it."""
-    for leaf in leaves(value):
-        if isinstance(leaf, Known) and frame.analysis.places.has_parameter(leaf.object):
-            record_read(leaf.object, frame)
-
-
-def is_interesting(value: Value, places: Places) -> bool:
-    """Whether a function that gets this value could call a module or read a parameter through it."""
-    return any(isinstance(leaf, Closure) or _holds_modules(leaf, places) for leaf in leaves(value))
-
-
-def _holds_modules(leaf: Any, places: Places) -> bool:
-    thing = leaf.object if isinstance(leaf, Known) else leaf.receiver.object
-    if isinstance(thing, nn.Module) or places.has_parameter(thing):
-        return True
-    inner = getattr(type(thing), "__dict__", None) and getattr(thing, "__dict__", None)
-    if not isinstance(inner, dict) or isinstance(thing, type | types.ModuleType | types.FunctionType):
-        return False
-    return any(isinstance(item, nn.Module) for held in inner.values() for item in _held(held))
-
-
-def _held(thing: Any) -> Iterable[Any]:
-    if type(thing) in (list, tuple, set):
-        return itertools.islice(thing, _ITEMS_TRIED)
-    return itertools.islice(thing.values(), _ITEMS_TRIED) if type(thing) is dict else (thing,)
-
-
-_AROUND_TENSOR = {"torch", "Optional", "Union", "None", "typing", "t"}
 
 
 @dataclass(slots=True)
@@ -240,12 +140,11 @@ def enter_function(
         return None
     if bound_to is not None and receiver is None:
         arguments = arguments.after(known(bound_to))
-    analysis = frame.analysis
-    chain = frame.chain if chain is None else chain
-    if analysis.running.count((node, id(receiver))) >= 2:
+    if frame.analysis.running.count((node, id(receiver))) >= 2:
         return opaque(*arguments.values())
-    inner = _child(frame, chain, plain, _defaults(plain, node), receiver)
-    inner.loops = unwalked(through, frame) if through is not None else frame.loops
+    inner = frame.child(plain, receiver, _defaults(plain, node))
+    inner.chain = frame.chain if chain is None else chain
+    inner.loops = frame.unwalked(through) if through is not None else frame.loops
     return _run(node, arguments, inner, (node, id(receiver)))
 
 
@@ -263,13 +162,9 @@ def enter_closure(closure: Closure, arguments: Arguments, frame: Frame) -> Value
         return opaque(*arguments.values())
     args = closure.node.args
     positional = [*args.posonlyargs, *args.args]
-    names: dict[str, Value] = {}
-    for argument, default in zip(positional[len(positional) - len(args.defaults) :], args.defaults, strict=True):
-        names[argument.arg] = evaluate(default, home)
-    for argument, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        if default is not None:
-            names[argument.arg] = evaluate(default, home)
-    inner = _child(frame, frame.chain, home.function, names, home.receiver)
+    defaults = [*zip(positional[len(positional) - len(args.defaults) :], args.defaults, strict=True)]
+    defaults += [(name, default) for name, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default]
+    inner = frame.child(home.function, home.receiver, {name.arg: home.evaluate(node) for name, node in defaults})
     inner.outer = home
     return _run(closure.node, arguments, inner, key)
 
@@ -283,43 +178,21 @@ def start(function: Any, module: nn.Module, frame: Frame) -> Value | None:
     names = [*node.args.posonlyargs, *node.args.args]
     first = known(bound_to if bound_to is not None else module)
     arguments = Arguments([first, *(_argument(name) for name in names[1:])], spread=True)
-    for name in node.args.kwonlyargs:
-        arguments.keywords[name.arg] = _argument(name)
-    inner = _child(frame, frame.chain, plain, {}, module)
-    return _run(node, arguments, inner, (node, id(module)))
+    arguments.keywords = {name.arg: _argument(name) for name in node.args.kwonlyargs}
+    return _run(node, arguments, frame.child(plain, module, {}), (node, id(module)))
+
+
+_AROUND_TENSOR = {"torch", "Optional", "Union", "None", "typing", "t"}
 
 
 def _argument(parameter: ast.arg) -> Value:
     """What the caller may hand in: a tensor if the annotation says so and nothing else, otherwise unknown."""
-    if parameter.annotation is None:
+    annotation = parameter.annotation
+    if annotation is None:
         return ARGUMENT
-    text = (
-        parameter.annotation.value
-        if isinstance(parameter.annotation, ast.Constant)
-        else ast.unparse(parameter.annotation)
-    )
-    words = set(re.findall(r"\w+", text)) if isinstance(text, str) else set()
-    tensor = any(word.endswith("Tensor") for word in words)
-    return TENSOR if tensor and all(word.endswith("Tensor") or word in _AROUND_TENSOR for word in words) else ARGUMENT
-
-
-def _child(
-    frame: Frame,
-    chain: tuple[nn.Module, ...],
-    function: types.FunctionType | None,
-    names: dict[str, Value],
-    receiver: Any,
-) -> Frame:
-    return Frame(
-        analysis=frame.analysis,
-        chain=chain,
-        function=function,
-        names=names,
-        receiver=receiver,
-        conditional=frame.is_conditional,
-        loops=frame.loops,
-        depth=frame.depth + 1,
-    )
+    text = str(annotation.value) if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
+    others = {word for word in re.findall(r"\w+", text) if not word.endswith("Tensor")}
+    return TENSOR if "Tensor" in text and others <= _AROUND_TENSOR else ARGUMENT
 
 
 def _run(node: FunctionNode, arguments: Arguments, frame: Frame, key: Any) -> Value:
@@ -329,8 +202,8 @@ def _run(node: FunctionNode, arguments: Arguments, frame: Frame, key: Any) -> Va
     analysis.running.append(key)
     try:
         if isinstance(node, ast.Lambda):
-            return evaluate(node.body, frame)
-        execute(node.body, frame)
+            return frame.evaluate(node.body)
+        frame.execute(node.body)
     finally:
         analysis.running.pop()
     ends = [*frame.exit_counts, *([] if frame.dead else [analysis.counts])]
@@ -344,36 +217,27 @@ def _run(node: FunctionNode, arguments: Arguments, frame: Frame, key: Any) -> Va
 def _bind(args: ast.arguments, arguments: Arguments, names: dict[str, Value]) -> None:
     parameters = [argument.arg for argument in (*args.posonlyargs, *args.args)]
     keywords = dict(arguments.keywords)
-    for name, value in zip(parameters, arguments.positional, strict=False):
-        names[name] = value
-    unbound = parameters[len(arguments.positional) :] + [argument.arg for argument in args.kwonlyargs]
-    for name in unbound:
+    names.update(zip(parameters, arguments.positional, strict=False))
+    for name in parameters[len(arguments.positional) :] + [argument.arg for argument in args.kwonlyargs]:
         if name in keywords:
             names[name] = keywords.pop(name)
         elif arguments.spread or name not in names:
             names[name] = join([ARGUMENT, *([names[name]] if name in names else [])])
+    source = ARGUMENT.source if arguments.spread else PLAIN.source
+    rest = Value(open=arguments.spread, source=source)
     if args.vararg is not None:
-        rest = Sequence(tuple(arguments.positional[len(parameters) :]))
-        names[args.vararg.arg] = Value(frozenset({rest}), open=arguments.spread, source=_spread(arguments))
+        atom = Sequence(tuple(arguments.positional[len(parameters) :]))
+        names[args.vararg.arg] = rest.like(atoms=frozenset({atom}))
     if args.kwarg is not None:
-        rest = Mapping(tuple(keywords.items()))
-        names[args.kwarg.arg] = Value(frozenset({rest}), open=arguments.spread, source=_spread(arguments))
-
-
-def _spread(arguments: Arguments):
-    return ARGUMENT.source if arguments.spread else Value().source
+        names[args.kwarg.arg] = rest.like(atoms=frozenset({Mapping(tuple(keywords.items()))}))
 
 
 def _defaults(function: types.FunctionType, node: FunctionNode) -> dict[str, Value]:
     """The real default objects of a function, by parameter."""
-    defaults: dict[str, Value] = {}
     positional = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
     given = function.__defaults__ or ()
-    for name, default in zip(positional[len(positional) - len(given) :], given, strict=False):
-        defaults[name] = known(default)
-    for name, default in (function.__kwdefaults__ or {}).items():
-        defaults[name] = known(default)
-    return defaults
+    defaults = [*zip(positional[len(positional) - len(given) :], given, strict=False)]
+    return {name: known(default) for name, default in (*defaults, *(function.__kwdefaults__ or {}).items())}
 
 
 def defining_class(frame: Frame) -> type | None:
@@ -388,7 +252,6 @@ def defining_class(frame: Frame) -> type | None:
         except ValueError:
             return None
     for cls in type(frame.receiver).__mro__:
-        method = inspect.getattr_static(cls, function.__name__, None)
-        if method is not None and underlying(method)[0] is function and function.__name__ in vars(cls):
+        if underlying(vars(cls).get(function.__name__))[0] is function:
             return cls
     return None

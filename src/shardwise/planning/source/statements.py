@@ -7,26 +7,23 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from shardwise.planning.source.attributes import (
     assign,
-    compare,
     contents,
     item,
     load,
-    method_reads_arguments,
     method_reads_content,
     method_result,
     truth,
-    use_as_data,
     walk,
 )
 from shardwise.planning.source.calls import container_method, evaluate_arguments, hand_over, invoke
-from shardwise.planning.source.functions import consume
 from shardwise.planning.source.values import (
-    EXPRESSIONS,
+    HANDLERS,
     NONE,
     PLAIN,
-    STATEMENTS,
     Closure,
     Frame,
     Known,
@@ -37,8 +34,6 @@ from shardwise.planning.source.values import (
     Sequence,
     Unknown,
     Value,
-    evaluate,
-    execute,
     handles,
     inside,
     join,
@@ -103,50 +98,47 @@ def comprehension(generators: list[ast.comprehension], results: list[ast.expr], 
 
     def level(depth: int) -> int | None:
         if depth == len(generators):
-            made.append([evaluate(result, frame) for result in results][-1])
+            made.append([frame.evaluate(result) for result in results][-1])
             return None
         generator = generators[depth]
-        iterable = evaluate(generator.iter, frame)
+        iterable = frame.evaluate(generator.iter)
 
         def body(element: Value) -> None:
             assign(generator.target, element, frame)
-            tests = [evaluate(test, frame) for test in generator.ifs]
+            tests = [frame.evaluate(test) for test in generator.ifs]
             with frame.under(any(test.source >= Origin.TENSOR for test in tests)):
                 level(depth + 1)
 
         return run_loop(iterable, body, frame)
 
     count = level(0)
-    walrus = {name: value for name, value in frame.names.items() if name in outside}
-    frame.names = {**outside, **walrus} if walrus else outside
+    frame.names = {name: frame.names.get(name, value) for name, value in outside.items()}
     is_counted = len(generators) == 1 and not generators[0].ifs
     return just(Many(join(made).like(loops=frozenset()), count if is_counted else None))
 
 
-@handles(EXPRESSIONS, ast.Tuple, ast.List, ast.Set)
+@handles(HANDLERS, ast.Tuple, ast.List, ast.Set)
 def _sequence(node: ast.Tuple | ast.List | ast.Set, frame: Frame) -> Value:
     items: list[Value] = []
     for part in node.elts:
-        value = evaluate(part.value if isinstance(part, ast.Starred) else part, frame)
+        value = frame.evaluate(part.value if isinstance(part, ast.Starred) else part)
         if not isinstance(part, ast.Starred):
             items.append(value)
         elif len(value.atoms) == 1 and not value.open and isinstance(inner := next(iter(value.atoms)), Sequence):
             items += inner.items
         else:
-            rest = item(value, PLAIN, frame)
-            return Value(
-                frozenset({Many(join([*items, rest, *(evaluate(p, frame) for p in node.elts[len(items) :])]))})
-            )
+            rest = [frame.evaluate(other) for other in node.elts[len(items) :]]
+            return just(Many(join([*items, item(value, PLAIN, frame), *rest])))
     return just(Sequence(tuple(items)))
 
 
-@handles(EXPRESSIONS, ast.Dict)
+@handles(HANDLERS, ast.Dict)
 def _dict(node: ast.Dict, frame: Frame) -> Value:
     rows: dict[Any, Value] = {}
     loose: list[Value] = []
     for key, part in zip(node.keys, node.values, strict=True):
-        value = evaluate(part, frame)
-        name = evaluate(key, frame).only() if key is not None else Unknown
+        value = frame.evaluate(part)
+        name = frame.evaluate(key).only() if key is not None else Unknown
         if isinstance(name, str | int):
             rows[name] = value
         else:
@@ -156,9 +148,9 @@ def _dict(node: ast.Dict, frame: Frame) -> Value:
     return just(Mapping(tuple(rows.items())))
 
 
-@handles(EXPRESSIONS, ast.JoinedStr)
+@handles(HANDLERS, ast.JoinedStr)
 def _f_string(node: ast.JoinedStr, frame: Frame) -> Value:
-    values = [evaluate(part.value if isinstance(part, ast.FormattedValue) else part, frame) for part in node.values]
+    values = [frame.evaluate(part.value if isinstance(part, ast.FormattedValue) else part) for part in node.values]
     objects = [value.only() for value in values]
     together = opaque(*values)
     if all(isinstance(thing, str | int) for thing in objects):
@@ -180,12 +172,6 @@ _COMPARISON: dict[type[ast.cmpop], Any] = {
 _SIMPLE = (bool, int, float, str, type(None))
 
 
-@handles(EXPRESSIONS, ast.BinOp)
-def _binary(node: ast.BinOp, frame: Frame) -> Value:
-    left, right = evaluate(node.left, frame), evaluate(node.right, frame)
-    return combine(left, right, node.op, frame)
-
-
 def combine(left: Value, right: Value, op: ast.operator, frame: Frame) -> Value:
     """`left op right`: numbers are computed, lists joined, everything else is data."""
     one, other = left.only(), right.only()
@@ -198,10 +184,9 @@ def combine(left: Value, right: Value, op: ast.operator, frame: Frame) -> Value:
             return opaque(left, right)
     if isinstance(op, ast.Add | ast.Mult) and (_is_list(left) or _is_list(right)):
         return _join_lists([value for value in (left, right) if _is_list(value)], frame)
-    result = opaque(use_as_data(left, frame), use_as_data(right, frame))
-    if result.source == Origin.CONTENT and not isinstance(op, ast.BitAnd | ast.BitOr):
-        return result.like(source=Origin.CONTENT if min(left.source, right.source) != Origin.TENSOR else Origin.TENSOR)
-    return result
+    result = opaque(frame.consume(left), frame.consume(right))
+    is_mask = isinstance(op, ast.BitAnd | ast.BitOr) or min(left.source, right.source) != Origin.TENSOR
+    return result if is_mask or result.source != Origin.CONTENT else result.like(source=Origin.TENSOR)
 
 
 def _is_list(value: Value) -> bool:
@@ -210,32 +195,31 @@ def _is_list(value: Value) -> bool:
 
 
 def _join_lists(values: list[Value], frame: Frame) -> Value:
-    sequences = [next(iter(value.atoms)) for value in values if len(value.atoms) == 1]
-    if len(values) == 2 and len(sequences) == 2 and all(isinstance(one, Sequence) for one in sequences):
-        items = tuple(inner for one in sequences if isinstance(one, Sequence) for inner in one.items)
-        return just(Sequence(items))
+    sequences = [atom for value in values for atom in value.atoms if isinstance(atom, Sequence)]
+    if len(values) == 2 == len(sequences) == sum(len(value.atoms) for value in values):
+        return just(Sequence(sequences[0].items + sequences[1].items))
     return just(Many(join(item(value, PLAIN, frame) for value in values)))
 
 
-@handles(EXPRESSIONS, ast.UnaryOp)
+@handles(HANDLERS, ast.UnaryOp)
 def _unary(node: ast.UnaryOp, frame: Frame) -> Value:
-    value = evaluate(node.operand, frame)
+    value = frame.evaluate(node.operand)
     if isinstance(node.op, ast.Not):
         answer = truth(value)
         return PLAIN.like(source=value.source) if answer is None else known(not answer)
     number = value.only()
     if isinstance(node.op, ast.USub) and type(number) in (int, float):
         return known(-number)
-    return use_as_data(value, frame)
+    return frame.consume(value)
 
 
-@handles(EXPRESSIONS, ast.BoolOp)
+@handles(HANDLERS, ast.BoolOp)
 def _boolean(node: ast.BoolOp, frame: Frame) -> Value:
     """`a and b` stops at the first operand that is known to decide."""
     stops_at = isinstance(node.op, ast.Or)
     values = []
     for part in node.values:
-        value = evaluate(part, frame)
+        value = frame.evaluate(part)
         answer = truth(value)
         if answer is stops_at:
             return value if not values or not stops_at else join([*values, value])
@@ -244,12 +228,12 @@ def _boolean(node: ast.BoolOp, frame: Frame) -> Value:
     return join(values)
 
 
-@handles(EXPRESSIONS, ast.Compare)
+@handles(HANDLERS, ast.Compare)
 def _compare(node: ast.Compare, frame: Frame) -> Value:
-    left = evaluate(node.left, frame)
+    left = frame.evaluate(node.left)
     results = []
     for op, part in zip(node.ops, node.comparators, strict=True):
-        right = evaluate(part, frame)
+        right = frame.evaluate(part)
         results.append(_compare_two(left, op, right, frame))
         left = right
     return results[0] if len(results) == 1 else opaque(*results)
@@ -272,9 +256,10 @@ def _compare_two(left: Value, op: ast.cmpop, right: Value, frame: Frame) -> Valu
         if members is not None:
             return known((one in members) is isinstance(op, ast.In))
     else:
-        consume(left, frame)
-        consume(right, frame)
-    return opaque(left, right, source=compare(left, right))
+        frame.consume(left)
+        frame.consume(right)
+    result = opaque(left, right)
+    return result.like(source=Origin.CONTENT) if result.source >= Origin.TENSOR else result
 
 
 def _constants(value: Value) -> list[Any] | None:
@@ -297,59 +282,58 @@ def _same_object(left: Value, right: Value) -> bool | None:
     return None
 
 
-@handles(EXPRESSIONS, ast.IfExp)
+@handles(HANDLERS, ast.IfExp)
 def _conditional(node: ast.IfExp, frame: Frame) -> Value:
-    test = evaluate(node.test, frame)
+    test = frame.evaluate(node.test)
     answer = truth(test)
     if answer is not None:
-        return evaluate(node.body if answer else node.orelse, frame)
+        return frame.evaluate(node.body if answer else node.orelse)
     depends = test.source >= Origin.TENSOR
     with frame.under(depends):
-        result = join([evaluate(node.body, frame), evaluate(node.orelse, frame)])
+        result = join([frame.evaluate(node.body), frame.evaluate(node.orelse)])
     return result.like(picked=result.picked or (depends and len(result.atoms) > 1))
 
 
-@handles(EXPRESSIONS, ast.Slice)
+@handles(HANDLERS, ast.Slice)
 def _slice(node: ast.Slice, frame: Frame) -> Value:
-    bounds = [evaluate(part, frame) if part is not None else NONE for part in (node.lower, node.upper, node.step)]
+    bounds = [frame.evaluate(part) if part is not None else NONE for part in (node.lower, node.upper, node.step)]
     numbers = [bound.only() for bound in bounds]
     if all(number is None or type(number) is int for number in numbers):
         return known(slice(*numbers))
     return Value(frozenset({Known(slice)}), open=True, source=max(bound.source for bound in bounds))
 
 
-@handles(EXPRESSIONS, ast.Call)
+_GROWING = ("append", "extend", "insert", "add", "appendleft")
+_FROM_LIKENESS = {"to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"}
+"""`x.to(weight)` only looks at the dtype and shape of its argument."""
+
+
+@handles(HANDLERS, ast.Call)
 def _call(node: ast.Call, frame: Frame) -> Value:
     if not isinstance(node.func, ast.Attribute):
-        return invoke(evaluate(node.func, frame), evaluate_arguments(node, frame), frame)
-    receiver = evaluate(node.func.value, frame)
+        return invoke(frame.evaluate(node.func), evaluate_arguments(node, frame), frame)
+    receiver = frame.evaluate(node.func.value)
     name = node.func.attr
     arguments = evaluate_arguments(node, frame)
-    if isinstance(node.func.value, ast.Name) and name in ("append", "extend", "insert", "add", "appendleft"):
+    if isinstance(node.func.value, ast.Name) and name in _GROWING:
         return _grow(node.func.value.id, receiver, name, arguments.positional, frame)
     found = container_method(receiver, name, arguments, frame)
     if found is not None:
         return found
-    tensors = _tensor_atoms(receiver)
+    tensors = frozenset(a for a in receiver.atoms if isinstance(a, Known) and isinstance(a.object, torch.Tensor))
     rest = receiver.like(atoms=receiver.atoms - tensors)
     results = []
     if tensors:
         if method_reads_content(name):
-            consume(receiver.like(atoms=tensors), frame)
+            frame.consume(receiver.like(atoms=tensors))
         results.append(method_result(Value(open=True, source=Origin.TENSOR), name, arguments))
     if rest.atoms:
         results.append(invoke(load(rest.like(open=False), name, frame).like(loops=rest.loops), arguments, frame))
     if receiver.open or not receiver.atoms or tensors:
-        if method_reads_arguments(name) and not rest.atoms:
+        if name not in _FROM_LIKENESS and not rest.atoms:
             hand_over(arguments, frame, name=name)
         results.append(method_result(receiver, name, arguments))
     return join(results)
-
-
-def _tensor_atoms(value: Value) -> frozenset[Any]:
-    import torch
-
-    return frozenset(a for a in value.atoms if isinstance(a, Known) and isinstance(a.object, torch.Tensor))
 
 
 def _grow(name: str, receiver: Value, how: str, values: list[Value], frame: Frame) -> Value:
@@ -367,71 +351,61 @@ def _grow(name: str, receiver: Value, how: str, values: list[Value], frame: Fram
     return NONE
 
 
-@handles(EXPRESSIONS, ast.NamedExpr)
+@handles(HANDLERS, ast.NamedExpr)
 def _walrus(node: ast.NamedExpr, frame: Frame) -> Value:
-    value = evaluate(node.value, frame)
+    value = frame.evaluate(node.value)
     frame.names[node.target.id] = value
     return value
 
 
-@handles(EXPRESSIONS, ast.Yield)
-def _yield(node: ast.Yield, frame: Frame) -> Value:
-    frame.yields.append(evaluate(node.value, frame) if node.value is not None else NONE)
+@handles(HANDLERS, ast.Yield, ast.YieldFrom)
+def _yield(node: ast.Yield | ast.YieldFrom, frame: Frame) -> Value:
+    value = frame.evaluate(node.value) if node.value is not None else NONE
+    frame.yields.append(item(value, PLAIN, frame) if isinstance(node, ast.YieldFrom) else value)
     return PLAIN
 
 
-@handles(EXPRESSIONS, ast.YieldFrom)
-def _yield_from(node: ast.YieldFrom, frame: Frame) -> Value:
-    frame.yields.append(item(evaluate(node.value, frame), PLAIN, frame))
-    return PLAIN
-
-
-@handles(STATEMENTS, ast.Assign)
-def _assign(node: ast.Assign, frame: Frame) -> None:
-    value = evaluate(node.value, frame)
-    for target in node.targets:
-        assign(target, value, frame)
-
-
-@handles(STATEMENTS, ast.AnnAssign)
-def _annotated(node: ast.AnnAssign, frame: Frame) -> None:
+@handles(HANDLERS, ast.Assign, ast.AnnAssign)
+def _assign(node: ast.Assign | ast.AnnAssign, frame: Frame) -> None:
     if node.value is not None:
-        assign(node.target, evaluate(node.value, frame), frame)
+        value = frame.evaluate(node.value)
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            assign(target, value, frame)
 
 
-@handles(STATEMENTS, ast.AugAssign)
+@handles(HANDLERS, ast.AugAssign)
 def _augmented(node: ast.AugAssign, frame: Frame) -> None:
-    added = evaluate(node.value, frame)
-    target = evaluate(node.target, frame)
+    added = frame.evaluate(node.value)
+    target = frame.evaluate(node.target)
     value = combine(target, added, node.op, frame)
     if isinstance(node.target, ast.Name):
         frame.names[node.target.id] = value
 
 
-@handles(STATEMENTS, ast.Return)
+@handles(HANDLERS, ast.Return)
 def _return(node: ast.Return, frame: Frame) -> None:
-    frame.returns.append(evaluate(node.value, frame) if node.value is not None else NONE)
+    frame.returns.append(frame.evaluate(node.value) if node.value is not None else NONE)
     frame.exit_counts.append(frame.analysis.counts)
     frame.dead = "jump"
 
 
-@handles(STATEMENTS, ast.Continue, ast.Break)
+@handles(HANDLERS, ast.Continue, ast.Break)
 def _jump(node: ast.stmt, frame: Frame) -> None:
     frame.jumps.append((dict(frame.names), dict(frame.analysis.counts)))
     frame.dead = "jump"
 
 
-@handles(STATEMENTS, ast.Raise)
+@handles(HANDLERS, ast.Raise)
 def _raise(node: ast.Raise, frame: Frame) -> None:
     frame.dead = "raise"
 
 
-@handles(STATEMENTS, ast.If)
+@handles(HANDLERS, ast.If)
 def _if(node: ast.If, frame: Frame) -> None:
-    test = evaluate(node.test, frame)
+    test = frame.evaluate(node.test)
     answer = truth(test)
     if answer is not None:
-        execute(node.body if answer else node.orelse, frame)
+        frame.execute(node.body if answer else node.orelse)
         return
     depends = test.source >= Origin.TENSOR
     _branches([node.body, node.orelse], frame, depends=depends)
@@ -444,7 +418,7 @@ def _branches(bodies: list[list[ast.stmt]], frame: Frame, *, depends: bool) -> N
     for body in bodies:
         frame.names, frame.analysis.counts = dict(names), dict(counts)
         with frame.under(depends):
-            execute(body, frame)
+            frame.execute(body)
         ends.append((frame.names, frame.analysis.counts, frame.dead))
         frame.dead = ""
     going_on = [end for end in ends if not end[2]]
@@ -457,50 +431,50 @@ def _branches(bodies: list[list[ast.stmt]], frame: Frame, *, depends: bool) -> N
         frame.dead = "jump" if jumped else "raise"
 
 
-@handles(STATEMENTS, ast.For, ast.AsyncFor)
+@handles(HANDLERS, ast.For, ast.AsyncFor)
 def _for(node: ast.For, frame: Frame) -> None:
-    iterable = evaluate(node.iter, frame)
+    iterable = frame.evaluate(node.iter)
 
     def body(element: Value) -> None:
         assign(node.target, element, frame)
-        execute(node.body, frame)
+        frame.execute(node.body)
 
     run_loop(iterable, body, frame)
-    execute(node.orelse, frame)
+    frame.execute(node.orelse)
 
 
-@handles(STATEMENTS, ast.While)
+@handles(HANDLERS, ast.While)
 def _while(node: ast.While, frame: Frame) -> None:
     def body(_: Value) -> None:
-        test = evaluate(node.test, frame)
+        test = frame.evaluate(node.test)
         with frame.under(test.source >= Origin.TENSOR):
-            execute(node.body, frame)
+            frame.execute(node.body)
 
     run_loop(None, body, frame)
-    execute(node.orelse, frame)
+    frame.execute(node.orelse)
 
 
-@handles(STATEMENTS, ast.With, ast.AsyncWith)
+@handles(HANDLERS, ast.With, ast.AsyncWith)
 def _with(node: ast.With, frame: Frame) -> None:
     for managed in node.items:
-        value = evaluate(managed.context_expr, frame)
+        value = frame.evaluate(managed.context_expr)
         if managed.optional_vars is not None:
             assign(managed.optional_vars, value, frame)
-    execute(node.body, frame)
+    frame.execute(node.body)
 
 
-@handles(STATEMENTS, ast.Try, ast.TryStar)
+@handles(HANDLERS, ast.Try, ast.TryStar)
 def _try(node: ast.Try, frame: Frame) -> None:
     _branches([[*node.body, *node.orelse], *([*handler.body] for handler in node.handlers)], frame, depends=False)
     dead = frame.dead
     frame.dead = ""
-    execute(node.finalbody, frame)
+    frame.execute(node.finalbody)
     frame.dead = frame.dead or dead
 
 
-@handles(STATEMENTS, ast.Match)
+@handles(HANDLERS, ast.Match)
 def _match(node: ast.Match, frame: Frame) -> None:
-    subject = evaluate(node.subject, frame)
+    subject = frame.evaluate(node.subject)
     for case in node.cases:
         for pattern in ast.walk(case.pattern):
             name = getattr(pattern, "name", None)
@@ -509,19 +483,19 @@ def _match(node: ast.Match, frame: Frame) -> None:
     _branches([*(case.body for case in node.cases), []], frame, depends=subject.source >= Origin.TENSOR)
 
 
-@handles(STATEMENTS, ast.FunctionDef, ast.AsyncFunctionDef)
+@handles(HANDLERS, ast.FunctionDef, ast.AsyncFunctionDef)
 def _function(node: ast.FunctionDef, frame: Frame) -> None:
     frame.names[node.name] = just(Closure(node, frame))
 
 
-@handles(STATEMENTS, ast.Import)
+@handles(HANDLERS, ast.Import)
 def _import(node: ast.Import, frame: Frame) -> None:
     for alias in node.names:
         module = sys.modules.get(alias.name if alias.asname else alias.name.split(".")[0])
         frame.names[alias.asname or alias.name.split(".")[0]] = known(module) if module is not None else PLAIN
 
 
-@handles(STATEMENTS, ast.ImportFrom)
+@handles(HANDLERS, ast.ImportFrom)
 def _import_from(node: ast.ImportFrom, frame: Frame) -> None:
     package = (frame.function.__globals__.get("__package__") or "") if frame.function is not None else ""
     base = package.rsplit(".", node.level - 1)[0] if node.level else ""
@@ -531,21 +505,20 @@ def _import_from(node: ast.ImportFrom, frame: Frame) -> None:
         frame.names[alias.asname or alias.name] = known(names[alias.name]) if alias.name in names else PLAIN
 
 
-EXPRESSIONS |= {
+HANDLERS |= {
+    ast.BinOp: lambda node, frame: combine(frame.evaluate(node.left), frame.evaluate(node.right), node.op, frame),
     ast.Constant: lambda node, frame: known(node.value),
     ast.Name: lambda node, frame: frame.lookup(node.id),
-    ast.Attribute: lambda node, frame: load(evaluate(node.value, frame), node.attr, frame),
-    ast.Subscript: lambda node, frame: item(evaluate(node.value, frame), evaluate(node.slice, frame), frame),
-    ast.Starred: lambda node, frame: item(evaluate(node.value, frame), PLAIN, frame),
+    ast.Attribute: lambda node, frame: load(frame.evaluate(node.value), node.attr, frame),
+    ast.Subscript: lambda node, frame: item(frame.evaluate(node.value), frame.evaluate(node.slice), frame),
+    ast.Starred: lambda node, frame: item(frame.evaluate(node.value), PLAIN, frame),
     ast.Lambda: lambda node, frame: just(Closure(node, frame)),
-    ast.Await: lambda node, frame: evaluate(node.value, frame),
+    ast.Await: lambda node, frame: frame.evaluate(node.value),
     ast.ListComp: lambda node, frame: comprehension(node.generators, [node.elt], frame),
     ast.SetComp: lambda node, frame: comprehension(node.generators, [node.elt], frame),
     ast.GeneratorExp: lambda node, frame: comprehension(node.generators, [node.elt], frame),
     ast.DictComp: lambda node, frame: comprehension(node.generators, [node.key, node.value], frame),
-}
-STATEMENTS |= {
-    ast.Expr: lambda node, frame: evaluate(node.value, frame),
-    ast.Assert: lambda node, frame: evaluate(node.test, frame),
+    ast.Expr: lambda node, frame: frame.evaluate(node.value),
+    ast.Assert: lambda node, frame: frame.evaluate(node.test),
     ast.ClassDef: lambda node, frame: frame.names.update({node.name: PLAIN}),
 }

@@ -2,6 +2,9 @@
 
 import ast
 import builtins
+import itertools
+import math
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,10 +13,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.planning.calls import Places
+from shardwise.planning.calls import Fact, Places, is_holder
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _MOST_ATOMS = 20_000
+_ITEMS_TRIED = 16
 
 
 class Origin(IntEnum):
@@ -136,9 +140,18 @@ class Value:
                 return atom.object
         return Unknown
 
+    @property
+    def num_objects(self) -> int:
+        """How many objects it may be."""
+        return len({id(_object(leaf)) for leaf in leaves(self)})
+
     def like(self, **changes: Any) -> "Value":
         """The same value but for these fields."""
         return replace(self, **changes)
+
+
+def _object(leaf: "Known | Bound | Closure") -> Any:
+    return leaf.object if isinstance(leaf, Known) else leaf.receiver.object if isinstance(leaf, Bound) else leaf
 
 
 class Unknown:
@@ -215,22 +228,6 @@ MOST_STEPS = 30_000
 MOST_DEPTH = 30
 
 
-class Fact(NamedTuple):
-    """One thing that the code of the last module in `chain` does to `target`."""
-
-    kind: str
-    """call, method, read (of `target`'s parameter `name`), escape (of it to the caller), dispatch,
-    or count (`name` times at least)."""
-    chain: tuple[nn.Module, ...]
-    target: nn.Module
-    name: str = ""
-    conditional: bool = False
-
-    def key(self) -> tuple[Any, ...]:
-        """What makes two facts the same."""
-        return (self.kind, tuple(map(id, self.chain)), id(self.target), self.name, self.conditional)
-
-
 class TooComplex(Exception):
     """The code does not end within the reader's budget; its class counts as unreadable."""
 
@@ -245,20 +242,14 @@ class Loop(NamedTuple):
 class Analysis:
     """What reading one entry (a module's forward or another method) has found."""
 
-    def __init__(self, places: Places, entry: str) -> None:
-        self.places, self.entry = places, entry
+    def __init__(self, places: Places) -> None:
+        self.places = places
         self.facts: dict[tuple[Any, ...], Fact] = {}
         self.counts: dict[int, int] = {}
         self.running: list[Any] = []
         self.activity = 0
         self.steps = 0
         self.num_loops = 0
-
-    def step(self) -> None:
-        """Count one step against the budget."""
-        self.steps += 1
-        if self.steps > MOST_STEPS:
-            raise TooComplex(f"more than {MOST_STEPS} steps")
 
     def add(self, fact: Fact) -> None:
         """Keep a fact, once."""
@@ -328,9 +319,117 @@ class Frame:
         finally:
             self.conditional = before
 
+    def child(self, function: Any, receiver: Any, names: dict[str, Value]) -> "Frame":
+        """The frame of a function that code of this one calls."""
+        return Frame(
+            analysis=self.analysis,
+            chain=self.chain,
+            function=function,
+            names=names,
+            receiver=receiver,
+            conditional=self.is_conditional,
+            loops=self.loops,
+            depth=self.depth + 1,
+        )
 
-EXPRESSIONS: dict[type[ast.AST], Callable[[Any, Frame], Value]] = {}
-STATEMENTS: dict[type[ast.AST], Callable[[Any, Frame], object]] = {}
+    def evaluate(self, node: ast.AST) -> Value:
+        """What an expression may be; facts met on the way are recorded."""
+        handler = self._handler(node)
+        if handler is not None:
+            return handler(node, self)
+        parts = [self.evaluate(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+        return PLAIN.like(source=max((part.source for part in parts), default=Origin.PLAIN))
+
+    def execute(self, body: list[ast.stmt]) -> None:
+        """Run statements until one of them leaves the block."""
+        for node in body:
+            if self.dead:
+                return
+            handler = self._handler(node)
+            if handler is not None:
+                handler(node, self)
+
+    def _handler(self, node: ast.AST) -> Callable[[Any, "Frame"], Any] | None:
+        self.analysis.steps += 1
+        if self.analysis.steps > MOST_STEPS:
+            raise TooComplex(f"more than {MOST_STEPS} steps")
+        return HANDLERS.get(type(node))
+
+    def record_call(self, module: nn.Module, through: Value) -> None:
+        """`module(...)` is written in this frame; `through` is the value that was called."""
+        analysis = self.analysis
+        if module not in analysis.places or is_holder(module):
+            return
+        if id(module) in analysis.places.internal:  # `attention.out_proj(x)`: its weights are its owner's
+            for parameter in module.parameters():
+                self.record_read(parameter)
+            return
+        analysis.activity += 1
+        analysis.add(Fact("call", self.chain, module, "", self.is_conditional or through.picked))
+        turns = math.prod(loop.count or 0 for loop in self.loops if loop.identity in through.loops)
+        if turns >= through.num_objects:  # otherwise some of them may not be called at all
+            again = any(loop.count is None or loop.count > 1 for loop in self.unwalked(through))
+            analysis.counts[id(module)] = analysis.counts.get(id(module), 0) + (2 if again else 1)
+
+    def unwalked(self, value: Value) -> tuple[Loop, ...]:
+        """The running loops that meet an object again: it is not theirs, or they have more turns than objects."""
+        return tuple(
+            loop
+            for loop in self.loops
+            if loop.identity not in value.loops or (loop.count is not None and loop.count > value.num_objects)
+        )
+
+    def record_read(self, parameter: nn.Parameter) -> None:
+        """A parameter takes part in a computation written in this frame."""
+        places = self.analysis.places
+        self.analysis.activity += 1
+        # torch's own modules read their children's weights to choose a fused kernel; they call them all the same.
+        if self.is_torch_code or places.covered(self.chain) & {id(owner) for owner in places.owners(parameter)}:
+            return
+        owner, _, name = places.parameter_name(parameter).rpartition(".")
+        self.analysis.add(Fact("read", self.chain, places.modules[owner], name))
+
+    def record_escape(self, value: Value) -> None:
+        """A parameter is among the results, as in `return output, self.bias`: the caller will compute with it."""
+        places = self.analysis.places
+        for parameter in self._parameters(value):
+            owner, _, name = places.parameter_name(parameter).rpartition(".")
+            self.analysis.add(Fact("escape", self.chain, places.modules[owner], name))
+
+    def consume(self, value: Value) -> Value:
+        """The value goes into a computation: record the parameters in it, and forget which object it was."""
+        for parameter in self._parameters(value):
+            self.record_read(parameter)
+        return PLAIN.like(source=value.source, loops=value.loops)
+
+    def _parameters(self, value: Value) -> list[nn.Parameter]:
+        has_parameter = self.analysis.places.has_parameter
+        return [leaf.object for leaf in leaves(value) if isinstance(leaf, Known) and has_parameter(leaf.object)]
+
+    def is_interesting(self, arguments: Iterable[Value]) -> bool:
+        """Whether a function that gets these could call a module or read a parameter through them."""
+        return any(
+            isinstance(leaf, Closure) or self._holds_modules(leaf) for value in arguments for leaf in leaves(value)
+        )
+
+    def _holds_modules(self, leaf: Known | Bound) -> bool:
+        thing = leaf.object if isinstance(leaf, Known) else leaf.receiver.object
+        if isinstance(thing, nn.Module) or self.analysis.places.has_parameter(thing):
+            return True
+        inner = getattr(type(thing), "__dict__", None) and getattr(thing, "__dict__", None)
+        if not isinstance(inner, dict) or isinstance(thing, type | types.ModuleType | types.FunctionType):
+            return False
+        return any(isinstance(item, nn.Module) for held in inner.values() for item in _held(held))
+
+
+def _held(thing: Any) -> Iterable[Any]:
+    if type(thing) in (list, tuple, set):
+        return itertools.islice(thing, _ITEMS_TRIED)
+    return itertools.islice(thing.values(), _ITEMS_TRIED) if type(thing) is dict else (thing,)
+
+
+HANDLERS: dict[type[ast.AST], Callable[[Any, Frame], Any]] = {}
+"""Readers of expressions, which return a `Value`, and of statements."""
 
 
 def handles(table: dict[Any, Any], *keys: Any) -> Callable[[Any], Any]:
@@ -341,27 +440,6 @@ def handles(table: dict[Any, Any], *keys: Any) -> Callable[[Any], Any]:
         return function
 
     return register
-
-
-def evaluate(node: ast.AST, frame: Frame) -> Value:
-    """What an expression may be; facts met on the way are recorded."""
-    frame.analysis.step()
-    handler = EXPRESSIONS.get(type(node))
-    if handler is not None:
-        return handler(node, frame)
-    parts = [evaluate(child, frame) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-    return PLAIN.like(source=max((part.source for part in parts), default=Origin.PLAIN))
-
-
-def execute(body: list[ast.stmt], frame: Frame) -> None:
-    """Run statements until one of them leaves the block."""
-    for node in body:
-        if frame.dead:
-            return
-        frame.analysis.step()
-        handler = STATEMENTS.get(type(node))
-        if handler is not None:
-            handler(node, frame)
 
 
 def join_counts(many: list[dict[int, int]]) -> dict[int, int]:

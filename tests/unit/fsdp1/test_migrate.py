@@ -18,7 +18,7 @@ from shardwise.findings import Status
 from shardwise.fsdp1.codemod.migrate import migrate
 from tests.rules.moving.programs import BODIES, source
 
-SCRIPTS = sorted((Path(__file__).parents[1] / "scripts").glob("fsdp1_*.py"))
+SCRIPTS = sorted((Path(__file__).parents[2] / "scripts").glob("fsdp1_*.py"))
 SIMPLE = """\
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

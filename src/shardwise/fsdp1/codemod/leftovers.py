@@ -1,0 +1,171 @@
+"""What of FSDP1 is left over in a file once the rules have rewritten what they can."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from shardwise.findings import Status
+from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, FileDraft
+from shardwise.fsdp1.codemod.program import ENABLE_WRAP, WRAP, Holds, Program, once
+from shardwise.source.syntax import FileContext, Function, given_to
+
+FLAT = {"flat_param", "_flat_param", "_all_handles", "_is_flat_param", "_shard_param_infos"}
+"""What nothing but FSDP1's flat parameters has."""
+_SURE = {*FLAT, "_gradient_postdivide_factor", "_gradient_predivide_factor"}
+INTERNAL = {*_SURE, "_handle", "_handles", "_fsdp_wrapped_module", "_is_root", "_has_params", "_unshard_params"}
+_ATTRIBUTES = {"process_group", "sharding_strategy", "compute_device", "training_state", "check_is_root", "_lazy_init"}
+_ATTRIBUTES |= {"mixed_precision", "cpu_offload", "backward_prefetch", "limit_all_gathers"}
+_HOOKS = {"register_comm_hook", "register_params_comm_hook", "set_comm_hook"}
+_OF_MODELS = (
+    (
+        INTERNAL,
+        "SW127",
+        ".{} is a part of FSDP1's flat parameters, which FSDP2 does not have",
+        "work on the DTensors that model.parameters() gives",
+    ),
+    (
+        _ATTRIBUTES,
+        "SW127",
+        ".{} is an attribute of FSDP1's wrapper, which FSDP2 does not have",
+        "take it from the mesh or the settings that the model is sharded with",
+    ),
+    (
+        _HOOKS,
+        "SW130",
+        "{} has no direct counterpart in FSDP2",
+        "set_all_reduce_hook, or a custom communication class",
+    ),
+)
+"""Attributes of FSDP1's models: code, message and fix."""
+_PRIVATE = re.compile(r"torch\.distributed\.fsdp\._(?!fully_shard)")
+_INHERITS = re.compile(r"^[ \t]*class \w+\([^)]*(?:FSDP|FullyShardedDataParallel)", re.MULTILINE)
+
+
+def subclasses(context: FileContext, program: Program) -> list[str]:
+    """The classes of a file that inherit from FSDP."""
+    classes = context.classes.items()
+    return [name for name, node in classes if any(program.is_fsdp(context, base) for base in node.bases)]
+
+
+def built_subclasses(context: FileContext, program: Program) -> list[str]:
+    """Those of them that the file also makes objects of."""
+    called = {call.func.id for call in context.calls if isinstance(call.func, ast.Name)}
+    return sorted(name for name in subclasses(context, program) if name in called)
+
+
+@once
+def built_anywhere(program: Program) -> str:
+    """A subclass of FSDP that some file of the program makes objects of; empty if there is none."""
+    found = (name for one in program.files(_INHERITS.search) for name in built_subclasses(one, program))
+    return next(found, "")
+
+
+def report_leftovers(draft: FileDraft) -> None:
+    """Note every use of FSDP1 that is still there."""
+    _report_classes(draft)
+    _report_calls(draft)
+    _report_internals(draft)
+
+
+def _report_classes(draft: FileDraft) -> None:
+    for node in draft.nodes():
+        if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load) or node in draft.taken:
+            continue
+        parent = draft.context.parents[node]
+        if not draft.program.is_fsdp(draft.context, node):
+            continue
+        if isinstance(parent, ast.ClassDef) and node in parent.bases:
+            message = f"{parent.name} is a subclass of FSDP: FSDP2 has no wrapper class to inherit from"
+            _leave(draft, "SW102", node, message, "keep its methods as functions of the sharded model")
+        elif isinstance(parent, ast.Attribute):
+            if parent not in draft.taken and not any(_has_note(draft, one) for one in draft.context.ancestors(node)):
+                message = f"FSDP.{parent.attr} works on FSDP1's models only"
+                _leave(draft, "SW131", node, message, "replace it by what it is used for")
+        elif not isinstance(parent, ast.Call) or (
+            node in parent.args and parent not in draft.taken and not _has_note(draft, parent)
+        ):
+            message = "FSDP's class is used as a value here: passed on, stored or chosen at run time"
+            _leave(draft, "SW102", node, message, "pass a function that calls fully_shard and returns the module")
+
+
+def _leave(draft: FileDraft, code: str, node: ast.AST, message: str, fix: str) -> None:
+    draft.undecided(code, node, message, f"{fix}; or {KEEP_FSDP1_API}")
+
+
+def _has_note(draft: FileDraft, node: ast.AST) -> bool:
+    lines = {note.line for note in draft.notes if note.status is not Status.REPORTED}
+    return isinstance(node, ast.stmt | ast.expr) and node.lineno in lines
+
+
+def _report_calls(draft: FileDraft) -> None:
+    inherited = subclasses(draft.context, draft.program)
+    wraps = {WRAP, ENABLE_WRAP, "torch.distributed.fsdp.wrap.auto_wrap"}
+    for call in draft.calls():
+        if call in draft.taken:
+            continue
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        if name in inherited:
+            message = f"{name}(...) is left alone: it is a subclass of FSDP"
+            _leave(draft, "SW101", call, message, f"shard with fully_shard and keep {name}'s methods as functions")
+        if draft.context.is_any(call.func, wraps):
+            message = "enable_wrap and wrap make FSDP1 units while the model is built"
+            fix = "build the model first, then call fully_shard on the same modules, inner first"
+            _leave(draft, "SW103", call, message, fix)
+
+
+def _report_internals(draft: FileDraft) -> None:
+    context = draft.context
+    for node in draft.nodes():
+        private = ""
+        if isinstance(node, ast.ImportFrom) and _PRIVATE.match(node.module or ""):
+            private = node.module or ""
+        elif isinstance(node, ast.Attribute) and node not in draft.taken:
+            # `torch.distributed.fsdp._runtime_utils`, written out: the module itself, not what is taken from it.
+            is_module = node.attr.startswith("_") and node.attr != "_fully_shard"
+            if is_module and f"torch.distributed.fsdp.{node.attr}" in context.origins(node, raw=True):
+                private = draft.source(node)
+        if private:
+            fix = "remove what uses it, or write it anew on DTensor"
+            _leave(draft, "SW127", node, f"{private} is private to FSDP1", fix)
+        for names, code, message, fix in _OF_MODELS:
+            if not isinstance(node, ast.Attribute) or node.attr not in names or node in draft.taken:
+                continue
+            if node.attr in _SURE or draft.holds(node.value):
+                _leave(draft, code, node, message.format(node.attr), fix)
+
+
+def report_handed_out(draft: FileDraft) -> None:
+    """Note each call that hands a wrapped model to a function made for FSDP1, by what it does or is called."""
+    context = draft.context
+    for call in draft.calls():
+        name = context.source(call.func).rpartition(".")[2]
+        if call in draft.taken or "fsdp" not in name.lower() or draft.holds(call.func):
+            continue
+        models = [one for one in given_to(call) if isinstance(one, ast.Name | ast.Attribute)]
+        raw = context.origins(call.func, raw=True)
+        is_torchs = any(one.startswith(("torch.", "shardwise.")) for one in raw)
+        if is_torchs or not any(draft.holds(one) is Holds.ALWAYS for one in models):
+            continue
+        found = draft.program.function(context, call.func)
+        if not (_knows_internals(*found) if found else any(_is_foreign(draft, one) for one in raw)):
+            continue  # rewritten where it is
+        why = "works on FSDP1's internals" if found is not None else "is of a file not given, and named after FSDP"
+        fix = "see whether it takes FSDP2's models, or leave the call out"
+        _leave(draft, "SW132", call, f"{name} is handed the sharded model; it {why}", fix)
+
+
+def _is_foreign(draft: FileDraft, origin: str) -> bool:
+    """Whether a name is imported from a module that is not among the files given."""
+    parts = origin.split(".")
+    modules = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return bool(parts[0]) and not any(draft.program.find_module(draft.context, one) for one in modules)
+
+
+def _knows_internals(context: FileContext, function: Function) -> bool:
+    return any(
+        getattr(node, "attr", "") in FLAT
+        or any(one.startswith("torch.distributed.fsdp._") for one in context.origins(node, raw=True))
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name | ast.Attribute)
+    )
