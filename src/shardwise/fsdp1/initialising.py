@@ -388,13 +388,11 @@ class UnitForwardHooks(ForwardHooks):
         """Whether no unit further up works with this one."""
         return not compat.is_nested_state(compat.fsdp_state(self.module))
 
-    def before(self) -> None:
-        """A step that raised in backward is forgotten before the next begins."""
-        if self.is_root and compat.was_left_midway(compat.fsdp_state(self.module)):
-            recover(self.module)
-
     def enter(self, args: Any, kwargs: Any) -> Any:
         """Cast as FSDP1 does: at the root unless told otherwise, elsewhere only if told so."""
+        # A step that raised in backward is forgotten before the next begins.
+        if self.is_root and compat.was_left_midway(compat.fsdp_state(self.module)):
+            recover(self.module)
         compat.initialise(self.module)
         if self.is_root:
             self.unit.prepare_as_root()

@@ -191,9 +191,6 @@ class ForwardHooks:
         module.register_forward_pre_hook(self._enter_call, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._leave_call, always_call=True)
 
-    def before(self) -> None:
-        """Called before the outermost entry gathers."""
-
     def after(self, output: Any) -> None:
         """Called once the outermost entry has left."""
 
@@ -235,7 +232,6 @@ class ForwardHooks:
 
     def enter(self, args: Any, kwargs: Any) -> Any:
         """Gather for an outermost call; returns the arguments to call with."""
-        self.before()
         compat.initialise(self.root)
         self.since = compat.sequence_number()
         args, kwargs = self.casts.inputs(args, kwargs)
@@ -284,14 +280,11 @@ class RootForwardHooks(ForwardHooks):
             compat.on_backward_start(module, replicated.show_again)
             compat.on_backward_end(module, replicated.hide)
 
-    def before(self) -> None:
-        """Start clean, and show replicated parameters."""
+    def enter(self, args: Any, kwargs: Any) -> Any:
+        """Start clean; gather the root and what is held for the whole pass."""
         if compat.was_left_midway(compat.fsdp_state(self.module)):
             recover(self.module)  # an earlier backward raised
         self.replicated.show()
-
-    def enter(self, args: Any, kwargs: Any) -> Any:
-        """Gather the root and what is held for the whole pass."""
         if self.branches and torch.is_grad_enabled():
             # A group reduces its gradients when its inputs' are known, or last of all if they need none. Which it is
             # must not depend on the branch a rank took, or ranks would reduce in different orders.
