@@ -88,9 +88,3 @@ class SourceFinding(Finding):
     """For `migrate`: what became of the code."""
     edits: tuple[Edit, ...] = ()
     """What `--fix` would do; applied all together or not at all."""
-
-
-def worst(findings: list[Finding]) -> Severity | None:
-    """The gravest severity among them; None when there are none."""
-    order = list(Severity)
-    return min((finding.severity for finding in findings), key=order.index, default=None)

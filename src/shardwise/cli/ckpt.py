@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import enum
 import json
-import os
-import sys
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.options import Format, FormatOption
+from shardwise.cli.options import Format, FormatOption, drawn_progress, show, status_of
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from shardwise.findings import Finding
-    from shardwise.progress import Progress
 
 ckpt = typer.Typer(
     help="Look into, check, convert and compare checkpoints of any format.",
@@ -59,13 +53,10 @@ def inspect(
     from shardwise.checkpointing.inspecting import inspect_checkpoint
 
     found = inspect_checkpoint(path, model=_load(model))
-    if format is Format.JSON:
-        typer.echo(json.dumps(found.to_dict(), default=str))
-    else:
-        typer.echo(str(found))
-        for tensor in found.tensors if tensors else ():
-            typer.echo(f"  {tensor.name}  {tensor.dtype} {list(tensor.shape)}")
-    raise typer.Exit(_status(list(found.findings)))
+    show(found, format)
+    for tensor in found.tensors if tensors and format is Format.TEXT else ():
+        typer.echo(f"  {tensor.name}  {tensor.dtype} {list(tensor.shape)}")
+    raise typer.Exit(status_of(found.findings))
 
 
 @ckpt.command()
@@ -73,13 +64,15 @@ def verify(path: PathArgument, format: FormatOption = Format.TEXT) -> None:
     """Read a checkpoint through: checksums, coverage, truncation. Exit status 1 when something is wrong."""
     from shardwise.checkpointing.verifying import verify_checkpoint
 
-    with _progress(format) as progress:
+    with drawn_progress(in_bytes=True, wanted=format is Format.TEXT) as progress:
         findings = verify_checkpoint(path, progress=progress)
     if format is Format.JSON:
-        typer.echo(json.dumps({"path": path, "findings": [_as_dict(finding) for finding in findings]}))
+        names = ("code", "message", "where", "fix", "severity")  # a severity is a string
+        rows = [{name: getattr(finding, name) for name in names} for finding in findings]
+        typer.echo(json.dumps({"path": path, "findings": rows}))
     else:
         typer.echo("\n".join(map(str, findings)) or f"{path}: nothing wrong")
-    raise typer.Exit(_status(findings))
+    raise typer.Exit(status_of(findings))
 
 
 @ckpt.command()
@@ -102,7 +95,7 @@ def convert(
     from shardwise.checkpointing.convert import convert_checkpoint
     from shardwise.units import format_bytes
 
-    with _progress(format) as progress:
+    with drawn_progress(in_bytes=True, wanted=format is Format.TEXT) as progress:
         done = convert_checkpoint(
             src,
             dst,
@@ -135,9 +128,9 @@ def diff(
     """Compare two checkpoints: names, shapes, largest difference. Exit status 1 when they differ."""
     from shardwise.checkpointing.inspecting import diff_checkpoints
 
-    with _progress(format) as progress:
+    with drawn_progress(in_bytes=True, wanted=format is Format.TEXT) as progress:
         found = diff_checkpoints(a, b, model=_load(model), progress=progress)
-    typer.echo(json.dumps(found.to_dict()) if format is Format.JSON else str(found))
+    show(found, format)
     raise typer.Exit(0 if found.is_empty else 1)
 
 
@@ -145,10 +138,10 @@ def _load(name: str | None) -> nn.Module | None:
     """The model on the meta device, or none."""
     if name is None:
         return None
+    from shardwise.cli.running import look_in_working_folder
     from shardwise.models.load import load_model
 
-    if (folder := os.getcwd()) not in sys.path:  # a `module:callable` of the user is looked up here
-        sys.path.insert(0, folder)
+    look_in_working_folder()
     return load_model(name)
 
 
@@ -159,25 +152,3 @@ def _parse_size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise ConfigError(str(error), where="--max-shard-size", fix="write it as in 5GB") from None
-
-
-def _progress(format: Format) -> AbstractContextManager[Progress | None]:
-    """A context that draws the progress, unless a machine reads the output."""
-    if format is Format.JSON:
-        return nullcontext(None)
-    from rich.console import Console
-
-    from shardwise.report.terminal import progress_on
-
-    return progress_on(Console(stderr=True), in_bytes=True)
-
-
-def _as_dict(finding: Finding) -> dict[str, str]:
-    names = ("code", "message", "where", "fix")
-    return {**{name: getattr(finding, name) for name in names}, "severity": finding.severity.value}
-
-
-def _status(findings: list[Finding]) -> int:
-    from shardwise.findings import Severity
-
-    return 1 if any(finding.severity is not Severity.NOTE for finding in findings) else 0

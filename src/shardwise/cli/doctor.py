@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.options import Format, FormatOption
+from shardwise.cli.options import Format, FormatOption, status_of
 
 if TYPE_CHECKING:
-    from shardwise.diagnosing.environment import Environment, Measured
+    from shardwise.diagnosing.environment import Measured
 
 
 def doctor(
@@ -33,19 +33,13 @@ def doctor(
     if num_ranks:
         rows = start_local("shardwise.diagnosing.environment:measure_collectives", num_ranks)[0]
     if format is Format.JSON:
-        typer.echo(json.dumps(_as_dict(environment, rows)))
+        measured = [dataclasses.asdict(row) | {"bytes_per_second": row.bytes_per_second} for row in rows]
+        findings = [dataclasses.asdict(finding) for finding in environment.findings]
+        typer.echo(json.dumps({**environment.facts, "collectives": measured, "findings": findings}))
     else:
         from rich.console import Console
 
         from shardwise.report.doctor import print_examination
 
         print_examination(Console(), environment, rows, num_ranks)
-    raise typer.Exit(1 if any(finding.severity != "note" for finding in environment.findings) else 0)
-
-
-def _as_dict(environment: Environment, rows: list[Measured]) -> dict[str, Any]:
-    return {
-        **environment.facts,
-        "collectives": [dataclasses.asdict(row) | {"bytes_per_second": row.bytes_per_second} for row in rows],
-        "findings": [dataclasses.asdict(finding) for finding in environment.findings],
-    }
+    raise typer.Exit(status_of(environment.findings))

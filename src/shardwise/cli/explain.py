@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.options import Format, FormatOption
+from shardwise.cli.options import Format, FormatOption, show
 
 _RULE = re.compile(r"SW[0-9]{3}", re.IGNORECASE)
 
@@ -30,18 +30,19 @@ def explain(
     A log may hold the lines of many ranks: the first failure is explained, not what followed from it.
     """
     from shardwise.explaining import explain as find_explanation
+    from shardwise.pages import page_folder
 
-    page = _page_of_rule(target)
-    if page is not None:
+    page_path = page_folder("docs/rules") / f"{target.upper()}.md"
+    if _RULE.fullmatch(target) and page_path.is_file():
+        page = page_path.read_text(encoding="utf-8")
         typer.echo(json.dumps({"code": target.upper(), "page": page}) if format is Format.JSON else page.rstrip())
         return
     if Path(target).is_dir():
         _explain_dumps(Path(target), format)
         return
     explanation = find_explanation(_text_of(target))
-    found = explanation.to_dict()
-    typer.echo(json.dumps(found) if format is Format.JSON else str(explanation))
-    raise typer.Exit(0 if "fix" in found else 1)
+    show(explanation, format)
+    raise typer.Exit(0 if "fix" in explanation.to_dict() else 1)
 
 
 def _explain_dumps(folder: Path, format: Format) -> None:
@@ -56,13 +57,6 @@ def _explain_dumps(folder: Path, format: Format) -> None:
     else:
         typer.echo("\n".join(map(str, hangs)) or "The dumps show no difference between the ranks.")
     raise typer.Exit(0 if hangs else 1)
-
-
-def _page_of_rule(target: str) -> str | None:
-    from shardwise.pages import page_folder
-
-    path = page_folder("docs/rules") / f"{target.upper()}.md"
-    return path.read_text(encoding="utf-8") if _RULE.fullmatch(target) and path.is_file() else None
 
 
 def _text_of(target: str) -> str:

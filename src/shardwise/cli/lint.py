@@ -10,6 +10,7 @@ import typer
 from shardwise.findings import Safety
 
 if TYPE_CHECKING:
+    from shardwise.findings import SourceFinding
     from shardwise.linting.lint import Linted
 
 
@@ -55,12 +56,12 @@ def _render(linted: list[Linted], format: SourceFormat) -> None:
     from shardwise.report import source
 
     findings = [finding for file in linted for finding in file.findings]
+    fixed = sum(file.num_fixed for file in linted)
     match format:
         case SourceFormat.TEXT:
-            _render_text(linted)
+            _render_text(linted, findings, fixed)
         case SourceFormat.JSON:
             fixable = sum(bool(finding.edits) for finding in findings)
-            fixed = sum(file.num_fixed for file in linted)
             typer.echo(source.findings_json(findings, {"findings": len(findings), "fixable": fixable, "fixed": fixed}))
         case SourceFormat.SARIF:
             typer.echo(source.findings_sarif(findings, all_rules().values(), version=__version__))
@@ -68,23 +69,22 @@ def _render(linted: list[Linted], format: SourceFormat) -> None:
             typer.echo(source.findings_github(findings), nl=bool(findings))
 
 
-def _render_text(linted: list[Linted]) -> None:
+def _render_text(linted: list[Linted], findings: list[SourceFinding], fixed: int) -> None:
     from rich.console import Console
 
     from shardwise.report.source import print_findings
 
     console = Console()
-    for file in linted:
-        print_findings(console, file.findings, {file.path: file.text})
-    findings = [finding for file in linted for finding in file.findings]
-    fixed = sum(file.num_fixed for file in linted)
+    print_findings(console, findings, {file.path: file.text for file in linted})
     if fixed:
         console.print(f"{fixed} fixed", style="green", highlight=False)
     if not findings:
         console.print("nothing found")
         return
-    safe = sum(bool(finding.edits) and finding.safety is Safety.SAFE for finding in findings)
-    unsafe = sum(bool(finding.edits) and finding.safety is Safety.UNSAFE for finding in findings)
+    safe, unsafe = (
+        sum(bool(finding.edits) and finding.safety is safety for finding in findings)
+        for safety in (Safety.SAFE, Safety.UNSAFE)
+    )
     hint = f"; --fix repairs {safe}" if safe else ""
     hint += f"; --unsafe-fixes repairs {safe + unsafe}" if unsafe else ""
     num_files = sum(bool(file.findings) for file in linted)

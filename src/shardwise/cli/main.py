@@ -84,19 +84,10 @@ def _show_bug(error: Exception) -> None:
         typer.echo("\n".join(notes).rstrip(), err=True)
     else:
         traceback.print_exception(error)
-    versions = f"shardwise {metadata.version('shardwise')}, Python {sys.version.split()[0]}, {_torch()}"
-    typer.echo(
-        "\nshardwise did not expect this. If it does not come from your own code, report the lines above,"
-        f"\nthe command, and: {versions}",
-        err=True,
-    )
-
-
-def _torch() -> str:
-    try:
-        return f"torch {metadata.version('torch')}"
-    except metadata.PackageNotFoundError:
-        return "no torch"
+    torch = next((f"torch {one.version}" for one in metadata.distributions(name="torch")), "no torch")
+    versions = f"shardwise {metadata.version('shardwise')}, Python {sys.version.split()[0]}, {torch}"
+    text = "shardwise did not expect this. If it does not come from your own code, report the lines above,"
+    typer.echo(f"\n{text}\nthe command, and: {versions}", err=True)
 
 
 if __name__ == "__main__":

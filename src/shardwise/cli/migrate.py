@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.lint import SourceFormat
+from shardwise.cli.options import drawn_progress
 
 if TYPE_CHECKING:
     from shardwise.fsdp1.codemod.migrate import Migration
@@ -31,22 +32,18 @@ def migrate(
     format: Annotated[SourceFormat, typer.Option("--format", help="How to print the result.")] = SourceFormat.TEXT,
 ) -> None:
     """Rewrite FSDP1 code to FSDP2, and say what a person must decide."""
-    from rich.console import Console
-
     from shardwise.fsdp1.codemod.migrate import migrate as run
-    from shardwise.report.terminal import progress_on
 
-    with progress_on(Console(stderr=True)) as progress:
+    with drawn_progress() as progress:
         migration = run(paths, target=target.value, write=write, progress=progress)
     _show(migration, format, written=write)
     raise typer.Exit(1 if migration.summary["needs-decision"] else 0)
 
 
 def _show(migration: Migration, format: SourceFormat, *, written: bool) -> None:
-    from importlib import metadata
-
     from rich.console import Console
 
+    from shardwise import __version__
     from shardwise.fsdp1.codemod.draft import KINDS
     from shardwise.report.migration import print_migration
     from shardwise.report.source import findings_github, findings_sarif
@@ -55,7 +52,7 @@ def _show(migration: Migration, format: SourceFormat, *, written: bool) -> None:
         case SourceFormat.JSON:
             typer.echo(json.dumps(migration.to_dict(), indent=2))
         case SourceFormat.SARIF:
-            typer.echo(findings_sarif(migration.findings, KINDS.values(), version=metadata.version("shardwise")))
+            typer.echo(findings_sarif(migration.findings, KINDS.values(), version=__version__))
         case SourceFormat.GITHUB:
             typer.echo(findings_github(migration.findings))
         case SourceFormat.TEXT:

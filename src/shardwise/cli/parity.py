@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.options import Format, FormatOption, ModelArgument, NprocOption, SetOption
+from shardwise.cli.options import Format, FormatOption, ModelArgument, NprocOption, SetOption, show
 
 if TYPE_CHECKING:
     from shardwise.config.run import RunConfig
@@ -43,7 +42,7 @@ def parity(
     config = load(RunConfig, values, settings or ())
     verdict = run_on_ranks("shardwise.cli.parity:compare_on_rank", nproc, (config, steps, batch))
     if verdict is not None:
-        typer.echo(json.dumps(verdict.to_dict()) if format is Format.JSON else str(verdict))
+        show(verdict, format)
         raise typer.Exit(0 if verdict.equal else 1)
 
 
@@ -59,7 +58,7 @@ def compare_on_rank(config: RunConfig, steps: int, batch: str | None) -> Parity:
     from shardwise.distributed.mesh import data_parallel_mesh, init_distributed, shutdown
     from shardwise.models.batches import make_batch
     from shardwise.models.load import find_callable, is_callable_name, load_model
-    from shardwise.training.requirements import check_batch
+    from shardwise.training.run import check_batch
 
     mesh = init_distributed(config.mesh)
     num_ranks = data_parallel_mesh(mesh).size()

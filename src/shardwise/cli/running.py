@@ -55,9 +55,7 @@ def user_code() -> Iterator[None]:
     Ranks:
         Local.
     """
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    look_in_working_folder()
     stdout = sys.stdout
     stdout.flush()
     kept = os.dup(1)
@@ -69,6 +67,12 @@ def user_code() -> Iterator[None]:
         stdout.flush()  # what was written to `sys.__stdout__`
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def look_in_working_folder() -> None:
+    """Let a `module:callable` be found in the working folder."""
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def _call(target: str, args: Sequence[object], launch: Launch) -> Any:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from shardwise.cli.options import Format, FormatOption
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, did_you_mean
 from shardwise.pages import page_folder
 
 SKILL = "shardwise-fsdp2"
@@ -134,14 +134,9 @@ def show(
     format: FormatOption = Format.TEXT,
 ) -> None:
     """Print the skill's main page, or one of its references."""
-    from difflib import get_close_matches
-
-    from shardwise.errors import ConfigError
-
     pages = {Path(name).stem: data.decode() for name, data in skill_files().items()}
     name = topic or "SKILL"
     if name not in pages:
-        close = get_close_matches(name, pages, n=1)
-        fix = f"did you mean {close[0]!r}?" if close else "choose one of the topics"
+        fix = did_you_mean(name, pages).strip(" ()") or "choose one of the topics"
         raise ConfigError(f"the skill has no topic {name!r}", where="TOPIC", why=f"topics: {', '.join(pages)}", fix=fix)
     typer.echo(json.dumps({"topic": name, "page": pages[name]}) if format is Format.JSON else pages[name].rstrip())

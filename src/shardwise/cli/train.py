@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.options import Format, FormatOption, NprocOption, RunArgument, SetOption
+from shardwise.cli.options import Format, FormatOption, NprocOption, RunArgument, SetOption, drawn_progress, show
 
 if TYPE_CHECKING:
     from shardwise.config.run import RunConfig
@@ -28,20 +27,19 @@ def train(
     """Shard a model and train it; without a run file, a small Llama on this machine's Python sources."""
     from shardwise.config.load import load
     from shardwise.config.run import RunConfig
+    from shardwise.distributed.launchers import read_launch
 
     config = load(RunConfig, run, settings or ())
     if print_config:
         from shardwise.cli.running import number_of_ranks
-        from shardwise.training.requirements import resolved_yaml
+        from shardwise.training.run import resolved_yaml
 
         typer.echo(resolved_yaml(config, number_of_ranks(nproc)), nl=False)
         return
     training = _train(config, nproc)
-    if training is None:
-        return
-    if _is_first():
-        typer.echo(json.dumps(training.to_dict()) if format is Format.JSON else str(training))
-    if training.stopped is not None:
+    if training is not None and read_launch().rank == 0:
+        show(training, format)
+    if training is not None and training.stopped is not None:
         raise typer.Exit(EXIT_STOPPED)
 
 
@@ -65,30 +63,17 @@ def _train(config: RunConfig, nproc: int | None) -> Training | None:
         give_back(config)  # if it is empty still
 
 
-def _is_first() -> bool:
-    from shardwise.distributed.launchers import read_launch
-
-    return read_launch().rank == 0
-
-
 def train_on_rank(config: RunConfig) -> Training:
     """Train on this rank; rank 0 draws the progress.
 
     Ranks:
         Collective.
     """
-    from rich.console import Console
-
     from shardwise.distributed.launchers import read_launch
     from shardwise.distributed.mesh import shutdown
-    from shardwise.progress import NoProgress
-    from shardwise.report.terminal import progress_on
     from shardwise.training.loop import fit
 
-    if read_launch().rank == 0:
-        with progress_on(Console(stderr=True)) as progress:
-            training = fit(config, progress=progress)
-    else:
-        training = fit(config, progress=NoProgress())
+    with drawn_progress(wanted=read_launch().rank == 0) as progress:
+        training = fit(config, progress=progress)
     shutdown()
     return training

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,22 +14,10 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, did_you_mean
 
 C = TypeVar("C")
 _FIX = "shardwise train --print-config shows every setting with its default"
-
-
-class _Problems(list[str]):
-    """Collects `path: what is wrong`; raises once, with all of them."""
-
-    def add(self, path: Iterable[str | int], text: str) -> None:
-        self.append(f"{'.'.join(map(str, path)) or 'the whole config'}: {text}")
-
-    def raise_any(self, name: str) -> None:
-        if self:
-            num = f"{len(self)} problem{'s' if len(self) > 1 else ''}"
-            raise ConfigError(f"{num} in {name}", where="\n".join(self), fix=_FIX)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -61,16 +48,15 @@ def load(cls: type[C], source: str | Path | Mapping[str, Any] | None = None, ove
     """
     name = str(source) if isinstance(source, (str, Path)) else "the config"
     values = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_yaml(source)
-    problems = _Problems()
-    for override in overrides:
-        _apply(values, override, problems)
+    problems = [f"--set {one}: {problem}" for one in overrides if (problem := _apply(values, one)) is not None]
+    config: C | None = None
     try:
         config = TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
-        _explain(error, cls, problems)
-        problems.raise_any(name)
-        raise AssertionError("a validation error without a problem") from error
-    problems.raise_any(name)
+        problems += _explain(error, cls)
+    num = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    if problems or config is None:
+        raise ConfigError(f"{num} in {name}", where="\n".join(problems), fix=_FIX)
     return config
 
 
@@ -110,74 +96,61 @@ def read_yaml(path: str | PathLike[str] | None) -> dict[str, Any]:
         values = yaml.load(Path(path).read_text(), _UniqueKeyLoader)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise ConfigError(
-            f"cannot read {path}: {reason.lower()}",
-            where=str(path),
-            fix="name an existing YAML file, or none",
-        ) from None
+        fix = "name an existing YAML file, or none"
+        raise ConfigError(f"cannot read {path}: {reason.lower()}", where=str(path), fix=fix) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         text = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"not YAML: {text}", where=f"{path}{line}", fix=_FIX) from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        what = type(values).__name__
-        raise ConfigError(
-            f"{path} holds a {what}, not settings",
-            where=str(path),
-            why="a run file maps names to values",
-            fix=_FIX,
-        )
-    return values
+    if not isinstance(values, dict | None):
+        what = f"{path} holds a {type(values).__name__}, not settings"
+        raise ConfigError(what, where=str(path), why="a run file maps names to values", fix=_FIX)
+    return values or {}
 
 
-def _apply(values: dict[str, Any], override: str, problems: _Problems) -> None:
-    """Set one `a.b=value`, making mappings on the way."""
+def _apply(values: dict[str, Any], override: str) -> str | None:
+    """Set one `a.b=value`, making mappings on the way; what is wrong with it, or None."""
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        problems.append(f"--set {override}: not of the form a.b=value")
-        return
+        return "not of the form a.b=value"
     place: Any = values
     for depth, key in enumerate(keys[:-1]):
         inner = place[int(key)] if isinstance(place, list) and _is_index(place, key) else None
         if isinstance(place, dict):
             inner = place.setdefault(key, {})
         if not isinstance(inner, (dict, list)):
-            problems.append(f"--set {override}: {'.'.join(keys[: depth + 1])} holds no settings of its own")
-            return
+            return f"{'.'.join(keys[: depth + 1])} holds no settings of its own"
         place = inner
-    last: Any = keys[-1]
-    if isinstance(place, list):
-        if not _is_index(place, last):
-            problems.append(f"--set {override}: {'.'.join(keys[:-1])} is a list of {len(place)}")
-            return
-        last = int(last)
+    if isinstance(place, list) and not _is_index(place, keys[-1]):
+        return f"{'.'.join(keys[:-1])} is a list of {len(place)}"
+    last: Any = int(keys[-1]) if isinstance(place, list) else keys[-1]
     try:
         place[last] = yaml.load(text, _UniqueKeyLoader)
     except yaml.YAMLError:
-        problems.append(f"--set {override}: the value is not YAML; put it in quotes")
+        return "the value is not YAML; put it in quotes"
+    return None
 
 
 def _is_index(items: list[Any], key: str) -> bool:
     return key.isdigit() and int(key) < len(items)
 
 
-def _explain(error: ValidationError, cls: type, problems: _Problems) -> None:
+def _explain(error: ValidationError, cls: type) -> Iterator[str]:
     """One line a field: pydantic reports each branch of a union by itself."""
     by_path: dict[tuple[str | int, ...], list[str]] = {}
     for item in error.errors():
         path, owner = _locate(cls, item["loc"])
         text = item["msg"][0].lower() + item["msg"][1:]
         if item["type"] == "unexpected_keyword_argument":
-            text = "unknown setting" + _suggestion(str(path[-1]), owner)
+            names = [field.name for field in dataclasses.fields(owner)] if owner is not None else []  # pyrefly: ignore
+            text = "unknown setting" + did_you_mean(str(path[-1]), names, f" (there are: {', '.join(names)})")
         elif item["type"] != "missing":
             text = f"{text.partition(', unable to ')[0]}, got {item['input']!r}"
         by_path.setdefault(path, []).append(text)
     for path, texts in by_path.items():
-        problems.add(path, " or ".join(_without_repeats(texts)))
+        yield f"{'.'.join(map(str, path)) or 'the whole config'}: {' or '.join(_without_repeats(texts))}"
 
 
 def _without_repeats(texts: list[str]) -> list[str]:
@@ -213,12 +186,6 @@ def _dataclasses_in(hint: Any) -> list[type]:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint) and not isinstance(hint, types.GenericAlias):
         return [hint]
     return [found for argument in typing.get_args(hint) for found in _dataclasses_in(argument)]
-
-
-def _suggestion(name: str, owner: type | None) -> str:
-    names = [field.name for field in dataclasses.fields(owner)] if owner is not None else []  # pyrefly: ignore
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f" (did you mean {near[0]!r}?)" if near else f" (there are: {', '.join(names)})"
 
 
 def _plain(value: Any) -> Any:

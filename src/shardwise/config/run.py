@@ -1,16 +1,14 @@
 """Every setting of a training run, as frozen dataclasses: what `shardwise train RUN.yaml` reads. No torch, no I/O."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from shardwise.config.schema import STRICT, MeshConfig, ShardConfig
+from shardwise.config.schema import MeshConfig, ShardConfig, Strict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(Strict):
     """The training data, and how it becomes sequences of tokens."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     source: str | tuple[str, ...] = "python"
     """`python` (this Python's own standard library), files, globs or folders, or `module:callable`."""
@@ -46,10 +44,8 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
+class OptimizerConfig(Strict):
     """The optimizer."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     """`muon` updates the matrices of the blocks with Muon, everything else with AdamW."""
@@ -74,10 +70,8 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleConfig:
+class ScheduleConfig(Strict):
     """The learning-rate schedule."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """Schedule after the warm-up; `wsd` (warm-up, stable, decay) stays at the peak and decays at the end."""
@@ -90,10 +84,8 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingConfig:
+class TrainingConfig(Strict):
     """The training loop."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     steps: int = 700
     """Total number of optimizer steps, including those before a resume."""
@@ -131,10 +123,8 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
+class CheckpointConfig(Strict):
     """Checkpoints of the run."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     every: int | None = 100
     """Number of steps between checkpoints; None: only at the end."""
@@ -156,10 +146,8 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MetricsConfig:
+class MetricsConfig(Strict):
     """Metrics and trackers; metrics.jsonl in the run's folder is always written."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     every: int = 1
     """Number of steps between records."""
@@ -176,10 +164,8 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
+class RunConfig(Strict):
     """One training run: `shardwise train RUN.yaml`."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     model: str = "llama3-bytes"
     """A reference model, a local Hugging Face folder or config, or `module:callable`."""

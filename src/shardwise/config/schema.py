@@ -6,7 +6,13 @@ from typing import Any, ClassVar, Literal
 
 from shardwise.errors import ConfigError, PlanError
 
-STRICT: dict[str, Any] = {"extra": "forbid"}  # read by config.load; a typo is an error
+
+class Strict:
+    """Settings of which a mistyped name is an error, when `config.load` reads them."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -40,10 +46,8 @@ def refuse_model_parallel(axes: Mapping[str, int], *, where: str, fix: str) -> N
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeshConfig:
+class MeshConfig(Strict):
     """How ranks are laid out: `replicate` groups of `shard` ranks."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     shard: int | None = None
     """Number of ranks that share one copy of the parameters; None: all remaining ranks."""
@@ -84,10 +88,8 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrecisionConfig:
+class PrecisionConfig(Strict):
     """Dtypes in which a group is unsharded, computed and reduced. Storage is the model's own dtype."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     param_dtype: Literal["auto", "storage"] | DtypeName = "auto"
     """Dtype of unsharded parameters. `auto`: bfloat16 on GPUs that have it, float16 on older ones,
@@ -102,10 +104,8 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefetchConfig:
+class PrefetchConfig(Strict):
     """Number of groups to prefetch explicitly; 0 uses FSDP2's implicit prefetch."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     forward: int = 0
     """Number of groups all-gathered ahead of the running one in forward."""
@@ -116,10 +116,8 @@ class PrefetchConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupOverride:
+class GroupOverride(Strict):
     """Settings for the modules that a pattern matches; None keeps the setting."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     pattern: str
     """Module FQN with `*`, or a class name: `*.router`, `model.norm`, `LlamaRMSNorm`. `(root)` is the root's own group,
@@ -143,10 +141,8 @@ class GroupOverride:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShardConfig:
+class ShardConfig(Strict):
     """How a model is sharded. The default decides everything; the plan gives the reasons."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     group_by: Literal["auto", "children", "attribute", "root"] = "auto"
     """Where groups come from when no class, pattern, size or predicate is given: `auto` finds repeated

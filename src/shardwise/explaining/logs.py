@@ -32,67 +32,8 @@ _PROCESS = re.compile(
     r"|(?P<host>(?:worker|node|host|gpu)[\w.-]*):(?=\s)"  # pdsh
     r") ?"
 )
+_LABELLED = re.compile(f"(?:{_STAMP.pattern})?{_LABEL.pattern}")
 _OPENS = frozenset("[(0123456789")
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """What stood before a line, and the line itself."""
-
-    rank: int | None
-    process: str
-    """As written; "" where nothing names one."""
-    time: str | None
-    """Month, day and clock, so that every style of stamp sorts with every other."""
-    text: str
-
-
-def has_labels(lines: list[str]) -> bool:
-    """True where most lines begin with `3: `: then it is srun's label and not part of what was said."""
-    said = [line for line in lines[:2000] if line.strip()]
-    labelled = sum(_LABEL.match(_after_stamp(line)) is not None for line in said)
-    return labelled > len(said) / 2
-
-
-def split_prefix(text: str, *, labels: bool) -> Prefix:
-    """Take off everything that is not the program's own, in whatever order it stands."""
-    rank, process, time = None, "", None
-    while _may_be_prefixed(text):
-        if stamp := _STAMP.match(text) or _AMERICAN.match(text):
-            time = time or _sortable(stamp)  # the outermost: one collector's clock for all
-            text = text[stamp.end() :]
-        elif named := _RANK.match(text):
-            rank = int(next(filter(None, named.groups())))  # the innermost: the global rank
-            text = text[named.end() :]
-        elif labels and rank is None and (label := _LABEL.match(text)):
-            rank = int(label["label"])
-            text = text[label.end() :]
-        elif speaker := _PROCESS.match(text):
-            process = process or next(filter(None, speaker.groups()))
-            text = text[speaker.end() :]
-        else:
-            break
-    if time is None and (glog := _GLOG.match(text)):
-        time = _sortable(glog)
-    return Prefix(rank, process, time, text)
-
-
-def _may_be_prefixed(text: str) -> bool:
-    """A cheap look, for logs of many lines: every prefix begins with one of these or soon has one of those."""
-    head = text[:48].lstrip()
-    return head[:1] in _OPENS or ": " in head or "|" in head or head[-1:] == ":"
-
-
-def _after_stamp(text: str) -> str:
-    stamp = _STAMP.match(text)
-    return text[stamp.end() :] if stamp else text
-
-
-def _sortable(stamp: re.Match[str]) -> str:
-    clock, _, fraction = stamp["clock"].replace(",", ".").partition(".")
-    return f"{stamp['month']:0>2}-{stamp['day']} {clock}.{fraction:0<9.9}"
-
-
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _GLUED = re.compile(r"((?:it/s|s/it|\w/s)[^\]]{0,80}\])(?=\[rank|\[default|Traceback)")  # a bar ends without a line end
 _RAY_WORKER = re.compile(r"pid=(?P<pid>\d+)\)[ :]*(?:world_)?rank=(?P<rank>\d+)")
@@ -112,7 +53,7 @@ class Line:
     """Who wrote it, where the log says so."""
     text: str
     time: str | None
-    """So that it sorts; None where the line has none."""
+    """Month, day and clock, so that every style of stamp sorts with every other; None where the line has none."""
     process: str = ""
     """The process as the collector names it, where it does."""
 
@@ -126,12 +67,10 @@ class Line:
 def read_lines(log: str) -> list[Line]:
     """The lines of a log with the ranks that wrote them."""
     rows = list(_rows(log))
-    labels = has_labels([text for _, text in rows[:2000]])
-    lines = []
-    for number, text in rows:
-        prefix = split_prefix(text, labels=labels)
-        lines.append(Line(number, prefix.rank, prefix.text, prefix.time, prefix.process))
-    return _with_ranks_of_processes(lines)
+    said = [text for _, text in rows[:2000] if text.strip()]
+    # Where most lines begin with `3: `, it is srun's label and not part of what was said.
+    has_labels = sum(_LABELLED.match(text) is not None for text in said) > len(said) / 2
+    return _with_ranks_of_processes([_split_prefix(number, text, has_labels) for number, text in rows])
 
 
 def _rows(log: str) -> Iterator[tuple[int, str]]:
@@ -143,6 +82,37 @@ def _rows(log: str) -> Iterator[tuple[int, str]]:
             text = _GLUED.sub(r"\1\r", text)
         for part in text.rstrip("\r").split("\r"):
             yield number, part.rstrip()
+
+
+def _split_prefix(number: int, text: str, has_labels: bool) -> Line:
+    """Take off everything that is not the program's own, in whatever order it stands."""
+    rank, process, time = None, "", None
+    while _may_be_prefixed(text):
+        if found := _STAMP.match(text) or _AMERICAN.match(text):
+            time = time or _sortable(found)  # the outermost: one collector's clock for all
+        elif found := _RANK.match(text):
+            rank = int(next(filter(None, found.groups())))  # the innermost: the global rank
+        elif has_labels and rank is None and (found := _LABEL.match(text)):
+            rank = int(found["label"])
+        elif found := _PROCESS.match(text):
+            process = process or next(filter(None, found.groups()))
+        else:
+            break
+        text = text[found.end() :]
+    if time is None and (glog := _GLOG.match(text)):
+        time = _sortable(glog)
+    return Line(number, rank, text, time, process)
+
+
+def _may_be_prefixed(text: str) -> bool:
+    """A cheap look, for logs of many lines: every prefix begins with one of these or soon has one of those."""
+    head = text[:48].lstrip()
+    return head[:1] in _OPENS or ": " in head or "|" in head or head[-1:] == ":"
+
+
+def _sortable(stamp: re.Match[str]) -> str:
+    clock, _, fraction = stamp["clock"].replace(",", ".").partition(".")
+    return f"{stamp['month']:0>2}-{stamp['day']} {clock}.{fraction:0<9.9}"
 
 
 def _with_ranks_of_processes(lines: list[Line]) -> list[Line]:
@@ -171,23 +141,18 @@ def _process_key(process: str) -> str:
     return pid[1] if pid else process
 
 
-def by_speaker(lines: list[Line]) -> dict[tuple[str, int | None], list[Line]]:
+def by_speaker(lines: list[Line]) -> list[list[Line]]:
     """Each speaker's own lines, in order; those that name nobody are one speaker."""
     speakers: dict[tuple[str, int | None], list[Line]] = {}
     for line in lines:
         speakers.setdefault(line.speaker, []).append(line)
-    return speakers
+    return list(speakers.values())
 
 
-def last_progress(lines: list[Line]) -> dict[tuple[str, int | None], int]:
-    """Up to which line each speaker certainly lived: its third last report of a step."""
-    reports: dict[tuple[str, int | None], list[int]] = {}
-    for line in lines:
-        if _PROGRESS.search(line.text) and not line.text.startswith(("wandb:", " ")):
-            numbers = reports.setdefault(line.speaker, [])
-            if line.number not in numbers[-1:]:
-                numbers.append(line.number)
-    return {speaker: numbers[-3] for speaker, numbers in reports.items() if len(numbers) >= 3}
+def last_progress(own: list[Line]) -> int:
+    """Up to which line a speaker certainly lived: its third last report of a step."""
+    reports = [line for line in own if _PROGRESS.search(line.text) and not line.text.startswith(("wandb:", " "))]
+    return [0, 0, 0, *dict.fromkeys(line.number for line in reports)][-3]
 
 
 _HEADER = re.compile(r"Traceback \(most recent call last\):?(?:\s*\(RANK (?P<rank>\d+)\))?|\bray::[\w.]+\(.*\bpid=\d+")
@@ -214,132 +179,95 @@ _NEXT = re.compile(
 
 @dataclass(slots=True)
 class Raised:
-    """The end of one traceback: the exception with its message, which may span lines."""
+    """One traceback, and the exception at its end with its message, which may span lines."""
 
     line: Line
-    rank: int | None
-    time: str | None
-    rows: list[str]
-    """The message; the first row begins with the type."""
-    numbers: set[int]
-    """The lines of the message."""
-    frames: str = ""
+    """Of the exception; until it comes, of the traceback's head."""
+    rank: int | None = None
+    time: str | None = None
     link: str = ""
     """How it follows from the one before in its chain: `cause`, `context`, or `inner` (that one wraps it)."""
     fatal: bool = True
+    indent: int = 0
+    frames: list[str] = field(default_factory=list)
+    is_disturbed: bool = False
+    """Other output stands between the frames and the exception."""
+    rows: list[str] = field(default_factory=list)
+    """The message; the first row begins with the type."""
+    numbers: set[int] = field(default_factory=set)
+    """The lines of the message."""
     tail: list[str] = field(default_factory=list)
     """What follows after an empty line, and may still be of the message."""
 
 
-@dataclass(slots=True)
-class Tracebacks:
-    """What one speaker's lines hold."""
-
-    chains: list[list[Raised]] = field(default_factory=list)
-    quoted: set[int] = field(default_factory=set)
-    """Lines of frames and source, which say nothing themselves."""
-
-
-@dataclass(slots=True)
-class _Open:
-    """A traceback whose end has not come."""
-
-    header: Line
-    indent: int
-    rank: int | None
-    link: str
-    fatal: bool
-    time: str | None
-    frames: list[str] = field(default_factory=list)
-    disturbed: bool = False
-
-
-def read_tracebacks(lines: list[Line]) -> Tracebacks:
+def read_tracebacks(lines: list[Line]) -> tuple[list[list[Raised]], set[int]]:
     """Find the tracebacks in one speaker's lines.
 
     Args:
         lines: Of one rank or process; other output may stand between them.
+
+    Returns:
+        Chains of exceptions, and the numbers of the lines of frames and source, which say nothing themselves.
     """
-    reading = Tracebacks()
-    opened: _Open | None = None
+    chains: list[list[Raised]] = []
+    quoted: set[int] = set()
+    opened: Raised | None = None
     link, spawned = "", None
     for index, line in enumerate(lines):
         text = line.text.lstrip(" |+")
+        in_group = bool(chains) and line.text.lstrip().startswith("|")
         if between := _BETWEEN.match(text):
             link = "cause" if between["cause"] else "context" if between["context"] else link
             spawned = int(between["rank"]) if between["rank"] else spawned
         if header := _HEADER.search(line.text):
-            wrapped = _wrapped(line.text, header, reading, spawned)
             rank = int(header["rank"]) if header["rank"] else spawned
-            opened = _open(lines, index, header, rank, link or ("inner" if wrapped else ""))
+            is_carried = rank is not None or "Original Traceback" in line.text or "ray::" in line.text or in_group
+            opened = _open(lines, index, header, rank, link or ("inner" if is_carried else ""))
             link = ""
-        elif opened and _is_frame(line, opened):
-            reading.quoted.add(line.number)
+        elif opened and (len(line.text) - len(text) > opened.indent or text.startswith(_BOX)):
+            quoted.add(line.number)
             opened.frames.append(line.text)
         elif opened and _ends(text, opened):
-            _close(reading, opened, lines, index)
+            _close(chains, opened, lines, index)
             opened = None
         elif opened and text:
-            opened.disturbed = True
-        elif _is_member(line, text, reading):
-            _close(reading, _Open(line, 0, None, "inner", True, line.time), lines, index)
-    return reading
+            opened.is_disturbed = True
+        elif in_group and _NAMED.match(text) and line.number not in chains[-1][-1].numbers:
+            # An exception of a group that was never raised by itself has no traceback of its own.
+            _close(chains, Raised(line, link="inner"), lines, index)
+    return chains, quoted
 
 
-def _wrapped(text: str, header: re.Match[str], reading: Tracebacks, spawned: int | None) -> bool:
-    """True where the exception before only carries this one."""
-    return bool(header["rank"] or "Original Traceback" in text or "ray::" in text or spawned is not None) or (
-        text.lstrip().startswith("|") and bool(reading.chains)
+def _open(lines: list[Line], index: int, header: re.Match[str], rank: int | None, link: str) -> Raised:
+    line = lines[index]
+    before = next(
+        (other for other in reversed(lines[max(0, index - 2) : index]) if line.number - other.number <= 2), None
     )
+    fatal = not _NOT_FATAL.search(line.text[: header.start()]) and not (before and _NOT_FATAL.search(before.text))
+    time = line.time or (before.time if before and before.number == line.number - 1 else None)
+    return Raised(line, rank, time, link, fatal, indent=len(line.text) - len(line.text.lstrip(" |+")))
 
 
-def _open(lines: list[Line], index: int, header: re.Match[str], rank: int | None, link: str) -> _Open:
-    line = lines[index]
-    before = [other for other in lines[max(0, index - 2) : index] if line.number - other.number <= 2]
-    last = before[-1].text if before else ""
-    fatal = not (_NOT_FATAL.search(last) or _NOT_FATAL.search(line.text[: header.start()]))
-    indent = len(line.text) - len(line.text.lstrip(" |+"))
-    time = line.time or (before[-1].time if before and before[-1].number == line.number - 1 else None)
-    return _Open(line, indent, rank, link, fatal, time)
+def _ends(text: str, opened: Raised) -> bool:
+    is_named = _NAMED.match(text) or (not opened.is_disturbed and _ANY_NAME.match(text))
+    return bool(opened.frames) and bool(is_named)
 
 
-def _is_member(line: Line, text: str, reading: Tracebacks) -> bool:
-    """An exception of a group that was never raised by itself has no traceback of its own."""
-    in_group = line.text.lstrip().startswith("|") and bool(reading.chains)
-    return in_group and _NAMED.match(text) is not None and line.number not in reading.chains[-1][-1].numbers
-
-
-def _is_frame(line: Line, opened: _Open) -> bool:
-    text = line.text.lstrip(" |+")
-    return len(line.text) - len(text) > opened.indent or text.startswith(_BOX)
-
-
-def _ends(text: str, opened: _Open) -> bool:
-    if _NAMED.match(text):
-        return bool(opened.frames)
-    return bool(opened.frames) and not opened.disturbed and _ANY_NAME.match(text) is not None
-
-
-def _close(reading: Tracebacks, opened: _Open, lines: list[Line], index: int) -> None:
-    line = lines[index]
+def _close(chains: list[list[Raised]], raised: Raised, lines: list[Line], index: int) -> None:
+    line = raised.line = lines[index]
     message = _message(lines, index)
-    raised = Raised(
-        line,
-        opened.rank if opened.rank is not None else line.rank,
-        line.time or opened.time,
-        [row.text.strip(" |") for row in message],
-        {row.number for row in message},
-        "\n".join(opened.frames),
-        opened.link,
-        opened.fatal,
-        [row.text for row in _message(lines, index + len(message) + 1)]
-        if _goes_on(lines, index + len(message))
-        else [],
-    )
-    if opened.link and reading.chains:
-        reading.chains[-1].append(raised)
+    raised.rank = raised.rank if raised.rank is not None else line.rank
+    raised.time = line.time or raised.time
+    raised.rows = [row.text.strip(" |") for row in message]
+    raised.numbers = {row.number for row in message}
+    # One empty line, and then something that begins nothing new.
+    after = [row.text.strip(" |") for row in lines[index + len(message) : index + len(message) + 2]]
+    if len(after) == 2 and not after[0] and after[1] and not _NEXT.match(after[1]) and not _NAMED.match(after[1]):
+        raised.tail = [row.text for row in _message(lines, index + len(message) + 1)]
+    if raised.link and chains:
+        chains[-1].append(raised)
     else:
-        reading.chains.append([raised])
+        chains.append([raised])
 
 
 def _message(lines: list[Line], index: int) -> list[Line]:
@@ -351,14 +279,6 @@ def _message(lines: list[Line], index: int) -> list[Line]:
             break
         message.append(line)
     return message
-
-
-def _goes_on(lines: list[Line], index: int) -> bool:
-    """True where one empty line stands and then something that begins nothing new."""
-    if index + 1 >= len(lines) or lines[index].text.strip(" |"):
-        return False
-    text = lines[index + 1].text.strip(" |")
-    return bool(text) and not _NEXT.match(text) and not _NAMED.match(text)
 
 
 def bare_exceptions(lines: list[Line]) -> list[Line]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, did_you_mean, raise_listed
 from shardwise.linting.registry import UNREADABLE, all_rules
 
 _CODES = r"(?P<codes>[A-Z]+[0-9]*(?:[,\s]+[A-Z]+[0-9]+)*)"
@@ -45,7 +44,7 @@ class LintSettings:
     """Codes, or starts of codes, of the rules to run."""
     ignore: tuple[str, ...] = ()
     """Codes, or starts of codes, of the rules not to run."""
-    per_file_ignores: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    per_file_ignores: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Codes not to report in the files that a pattern matches, as in `tests/*`."""
     exclude: tuple[str, ...] = ()
     """Patterns of files and folders to leave out."""
@@ -107,36 +106,33 @@ def _table(file: Path) -> dict[str, Any] | None:
     return content
 
 
+def _is_list_of_text(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _is_map_of_lists(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_list_of_text, value.values()))
+
+
+_SHAPES: dict[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(("select", "ignore", "exclude"), (_is_list_of_text, "must be a list of strings")),
+    "per-file-ignores": (_is_map_of_lists, "must map patterns to lists of codes"),
+    "preview": (lambda value: isinstance(value, bool), "must be true or false"),
+}
+
+
 def _settings(table: dict[str, Any], file: Path) -> LintSettings:
-    known = [one.name.replace("_", "-") for one in fields(LintSettings) if one.name != "root"]
     problems: list[str] = []
-    values: dict[str, Any] = {}
     for key, value in table.items():
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            problems.append(f"{key}: no such setting" + (f" (did you mean {close[0]!r}?)" if close else ""))
-        elif key == "preview":
-            problems += [] if isinstance(value, bool) else [f"{key}: must be true or false"]
-            values[key] = value
-        elif key == "per-file-ignores":
-            wrong = not isinstance(value, dict) or not all(map(_is_list_of_text, value.values()))
-            problems += ["per-file-ignores: must map patterns to lists of codes"] if wrong else []
-            values["per_file_ignores"] = {} if wrong else {pattern: tuple(codes) for pattern, codes in value.items()}
-        elif not _is_list_of_text(value):
-            problems.append(f"{key}: must be a list of strings")
-        else:
-            values[key] = tuple(value)
-    if problems:
-        raise ConfigError(
-            f"{len(problems)} problem(s) in [{_TABLE}]", where="\n".join(f"{file}: {one}" for one in problems)
-        )
+        is_right, shape = _SHAPES.get(key, (None, f"no such setting{did_you_mean(key, _SHAPES)}"))
+        if is_right is None or not is_right(value):
+            problems.append(f"{file}: {key}: {shape}")
+    raise_listed(problems, f"{{num}} problem(s) in [{_TABLE}]")
+    values: dict[str, Any] = {key.replace("-", "_"): value for key, value in table.items()}
+    values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
     settings = LintSettings(**values, root=file.parent)
     check_codes([*settings.select, *settings.ignore], where=f"{file} [{_TABLE}]")
     return settings
-
-
-def _is_list_of_text(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def with_codes(settings: LintSettings, select: Iterable[str] | None, ignore: Iterable[str] | None) -> LintSettings:
@@ -145,15 +141,13 @@ def with_codes(settings: LintSettings, select: Iterable[str] | None, ignore: Ite
     Raises:
         ConfigError: A code that no rule has.
     """
-    chosen, refused = _codes(select), _codes(ignore)
+    chosen, refused = (tuple(re.findall(r"[^\s,]+", ",".join(_listed(given)).upper())) for given in (select, ignore))
     check_codes([*chosen, *refused], where="--select, --ignore")
     return replace(settings, select=chosen or settings.select, ignore=(*settings.ignore, *refused))
 
 
-def _codes(given: Iterable[str] | None) -> tuple[str, ...]:
-    if isinstance(given, str):
-        given = [given]
-    return tuple(code.strip().upper() for text in given or () for code in text.split(",") if code.strip())
+def _listed(given: Iterable[str] | None) -> Iterable[str]:
+    return [given] if isinstance(given, str) else given or ()
 
 
 def check_codes(codes: Iterable[str], *, where: str) -> None:
@@ -165,12 +159,11 @@ def check_codes(codes: Iterable[str], *, where: str) -> None:
     known = [UNREADABLE, *all_rules()]
     wrong = [code for code in codes if not any(one.startswith(code) for one in known)]
     if wrong:
-        close = difflib.get_close_matches(wrong[0], known, n=1)
         raise ConfigError(
             f"no rule has the code {', '.join(wrong)}",
             where=where,
             why=f"codes are {known[0]} to {known[-1]}, or the start of one, such as SW2",
-            fix=f"did you mean {close[0]}?" if close else "shardwise lint --help",
+            fix=did_you_mean(wrong[0], known).strip(" ()") or "shardwise lint --help",
         )
 
 

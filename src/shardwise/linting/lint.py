@@ -99,13 +99,12 @@ def lint_files(
     heard = progress or NoProgress()
     heard.start(len(files), "lint")
     all_rules()  # loaded before worker processes are, so that each has them
-    found: list[Linted] = []
+    found: list[Linted | None] = []
     for file in map_files(partial(lint_file, settings=settings, fixes=fixes), files):
         heard.advance()
-        if file is not None:
-            found.append(file)
+        found.append(file)
     heard.finish()
-    return found
+    return [file for file in found if file is not None]
 
 
 def lint_file(path: str, settings: LintSettings, fixes: frozenset[Safety] = frozenset()) -> Linted | None:
@@ -120,7 +119,7 @@ def lint_file(path: str, settings: LintSettings, fixes: frozenset[Safety] = froz
         text, encoding = decode(data, path)
     except SourceError as error:
         unreadable = _unreadable(path, error, settings)
-        return Linted(path, (unreadable,), "") if unreadable is not None else None
+        return Linted(path, tuple(unreadable), "") if unreadable else None
     linted = lint_text(text, path, settings, fixes=fixes)
     if linted.num_fixed and path != STDIN:
         write_bytes(path, linted.text.encode(encoding))
@@ -136,7 +135,9 @@ def lint_text(text: str, path: str, settings: LintSettings, *, fixes: frozenset[
         if not chosen:
             break
         changed = apply(text, [edit for finding in chosen for edit in finding.edits])
-        if not _can_be_read(changed):
+        try:
+            FileContext(changed)
+        except SourceError:
             break  # never leave a file worse than it was
         text, num_fixed = changed, num_fixed + len(chosen)
     return Linted(path, tuple(findings), text, num_fixed)
@@ -145,16 +146,13 @@ def lint_text(text: str, path: str, settings: LintSettings, *, fixes: frozenset[
 def _find(text: str, path: str, settings: LintSettings) -> list[SourceFinding]:
     rules = [one for one in all_rules().values() if settings.enables(one.code, preview=one.preview)]
     try:
-        reading = LintContext(FileContext(text, path))
-        found = [finding for rule in rules for finding in rule.run(reading)]
+        context = LintContext(FileContext(text, path))
+        found = [finding for rule in rules for finding in rule.run(context)]
     except SourceError as error:
-        unreadable = _unreadable(path, error, settings)
-        return [unreadable] if unreadable is not None else []
+        return _unreadable(path, error, settings)
     except RecursionError:
-        error = SourceError("nested too deeply to be read", where=f"{path}:1:1")
-        unreadable = _unreadable(path, error, settings)
-        return [unreadable] if unreadable is not None else []
-    lines = reading.file.positions
+        return _unreadable(path, SourceError("nested too deeply to be read", where=f"{path}:1:1"), settings)
+    lines = context.file.positions
     kept = [
         finding
         for finding in found
@@ -165,19 +163,11 @@ def _find(text: str, path: str, settings: LintSettings) -> list[SourceFinding]:
     return sorted(kept, key=lambda finding: (finding.line, finding.column, finding.code))
 
 
-def _can_be_read(text: str) -> bool:
-    try:
-        FileContext(text)
-    except SourceError:
-        return False
-    return True
-
-
-def _unreadable(path: str, error: SourceError, settings: LintSettings) -> SourceFinding | None:
+def _unreadable(path: str, error: SourceError, settings: LintSettings) -> list[SourceFinding]:
     if not settings.enables(UNREADABLE) or settings.ignores_in(path, UNREADABLE):
-        return None
+        return []
     _, line, column = error.where.rsplit(":", 2)
-    return SourceFinding(
+    finding = SourceFinding(
         code=UNREADABLE,
         name="unreadable-source",
         message=error.what,
@@ -187,3 +177,4 @@ def _unreadable(path: str, error: SourceError, settings: LintSettings) -> Source
         line=int(line),
         column=int(column),
     )
+    return [finding]

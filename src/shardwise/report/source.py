@@ -9,37 +9,18 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from rich.console import Console
 from rich.text import Text
 
-from shardwise.findings import Edit, Safety, Severity, SourceFinding
+from shardwise.findings import Safety, Severity, SourceFinding
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 _GITHUB = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _MAX_FRAME_LINES = 4
-
-
-class Described(Protocol):
-    """What SARIF tells about a rule; a lint `Rule` is one."""
-
-    @property
-    def code(self) -> str:
-        """`SWnnn`."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The bad pattern, in kebab case."""
-        ...
-
-    @property
-    def summary(self) -> str:
-        """One sentence."""
-        ...
 
 
 def print_findings(console: Console, findings: Iterable[SourceFinding], texts: Mapping[str, str] | None = None) -> None:
@@ -108,17 +89,18 @@ def findings_github(findings: Iterable[SourceFinding]) -> str:
 
 
 def _github_line(finding: SourceFinding) -> str:
-    properties = {
-        "title": f"{finding.code} {finding.name}".strip(),
-        "file": PurePath(finding.path).as_posix(),
-        "line": finding.line,
-        "col": finding.column,
-    }
-    if finding.end_line:
-        properties |= {"endLine": finding.end_line, "endColumn": finding.end_column}
+    title, path = f"{finding.code} {finding.name}".strip(), PurePath(finding.path).as_posix()
+    properties = {"title": title, "file": path, "line": finding.line, "col": finding.column} | _end(finding)
     listed = ",".join(f"{name}={_escaped(str(value), ',:')}" for name, value in properties.items())
-    message = finding.message + (f" Fix: {finding.fix}" if finding.fix else "")
-    return f"::{_GITHUB[finding.severity]} {listed}::{_escaped(message)}"
+    return f"::{_GITHUB[finding.severity]} {listed}::{_escaped(_message(finding))}"
+
+
+def _message(finding: SourceFinding) -> str:
+    return finding.message + (f" Fix: {finding.fix}" if finding.fix else "")
+
+
+def _end(finding: SourceFinding) -> dict[str, int]:
+    return {"endLine": finding.end_line, "endColumn": finding.end_column} if finding.end_line else {}
 
 
 def _escaped(text: str, more: str = "") -> str:
@@ -127,8 +109,8 @@ def _escaped(text: str, more: str = "") -> str:
     return text
 
 
-def findings_sarif(findings: Sequence[SourceFinding], rules: Iterable[Described] = (), *, version: str = "") -> str:
-    """A SARIF 2.1.0 log of one run, with the rules that were hit described."""
+def findings_sarif(findings: Sequence[SourceFinding], rules: Iterable[Any] = (), *, version: str = "") -> str:
+    """A SARIF 2.1.0 log of one run, with the rules that were hit described by their code, name and summary."""
     hit = {finding.code for finding in findings}
     described = [
         {"id": rule.code, "name": rule.name, "shortDescription": {"text": rule.summary}}
@@ -146,23 +128,22 @@ def findings_sarif(findings: Sequence[SourceFinding], rules: Iterable[Described]
 
 def _sarif_result(finding: SourceFinding) -> dict[str, Any]:
     uri = {"uri": quote(PurePath(finding.path).as_posix())}
-    region = {"startLine": finding.line, "startColumn": finding.column}
-    if finding.end_line:
-        region |= {"endLine": finding.end_line, "endColumn": finding.end_column}
+    region = {"startLine": finding.line, "startColumn": finding.column} | _end(finding)
     result: dict[str, Any] = {
         "ruleId": finding.code,
         "level": finding.severity.value,
-        "message": {"text": finding.message + (f" Fix: {finding.fix}" if finding.fix else "")},
+        "message": {"text": _message(finding)},
         "locations": [{"physicalLocation": {"artifactLocation": uri, "region": region}}],
         "properties": {"safety": finding.safety.value, "status": finding.status.value},
     }
     if finding.edits and finding.safety is Safety.SAFE:  # consumers apply what they find here
-        replacements = [_sarif_replacement(edit) for edit in finding.edits]
+        replacements = [
+            {
+                "deletedRegion": {"charOffset": edit.start, "charLength": edit.end - edit.start},
+                "insertedContent": {"text": edit.text},
+            }
+            for edit in finding.edits
+        ]
         change = {"artifactLocation": uri, "replacements": replacements}
         result["fixes"] = [{"description": {"text": finding.fix}, "artifactChanges": [change]}]
     return result
-
-
-def _sarif_replacement(edit: Edit) -> dict[str, Any]:
-    region = {"charOffset": edit.start, "charLength": edit.end - edit.start}
-    return {"deletedRegion": region, "insertedContent": {"text": edit.text}}

@@ -26,7 +26,7 @@ def test_settings_are_read_from_a_folder_above(tmp_path: Path):
     assert settings.ignore == ("SW202",)
     assert settings.exclude == ("old",)
     assert settings.preview
-    assert settings.per_file_ignores == {"tests/*": ("SW201",)}
+    assert settings.per_file_ignores == {"tests/*": ["SW201"]}
     assert settings.root == tmp_path
 
 
