@@ -40,7 +40,7 @@ _HYBRID = re.compile(r"hybrid|hsdp", re.IGNORECASE)
 _NAMED_MESH = 'init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))'
 
 
-@rule("SW193", "fsdp1-argument")
+@rule("SW193")
 def fsdp1_argument(context: LintContext) -> Iterator[Hit]:
     """FSDP1's settings given to `fully_shard`.
 
@@ -62,7 +62,7 @@ def _fsdp1_types(value: Value) -> set[str]:
     return set(sorted(found & FSDP1_NAMES)[:1])
 
 
-@rule("SW215", "wrong-fully-shard-argument")
+@rule("SW215")
 def wrong_fully_shard_argument(context: LintContext) -> Iterator[Hit]:
     """`fully_shard` takes one module and keyword arguments of its own.
 
@@ -83,7 +83,7 @@ def wrong_fully_shard_argument(context: LintContext) -> Iterator[Hit]:
                 yield Hit(entry.node, "mp_policy=None fails: fully_shard reads its fields", fix)
 
 
-@rule("SW219", "hsdp-without-named-mesh", fix=_NAMED_MESH)
+@rule("SW219", fix=_NAMED_MESH)
 def hsdp_without_named_mesh(context: LintContext) -> Iterator[Hit]:
     """Hybrid sharding needs a 2-D mesh with named axes, replicas first.
 
@@ -150,13 +150,7 @@ def _names_hybrid(test: ast.expr) -> bool:
     return any(isinstance(node, ast.Constant) and _HYBRID.search(str(node.value)) for node in ast.walk(test))
 
 
-@rule(
-    "SW237",
-    "root-reshards-after-forward",
-    Severity.NOTE,
-    fix="leave reshard_after_forward out on the root",
-    preview=True,
-)
+@rule("SW237", Severity.NOTE, fix="leave reshard_after_forward out on the root", preview=True)
 def root_reshards_after_forward(context: LintContext) -> Iterator[Hit]:
     """`reshard_after_forward=True` on the root frees what backward gathers again at once.
 

@@ -22,7 +22,6 @@ _GATHERED = "get_model_state_dict(model, options=StateDictOptions(full_state_dic
 
 @rule(
     "SW223",
-    "full-checkpoint-into-shards",
     fix="set_model_state_dict(model, state_dict, options=StateDictOptions(full_state_dict=True)), "
     "and set_optimizer_state_dict for the optimizer",
 )
@@ -70,7 +69,7 @@ def _mentions_rank(nodes: list[ast.expr]) -> bool:
     return any("rank" in name for name in names)
 
 
-@rule("SW224", "state-dict-option-misplaced", safety=Safety.SAFE)
+@rule("SW224", safety=Safety.SAFE)
 def state_dict_option_misplaced(context: LintContext) -> Iterator[Hit]:
     """State-dict functions take their settings in `StateDictOptions`, and broadcasting needs a full state dict.
 
@@ -91,11 +90,7 @@ def state_dict_option_misplaced(context: LintContext) -> Iterator[Hit]:
             yield Hit(event.node, "broadcast_from_rank0 needs full_state_dict=True", "add full_state_dict=True", edits)
 
 
-@rule(
-    "SW225",
-    "load-into-empty-state-dict",
-    fix="put get_model_state_dict(model) and get_optimizer_state_dict(model, optimizer) in first",
-)
+@rule("SW225", fix="put get_model_state_dict(model) and get_optimizer_state_dict(model, optimizer) in first")
 def load_into_empty_state_dict(context: LintContext) -> Iterator[Hit]:
     """`torch.distributed.checkpoint.load` fills what is in the dictionary; an empty one gets nothing.
 
@@ -115,11 +110,7 @@ def _is_empty(value: Value) -> bool:
     return isinstance(value, DictValue) and not value.entries and not value.is_open
 
 
-@rule(
-    "SW226",
-    "fresh-optimizer-loaded",
-    fix="use get_optimizer_state_dict(model, optimizer), then set_optimizer_state_dict",
-)
+@rule("SW226", fix="use get_optimizer_state_dict(model, optimizer), then set_optimizer_state_dict")
 def fresh_optimizer_loaded(context: LintContext) -> Iterator[Hit]:
     """A new optimizer's `state_dict()` has no state, so `checkpoint.load` restores none.
 
@@ -145,7 +136,7 @@ def _is_plain(state: StateDict) -> bool:
     return isinstance(state.call.func, ast.Attribute) and state.call.func.attr == "state_dict"
 
 
-@rule("SW221", "shards-saved-as-model")
+@rule("SW221")
 def shards_saved_as_model(context: LintContext) -> Iterator[Hit]:
     """A sharded model's state dict holds this rank's shards, not the model.
 

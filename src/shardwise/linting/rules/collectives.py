@@ -41,7 +41,7 @@ _GROUP_POSITION = {
 }
 
 
-@rule("SW222", "collective-on-some-ranks", fix="call it on every rank and keep only the writing under the test")
+@rule("SW222", fix="call it on every rank and keep only the writing under the test")
 def collective_on_some_ranks(context: LintContext) -> Iterator[Hit]:
     """A call that all ranks must make together stands under `if rank == 0`.
 

@@ -15,7 +15,7 @@ from shardwise.source.values import Constant, ObjectRef, ProgramEvent, modules
 _REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method"
 
 
-@rule("SW229", "forward-called-directly", fix="call the model itself", safety=Safety.SAFE)
+@rule("SW229", fix="call the model itself", safety=Safety.SAFE)
 def forward_called_directly(context: LintContext) -> Iterator[Hit]:
     """`model.forward(x)` bypasses the hooks that gather a sharded model's parameters.
 
@@ -38,11 +38,7 @@ def _is_hooked(trace: Trace, module: ObjectRef, event: ProgramEvent) -> bool:
     )
 
 
-@rule(
-    "SW230",
-    "registered-method-reached-from-forward",
-    fix="remove this call: the module is entered by calling it",
-)
+@rule("SW230", fix="remove this call: the module is entered by calling it")
 def registered_method_reached_from_forward(context: LintContext) -> Iterator[Hit]:
     """A method that `forward` calls must not be registered as a second way in.
 
@@ -84,7 +80,7 @@ def _name_on_self(call: ast.AST) -> str:
     return last_name(function) if is_own else ""
 
 
-@rule("SW231", "unregistered-entry-point")
+@rule("SW231")
 def unregistered_entry_point(context: LintContext) -> Iterator[Hit]:
     """A method other than `forward` that uses the model's own parameters has to be registered.
 

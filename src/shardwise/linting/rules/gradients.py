@@ -20,7 +20,7 @@ _WORLD = re.compile(r"^(world_size|num_ranks|n_gpus|num_gpus)$")
 _LOGS = re.compile(r"^(print|log|info|debug|warning|add_scalar|log_metrics|set_postfix)$")
 
 
-@rule("SW232", "gradient-sync-left-off")
+@rule("SW232")
 def gradient_sync_left_off(context: LintContext) -> Iterator[Hit]:
     """`set_requires_gradient_sync(False)` stays until it is set to True again.
 
@@ -35,7 +35,7 @@ def gradient_sync_left_off(context: LintContext) -> Iterator[Hit]:
                 yield Hit(call, f"{switch} is switched off and never on again", fix)
 
 
-@rule("SW233", "norm-of-shards", Severity.WARNING, fix="call .full_tensor() on every rank before reading it")
+@rule("SW233", Severity.WARNING, fix="call .full_tensor() on every rank before reading it")
 def norm_of_shards(context: LintContext) -> Iterator[Hit]:
     """The norm of a sharded gradient is a DTensor; its local value is not the norm.
 
@@ -86,7 +86,7 @@ def _bound_name(file: FileContext, node: ast.AST) -> str:
     return target.id if isinstance(target, ast.Name) else ""
 
 
-@rule("SW234", "numel-times-world-size", Severity.WARNING, fix="do not multiply by the number of ranks")
+@rule("SW234", Severity.WARNING, fix="do not multiply by the number of ranks")
 def numel_times_world_size(context: LintContext) -> Iterator[Hit]:
     """A DTensor's `numel()` and `shape` are those of the whole tensor.
 
@@ -128,7 +128,6 @@ _MEANS = frozenset(
 
 @rule(
     "SW239",
-    "token-mean-per-rank",
     Severity.WARNING,
     fix="sum the loss and call sw.token_mean(loss_sum, num_tokens), or divide by the all-reduced count",
 )

@@ -15,7 +15,7 @@ from shardwise.source.values import Constant, ObjectRef, Param, ProgramEvent, mo
 _REPOINTS = re.compile(r"""\[["']params["']\]\s*=[^=]""")
 
 
-@rule("SW201", "optimizer-before-shard", fix="build the optimizer after the last fully_shard call")
+@rule("SW201", fix="build the optimizer after the last fully_shard call")
 def optimizer_before_shard(context: LintContext) -> Iterator[Hit]:
     """An optimizer built before `fully_shard` updates tensors that the model no longer uses.
 
@@ -43,11 +43,7 @@ def _sharded_after(trace: Trace, optimizer: Optimizer) -> Shard | None:
     return None
 
 
-@rule(
-    "SW216",
-    "optimizer-after-forward",
-    fix="build the optimizer before that forward, or call model.reshard() after it",
-)
+@rule("SW216", fix="build the optimizer before that forward, or call model.reshard() after it")
 def optimizer_after_forward(context: LintContext) -> Iterator[Hit]:
     """An optimizer built after a forward without backward holds the root's gathered parameters.
 
@@ -78,11 +74,7 @@ def _is_resharded(trace: Trace, module: ObjectRef, after: ProgramEvent, before: 
     return any(event.method in ("reshard", "backward") for event in trace.events[after.order : before.order])
 
 
-@rule(
-    "SW217",
-    "submodule-before-root",
-    fix="call the root module first, or shard this one without a root around it",
-)
+@rule("SW217", fix="call the root module first, or shard this one without a root around it")
 def submodule_before_root(context: LintContext) -> Iterator[Hit]:
     """Calling a sharded submodule before its root makes the submodule a root of its own.
 
@@ -105,11 +97,7 @@ def submodule_before_root(context: LintContext) -> Iterator[Hit]:
                     yield Hit(early.node, f"this submodule is called before its sharded root (line {later.line})")
 
 
-@rule(
-    "SW240",
-    "zero-grad-after-forward",
-    fix="clear gradients before the forward, or with optimizer.zero_grad()",
-)
+@rule("SW240", fix="clear gradients before the forward, or with optimizer.zero_grad()")
 def zero_grad_after_forward(context: LintContext) -> Iterator[Hit]:
     """`model.zero_grad()` between forward and backward does not clear the gradients of the root's parameters.
 

@@ -17,11 +17,7 @@ _HALF = ("torch.float16", "torch.half")
 _16_BITS = (*_HALF, "torch.bfloat16")
 
 
-@rule(
-    "SW227",
-    "deepcopy-of-sharded-model",
-    fix="copy before sharding and shard both, or keep a sharded average with sw.EMA",
-)
+@rule("SW227", fix="copy before sharding and shard both, or keep a sharded average with sw.EMA")
 def deepcopy_of_sharded_model(context: LintContext) -> Iterator[Hit]:
     """A sharded model cannot be copied with `deepcopy`.
 
@@ -36,11 +32,7 @@ def deepcopy_of_sharded_model(context: LintContext) -> Iterator[Hit]:
                     yield Hit(event.node, f"the model is sharded (line {line}); FSDP2 refuses deepcopy")
 
 
-@rule(
-    "SW228",
-    "data-assigned-after-shard",
-    fix="write in place under torch.no_grad(): p.copy_(...), or change the model before sharding",
-)
+@rule("SW228", fix="write in place under torch.no_grad(): p.copy_(...), or change the model before sharding")
 def data_assigned_after_shard(context: LintContext) -> Iterator[Hit]:
     """Assigning `.data` of a sharded parameter is ignored.
 
@@ -56,7 +48,7 @@ def data_assigned_after_shard(context: LintContext) -> Iterator[Hit]:
                 yield Hit(event.node, "FSDP2 goes on using the shard it has; this assignment changes nothing")
 
 
-@rule("SW211", "no-reduce-dtype", Severity.WARNING, fix="add reduce_dtype=torch.float32", safety=Safety.UNSAFE)
+@rule("SW211", Severity.WARNING, fix="add reduce_dtype=torch.float32", safety=Safety.UNSAFE)
 def no_reduce_dtype(context: LintContext) -> Iterator[Hit]:
     """Without `reduce_dtype`, gradients are summed over ranks in the 16-bit compute dtype.
 
@@ -79,11 +71,7 @@ def _reduce_dtype(context: LintContext, event: ProgramEvent) -> tuple[Edit, ...]
     return (change(end, end, f", reduce_dtype={dtype.value.id}.float32"),)
 
 
-@rule(
-    "SW212",
-    "fp16-without-scaler",
-    fix='use torch.bfloat16, or scale the loss with torch.amp.GradScaler("cuda")',
-)
+@rule("SW212", fix='use torch.bfloat16, or scale the loss with torch.amp.GradScaler("cuda")')
 def fp16_without_scaler(context: LintContext) -> Iterator[Hit]:
     """Training in float16 without a gradient scaler loses small gradients.
 
@@ -97,7 +85,6 @@ def fp16_without_scaler(context: LintContext) -> Iterator[Hit]:
 
 @rule(
     "SW238",
-    "low-precision-weights",
     Severity.WARNING,
     fix="keep float32 weights and set MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
     preview=True,

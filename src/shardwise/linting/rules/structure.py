@@ -21,7 +21,7 @@ _SCALARS = {"torch.tensor", "torch.as_tensor"}
 _SIZED = {"torch.ones", "torch.zeros", "torch.empty", "torch.randn", "torch.rand", "torch.full"}
 
 
-@rule("SW202", "root-only-sharding", Severity.WARNING, fix="call fully_shard on each block first, then on the model")
+@rule("SW202", Severity.WARNING, fix="call fully_shard on each block first, then on the model")
 def root_only_sharding(context: LintContext) -> Iterator[Hit]:
     """One `fully_shard` call on the whole model makes one group: all of it is gathered at once.
 
@@ -74,7 +74,7 @@ def _has_groups_inside(trace: Trace, shard: Shard) -> bool:
     )
 
 
-@rule("SW205", "container-sharded", fix="shard each module in it: for block in blocks: fully_shard(block)")
+@rule("SW205", fix="shard each module in it: for block in blocks: fully_shard(block)")
 def container_sharded(context: LintContext) -> Iterator[Hit]:
     """`nn.ModuleList` and `nn.ModuleDict` have no forward to hook.
 
@@ -90,11 +90,7 @@ def container_sharded(context: LintContext) -> Iterator[Hit]:
             yield Hit(shard.event.node, f"{kinds[0]} has no forward, so fully_shard refuses it")
 
 
-@rule(
-    "SW213",
-    "tied-weights-split",
-    fix="shard both in one call, fully_shard([a, b]), or leave both to the root",
-)
+@rule("SW213", fix="shard both in one call, fully_shard([a, b]), or leave both to the root")
 def tied_weights_split(context: LintContext) -> Iterator[Hit]:
     """Tied weights sharded in separate groups come apart.
 
@@ -112,11 +108,7 @@ def tied_weights_split(context: LintContext) -> Iterator[Hit]:
                     yield Hit(last.event.node, message)
 
 
-@rule(
-    "SW214",
-    "scalar-parameter",
-    fix="give it one element: nn.Parameter(torch.ones(1)), or pass it in ignored_params",
-)
+@rule("SW214", fix="give it one element: nn.Parameter(torch.ones(1)), or pass it in ignored_params")
 def scalar_parameter(context: LintContext) -> Iterator[Hit]:
     """A parameter without dimensions cannot be sharded.
 
@@ -153,12 +145,7 @@ def _is_scalar(file: FileContext, node: ast.expr) -> bool:
     return file.is_any(node.func, _SIZED) and isinstance(first, ast.List | ast.Tuple) and not first.elts
 
 
-@rule(
-    "SW218",
-    "ignored-params-on-some-calls",
-    Severity.WARNING,
-    fix="pass the same ignored_params to every fully_shard call",
-)
+@rule("SW218", Severity.WARNING, fix="pass the same ignored_params to every fully_shard call")
 def ignored_params_on_some_calls(context: LintContext) -> Iterator[Hit]:
     """`ignored_params` holds for one `fully_shard` call only.
 
@@ -194,11 +181,7 @@ _NESTED = {
 """Torch's own modules that contain others."""
 
 
-@rule(
-    "SW206",
-    "checkpointing-after-shard",
-    fix="apply activation checkpointing first, then shard the wrapped blocks",
-)
+@rule("SW206", fix="apply activation checkpointing first, then shard the wrapped blocks")
 def checkpointing_after_shard(context: LintContext) -> Iterator[Hit]:
     """Activation checkpointing applied after `fully_shard` wraps the sharded block from outside.
 
@@ -216,11 +199,7 @@ def checkpointing_after_shard(context: LintContext) -> Iterator[Hit]:
                     yield Hit(event.node, message)
 
 
-@rule(
-    "SW207",
-    "block-sharded-inside-checkpoint",
-    fix="test isinstance(module, CheckpointWrapper), or loop over the list that holds the blocks",
-)
+@rule("SW207", fix="test isinstance(module, CheckpointWrapper), or loop over the list that holds the blocks")
 def block_sharded_inside_checkpoint(context: LintContext) -> Iterator[Hit]:
     """Picking blocks by class after checkpointing finds the block inside its wrapper.
 
@@ -250,12 +229,7 @@ def _checkpointed_classes(file: FileContext, event: ProgramEvent) -> set[str]:
     return {name for call in calls for name in tested_classes(file, call)}
 
 
-@rule(
-    "SW208",
-    "compiled-model-sharded",
-    Severity.WARNING,
-    fix="compile each block before sharding it, or call model.compile() after sharding",
-)
+@rule("SW208", Severity.WARNING, fix="compile each block before sharding it, or call model.compile() after sharding")
 def compiled_model_sharded(context: LintContext) -> Iterator[Hit]:
     """`torch.compile` of the whole model before `fully_shard` compiles what FSDP then takes apart.
 
@@ -269,7 +243,7 @@ def compiled_model_sharded(context: LintContext) -> Iterator[Hit]:
                 yield Hit(event.node, f"the whole model is compiled before it is sharded (line {shard.event.line})")
 
 
-@rule("SW203", "parent-before-child", fix="shard children first, then the modules around them, the root last")
+@rule("SW203", fix="shard children first, then the modules around them, the root last")
 def parent_before_child(context: LintContext) -> Iterator[Hit]:
     """`fully_shard` on a parent before its child leaves the child nothing to shard.
 
@@ -311,7 +285,7 @@ def _parents_come_first(file: FileContext, shard: Shard) -> str:
     return ""
 
 
-@rule("SW204", "sharded-twice")
+@rule("SW204")
 def sharded_twice(context: LintContext) -> Iterator[Hit]:
     """A module can be given to `fully_shard` only once.
 
