@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.checkpointing.agreement import is_first, on_first, raise_over
+from shardwise.checkpointing.agreement import is_first, on_first, raise_over, together
 from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, portions
 from shardwise.checkpointing.reading import (
     Request,
@@ -46,7 +46,7 @@ def find_differing_copy(contents: Contents, name: str, others: Sequence[str], bo
         copy = contents.tensors[other]
         if (copy.shape, copy.dtype) != (first.shape, first.dtype):
             return other
-        if _surely_equal(first, copy):
+        if _evidence(first) == _evidence(copy):
             continue
         for box in boxes:
             for portion in portions(box, ITEM_BYTES[first.dtype], _PORTION_BYTES):
@@ -56,23 +56,32 @@ def find_differing_copy(contents: Contents, name: str, others: Sequence[str], bo
     return None
 
 
-def _surely_equal(first: StoredTensor, copy: StoredTensor) -> bool:
-    """The same bytes of the same files, or the same checksums of the same boxes."""
-    if len(first.pieces) != len(copy.pieces):
-        return False
-    return all(
-        a.box == b.box
-        and a.data is None
-        and b.data is None
-        and ((a.file, a.offset) == (b.file, b.offset) or (a.checksums and a.checksums == b.checksums))
-        for a, b in zip(first.pieces, copy.pieces, strict=True)
-    )
+def _evidence(tensor: StoredTensor) -> list[object]:
+    """What two tensors that hold the same must have in common to be known to do so unread."""
+    return [(each.box, each.checksums or (each.file, each.offset, id(each.data))) for each in tensor.pieces]
 
 
-def describe(contents: Contents) -> Contents:
-    """Names, dtypes, shapes and values, without where tensors lie: what ranks that read nothing need to know."""
-    tensors = {name: dataclasses.replace(tensor, pieces=()) for name, tensor in contents.tensors.items()}
-    return dataclasses.replace(contents, tensors=tensors)
+def open_on_ranks(open_here: Callable[[], Contents], mesh: DeviceMesh | None, *, broadcast: bool) -> Contents:
+    """Open a checkpoint on every rank; or on the first, and tell the others all but where tensors lie.
+
+    Args:
+        open_here: Opens it.
+        mesh: The ranks.
+        broadcast: Only the first rank opens files.
+
+    Ranks:
+        Collective over the mesh.
+    """
+    opened: list[Contents] = []
+
+    def work() -> Contents:
+        contents = open_here()
+        opened.append(contents)
+        tensors = {name: replace(tensor, pieces=()) for name, tensor in contents.tensors.items()}
+        return replace(contents, tensors=tensors, streams=())
+
+    described = on_first(work, mesh) if broadcast else together(work, mesh)
+    return opened[0] if opened else described
 
 
 def read_and_broadcast(
@@ -87,7 +96,7 @@ def read_and_broadcast(
     """Fill targets on all ranks from files that only the first can read, some rows of a tensor at a time.
 
     Args:
-        contents: On the first rank the checkpoint; elsewhere `describe` of it will do.
+        contents: On the first rank the checkpoint; elsewhere what `open_on_ranks` gives.
         names: The tensors to send, the same on every rank.
         requests: What this rank wants of them.
         mesh: The ranks that take part.
@@ -141,7 +150,7 @@ class RequestReader:
     """Checks, verifies and serves the requests of all ranks.
 
     Args:
-        broadcast: Only the first rank opens files; the others bring `describe(contents)`. Else every rank reads what
+        broadcast: Only the first rank opens files; see `open_on_ranks`. Else every rank reads what
             it needs.
         mesh: The ranks, for `broadcast`.
 

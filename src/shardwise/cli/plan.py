@@ -69,7 +69,7 @@ def plan(
     config = load(RunConfig, Path(model) if is_run else {"model": model}, settings or ())
     from shardwise.planning.plan import render_group
     from shardwise.planning.planner import plan as plan_model
-    from shardwise.training.requirements import plan_run
+    from shardwise.training.run import plan_run
 
     with user_code():
         mesh = _mesh(config.mesh, nproc, gpus)

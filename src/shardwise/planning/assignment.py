@@ -11,7 +11,7 @@ from shardwise.compat import storage_id
 from shardwise.config.schema import GroupOverride
 from shardwise.errors import PlanError
 from shardwise.planning.calls import Calls
-from shardwise.planning.groups import Kind, Node, Tree, Unit, is_read_outside
+from shardwise.planning.groups import Kind, Node, Tree, Unit, why_held
 from shardwise.planning.settings import majority
 
 
@@ -26,11 +26,6 @@ class Tensor:
     def parameter(self) -> nn.Parameter:
         """The object that stays when the others are replaced by it."""
         return self.parameters[0]
-
-    @property
-    def tied_by_storage(self) -> bool:
-        """Whether several objects share its memory."""
-        return len(self.parameters) > 1
 
 
 def find_tensors(model: nn.Module) -> list[Tensor]:
@@ -128,7 +123,7 @@ def assign(tree: Tree, units: list[Unit], calls: Calls, names: dict[int, tuple[s
     index_of = {id(node): index for index, unit in enumerate(units) for node in unit.nodes}
     for key, holders in owners.items():
         if key not in replicated:
-            home = next(index_of[id(node)] for node in _upwards(holders[0]) if id(node) in index_of)
+            home = next(index_of[id(node)] for node in holders[0].upwards if id(node) in index_of)
             result.keys[home].append(key)
     return result
 
@@ -136,12 +131,8 @@ def assign(tree: Tree, units: list[Unit], calls: Calls, names: dict[int, tuple[s
 def _homes(nodes: list[Node], units: list[Unit]) -> list[Unit | None]:
     """The innermost unit around each node, each once; None stands for the root."""
     unit_of = {id(node): unit for unit in units for node in unit.nodes}
-    homes = [next((unit_of[id(up)] for up in _upwards(node) if id(up) in unit_of), None) for node in nodes]
+    homes = [next((unit_of[id(up)] for up in node.upwards if id(up) in unit_of), None) for node in nodes]
     return list({id(home): home for home in homes}.values())
-
-
-def _upwards(node: Node) -> list[Node]:
-    return [node, *node.ancestors]
 
 
 def _shared_modules(tree: Tree, units: list[Unit]) -> list[Unit]:
@@ -179,8 +170,7 @@ def _tie_unit(
         if not fresh:
             break
         nodes += fresh
-    nodes = [node for node in nodes if not any(other is not node and other.contains(node) for other in nodes)]
-    nodes = list(dict.fromkeys(nodes))
+    nodes = list(dict.fromkeys(_maximal(nodes)))
     holds_other_units = any(
         node.contains(mine) and mine is not node
         for node in nodes
@@ -250,12 +240,7 @@ def split_by_override(tree: Tree, units: list[Unit], overrides: tuple[GroupOverr
 
 
 def storage_splits(
-    assignment: Assignment,
-    tree: Tree,
-    dtype_of: dict[int, str],
-    numel: dict[int, int],
-    trainable: set[int],
-    calls: Calls,
+    assignment: Assignment, tree: Tree, dtype_of: dict[int, str], trainable: set[int], calls: Calls
 ) -> tuple[list[Unit], dict[int, str]]:
     """Units for the minority dtypes of groups that mix trainable dtypes, and parameters to replicate instead.
 
@@ -269,7 +254,7 @@ def storage_splits(
         mixed = [key for key in keys if key in trainable]
         if len({dtype_of[key] for key in mixed}) < 2:
             continue
-        major = majority([(dtype_of[key], numel[key]) for key in mixed])
+        major = majority([(dtype_of[key], tree.numel[key]) for key in mixed])
         minor = [key for key in mixed if dtype_of[key] != major]
         apart: dict[str, dict[Node, None]] = defaultdict(dict)
         for key in minor:
@@ -294,7 +279,7 @@ def _is_pure(node: Node, dtype: str, modules: tuple[Node, ...], mixed: list[int]
 
 def _atom_around(node: Node) -> Node:
     """The outermost atom a node belongs to: children of an atom are not called by themselves."""
-    return next((up for up in reversed([node, *node.ancestors]) if up.is_atom), node)
+    return next((up for up in reversed([*node.upwards]) if up.is_atom), node)
 
 
 def _maximal(nodes: list[Node]) -> list[Node]:
@@ -302,11 +287,5 @@ def _maximal(nodes: list[Node]) -> list[Node]:
 
 
 def _unit(nodes: list[Node], kind: Kind, reason: str, calls: Calls) -> Unit:
-    """A unit that is held when its own hooks cannot be relied on to run on every rank and before every use."""
-    held = any(
-        node.fqn in calls.conditional
-        or is_read_outside(node, node, calls)
-        or (calls.is_known(node.fqn) and node.fqn not in calls.called)
-        for node in nodes
-    )
-    return Unit(tuple(nodes), kind, reason, held=held)
+    """A unit that is held when its own hooks cannot be relied on."""
+    return Unit(tuple(nodes), kind, reason, held=bool(why_held(tuple(nodes), calls)))

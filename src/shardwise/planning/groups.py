@@ -4,7 +4,7 @@ import difflib
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -13,8 +13,9 @@ from torch import nn
 
 from shardwise.config.schema import ROOT_PATTERN, ShardConfig
 from shardwise.errors import PlanError
-from shardwise.planning.calls import Calls
+from shardwise.planning.calls import Calls, has_forward
 
+_RUNS = nn.ModuleList | nn.ModuleDict | nn.Sequential
 _TORCH_COMPOSITES = (
     nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
     nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
@@ -41,16 +42,16 @@ class Node:
             yield from child.walk()
 
     @property
-    def ancestors(self) -> Iterator["Node"]:
-        """The nodes above, nearest first."""
-        node = self.parent
+    def upwards(self) -> Iterator["Node"]:
+        """This node and those above, nearest first."""
+        node: Node | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def contains(self, other: "Node") -> bool:
         """Whether `other` is this node or below it."""
-        return other is self or any(node is self for node in other.ancestors)
+        return any(node is self for node in other.upwards)
 
     @cached_property
     def keys(self) -> frozenset[int]:
@@ -60,7 +61,7 @@ class Node:
     @cached_property
     def has_forward(self) -> bool:
         """Whether the module can be called at all."""
-        return "forward" in vars(self.module) or type(self.module).forward is not nn.Module.forward
+        return has_forward(self.module)
 
     @cached_property
     def is_atom(self) -> bool:
@@ -89,10 +90,16 @@ class Node:
 
 
 class Tree:
-    """The module tree of a model, with tied parameters counted once."""
+    """The module tree of a model, with tied parameters counted once.
 
-    def __init__(self, model: nn.Module, key_of: dict[int, int]) -> None:
-        """`key_of` maps `id(parameter)` to the key of the tensor it stands for; unmapped ones do not count."""
+    Args:
+        model: The root.
+        key_of: `id(parameter)` to the key of the tensor it stands for; unmapped ones do not count.
+        numel: Elements by key, for `size`.
+    """
+
+    def __init__(self, model: nn.Module, key_of: dict[int, int], numel: Mapping[int, int] | None = None) -> None:
+        self.numel = numel or {}
         self.nodes: dict[str, Node] = {}
         self._by_module: dict[int, Node] = {}
         self.root = self._build("", model, None, key_of)
@@ -112,6 +119,10 @@ class Tree:
             else:
                 node.children.append(self._build(f"{fqn}.{name}" if fqn else name, child, node, key_of))
         return node
+
+    def size(self, of: Node | Iterable[int]) -> int:
+        """Elements of the parameters at or below a node, or behind these keys."""
+        return sum(self.numel[key] for key in (of.keys if isinstance(of, Node) else of))
 
     def owners(self) -> dict[int, list[Node]]:
         """Parameter key to the modules that register it, in tree order."""
@@ -171,29 +182,14 @@ class Unit:
         return any(mine.contains(node) for mine in self.nodes)
 
 
-class Sizes:
-    """How many parameters nodes hold, ties counted once."""
-
-    def __init__(self, numel: dict[int, int]) -> None:
-        self._numel = numel
-
-    def of(self, node: Node) -> int:
-        """Parameters at or below a node."""
-        return sum(self._numel[key] for key in node.keys)
-
-    def of_keys(self, keys: frozenset[int] | set[int]) -> int:
-        """Parameters behind these keys."""
-        return sum(self._numel[key] for key in keys)
-
-
-def find_units(tree: Tree, sizes: Sizes, calls: Calls) -> list[Unit]:
+def find_units(tree: Tree, calls: Calls) -> list[Unit]:
     """Groups for a model about which the user said nothing; the root takes what is left.
 
     Returns:
         Units in tree order: repeated blocks, then leaves as large as a good part of a block, then pieces taken
         out of the root until it is no larger than the largest of the others.
     """
-    search = _Search(tree, sizes, calls)
+    search = _Search(tree, calls)
     units = search.blocks()
     units += search.big_leaves(units)
     units += search.relieve_root(units)
@@ -203,8 +199,8 @@ def find_units(tree: Tree, sizes: Sizes, calls: Calls) -> list[Unit]:
 class _Search:
     """One pass over a tree; keeps what was seen on the way."""
 
-    def __init__(self, tree: Tree, sizes: Sizes, calls: Calls) -> None:
-        self.tree, self.sizes, self.calls = tree, sizes, calls
+    def __init__(self, tree: Tree, calls: Calls) -> None:
+        self.tree, self.calls = tree, calls
         self.found: dict[Node, str] = {}
         self.outside: list[Node] = []
 
@@ -216,23 +212,23 @@ class _Search:
         repeated = frozenset(kind for kind, count in counts.items() if count > 1)
         self.found, self.outside = {}, []
         self._descend(self.tree.root, repeated)
-        largest = max((self.sizes.of(node) for node in self.found), default=0)
+        largest = max((self.tree.size(node) for node in self.found), default=0)
         return [
             Unit((node,), "block", reason)
             for node, reason in self.found.items()
-            if self.sizes.of(node) >= TINY_BLOCK_SHARE * largest
+            if self.tree.size(node) >= TINY_BLOCK_SHARE * largest
         ]
 
     def big_leaves(self, units: list[Unit]) -> list[Unit]:
         """Embeddings, heads and other single modules that weigh as much as a good part of a block."""
         leaves = [node for node in self._free_nodes(units) if node.is_atom and self._may_stand_alone(node)]
-        blocks = [self.sizes.of(unit.nodes[0]) for unit in units]
-        reference = max(blocks or [self.sizes.of(leaf) for leaf in leaves], default=0)
+        blocks = [self.tree.size(unit.nodes[0]) for unit in units]
+        reference = max(blocks or [self.tree.size(leaf) for leaf in leaves], default=0)
         what = "block" if blocks else "leaf"
         return [
             Unit((leaf,), "leaf", f"{leaf.class_name}, {size / reference:.1f}x the largest {what}: own group")
             for leaf in leaves
-            if (size := self.sizes.of(leaf)) >= BIG_LEAF_SHARE * reference
+            if (size := self.tree.size(leaf)) >= BIG_LEAF_SHARE * reference
         ]
 
     def relieve_root(self, units: list[Unit]) -> list[Unit]:
@@ -242,13 +238,13 @@ class _Search:
             everything = units + taken
             grouped = frozenset[int]().union(*(node.keys for unit in everything for node in unit.nodes))
             left = self.tree.root.keys - grouped
-            limit = max((self.sizes.of(node) for unit in everything for node in unit.nodes), default=0)
+            limit = max((self.tree.size(node) for unit in everything for node in unit.nodes), default=0)
             pieces = [
-                (self.sizes.of_keys(node.keys & left), node)
+                (self.tree.size(node.keys & left), node)
                 for node in self._free_nodes(everything)
                 if self._may_stand_alone(node) and node.keys & left
             ]
-            total = self.sizes.of_keys(left)
+            total = self.tree.size(left)
             pieces = [(size, node) for size, node in pieces if size < total and (size <= limit or node.is_atom)]
             if total <= max(limit, 1) or not pieces:
                 return taken
@@ -257,51 +253,46 @@ class _Search:
             taken.append(Unit((node,), "leaf" if node.is_atom else "block", reason))
 
     def _descend(self, parent: Node, repeated: frozenset[type]) -> None:
-        in_run = isinstance(parent.module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or not parent.has_forward
+        in_run = isinstance(parent.module, _RUNS) or not parent.has_forward
         for node in parent.children:
             if not node.keys or node.is_atom:
                 continue
             marked = getattr(node.module, "_fsdp_wrap", None)
             if marked:
                 self.found[node] = "marked by its `_fsdp_wrap` attribute"
-            elif not node.has_forward or marked is False:
-                self._descend(node, repeated)
-            elif in_run or type(node.module) in repeated:
-                self._block_or_stage(node, parent, in_run, repeated)
-            else:
+                continue
+            may_be_block = node.has_forward and marked is not False
+            is_block = may_be_block and (in_run or type(node.module) in repeated)
+            if is_block and not self._holds_a_run(node):
+                count = sum(1 for sibling in parent.children if sibling.keys)
+                where = (
+                    f"one of {count} in {parent.fqn or 'the root'}" if in_run else "a class that repeats in the model"
+                )
+                self.found[node] = f"{node.class_name}, {where}"
+                continue
+            if may_be_block and not is_block:
                 self.outside.append(node)
-                self._descend(node, repeated)
-
-    def _block_or_stage(self, node: Node, parent: Node, in_run: bool, repeated: frozenset[type]) -> None:
-        if self._holds_a_run(node):
             self._descend(node, repeated)
-        elif in_run:
-            count = sum(1 for sibling in parent.children if sibling.keys)
-            where = parent.fqn or "the root"
-            self.found[node] = f"{node.class_name}, one of {count} in {where}"
-        else:
-            self.found[node] = f"{node.class_name}, a class that repeats in the model"
 
     def _holds_a_run(self, stage: Node) -> bool:
         """Whether blocks repeat inside it. Experts picked by data do not count: ranks would gather different ones."""
         for node in stage.walk():
             if node.is_atom:
                 continue
-            listed = isinstance(node.module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
             elements = Counter(
                 type(child.module)
                 for child in node.children
                 if child.is_composite and not self._is_dressed_leaf(child) and child.fqn not in self.calls.conditional
             )
             # Two attentions side by side are one block's parts; three of a class are a run even without a list.
-            if max(elements.values(), default=0) >= (2 if listed else 3):
+            if max(elements.values(), default=0) >= (2 if isinstance(node.module, _RUNS) else 3):
                 return True
         return False
 
     def _is_dressed_leaf(self, node: Node) -> bool:
         """Whether one leaf is nearly all of it: a convolution with its norm is no block yet."""
-        largest = max((self.sizes.of(below) for below in node.walk() if below.is_atom), default=0)
-        return largest >= DRESSED_LEAF_SHARE * self.sizes.of(node)
+        largest = max((self.tree.size(below) for below in node.walk() if below.is_atom), default=0)
+        return largest >= DRESSED_LEAF_SHARE * self.tree.size(node)
 
     def _free_nodes(self, units: list[Unit]) -> list[Node]:
         """Nodes below the root that no unit contains."""
@@ -333,14 +324,20 @@ def around_calls(unit: Unit, calls: Calls) -> Unit:
         if parts:
             why = f"{unit.reason}; its parts are called directly ({_some(inner, node)}), so the hooks sit on them"
             return replace(unit, nodes=parts, kind="part", reason=why)
-    if any(part.fqn in calls.conditional for part in unit.nodes):
-        why = "kept unsharded, because the data of a rank decide whether it runs"
-        return replace(unit, held=True, reason=f"{unit.reason}; {why}")
-    if any(is_read_outside(part, part, calls) for part in unit.nodes):
-        return replace(unit, held=True, reason=f"{unit.reason}; kept unsharded, because code outside reads its weights")
-    if node.is_atom and calls.is_known(node.fqn) and node.fqn not in calls.called:
-        return replace(unit, held=True, reason=f"{unit.reason}; kept unsharded, because nothing calls it as a module")
-    return unit
+    why = why_held(unit.nodes, calls, only_atoms=True)
+    return replace(unit, held=True, reason=f"{unit.reason}; kept unsharded, because {why}") if why else unit
+
+
+def why_held(nodes: tuple[Node, ...], calls: Calls, *, only_atoms: bool = False) -> str:
+    """Why hooks on these modules cannot be relied on to run on every rank and before every use; "" if they can."""
+    if any(node.fqn in calls.conditional for node in nodes):
+        return "the data of a rank decide whether it runs"
+    if any(is_read_outside(node, node, calls) for node in nodes):
+        return "code outside reads its weights"
+    asked = [node for node in nodes[:1] if node.is_atom] if only_atoms else nodes
+    if any(calls.is_known(node.fqn) and node.fqn not in calls.called for node in asked):
+        return "nothing calls it as a module"
+    return ""
 
 
 def _parts(node: Node, inner: frozenset[str]) -> list[Node]:
@@ -361,12 +358,12 @@ def is_read_outside(node: Node, unit: Node, calls: Calls) -> bool:
     """Whether a parameter at or below `node` is read by code that runs outside `unit`."""
     prefix = node.fqn + "." if node.fqn else ""
     inside = unit.fqn + "." if unit.fqn else ""
-    for parameter, readers in calls.foreign_reads.items():
-        if parameter.startswith(prefix):
-            for reader in readers:
-                if reader != unit.fqn and not reader.startswith(inside):
-                    return True
-    return False
+    return any(
+        reader != unit.fqn and not reader.startswith(inside)
+        for parameter, readers in calls.foreign_reads.items()
+        if parameter.startswith(prefix)
+        for reader in readers
+    )
 
 
 def _some(names: frozenset[str], node: Node) -> str:
@@ -380,7 +377,7 @@ def is_explicit(config: ShardConfig) -> bool:
     return bool(named) or config.group_by != "auto"
 
 
-def named_units(tree: Tree, sizes: Sizes, config: ShardConfig) -> list[Unit]:
+def named_units(tree: Tree, config: ShardConfig) -> list[Unit]:
     """The units a config asks for, each once, in tree order.
 
     Raises:
@@ -393,7 +390,7 @@ def named_units(tree: Tree, sizes: Sizes, config: ShardConfig) -> list[Unit]:
         found |= dict.fromkeys(_named(tree, pattern), f"matches {pattern!r} in block_patterns")
     if config.min_group_params:
         reason = f"smallest module with at least {config.min_group_params} parameters"
-        found |= dict.fromkeys(_by_size(tree.root, sizes, config.min_group_params), reason)
+        found |= dict.fromkeys(_by_size(tree, config.min_group_params), reason)
     if config.wrap_if:
         found |= dict.fromkeys(_by_predicate(tree, config.wrap_if), "chosen by wrap_if")
     if config.group_by == "children":
@@ -424,18 +421,18 @@ def _named(tree: Tree, pattern: str) -> list[Node]:
     return _callable(nodes, f"block_patterns: {pattern}")
 
 
-def _by_size(root: Node, sizes: Sizes, least: int) -> list[Node]:
+def _by_size(tree: Tree, least: int) -> list[Node]:
     """Bottom-up: a module is taken once its parameters, less those of taken ones, reach the size."""
     taken: list[Node] = []
 
     def visit(node: Node) -> int:
-        left = sizes.of_keys(frozenset(node.own)) + sum(visit(child) for child in node.children)
+        left = tree.size(node.own) + sum(visit(child) for child in node.children)
         if left >= least and node.has_forward:
             taken.append(node)
             return 0
         return left
 
-    for child in root.children:
+    for child in tree.root.children:
         visit(child)
     return taken
 

@@ -1,7 +1,8 @@
-"""plan(): read the model, refuse what cannot be sharded, draft the groups."""
+"""plan(): read the model, refuse what cannot be sharded, decide groups, settings and prefetch, with reasons."""
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -10,13 +11,32 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardwise.config.schema import MeshConfig, ShardConfig
+from shardwise.config.schema import ROOT_PATTERN, GroupOverride, MeshConfig, PrefetchConfig, ShardConfig
 from shardwise.distributed.mesh import mesh_axes
 from shardwise.errors import PlanError
+from shardwise.planning.assignment import Assignment, assign, find_tensors, split_by_override, storage_splits
 from shardwise.planning.calls import Calls
-from shardwise.planning.draft import Draft
-from shardwise.planning.plan import Plan
-from shardwise.planning.settings import check_config, choose_compute
+from shardwise.planning.groups import (
+    Node,
+    Tree,
+    Unit,
+    around_calls,
+    find_units,
+    ignored_keys,
+    is_explicit,
+    named_units,
+)
+from shardwise.planning.plan import Group, Plan, PlannedParameter
+from shardwise.planning.settings import (
+    FLOATING,
+    SIXTEEN_BIT,
+    Compute,
+    check_config,
+    choose_compute,
+    dtype_name,
+    group_settings,
+    widest,
+)
 from shardwise.planning.source.facts import read_calls
 from shardwise.planning.tracing import trace_calls
 
@@ -151,10 +171,290 @@ def make_plan(
     refuse_unsupported(model)
     axes, device = mesh_axes(mesh)
     check_config(config, axes)
-    draft = Draft(model, config, axes, device)
-    calls = find_calls(model, example_inputs)
-    units = draft.units(calls)
-    assignment = draft.assignment(units, calls)
-    compute = choose_compute(config.precision, device, capability, draft.storage_dtypes())
-    groups = draft.groups(assignment, calls, compute)
-    return draft.plan(groups, calls, compute)
+    return Draft(model, config, axes, device, find_calls(model, example_inputs)).plan(capability)
+
+
+WORTHWHILE_PADDING = 1 / 8
+"""Below this share of padding, dim 0 stays: its shards are contiguous in checkpoints."""
+
+
+def choose_shard_dim(shape: tuple[int, ...], num_shards: int) -> tuple[int, str]:
+    """The dimension to split, and why when it is not the first.
+
+    FSDP2 pads dim 0 to a multiple of the ranks but splits other dimensions only evenly. A stack of 8 experts on 64
+    ranks would be padded eightfold on dim 0.
+    """
+    if not shape or num_shards <= 1 or shape[0] == 0:
+        return 0, ""
+    rows = shape[0]
+    padded = -(-rows // num_shards) * num_shards
+    if (padded - rows) / rows <= WORTHWHILE_PADDING:
+        return 0, ""
+    even = [dim for dim in range(1, len(shape)) if shape[dim] and shape[dim] % num_shards == 0]
+    if not even:
+        return 0, ""
+    dim = even[0]
+    return dim, (
+        f"split on dim {dim} ({shape[dim]} / {num_shards}): dim 0 has {rows} rows, "
+        f"padding would cost {padded / rows:.1f}x the memory"
+    )
+
+
+def add_prefetch(groups: list[Group], prefetch: PrefetchConfig, overrides: tuple[GroupOverride, ...]) -> list[Group]:
+    """Groups with the names of the next and previous groups of their own run, to the depth each asks for.
+
+    Only within a run of blocks (`layers.0`, `layers.1`, …): they are certain to be called one after another, and a
+    group gathered ahead of a call that never comes would stay gathered.
+    """
+    depths = [prefetch.forward, prefetch.backward]
+    depths += [depth for o in overrides for depth in (o.forward_prefetch, o.backward_prefetch) if depth]
+    if not any(depths):
+        return groups
+    runs: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        if group.kind in ("block", "part"):
+            runs.setdefault(_run_of(group.modules[0]), []).append(index)
+    result = [replace(group, forward_prefetch=(), backward_prefetch=()) for group in groups]
+    for run in runs.values():
+        for position, index in enumerate(run):
+            ahead = run[position + 1 : position + 1 + len(groups[index].forward_prefetch)]
+            start = max(position - len(groups[index].backward_prefetch), 0)
+            behind = reversed(run[start:position])
+            result[index] = replace(
+                groups[index],
+                forward_prefetch=tuple(groups[i].modules[0] for i in ahead),
+                backward_prefetch=tuple(groups[i].modules[0] for i in behind),
+            )
+    return result
+
+
+def _run_of(fqn: str) -> str:
+    """`model.layers.3` → `model.layers`, `model.layers.3.mlp` → `model.layers..mlp`: the same place in each block."""
+    return ".".join("" if name.isdigit() else name for name in fqn.split("."))
+
+
+class Draft:
+    """The facts about one model, gathered once, from which the plan's parts are made."""
+
+    def __init__(self, model: nn.Module, config: ShardConfig, axes: dict[str, int], device: str, calls: Calls) -> None:
+        self.model, self.config, self.axes, self.device, self.calls = model, config, axes, device, calls
+        self.tensors = find_tensors(model)
+        names = {name: key for key, tensor in enumerate(self.tensors) for name in tensor.names}
+        every = {id(parameter): key for key, tensor in enumerate(self.tensors) for parameter in tensor.parameters}
+        asked = ignored_keys(Tree(model, every), names, config.ignored)
+        self.ignored = dict.fromkeys(sorted(asked), "named in ignored")
+        self.replicated: dict[int, str] = {}
+        for key, tensor in enumerate(self.tensors):
+            if key not in self.ignored:
+                self._set_aside(key, tensor.parameter)
+        aside = self.ignored.keys() | self.replicated.keys()
+        numel = {key: tensor.parameter.numel() for key, tensor in enumerate(self.tensors)}
+        self.tree = Tree(model, {identity: key for identity, key in every.items() if key not in aside}, numel)
+        self.dtype_of = {key: dtype_name(tensor.parameter.dtype) for key, tensor in enumerate(self.tensors)}
+        self.trainable = {key for key, tensor in enumerate(self.tensors) if tensor.parameter.requires_grad}
+        self.upcast: dict[int, str] = {}
+        self.covered = [
+            (
+                override,
+                {id(node) for match in self.tree.matching(override.pattern) for node in _covered(match, override)},
+            )
+            for override in config.overrides
+        ]
+
+    def _set_aside(self, key: int, parameter: nn.Parameter) -> None:
+        """Keep whole what FSDP2 cannot split."""
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            self.ignored[key] = f"{dtype_name(parameter.dtype)} storage is left as it is"
+        elif parameter.ndim == 0:
+            self.replicated[key] = "a scalar has no dimension to split"
+        elif parameter.numel() == 0:
+            self.replicated[key] = "an empty parameter has nothing to split"
+
+    def plan(self, capability: tuple[int, int] | None) -> Plan:
+        """Decide everything, for hardware of this CUDA compute capability."""
+        assignment = self._assignment()
+        compute = choose_compute(self.config.precision, self.device, capability, self._storage_dtypes())
+        self._unit_names = frozenset(node.fqn for unit in assignment.units for node in unit.nodes)
+        groups = [
+            self._group(unit, keys, compute)
+            for unit, keys in zip(assignment.units, assignment.keys, strict=True)
+            if keys or unit.is_root
+        ]
+        groups = add_prefetch(groups, self.config.prefetch, self.config.overrides)
+        return Plan(
+            model=type(self.model).__name__,
+            device=self.device,
+            axes=tuple(self.axes.items()),
+            groups=tuple(groups),
+            replicated=tuple(self._parameter(key, "replicate", why) for key, why in sorted(self.replicated.items())),
+            ignored=tuple(self._parameter(key, "ignore", why) for key, why in sorted(self.ignored.items())),
+            grad_scaler=compute.grad_scaler,
+            early_root=self.config.prefetch.early_root,
+            outer_modules=self._outer_modules(groups),
+            track_unused=any(group.reduce_unused for group in groups),
+            reasons=(compute.reason, *self.calls.notes),
+            warnings=tuple(self._warnings(groups)),
+        )
+
+    def _storage_dtypes(self) -> list[str]:
+        """Floating dtypes of what is trained, or of everything where nothing is."""
+        keys = [key for key in self.tree.root.keys if self.dtype_of[key] in FLOATING]
+        return self._dtypes(keys)
+
+    def _dtypes(self, keys: list[int]) -> list[str]:
+        trained = {self.dtype_of[key] for key in keys if key in self.trainable}
+        return sorted(trained or {self.dtype_of[key] for key in keys})
+
+    def _assignment(self) -> Assignment:
+        """Every parameter to one unit, with no unit of two trainable dtypes."""
+        if self.config.group_by == "root":
+            units: list[Unit] = []
+        elif is_explicit(self.config):
+            units = [around_calls(unit, self.calls) for unit in named_units(self.tree, self.config)]
+        else:
+            units = find_units(self.tree, self.calls)
+        units += split_by_override(self.tree, units, self.config.overrides, self.calls)
+        names = {key: tensor.names for key, tensor in enumerate(self.tensors)}
+        assignment = assign(self.tree, units, self.calls, names)
+        if self.config.mixed_storage == "upcast":
+            for keys in assignment.keys:
+                self._upcast([key for key in keys if key in self.trainable])
+        splits, odd = storage_splits(assignment, self.tree, self.dtype_of, self.trainable, self.calls)
+        if splits:
+            assignment = assign(self.tree, assignment.units + splits, self.calls, names)
+        self.replicated |= {**odd, **assignment.replicated}
+        for keys in assignment.keys:
+            keys[:] = [key for key in keys if key not in self.replicated]
+        return assignment
+
+    def _upcast(self, keys: list[int]) -> None:
+        dtypes = sorted({self.dtype_of[key] for key in keys})
+        if len(dtypes) > 1 and all(dtype in FLOATING for dtype in dtypes):
+            target = widest(dtypes)
+            for key in keys:
+                if self.dtype_of[key] != target:
+                    self.upcast[key], self.dtype_of[key] = self.dtype_of[key], target
+
+    def _group(self, unit: Unit, keys: list[int], compute: Compute) -> Group:
+        overrides = [override for override, ids in self.covered if all(id(node) in ids for node in unit.nodes)]
+        settings = group_settings(self.config, overrides, compute, self._dtypes(keys), is_root=unit.is_root)
+        reshard, reason = settings["reshard_after_forward"], unit.reason
+        if unit.held:
+            reshard = False
+        elif not unit.is_root and self.config.reshard_after_forward is None and self._runs_again(unit):
+            reshard, reason = False, f"{reason}; called several times a pass, so it is kept unsharded until backward"
+        elif not isinstance(reshard, bool) and reshard == self.axes.get("shard", 1):
+            reshard = True  # over as many ranks as before forward
+        for name in ("forward_prefetch", "backward_prefetch"):
+            settings[name] = ("",) * settings[name]  # add_prefetch puts names there
+        unused = self.config.unused_parameters
+        return Group(
+            **settings | {"reshard_after_forward": reshard},
+            modules=tuple(node.fqn for node in unit.nodes),
+            kind=unit.kind,
+            parameters=tuple(self._parameter(key) for key in keys),
+            entry_points=self._entry_points(unit),
+            held=unit.held,
+            reduce_unused=unused == "reduce" or (unused == "auto" and self._is_conditional(unit)),
+            reason=reason,
+        )
+
+    def _runs_again(self, unit: Unit) -> bool:
+        return any(node.fqn in self.calls.repeated and not _is_only_beside_repeats(node) for node in unit.nodes)
+
+    def _is_conditional(self, unit: Unit) -> bool:
+        """Whether a module of the unit, with parameters, may be left out by the data."""
+        nodes = [self.tree.nodes.get(name) for name in self.calls.conditional]
+        return any(node is not None and node.keys and unit.contains(node) for node in nodes)
+
+    def _entry_points(self, unit: Unit) -> tuple[str, ...]:
+        methods = self.calls.methods
+        found = [f"{node.fqn}:{method}" for node in unit.nodes for method in sorted(methods.get(node.fqn, ()))]
+        if unit.is_root:
+            found += [f":{method}" for method in ("forward", *self.calls.public_methods)]
+        names = {node.fqn for node in unit.nodes}
+        for entry in self.config.entry_points:
+            module, _, method = entry.rpartition(":")
+            self._check_entry_point(entry, module, method)
+            is_home = module in names or (unit.is_root and module not in self._unit_names)
+            found += [f"{module}:{method}"] if is_home else []
+        return tuple(dict.fromkeys(found))
+
+    def _check_entry_point(self, entry: str, module: str, method: str) -> None:
+        node = self.tree.nodes.get(module)
+        if node is None or not callable(getattr(type(node.module), method, None)):
+            raise PlanError(
+                f"entry point {entry!r} does not exist",
+                where=f"entry_points: {entry}",
+                why="an entry point is module.fqn:method, or :method for the root",
+                fix=f"check the spelling; the root's methods are reached as :{method or 'method'}",
+            )
+
+    def _parameter(
+        self, key: int, placement: Literal["shard", "replicate", "ignore"] = "shard", reason: str = ""
+    ) -> PlannedParameter:
+        tensor, parameter, dim = self.tensors[key], self.tensors[key].parameter, 0
+        notes = [reason]
+        if placement == "shard" and self.config.shard_dim == "auto":
+            dim, why = choose_shard_dim(tuple(parameter.shape), self.axes.get("shard", 1))
+            notes.append(why)
+        if len(tensor.parameters) > 1:
+            notes.append("tied by storage; becomes one parameter object under all its names")
+        if rewritten := placement == "shard" and not parameter.is_contiguous():
+            notes.append("rewritten row-major: FSDP2 splits contiguous storage only")
+        if key in self.upcast:
+            notes.append(f"stored in {self.dtype_of[key]} instead of {self.upcast[key]}, as asked")
+        return PlannedParameter(
+            fqn=tensor.names[0],
+            aliases=tensor.names[1:],
+            shape=tuple(parameter.shape),
+            dtype=self.dtype_of[key],
+            trainable=key in self.trainable,
+            placement=placement,
+            shard_dim=dim,
+            make_contiguous=rewritten,
+            upcast_from=self.upcast.get(key),
+            reason="; ".join(note for note in notes if note),
+        )
+
+    def _outer_modules(self, groups: list[Group]) -> tuple[str, ...]:
+        """Callable modules around or beside the groups that use the root's parameters."""
+        names = {parameter.fqn for parameter in groups[-1].parameters}
+        root_keys = {key for key, tensor in enumerate(self.tensors) if tensor.names[0] in names}
+        found: list[str] = []
+
+        def visit(node: Node) -> None:
+            for child in node.children:
+                if child.fqn in self._unit_names or not child.keys & root_keys:
+                    continue
+                if child.has_forward:
+                    found.append(child.fqn)
+                if not child.is_atom:
+                    visit(child)
+
+        visit(self.tree.root)
+        return tuple(found)
+
+    def _warnings(self, groups: list[Group]) -> list[str]:
+        warnings = []
+        short = [p for group in groups for p in group.parameters if p.trainable and p.dtype in SIXTEEN_BIT]
+        if short and not self.config.allow_16bit_storage:
+            warnings.append(
+                f"{len(short)} trainable parameters are stored in {short[0].dtype} (first: {short[0].fqn}): optimizer "
+                "updates smaller than 1/256 of a weight are lost. Store float32 and compute in bfloat16 "
+                "(model.float() before sharding), or set allow_16bit_storage=True"
+            )
+        if len(groups) == 1 and self.config.group_by != "root" and not groups[0].modules[0] and len(self.tensors) > 1:
+            warnings.append("a single group: all parameters are unsharded at once. Name blocks with block_patterns")
+        return warnings
+
+
+def _is_only_beside_repeats(node: Node) -> bool:
+    """Whether a list holds another block twice: reading the source cannot tell which of a list's blocks those are."""
+    siblings = node.parent.children if node.parent is not None else []
+    twice = [sibling for sibling in siblings if node.parent in sibling.other_parents]
+    return bool(twice) and node not in twice
+
+
+def _covered(match: Node, override: GroupOverride) -> Iterable[Node]:
+    return [match] if override.pattern == ROOT_PATTERN else match.walk()

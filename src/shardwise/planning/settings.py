@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.config.schema import ROOT_PATTERN, GroupOverride, PrecisionConfig, ShardConfig
+from shardwise.config.schema import GroupOverride, PrecisionConfig, ShardConfig
 from shardwise.errors import ConfigError, PlanError
-from shardwise.planning.groups import Node, Tree, Unit
 from shardwise.planning.plan import DTYPE_BYTES
 
 FLOATING = ("float64", "float32", "bfloat16", "float16")
@@ -84,54 +83,34 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class SettingsOf:
-    """Looks up the settings for groups of one model."""
+def group_settings(
+    config: ShardConfig, overrides: Iterable[GroupOverride], compute: Compute, storage: Sequence[str], *, is_root: bool
+) -> dict[str, Any]:
+    """Fields of `Group` for a group whose trainable parameters are stored in `storage` dtypes.
 
-    def __init__(self, tree: Tree, config: ShardConfig, compute: Compute, *, pin_memory: bool, num_shards: int) -> None:
-        self._config, self._compute, self._pin_memory, self._num_shards = config, compute, pin_memory, num_shards
-        self._covered: list[tuple[GroupOverride, set[int]]] = [
-            (override, {id(node) for match in tree.matching(override.pattern) for node in _covered(match, override)})
-            for override in config.overrides
-        ]
-
-    def group(self, unit: Unit, storage: list[str]) -> dict[str, Any]:
-        """Fields of `Group` for a unit whose trainable parameters are stored in `storage` dtypes.
-
-        `forward_prefetch` and `backward_prefetch` are numbers of groups.
-        """
-        config = self._config
-        settings: dict[str, Any] = {
-            "param_dtype": self._compute.dtype,
-            "reduce_dtype": choose_reduce(config.precision, storage),
-            "output_dtype": config.precision.output_dtype if unit.is_root else None,
-            "cast_inputs": config.precision.cast_inputs,
-            "reshard_after_forward": _reshard(config.reshard_after_forward, unit.is_root),
-            "offload": config.offload,
-            "forward_prefetch": config.prefetch.forward,
-            "backward_prefetch": config.prefetch.backward,
-        }
-        for override, covered in self._covered:
-            if all(id(node) in covered for node in unit.nodes):
-                settings |= {name: value for name in settings if (value := getattr(override, name)) is not None}
-        if settings["param_dtype"] == "storage":
-            settings["param_dtype"] = None
-        reshard = settings["reshard_after_forward"]
-        if not isinstance(reshard, bool) and reshard == self._num_shards:
-            settings["reshard_after_forward"] = True  # over as many ranks as before forward
-        if any(dtype not in FLOATING for dtype in storage):  # complex numbers have no 16-bit compute dtype
-            settings |= {"param_dtype": None, "reduce_dtype": None, "cast_inputs": False}
-        return settings | {"pin_memory": settings["offload"] and self._pin_memory}
-
-
-def _covered(match: Node, override: GroupOverride) -> Iterable[Node]:
-    return [match] if override.pattern == ROOT_PATTERN else match.walk()
-
-
-def _reshard(asked: bool | int | None, is_root: bool) -> bool | int:
-    if asked is None:
-        return not is_root
-    # An int keeps a smaller sharding until backward; the root is needed right at its start.
-    return False if is_root and not isinstance(asked, bool) else asked
+    `forward_prefetch` and `backward_prefetch` are numbers of groups.
+    """
+    reshard = config.reshard_after_forward
+    if is_root and (reshard is None or not isinstance(reshard, bool)):
+        reshard = False  # an int keeps a smaller sharding until backward; the root is needed right at its start
+    settings: dict[str, Any] = {
+        "param_dtype": compute.dtype,
+        "reduce_dtype": choose_reduce(config.precision, storage),
+        "output_dtype": config.precision.output_dtype if is_root else None,
+        "cast_inputs": config.precision.cast_inputs,
+        "reshard_after_forward": True if reshard is None else reshard,
+        "offload": config.offload,
+        "forward_prefetch": config.prefetch.forward,
+        "backward_prefetch": config.prefetch.backward,
+    }
+    for override in overrides:
+        settings |= {name: value for name in settings if (value := getattr(override, name)) is not None}
+    if settings["param_dtype"] == "storage":
+        settings["param_dtype"] = None
+    if any(dtype not in FLOATING for dtype in storage):  # complex numbers have no 16-bit compute dtype
+        settings |= {"param_dtype": None, "reduce_dtype": None, "cast_inputs": False}
+    pin_memory = torch.accelerator.is_available() if config.pin_memory is None else config.pin_memory
+    return settings | {"pin_memory": settings["offload"] and pin_memory}
 
 
 def check_config(config: ShardConfig, axes: dict[str, int]) -> None:

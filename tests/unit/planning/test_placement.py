@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.planning.draft import choose_shard_dim
+from shardwise.planning.planner import choose_shard_dim
 
 
 @pytest.mark.parametrize(

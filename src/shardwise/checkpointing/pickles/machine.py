@@ -65,19 +65,25 @@ class _Unpickler(_PythonUnpickler):
     """Python's own, without the instructions that no checkpoint needs, and with the ones that call replaced."""
 
     def __init__(
-        self, data: bytes, allowed: Mapping[str, Symbol], persistent_load: Callable[[Any], Any] | None
+        self,
+        data: bytes,
+        allowed: Mapping[str, Symbol],
+        records: tuple[str, ...],
+        persistent_load: Callable[[Any], Any] | None,
     ) -> None:
         super().__init__(_Whole(data))
-        self._allowed, self._persistent_load = allowed, persistent_load
+        self._allowed, self._records, self._persistent_load = allowed, records, persistent_load
         # A byte of pickle can ask for a container of 200; real ones have fewer than one object in four bytes.
         self.objects_left = _FREE_OBJECTS + len(data) // 3
 
     def find_class(self, module: str, name: str) -> Symbol:
         """The symbol that stands for a name; nothing is imported."""
-        symbol = self._allowed.get(f"{module}.{name}")
-        if symbol is None:
-            raise Refused(f"the pickle asks for '{module}.{name}', which no checkpoint needs")
-        return symbol
+        full = f"{module}.{name}"
+        if full in self._allowed:
+            return self._allowed[full]
+        if full.startswith(self._records):
+            return record(full)
+        raise Refused(f"the pickle asks for '{full}', which no checkpoint needs")
 
     def persistent_load(self, pid: Any) -> Any:
         """What stands for a storage."""
@@ -206,18 +212,13 @@ _Unpickler.dispatch = _instructions()
 
 
 def record(name: str) -> Symbol:
-    """A table entry for a class: its objects become `Record`s."""
+    """What stands for a class: its objects become `Record`s."""
     return Symbol(name, lambda *args, **kwargs: Record(name, args, kwargs))
 
 
 def symbols(*names: str) -> dict[str, Symbol]:
     """Table entries for names that may be mentioned but not called, such as dtypes."""
     return {name: Symbol(name) for name in names}
-
-
-def records(*names: str) -> dict[str, Symbol]:
-    """Table entries for classes whose objects are kept as `Record`s."""
-    return {name: record(name) for name in names}
 
 
 def makers(functions: Mapping[str, Callable[..., Any]]) -> dict[str, Symbol]:
@@ -229,6 +230,7 @@ def load_pickle(
     data: bytes | bytearray | memoryview | BinaryIO,
     *,
     allowed: Mapping[str, Symbol],
+    records: tuple[str, ...] = (),
     persistent_load: Callable[[Any], Any] | None = None,
     where: str = "",
     max_bytes: int = MAX_PICKLE_BYTES,
@@ -237,7 +239,8 @@ def load_pickle(
 
     Args:
         data: The pickle, or a file that holds nothing else from here on.
-        allowed: Qualified name to what stands for it here; see `symbols`, `records`, `makers`.
+        allowed: Qualified name to what stands for it here; see `symbols` and `makers`.
+        records: Beginnings of the qualified names of classes whose objects are kept as `Record`s.
         persistent_load: Turns a persistent id (torch's storages) into a value; without it they are refused.
         where: The file, for messages.
         max_bytes: Larger pickles are refused unread.
@@ -258,7 +261,7 @@ def load_pickle(
         what = f"the checkpoint holds a pickle of more than {max_bytes} bytes"
         raise damaged(what, where, "no checkpoint needs one so large")
     try:
-        return _Unpickler(bytes(data), allowed, persistent_load).load()
+        return _Unpickler(bytes(data), allowed, records, persistent_load).load()
     except Refused as refusal:
         raise CheckpointError(
             str(refusal),
