@@ -107,7 +107,7 @@ def _plan(config: RunConfig, mesh: MeshConfig, *, is_run: bool) -> Plan:
     """The plan that `train` makes for a run file, and `shard` for any other model."""
     model = _build(config)
     if is_run:
-        from shardwise.training.requirements import plan_run
+        from shardwise.training.run import plan_run
 
         return plan_run(model, config.shard, mesh)
     from shardwise.planning.planner import plan as make
