@@ -37,7 +37,7 @@ from benchmarks.checkpoint_state import (
 from benchmarks.processes import join
 from shardwise.checkpointing.formats.sharded import file_name
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.storage.memory import block_checksums, bytes_of
+from shardwise.checkpointing.storage.memory import BlockHasher, bytes_of
 from shardwise.checkpointing.weights import load_weights
 
 MIN_DIRECT_THREADS = 4  # a disk is busy only with several requests at a time
@@ -113,7 +113,7 @@ def _hashing_s(model: nn.Module) -> float:
     memory = [bytes_of(local_of(parameter).cpu()) for parameter in model.parameters()]
     start = time.perf_counter()
     for each in memory:
-        block_checksums(each)
+        BlockHasher().update(each)
     return time.perf_counter() - start
 
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.checkpointing.agreement import is_first, on_first, raise_over
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, portions
+from shardwise.checkpointing.agreement import is_first, on_first, raise_over, together
+from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, portions
 from shardwise.checkpointing.reading import (
     Request,
     check_requests,
     part_of,
-    read_box,
     read_requests,
     verify_requests,
 )
-from shardwise.checkpointing.storage.memory import bytes_of, counting
+from shardwise.checkpointing.storage.memory import counting
 from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import broadcast_from_first
@@ -29,50 +28,27 @@ T = TypeVar("T")
 _PORTION_BYTES = 32 << 20
 
 
-def find_differing_copy(contents: Contents, name: str, others: Sequence[str], boxes: Sequence[Box]) -> str | None:
-    """The first of `others` that differs from `name` within the boxes; None when all are equal.
+def open_on_ranks(open_here: Callable[[], Contents], mesh: DeviceMesh | None, *, broadcast: bool) -> Contents:
+    """Open a checkpoint on every rank; or on the first, and tell the others all but where tensors lie.
 
     Args:
-        contents: The checkpoint.
-        name: A stored tensor.
-        others: Stored tensors that should hold the same.
-        boxes: What to compare: this rank's part. Read in portions, and only where checksums do not tell.
+        open_here: Opens it.
+        mesh: The ranks.
+        broadcast: Only the first rank opens files.
 
     Ranks:
-        Local.
+        Collective over the mesh.
     """
-    first = contents.tensors[name]
-    for other in others:
-        copy = contents.tensors[other]
-        if (copy.shape, copy.dtype) != (first.shape, first.dtype):
-            return other
-        if _surely_equal(first, copy):
-            continue
-        for box in boxes:
-            for portion in portions(box, ITEM_BYTES[first.dtype], _PORTION_BYTES):
-                ours, theirs = (bytes_of(read_box(contents, tensor, portion)) for tensor in (first, copy))
-                if ours != theirs:
-                    return other
-    return None
+    opened: list[Contents] = []
 
+    def work() -> Contents:
+        contents = open_here()
+        opened.append(contents)
+        tensors = {name: replace(tensor, pieces=()) for name, tensor in contents.tensors.items()}
+        return replace(contents, tensors=tensors, streams=())
 
-def _surely_equal(first: StoredTensor, copy: StoredTensor) -> bool:
-    """The same bytes of the same files, or the same checksums of the same boxes."""
-    if len(first.pieces) != len(copy.pieces):
-        return False
-    return all(
-        a.box == b.box
-        and a.data is None
-        and b.data is None
-        and ((a.file, a.offset) == (b.file, b.offset) or (a.checksums and a.checksums == b.checksums))
-        for a, b in zip(first.pieces, copy.pieces, strict=True)
-    )
-
-
-def describe(contents: Contents) -> Contents:
-    """Names, dtypes, shapes and values, without where tensors lie: what ranks that read nothing need to know."""
-    tensors = {name: dataclasses.replace(tensor, pieces=()) for name, tensor in contents.tensors.items()}
-    return dataclasses.replace(contents, tensors=tensors)
+    described = on_first(work, mesh) if broadcast else together(work, mesh)
+    return opened[0] if opened else described
 
 
 def read_and_broadcast(
@@ -87,7 +63,7 @@ def read_and_broadcast(
     """Fill targets on all ranks from files that only the first can read, some rows of a tensor at a time.
 
     Args:
-        contents: On the first rank the checkpoint; elsewhere `describe` of it will do.
+        contents: On the first rank the checkpoint; elsewhere what `open_on_ranks` gives.
         names: The tensors to send, the same on every rank.
         requests: What this rank wants of them.
         mesh: The ranks that take part.
@@ -141,7 +117,7 @@ class RequestReader:
     """Checks, verifies and serves the requests of all ranks.
 
     Args:
-        broadcast: Only the first rank opens files; the others bring `describe(contents)`. Else every rank reads what
+        broadcast: Only the first rank opens files; see `open_on_ranks`. Else every rank reads what
             it needs.
         mesh: The ranks, for `broadcast`.
 

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "complex32": 4,
-    "complex64": 8,
-    "complex128": 16,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
+DTYPES: dict[str, tuple[int, str, str]] = {
+    "float64": (8, "F64", "DoubleStorage"),
+    "float32": (4, "F32", "FloatStorage"),
+    "float16": (2, "F16", "HalfStorage"),
+    "bfloat16": (2, "BF16", "BFloat16Storage"),
+    "float8_e4m3fn": (1, "F8_E4M3", ""),
+    "float8_e4m3fnuz": (1, "F8_E4M3FNUZ", ""),
+    "float8_e5m2": (1, "F8_E5M2", ""),
+    "float8_e5m2fnuz": (1, "F8_E5M2FNUZ", ""),
+    "float8_e8m0fnu": (1, "F8_E8M0", ""),
+    "complex32": (4, "", ""),
+    "complex64": (8, "C64", "ComplexFloatStorage"),
+    "complex128": (16, "", "ComplexDoubleStorage"),
+    "int64": (8, "I64", "LongStorage"),
+    "int32": (4, "I32", "IntStorage"),
+    "int16": (2, "I16", "ShortStorage"),
+    "int8": (1, "I8", "CharStorage"),
+    "uint64": (8, "U64", ""),
+    "uint32": (4, "U32", ""),
+    "uint16": (2, "U16", ""),
+    "uint8": (1, "U8", "ByteStorage"),
+    "bool": (1, "BOOL", "BoolStorage"),
 }
-"""Bytes of one element, by the name torch gives the dtype (`str(dtype)` without `torch.`)."""
+"""By the name torch gives the dtype (`str(dtype)` without `torch.`): bytes of one element, the name in safetensors, and
+the storage class in torch's pickles; empty where there is none."""
+ITEM_BYTES = {dtype: num_bytes for dtype, (num_bytes, _, _) in DTYPES.items()}
 
 
 def count_of(value: Any) -> int:
@@ -234,14 +237,30 @@ def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tup
             yield Box((first, *box.starts), (1, *box.sizes)), done + before
 
 
+def rows_of(chunk: Box, wanted: Box, along: int, max_elements: int) -> Iterator[Box]:
+    """Boxes of consecutive elements of the chunk that hold all wanted ones: whole rows below the dimension `along`."""
+    if not chunk.sizes:
+        yield chunk
+        return
+    inner = chunk.sizes[along + 1 :]
+    count = max(max_elements // max(math.prod(inner), 1), 1)
+    outer = (range(start, start + size) for start, size in zip(wanted.starts[:along], wanted.sizes, strict=False))
+    end = wanted.starts[along] + wanted.sizes[along]
+    for place in itertools.product(*outer):
+        for begin in range(wanted.starts[along], end, count):
+            starts = (*place, begin, *chunk.starts[along + 1 :])
+            yield Box(starts, (*(1,) * along, min(count, end - begin), *inner))
+
+
+def row_dim(chunk: Box, wanted: Box, max_elements: int) -> int:
+    """The first dimension of which whole rows fit into so many elements."""
+    dim = 0
+    while dim < len(chunk.sizes) - 1 and (wanted.sizes[dim] == 1 or math.prod(chunk.sizes[dim + 1 :]) > max_elements):
+        dim += 1
+    return dim
+
+
 def portions(box: Box, item_bytes: int, max_bytes: int = 64 << 20) -> Iterator[Box]:
     """The box in parts of at most `max_bytes` that follow each other in row-major order: whole rows where they fit."""
-    step = max_bytes // item_bytes
-    if box.numel <= step:
-        yield box
-        return
-    row = box.numel // box.sizes[0]
-    step = step // row * row or step
-    for start in range(0, box.numel, step):
-        for part, _ in boxes_of_range(box.sizes, start, min(start + step, box.numel)):
-            yield Box(tuple(a + b for a, b in zip(box.starts, part.starts, strict=True)), part.sizes)
+    count = max_bytes // item_bytes
+    return iter([box]) if box.numel <= count else rows_of(box, box, row_dim(box, box, count), count)

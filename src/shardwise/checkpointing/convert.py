@@ -26,7 +26,7 @@ from shardwise.checkpointing.state.nested import put_together
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import bytes_of, counting
 from shardwise.checkpointing.verifying import refuse_damaged, refuse_unsound
-from shardwise.checkpointing.weights import refuse_remote
+from shardwise.checkpointing.weights import float_dtype, refuse_remote
 from shardwise.errors import ConfigError
 from shardwise.progress import NoProgress, Progress
 
@@ -109,7 +109,6 @@ def _nested(contents: Contents, infos: Mapping[str, TensorInfo]) -> dict[str, An
 
 
 Format = Literal["dcp", "full", "safetensors"]
-_FLOATS = tuple(name for name in ITEM_BYTES if name.startswith(("float", "bfloat")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,13 +213,9 @@ def _what_to_write(source: Contents, format: Format) -> tuple[Contents, dict[str
 
 def _infos(contents: Contents, dtype: str | torch.dtype | None, *, bare: bool) -> dict[str, TensorInfo]:
     """What each tensor is written as."""
-    wanted = None if dtype is None else str(dtype).removeprefix("torch.")
-    if wanted is not None and wanted not in _FLOATS:
-        raise ConfigError(
-            f"{wanted!r} is no floating-point dtype", where="dtype", fix=f"choose one of {', '.join(_FLOATS)}"
-        )
+    wanted = float_dtype(dtype, "dtype")
     infos = {}
     for name, tensor in contents.tensors.items():
-        is_cast = wanted and tensor.dtype in _FLOATS and (bare or name.startswith("model."))
+        is_cast = tensor.dtype.startswith(("float", "bfloat")) and (bare or name.startswith("model."))
         infos[name] = TensorInfo(name, wanted if wanted and is_cast else tensor.dtype, tensor.shape)
     return infos

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.agreement import mesh_of_model, on_first, together
-from shardwise.checkpointing.broadcasting import RequestReader, describe
+from shardwise.checkpointing.broadcasting import RequestReader, open_on_ranks
 from shardwise.checkpointing.contents import Contents, TensorInfo
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import NOTES, make_notes, plain_values, tensors_in, write_full
@@ -105,9 +105,16 @@ def load_full(
     """
     run = Run(model, optimizers, objects)
     mesh = _mesh(run)
+
+    def open_file() -> Contents:
+        only = next(iter(run.models.values())) if len(run.models) == 1 else None
+        contents = open_checkpoint(path, model=only)
+        require_names(contents)
+        return with_our_names(contents)
+
     channel = Channel()
     try:
-        contents = _open(path, run, mesh, broadcast)
+        contents = open_on_ranks(open_file, mesh, broadcast=broadcast)
         reader = RequestReader(broadcast, mesh)
         loaded = load_run(
             run, contents, channel, strict=strict, verify=verify, rng=False, progress=progress, reader=reader
@@ -115,20 +122,6 @@ def load_full(
     finally:
         channel.close()
     return loaded.extra
-
-
-def _open(path: str | Path, run: Run, mesh: DeviceMesh | None, broadcast: bool) -> Contents:
-    opened: list[Contents] = []
-
-    def open_file() -> Contents:
-        only = next(iter(run.models.values())) if len(run.models) == 1 else None
-        contents = open_checkpoint(path, model=only)
-        require_names(contents)
-        opened.append(with_our_names(contents))
-        return describe(opened[0])
-
-    described = on_first(open_file, mesh) if broadcast else together(open_file, mesh)
-    return opened[0] if opened else described
 
 
 def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[int, Any]]:

@@ -6,12 +6,9 @@ import contextlib
 import copy
 import importlib
 import importlib.util
-import itertools
-import math
 import re
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,14 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor
+from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
 from shardwise.checkpointing.reading import read_box
 from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.errors import CheckpointError
-
-_MAX_PIECES = 1 << 16
 
 
 def stack(tensors: Sequence[StoredTensor], dim: int) -> StoredTensor:
@@ -70,44 +65,19 @@ def concatenate(tensors: Sequence[StoredTensor], dim: int) -> StoredTensor:
     return StoredTensor(name, first.dtype, shape, tuple(pieces))
 
 
-def split(tensor: StoredTensor, sizes: Sequence[int], dim: int) -> list[StoredTensor]:
-    """As `torch.split`.
-
-    Raises:
-        ValueError: The sizes do not add up, or it would take too many pieces.
-    """
-    dim %= len(tensor.shape)
-    if sum(sizes) != tensor.shape[dim]:
-        raise ValueError(f"{tensor.name} of shape {list(tensor.shape)} cannot be split into {list(sizes)}")
-    parts = []
-    for start, end in itertools.pairwise([0, *itertools.accumulate(sizes)]):
-        shape = (*tensor.shape[:dim], end - start, *tensor.shape[dim + 1 :])
-        starts = (*(0,) * dim, start, *(0,) * (len(shape) - dim - 1))
-        pieces = tuple(cut for piece in tensor.pieces for cut in _cut(piece, Box(starts, shape), dim, tensor.dtype))
-        parts.append(StoredTensor(tensor.name, tensor.dtype, shape, pieces))
-    return parts
-
-
-def _cut(piece: Piece, box: Box, dim: int, dtype: str) -> list[Piece]:
-    """What of a piece lies in `box`, relative to its start; as many pieces as it takes for each to be one run."""
-    shared = piece.box.overlap(box)
-    if shared is None:
-        return []
-    if piece.data is not None:
-        raise ValueError("a tensor that is held in memory cannot be split")
-    leading = shared.sizes[:dim]
-    if math.prod(leading) > _MAX_PIECES:
-        raise ValueError(f"splitting along dimension {dim} would take {math.prod(leading):,} pieces")
-    strides = [math.prod(piece.box.sizes[index + 1 :]) for index in range(len(piece.box.sizes))]
-    cuts = []
-    for index in itertools.product(*map(range, leading)):
-        starts = (*(start + step for start, step in zip(shared.starts, index, strict=False)), *shared.starts[dim:])
-        first = sum((at - begin) * stride for at, begin, stride in zip(starts, piece.box.starts, strides, strict=True))
-        target = tuple(at - begin for at, begin in zip(starts, box.starts, strict=True))
-        sizes = (*(1,) * dim, *shared.sizes[dim:])
-        # The checksums are of blocks of the whole piece, in which this one may begin anywhere.
-        cuts.append(Piece(Box(target, sizes), piece.file, piece.offset + first * ITEM_BYTES[dtype]))
-    return cuts
+def chunk_rows(tensor: StoredTensor, num_chunks: int) -> list[StoredTensor] | None:
+    """As `torch.chunk` along dimension 0; None unless the tensor lies in one place of a file."""
+    if len(tensor.pieces) != 1 or tensor.pieces[0].data is not None:
+        return None
+    rows, shape = tensor.shape[0], tensor.shape[1:]
+    row_bytes, count = tensor.num_bytes // max(rows, 1), -(-rows // num_chunks)
+    chunks = []
+    for start in range(0, rows, count):
+        whole = (min(count, rows - start), *shape)
+        # The checksums are of blocks of the whole tensor, in which a chunk may begin anywhere.
+        piece = Piece(Box.whole(whole), tensor.pieces[0].file, tensor.pieces[0].offset + start * row_bytes)
+        chunks.append(StoredTensor(tensor.name, tensor.dtype, whole, (piece,)))
+    return chunks
 
 
 def _insert(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
@@ -118,41 +88,21 @@ def _insert(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
 _MAX_HELD = 2  # readers go through a checkpoint in order, a few threads at a time
 
 
-class Computations:
-    """Groups of tensors that are computed together; the last few outcomes are held."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held: OrderedDict[Callable[[], Mapping[str, torch.Tensor]], dict[str, memoryview]] = OrderedDict()
-
-    def bytes_of(self, compute: Callable[[], Mapping[str, torch.Tensor]], name: str) -> memoryview:
-        """The bytes of tensor `name`, of those that `compute` makes."""
-        with self._lock:
-            if compute not in self._held:
-                while len(self._held) >= _MAX_HELD:
-                    self._held.popitem(last=False)
-                made = compute()
-                self._held[compute] = {key: bytes_of(tensor.contiguous()) for key, tensor in made.items()}
-            self._held.move_to_end(compute)
-            return self._held[compute][name]
-
-
 class ComputedBytes:
     """What a `Piece` holds in place of bytes.
 
     Args:
-        computations: Shared by all tensors of a checkpoint.
-        compute: Makes this tensor, and perhaps others.
+        compute: Makes this tensor, and perhaps others; holds the last outcomes.
         name: Of this one among them.
+        lock: Lets one thread compute at a time.
     """
 
-    def __init__(
-        self, computations: Computations, compute: Callable[[], Mapping[str, torch.Tensor]], name: str
-    ) -> None:
-        self._computations, self._compute, self._name = computations, compute, name
+    def __init__(self, compute: Callable[[], Mapping[str, memoryview]], name: str, lock: threading.Lock) -> None:
+        self._compute, self._name, self._lock = compute, name, lock
 
     def __getitem__(self, part: slice) -> memoryview:
-        return self._computations.bytes_of(self._compute, self._name)[part]
+        with self._lock:
+            return self._compute()[self._name][part]
 
 
 _MAX_BYTES = 64 << 20
@@ -226,7 +176,8 @@ class _Layout:
         self._names = dict.fromkeys(names, True)
         self._renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
         self._converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
-        self._computations = Computations()
+        self._lock = threading.Lock()
+        self._held: dict[Callable[[], Any], dict[str, memoryview]] = {}
         self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
 
     def apply(self, contents: Contents) -> Contents:
@@ -278,15 +229,10 @@ class _Layout:
         if kind == "Concatenate":
             parts = [part for key in converter.source_patterns for part in found.get(key, [])]
             return {targets[0]: [concatenate(parts, operation.dim)]}
-        if kind in ("Chunk", "Split") and len(found) == 1 and len(targets) > 1:
+        if kind == "Chunk" and operation.dim == 0 and len(found) == 1 and len(targets) > 1:
             (tensor,) = next(iter(found.values()))
-            length = tensor.shape[operation.dim]
-            sizes = [-(-length // len(targets))] * (len(targets) - 1)
-            if kind == "Split":
-                whole = [self._model.get_parameter(name.replace(targets[0], target)) for target in targets]
-                sizes = [parameter.shape[operation.dim] for parameter in whole[:-1]]
-            cut = split(tensor, [*sizes, length - sum(sizes)], operation.dim)
-            return {target: [part] for target, part in zip(targets, cut, strict=True)}
+            if (chunks := chunk_rows(tensor, len(targets))) is not None:
+                return {target: [part] for target, part in zip(targets, chunks, strict=True)}
         return None
 
     def _target(self, name: str, key: str, converter: Any) -> str:
@@ -295,13 +241,20 @@ class _Layout:
     def _computed(self, name: str, group: _Group, contents: Contents) -> dict[str, StoredTensor]:
         """Let transformers convert the tensors themselves, when their turn to be read comes."""
 
-        def compute() -> dict[str, torch.Tensor]:
-            return self._run(name, group, lambda source: read_box(contents, source, Box.whole(source.shape)))
+        def compute() -> dict[str, memoryview]:
+            held = self._held.pop(compute, None)
+            if held is None:
+                while len(self._held) >= _MAX_HELD:
+                    del self._held[next(iter(self._held))]
+                made = self._run(name, group, lambda source: read_box(contents, source, Box.whole(source.shape)))
+                held = {key: bytes_of(tensor.contiguous()) for key, tensor in made.items()}
+            self._held[compute] = held  # the latest last
+            return held
 
         tensors = {}
         for key, made in self._run(name, group, _on_meta).items():
             # The label keeps the reads of one group together: they are sorted by file.
-            data = ComputedBytes(self._computations, compute, key)
+            data = ComputedBytes(compute, key, self._lock)
             piece = Piece(Box.whole(tuple(made.shape)), file=f"computed {name}", data=data)  # pyrefly: ignore
             tensors[key] = StoredTensor(key, dtype_name(made.dtype), tuple(made.shape), (piece,))
         return tensors

@@ -26,7 +26,7 @@ from shardwise.units import format_bytes, format_count
 
 _MAX_VALUE_CHARACTERS = 200
 _NEEDS_MODEL = "SW336"
-_INTERNAL = ("left_out", "metadata", "flat_starts", "unnamed", "frames", "has_our_names")
+_INTERNAL = ("left_out", "flat_starts", "unnamed", "frames", "has_our_names")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from shardwise.checkpointing.state.run import (
     model_path,
     optimizer_path,
 )
-from shardwise.checkpointing.state.slices import model_tensors
+from shardwise.checkpointing.state.slices import model_tensors, requests_for
 from shardwise.distributed.agreement import Channel
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
@@ -34,31 +33,8 @@ from shardwise.sharding.inventory import take_inventory
 from shardwise.sharding.materialize import allocate, materialize
 
 
-@dataclass(slots=True)
 class LoadPlan:
-    """A load in the making."""
-
-    restoring: Restoring = field(default_factory=Restoring)
-    matched: dict[str, Matched] = field(default_factory=dict)
-    """By model: which stored tensor goes into which of its own."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Under `extra`, once everything is read: what was saved as that."""
-    random_numbers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By generator: where the state of this rank, or else of rank 0, is read to."""
-
-    def requests(self, run: Run) -> list[Request]:
-        """Everything to be read, models last; asked for anew, because allocating a model makes new tensors."""
-        models = Restoring()
-        for name, matched in self.matched.items():
-            prefix = ".".join(map(str, model_path(name))) + "."
-            for entry in model_tensors(run.models[name]):
-                if entry.name in matched.stored_names:
-                    models.read_into(prefix + matched.stored_names[entry.name], entry.tensor)
-        return [*self.restoring.requests, *models.requests]
-
-
-def make_load_plan(run: Run, view: RankView, rank: int, *, strict: bool, rng: bool) -> LoadPlan:
-    """Find a place for everything that is stored, and a value for every place.
+    """A place for everything that is stored, and a value for every place.
 
     Args:
         run: What is loaded into; it is not changed.
@@ -67,78 +43,104 @@ def make_load_plan(run: Run, view: RankView, rank: int, *, strict: bool, rng: bo
         strict: What does not fit is a problem.
         rng: Also the random numbers.
 
-    Returns:
-        The plan; its `restoring.problems` say what does not fit.
-
     Raises:
-        CheckpointError: A model does not fit, with all its names.
+        CheckpointError: With all that does not fit.
 
     Ranks:
         Local.
     """
-    plan = LoadPlan()
-    plan.matched = _plan_models(plan.restoring, view, run, strict)
-    _plan_rest(plan.restoring, view, run, strict=strict, extra=plan.extra)
-    if rng:
-        plan.random_numbers = _plan_random_numbers(plan.restoring, view, rank)
-    return plan
 
+    def __init__(self, run: Run, view: RankView, rank: int, *, strict: bool, rng: bool) -> None:
+        self._run, self._view, self._strict = run, view, strict
+        self.restoring = Restoring()
+        self.matched: dict[str, Matched] = {}
+        """By model: which stored tensor goes into which of its own."""
+        self.extra: Any = None
+        """Once everything is read: what was saved as that."""
+        self.random_numbers: dict[str, torch.Tensor] = {}
+        """By generator: where the state of this rank, or else of rank 0, is read to."""
+        for name, model in run.models.items():
+            self._plan_model(name, model)
+        self._plan_rest()
+        if rng:
+            self._plan_random_numbers(rank)
+        if problems := self.restoring.problems:
+            raise CheckpointError(
+                f"the checkpoint does not fit this run: {len(problems)} problems",
+                where="\n".join([str(view.contents.path), *_shortened(problems)]),
+                why="everything that is stored of an object must find its place"
+                if strict
+                else "what is loaded must be there, and of the right shape",
+                fix="load the objects that were saved, or leave out of load() what shall start afresh"
+                + ("; strict=False loads what fits" if strict else ""),
+            )
 
-def _plan_models(restoring: Restoring, view: RankView, run: Run, strict: bool) -> dict[str, Matched]:
-    found = {}
-    for name, model in run.models.items():
-        prefix = ".".join(map(str, model_path(name))) + "."
+    def requests(self) -> list[Request]:
+        """Everything to be read, models last; asked for anew, because allocating a model makes new tensors."""
+        found = list(self.restoring.requests)
+        for name, matched in self.matched.items():
+            stored = {own: _prefix(name) + stored for own, stored in matched.stored_names.items()}
+            found += requests_for(model_tensors(self._run.models[name]), stored)
+        return found
+
+    def allocate(self) -> bool:
+        """Give memory to what stands on meta and will be read; whether anything did."""
+        found = False
+        for name, matched in self.matched.items():
+            model = self._run.models[name]
+            wanted = [entry.tensor for entry in model_tensors(model) if entry.name in matched.stored_names]
+            found = found or any(tensor.is_meta for tensor in wanted)
+            allocate(model, wanted)
+        return found
+
+    def _plan_model(self, name: str, model: nn.Module) -> None:
+        view, prefix = self._view, _prefix(name)
         tensors = {
             full.removeprefix(prefix): tensor
             for full, tensor in view.contents.tensors.items()
             if full.startswith(prefix) and EXTRA_STATE not in full.split(".")
         }
-        part = dataclasses.replace(view.contents, tensors=tensors)
-        found[name] = match(model, part)
-        if (error := found[name].refuse(part, strict)) is not None:
-            raise error
-        if strict and (differing := view.differing_under(prefix)):
-            restoring.problems.append(
+        part = replace(view.contents, tensors=tensors)
+        self.matched[name] = match(model, part)
+        self.matched[name].refuse(part, self._strict)
+        if self._strict and (differing := view.differing_under(prefix)):
+            self.restoring.problems.append(
                 f"{differing[0]} and {len(differing) - 1} more differed between the {view.contents.world_size} ranks "
                 "that saved them; strict=False takes rank 0's"
             )
-        _plan_extra_states(restoring, view, model, prefix, strict)
-    return found
+        for key, module in extra_states(model).items():
+            full = prefix + key
+            if self._strict or f"{full}.{LAYOUT}" in view.contents.values:
+                path = (*model_path(name), key)
+                plan_object(self.restoring, view, full, module.get_extra_state(), module.set_extra_state, path=path)
 
+    def _plan_rest(self) -> None:
+        run, view, restoring = self._run, self._view, self.restoring
+        groups = run.groups(run.tensors())
+        for key, optimizer in run.optimizers.items():
+            plan_optimizer(restoring, view, optimizer, groups[key], optimizer_path(key), strict=self._strict)
+        for key, item in run.objects.items():
+            if self._strict or view.names_under(f"{key}."):
+                plan_object(restoring, view, key, item.state_dict(), item.load_state_dict)
+            else:
+                restoring.notes.append(f"{key} is not in the checkpoint and was left as it is")
+        if f"extra.{LAYOUT}" in view.contents.values or view.names_under("extra."):
+            plan_object(restoring, view, "extra", {}, lambda value: setattr(self, "extra", value))
 
-def _plan_extra_states(restoring: Restoring, view: RankView, model: Any, prefix: str, strict: bool) -> None:
-    for key, module in extra_states(model).items():
-        name = prefix + key
-        if strict or f"{name}.{LAYOUT}" in view.contents.values:
-            path = (*prefix.removesuffix(".").split("."), key)
-            plan_object(restoring, view, name, module.get_extra_state(), module.set_extra_state, path=path)
-
-
-def _plan_rest(restoring: Restoring, view: RankView, run: Run, *, strict: bool, extra: dict[str, Any]) -> None:
-    groups = run.groups(run.tensors())
-    for key, optimizer in run.optimizers.items():
-        plan_optimizer(restoring, view, optimizer, groups[key], optimizer_path(key), strict=strict)
-    for key, item in run.objects.items():
-        if not strict and not view.names_under(f"{key}."):
-            restoring.notes.append(f"{key} is not in the checkpoint and was left as it is")
-            continue
-        plan_object(restoring, view, key, item.state_dict(), item.load_state_dict)
-    if f"extra.{LAYOUT}" in view.contents.values or view.names_under("extra."):
-        plan_object(restoring, view, "extra", {}, lambda value: extra.update(extra=value))
-
-
-def _plan_random_numbers(restoring: Restoring, view: RankView, rank: int) -> dict[str, torch.Tensor]:
-    """Where the random numbers of this rank, or else of rank 0, will be read to."""
-    names = view.names_under(f"rng.{rank}.") or view.names_under("rng.0.")
-    states = {}
-    for name in names:
-        _, owner, generator = name.split(".")
-        states[generator] = new_tensor(view.contents.tensors[name])
-        restoring.read_into(name, states[generator])
-        if owner != str(rank):
+    def _plan_random_numbers(self, rank: int) -> None:
+        own = self._view.names_under(f"rng.{rank}.")
+        for name in own or self._view.names_under("rng.0."):
+            state = new_tensor(self._view.contents.tensors[name])
+            self.random_numbers[name.split(".")[2]] = state
+            self.restoring.read_into(name, state)
+        if self.random_numbers and not own:
             note = f"rank {rank} had no random numbers in the checkpoint; they follow from rank 0's"
-            restoring.notes += [note] if note not in restoring.notes else []
-    return states
+            self.restoring.notes.append(note)
+
+
+def _prefix(model: str) -> str:
+    """What stands before the names of a model's tensors."""
+    return ".".join(map(str, model_path(model))) + "."
 
 
 _MAX_LINES = 30
@@ -188,29 +190,39 @@ def load_run(
     view = view_for(contents, channel.rank, channel.size)
 
     def make_plan() -> LoadPlan:
-        plan = make_load_plan(run, view, channel.rank, strict=strict, rng=rng)
-        _refuse(plan.restoring.problems, view, strict)
-        return plan
+        return LoadPlan(run, view, channel.rank, strict=strict, rng=rng)
 
     plan = channel.run_on_all(make_plan)  # a reader may communicate: nobody enters it alone
 
-    def allocate() -> None:
+    def allocate_models() -> None:
         nonlocal plan
-        if _allocate(plan, run):  # optimizer states were planned where the parameters were: on meta, perhaps
+        if plan.allocate():  # optimizer states were planned where the parameters were: on meta, perhaps
             plan = make_plan()
 
     load_requests(
         list(run.models.values()),
         view.contents,
-        lambda: plan.requests(run),
+        lambda: plan.requests(),
         channel.run_on_all,
         reader or RequestReader(),
-        allocate=allocate,
+        allocate=allocate_models,
         verify=verify,
         progress=progress,
     )
-    _settle(plan, view, run, channel)
-    return Loaded(contents.step or 0, plan.extra.get("extra"), tuple(plan.restoring.notes))
+
+    @torch.no_grad()
+    def finish_all() -> None:
+        for finish in plan.restoring.finish:
+            finish()
+
+    channel.run_on_all(finish_all)
+    for model in run.models.values():
+        if any(entry.pending for entry in take_inventory(model)):
+            materialize(model)  # tables that the model computes itself, and with strict=False what was not stored
+    if plan.random_numbers:
+        is_own = bool(view.names_under(f"rng.{channel.rank}."))
+        set_random_state(plan.random_numbers if is_own else derived_state(plan.random_numbers, channel.rank))
+    return Loaded(contents.step or 0, plan.extra, tuple(plan.restoring.notes))
 
 
 def load_requests(
@@ -274,44 +286,3 @@ def load_requests(
 def _shortened(lines: list[str]) -> list[str]:
     hidden = len(lines) - _MAX_LINES
     return lines[:_MAX_LINES] + ([f"... and {hidden} more"] if hidden > 0 else [])
-
-
-def _refuse(problems: list[str], view: RankView, strict: bool) -> None:
-    if not problems:
-        return
-    raise CheckpointError(
-        f"the checkpoint does not fit this run: {len(problems)} problems",
-        where="\n".join([str(view.contents.path), *_shortened(problems)]),
-        why="everything that is stored of an object must find its place"
-        if strict
-        else "what is loaded must be there, and of the right shape",
-        fix="load the objects that were saved, or leave out of load() what shall start afresh"
-        + ("; strict=False loads what fits" if strict else ""),
-    )
-
-
-def _allocate(plan: LoadPlan, run: Run) -> bool:
-    """Give memory to what stands on meta and will be read; whether anything did."""
-    found = False
-    for name, matched in plan.matched.items():
-        wanted = [entry.tensor for entry in model_tensors(run.models[name]) if entry.name in matched.stored_names]
-        found = found or any(tensor.is_meta for tensor in wanted)
-        allocate(run.models[name], wanted)
-    return found
-
-
-def _settle(plan: LoadPlan, view: RankView, run: Run, channel: Channel) -> None:
-    """What is left once the bytes are there."""
-
-    @torch.no_grad()
-    def finish_all() -> None:
-        for finish in plan.restoring.finish:
-            finish()
-
-    channel.run_on_all(finish_all)
-    for model in run.models.values():
-        if any(entry.pending for entry in take_inventory(model)):
-            materialize(model)  # tables that the model computes itself, and with strict=False what was not stored
-    if plan.random_numbers:
-        is_own = bool(view.names_under(f"rng.{channel.rank}."))
-        set_random_state(plan.random_numbers if is_own else derived_state(plan.random_numbers, channel.rank))

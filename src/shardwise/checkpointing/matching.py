@@ -40,28 +40,35 @@ class Matched:
     tolerated: frozenset[str]
     """Missing names that the model itself says may be missing."""
 
-    def refuse(self, contents: Contents, strict: bool) -> CheckpointError | None:
-        """The error that lists all that does not fit; None when it fits well enough."""
+    def refuse(self, contents: Contents, strict: bool) -> None:
+        """Refuse what does not fit well enough.
+
+        Raises:
+            CheckpointError: Listing all that does not fit.
+        """
         report = self.report
         missing = [name for name in report.missing if name not in self.tolerated] if strict else []
         unexpected = report.unexpected if strict else ()
         if not report.loaded and (report.missing or report.unexpected):
             missing, unexpected = list(report.missing), report.unexpected  # nothing fits: surely the wrong file
-        if not (missing or unexpected or report.mismatched):
-            return None
         counts = [(len(missing), "missing"), (len(unexpected), "unexpected"), (len(report.mismatched), "mis-shaped")]
         what = ", ".join(f"{count} {kind}" for count, kind in counts if count)
+        if not what:
+            return
+        fix = 'leave them out with rename={"name": None} and strict=False, or build the model with these shapes'
+        if strict and (missing or unexpected):
+            fix = 'map the names with rename={"old.prefix": "new.prefix"}, or pass strict=False to load what fits'
         total = len(report.loaded) + len(report.missing) + len(report.mismatched)
-        return CheckpointError(
+        raise CheckpointError(
             f"the weights do not fit the model of {total} tensors: {what}",
             where="\n".join([str(contents.path), *describe_problems(missing, unexpected, report.mismatched)]),
             why="every tensor of the model is loaded exactly once" if strict else "shapes are never adapted",
-            fix=_fix(bool(missing or unexpected), strict),
+            fix=fix,
         )
 
 
 def rename_contents(contents: Contents, rename: Rename) -> Contents:
-    """The contents under the names that `rename` gives; a name that it maps to None is left out.
+    """The contents under the names that `rename` gives; `details["renamed_away"]` lists those that it maps to None.
 
     Raises:
         CheckpointError: Two tensors get the same name.
@@ -71,9 +78,11 @@ def rename_contents(contents: Contents, rename: Rename) -> Contents:
     """
     apply = rename_with(rename)
     tensors: dict[str, StoredTensor] = {}
+    renamed_away = []
     for stored, tensor in contents.tensors.items():
         name = apply(canonical_name(stored))
         if name is None:
+            renamed_away.append(stored)
             continue
         if name in tensors:
             raise CheckpointError(
@@ -83,7 +92,7 @@ def rename_contents(contents: Contents, rename: Rename) -> Contents:
                 fix="map one of the two to None in rename=",
             )
         tensors[name] = tensor
-    return dataclasses.replace(contents, tensors=tensors)
+    return dataclasses.replace(contents, tensors=tensors, details={**contents.details, "renamed_away": renamed_away})
 
 
 def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] | None = None) -> Matched:
@@ -108,17 +117,8 @@ def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] |
     computed = non_persistent_names(model)
     ignorable = _patterns(model, "_keys_to_ignore_on_load_unexpected")
     ignored = [name for name in left if _is_ignored(name.removeprefix(matching.prefix), computed, ignorable)]
-    report, stored_names, copies = _compare(tensors, contents.tensors, matching.found)
-    unexpected = tuple(name for name in left if name not in set(ignored))
     tolerable = _patterns(model, "_keys_to_ignore_on_load_missing")
-    tolerated = frozenset(name for name in report.missing if any(p.search(name) for p in tolerable))
-    report = dataclasses.replace(report, unexpected=unexpected, ignored=tuple(ignored))
-    return Matched(stored_names, copies, report, tolerated)
-
-
-def _compare(
-    tensors: Sequence[ModelTensor], stored: Mapping[str, StoredTensor], found: Mapping[str, str]
-) -> tuple[KeyReport, dict[str, str], dict[str, tuple[str, ...]]]:
+    found, stored = matching.found, contents.tensors
     stored_names: dict[str, str] = {}
     copies: dict[str, tuple[str, ...]] = {}
     missing, mismatched, tied, cast = [], [], {}, {}
@@ -140,12 +140,15 @@ def _compare(
     report = KeyReport(
         loaded=tuple(stored_names),
         missing=tuple(missing),
+        unexpected=tuple(name for name in left if name not in set(ignored)),
         mismatched=tuple(mismatched),
         tied=tied,
         renamed={name: stored[key].name for name, key in stored_names.items() if stored[key].name != name},
         cast=cast,
+        ignored=tuple(ignored),
     )
-    return report, stored_names, copies
+    tolerated = frozenset(name for name in missing if any(pattern.search(name) for pattern in tolerable))
+    return Matched(stored_names, copies, report, tolerated)
 
 
 def _converts(stored: str, expected: str) -> bool:
@@ -171,9 +174,3 @@ def _patterns(model: nn.Module, attribute: str) -> list[re.Pattern[str]]:
     """What transformers' classes say about keys that may be too many or too few."""
     listed = getattr(model, attribute, None)
     return [re.compile(text) for text in listed] if isinstance(listed, (list, tuple, set)) else []
-
-
-def _fix(has_other_names: bool, strict: bool) -> str:
-    if has_other_names and strict:
-        return 'map the names with rename={"old.prefix": "new.prefix"}, or pass strict=False to load what fits'
-    return 'leave them out with rename={"name": None} and strict=False, or build the model with these shapes'

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import threading
@@ -14,7 +13,16 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor, coverage_problem
+from shardwise.checkpointing.contents import (
+    ITEM_BYTES,
+    Box,
+    Contents,
+    Piece,
+    StoredTensor,
+    coverage_problem,
+    row_dim,
+    rows_of,
+)
 from shardwise.checkpointing.storage.files import COPY_AGAIN, FileReader, damaged, join, size_of
 from shardwise.checkpointing.storage.memory import bytes_of, checksum_of_parts, counting
 from shardwise.progress import Progress
@@ -66,15 +74,15 @@ def ranges_of(tensor: StoredTensor, request: Request, verify: bool) -> Iterator[
         run_bytes = math.prod(wanted.sizes[along:]) * item_bytes
         is_free = piece.data is None and not (verify and piece.checksums)  # to read just what is wanted
         if not is_one_run and not (is_free and run_bytes >= _MIN_RUN_BYTES):
-            along = _row_dim(piece.box, wanted, CHUNK_BYTES // item_bytes)
+            along = row_dim(piece.box, wanted, CHUNK_BYTES // item_bytes)
             yield from _buffered(tensor, piece, request, wanted, along)
             continue
-        for run in _boxes(piece.box, wanted, along, wanted.numel):
+        for run in rows_of(piece.box, wanted, along, wanted.numel):
             place = part_of(target, request.box, run)
             if in_place and piece.data is None and place.is_contiguous() and not (place.is_conj() or place.is_neg()):
                 yield from _direct(tensor, piece, request, _first(piece.box, run) * item_bytes, bytes_of(place))
             else:
-                yield from _buffered(tensor, piece, request, run, _row_dim(piece.box, run, CHUNK_BYTES // item_bytes))
+                yield from _buffered(tensor, piece, request, run, row_dim(piece.box, run, CHUNK_BYTES // item_bytes))
 
 
 def part_of(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
@@ -95,32 +103,9 @@ def _direct(tensor: StoredTensor, piece: Piece, request: Request, start: int, pl
 
 def _buffered(tensor: StoredTensor, piece: Piece, request: Request, wanted: Box, along: int) -> Iterator[Range]:
     item_bytes = ITEM_BYTES[tensor.dtype]
-    for stored in _boxes(piece.box, wanted, along, CHUNK_BYTES // item_bytes):
+    for stored in rows_of(piece.box, wanted, along, CHUNK_BYTES // item_bytes):
         start = _first(piece.box, stored) * item_bytes
         yield Range(tensor, piece, start, stored.numel * item_bytes, request, stored=stored)
-
-
-def _row_dim(chunk: Box, wanted: Box, max_elements: int) -> int:
-    """The first dimension of which whole rows fit a buffer."""
-    dim = 0
-    while dim < len(chunk.sizes) - 1 and (wanted.sizes[dim] == 1 or math.prod(chunk.sizes[dim + 1 :]) > max_elements):
-        dim += 1
-    return dim
-
-
-def _boxes(chunk: Box, wanted: Box, along: int, max_elements: int) -> Iterator[Box]:
-    """Boxes of consecutive elements of the chunk that hold all wanted ones: whole rows below the dimension `along`."""
-    if not chunk.sizes:
-        yield chunk
-        return
-    inner = chunk.sizes[along + 1 :]
-    count = max(max_elements // max(math.prod(inner), 1), 1)
-    outer = (range(start, start + size) for start, size in zip(wanted.starts[:along], wanted.sizes, strict=False))
-    end = wanted.starts[along] + wanted.sizes[along]
-    for place in itertools.product(*outer):
-        for begin in range(wanted.starts[along], end, count):
-            starts = (*place, begin, *chunk.starts[along + 1 :])
-            yield Box(starts, (*(1,) * along, min(count, end - begin), *inner))
 
 
 def _first(chunk: Box, box: Box) -> int:

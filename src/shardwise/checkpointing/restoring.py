@@ -44,7 +44,7 @@ class RankView:
     """Names that had different values on the ranks that saved, where this run has another number of ranks: only
     rank 0's are here."""
     mixed: Mapping[str, str] = field(default_factory=dict)
-    """Optimizers whose stored state is not whole, and why: see `soundness.mixed_order`."""
+    """Optimizers whose stored state is not whole, and why: see `verifying.mixed_order`."""
 
     def path(self, name: str) -> Path:
         """The keys that lead to a name in the nested state dict."""

@@ -328,7 +328,7 @@ class Saver:
     def _header(self, started: Started, records: Iterable[FileRecord], values: dict[str, Any]) -> Header:
         """The head of the manifest; rank 0's state knows how names came about."""
         collected = started.collected
-        names = {tensor.name for record in records for tensor in record.tensors} | {*values, *collected.aliases}
+        names = {tensor.name for record in records for tensor, _ in record.tensors} | {*values, *collected.aliases}
         if lost := sorted(collected.paths.keys() - names):
             raise CheckpointError(
                 f"no rank has written {len(lost)} entries of the run's state; nothing was committed",

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.agreement import is_first, mesh_of_model, on_first, raise_over, together, together_with
-from shardwise.checkpointing.broadcasting import RequestReader, describe, find_differing_copy
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, TensorInfo
-from shardwise.checkpointing.formats.detect import TORCH_SUFFIXES, open_checkpoint, require_names
+from shardwise.checkpointing.broadcasting import RequestReader, open_on_ranks
+from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, TensorInfo, portions
+from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import tensors_in, write_full
+from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
 from shardwise.checkpointing.formats.safetensors import (
     DEFAULT_SHARD_BYTES,
     Chunks,
@@ -32,7 +33,7 @@ from shardwise.checkpointing.formats.safetensors import (
 from shardwise.checkpointing.hugging_face import in_model_layout
 from shardwise.checkpointing.loading import load_requests
 from shardwise.checkpointing.matching import Matched, match, rename_contents
-from shardwise.checkpointing.reading import Verify
+from shardwise.checkpointing.reading import Verify, read_box
 from shardwise.checkpointing.state.names import KeyReport, Rename, canonical_name
 from shardwise.checkpointing.state.run import refuse_unusable
 from shardwise.checkpointing.state.slices import ModelTensor, dtype_name, model_tensors, parts_of, requests_for
@@ -47,7 +48,7 @@ from shardwise.sharding.materialize import allocate, materialize
 from shardwise.units import parse_bytes
 
 
-def companions_of(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, bytes]:
+def companions_of(model: Any, dtype: str | None = None) -> dict[str, bytes]:
     """The small files that transformers or diffusers needs to open a folder of this model's weights.
 
     Args:
@@ -63,19 +64,23 @@ def companions_of(model: nn.Module, dtype: torch.dtype | None = None) -> dict[st
     config = getattr(model, "config", None)
     if config is None:
         return {}
+    stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    stored = getattr(torch, dtype) if dtype is not None else stored
     if hasattr(config, "to_json_string"):  # transformers
         config = copy.deepcopy(config)
         config.architectures = [class_name(model)]
-        config.dtype = dtype or _dtype_of(model)
+        config.dtype = stored
         found = {"config.json": config.to_json_string().encode()}
         generation = getattr(model, "generation_config", None)
         if generation is not None and hasattr(generation, "to_json_string"):
             found["generation_config.json"] = generation.to_json_string().encode()
         return found
     if (described := hugging_face_config(config)) is not None:
-        stored = str(dtype or _dtype_of(model)).removeprefix("torch.")
-        return {"config.json": json.dumps({**described, "dtype": stored}, indent=2).encode() + b"\n"}
-    return {"config.json": _diffusers_config(model)} if _is_of_diffusers(model) else {}
+        return {"config.json": json.dumps({**described, "dtype": dtype_name(stored)}, indent=2).encode() + b"\n"}
+    if not _is_of_diffusers(model):
+        return {}
+    written = {**json.loads(model.to_json_string()), "_class_name": class_name(model)}
+    return {"config.json": json.dumps(written, indent=2, sort_keys=True).encode() + b"\n"}
 
 
 def weights_stem(model: nn.Module) -> str:
@@ -89,16 +94,6 @@ def weights_stem(model: nn.Module) -> str:
 
 def _is_of_diffusers(model: nn.Module) -> bool:
     return isinstance(getattr(model, "_internal_dict", None), dict) and hasattr(model, "to_json_string")
-
-
-def _diffusers_config(model: Any) -> bytes:
-    config = json.loads(model.to_json_string())
-    config["_class_name"] = class_name(model)
-    return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 _BUCKET_BYTES = 32 << 20
@@ -139,8 +134,11 @@ def save_weights(
     """
     mesh = mesh_of_model(model)
     tensors = together(lambda: _check(model, path, format), mesh)
-    target = _dtype(dtype)
-    infos = [_info(tensor, target) for tensor in tensors]
+    target = float_dtype(dtype, "save_weights(dtype=...)")
+    infos = [
+        TensorInfo(tensor.name, target if target and tensor.tensor.is_floating_point() else tensor.dtype, tensor.shape)
+        for tensor in tensors
+    ]
     target_path = Path(path)
     if format == "torch":
         tree = {name: info for tensor, info in zip(tensors, infos, strict=True) for name in tensor.names}
@@ -269,24 +267,27 @@ def refuse_remote(path: str | Path) -> None:
         )
 
 
-def _info(tensor: ModelTensor, dtype: torch.dtype | None) -> TensorInfo:
-    is_cast = dtype is not None and tensor.tensor.is_floating_point()
-    return TensorInfo(tensor.name, dtype_name(dtype) if is_cast else tensor.dtype, tensor.shape)
+_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
 
 
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}.get(dtype, dtype)
-    name = name.removeprefix("torch.")
-    if name not in ITEM_BYTES or not getattr(torch, name).is_floating_point:
+def float_dtype(dtype: torch.dtype | str | None, where: str) -> str | None:
+    """The name of a floating-point dtype; None for none.
+
+    Raises:
+        ConfigError: It is no such dtype.
+    """
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    name = _SHORT_NAMES.get(name, name)
+    if name not in ITEM_BYTES or not name.startswith(("float", "bfloat")):
         raise ConfigError(
-            f"dtype is {dtype!r}",
-            where="save_weights(dtype=...)",
+            f"{name!r} is no floating-point dtype",
+            where=where,
             why="floating-point tensors are cast to it",
             fix="pass one such as torch.bfloat16 or 'float32'",
         )
-    return getattr(torch, name)
+    return name
 
 
 def _limit(max_shard_bytes: int | str | None) -> int | None:
@@ -342,7 +343,7 @@ def load_weights(
     _check_verify(verify)
     mesh = mesh_of_model(model)
     tensors = together(lambda: model_tensors(model), mesh)
-    contents, left_out = _open(model, tensors, path, rename, mesh, broadcast)
+    contents = open_on_ranks(lambda: _open(model, tensors, path, rename), mesh, broadcast=broadcast)
     matched = _match(model, tensors, contents, mesh, strict)
 
     def allocate_wanted() -> None:
@@ -370,36 +371,17 @@ def load_weights(
     rebuilt = tuple(sorted({canonical_name(entry.fqn) for entry in take_inventory(model) if entry.pending}))
     if rebuilt:
         materialize(model)
-    ignored = (*matched.report.ignored, *left_out)
+    ignored = (*matched.report.ignored, *contents.details.get("renamed_away", ()))
     return dataclasses.replace(matched.report, rebuilt=rebuilt, ignored=ignored)
 
 
-def _open(
-    model: nn.Module,
-    tensors: Sequence[ModelTensor],
-    path: str | Path,
-    rename: Rename | None,
-    mesh: DeviceMesh | None,
-    broadcast: bool,
-) -> tuple[Contents, tuple[str, ...]]:
-    """The checkpoint under the names that the model has for its tensors, and the names that were left out.
-
-    With `broadcast` only the first rank opens files, and the others get a description.
-    """
-    opened: list[Contents] = []
-
-    def open_here() -> tuple[Contents, tuple[str, ...]]:
-        contents = open_checkpoint(path, model=model)
-        require_names(contents, optimizers=False)
-        renamed = contents if rename is None else rename_contents(contents, rename)
-        kept = {tensor.name for tensor in renamed.tensors.values()}
-        left_out = tuple(name for name, tensor in contents.tensors.items() if tensor.name not in kept)
-        names = [name for tensor in tensors for name in tensor.names]
-        opened.append(in_model_layout(renamed, model, names))
-        return describe(opened[0]) if broadcast else opened[0], left_out
-
-    described, left_out = on_first(open_here, mesh) if broadcast else together(open_here, mesh)
-    return (opened[0] if opened else described), left_out
+def _open(model: nn.Module, tensors: Sequence[ModelTensor], path: str | Path, rename: Rename | None) -> Contents:
+    """The checkpoint under the names that the model has for its tensors."""
+    contents = open_checkpoint(path, model=model)
+    require_names(contents, optimizers=False)
+    renamed = contents if rename is None else rename_contents(contents, rename)
+    names = [name for tensor in tensors for name in tensor.names]
+    return in_model_layout(renamed, model, names)
 
 
 def _match(
@@ -409,9 +391,10 @@ def _match(
 
     def work() -> tuple[Matched, str]:
         matched = match(model, contents, tensors)
-        if (error := matched.refuse(contents, strict)) is not None:
-            raise error
-        return matched, _digest(contents, matched)
+        matched.refuse(contents, strict)
+        stored = {name: contents.tensors[stored] for name, stored in matched.stored_names.items()}
+        described = repr([(name, tensor.name, tensor.dtype, tensor.shape) for name, tensor in stored.items()])
+        return matched, hashlib.sha256(described.encode()).hexdigest()
 
     matched, digests = together_with(work, mesh)
     if len(set(digests)) > 1:  # a stale copy on one machine is easily missed
@@ -425,31 +408,37 @@ def _match(
     return matched
 
 
-def _digest(contents: Contents, matched: Matched) -> str:
-    lines = [
-        f"{name} <- {stored} {contents.tensors[stored].dtype} {contents.tensors[stored].shape}"
-        for name, stored in matched.stored_names.items()
-    ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
 def _refuse_differing_copies(
     contents: Contents, matched: Matched, tensors: Sequence[ModelTensor], *, whole: bool
 ) -> None:
     """Raise for a tied tensor that is stored twice with different values."""
     for tensor in tensors:
-        others = matched.copies.get(tensor.name)
-        if not others or not contents.tensors[others[0]].pieces:  # a rank that reads nothing
-            continue
-        name = matched.stored_names[tensor.name]
-        boxes = [Box.whole(tensor.shape)] if whole else [part.box for part in parts_of(tensor.tensor)]
-        if (other := find_differing_copy(contents, name, others, boxes)) is not None:
-            raise CheckpointError(
-                f"{name!r} and {other!r} are stored with different values",
-                where=str(contents.path),
-                why="in this model they are one tensor, so one of the two would be lost",
-                fix="untie them in the model's config, or choose one: rename={" + repr(other) + ": None}",
-            )
+        for other in matched.copies.get(tensor.name, ()):
+            name = matched.stored_names[tensor.name]
+            first, copy = contents.tensors[name], contents.tensors[other]
+            boxes = [Box.whole(tensor.shape)] if whole else [part.box for part in parts_of(tensor.tensor)]
+            if copy.pieces and _differ(contents, first, copy, boxes):  # without pieces: a rank that reads nothing
+                raise CheckpointError(
+                    f"{name!r} and {other!r} are stored with different values",
+                    where=str(contents.path),
+                    why="in this model they are one tensor, so one of the two would be lost",
+                    fix="untie them in the model's config, or choose one: rename={" + repr(other) + ": None}",
+                )
+
+
+def _differ(contents: Contents, first: StoredTensor, copy: StoredTensor, boxes: Iterable[Box]) -> bool:
+    """Whether two stored tensors differ within the boxes; they are read only where places and checksums do not tell."""
+    if (copy.shape, copy.dtype) != (first.shape, first.dtype):
+        return True
+    known = [
+        [(piece.box, piece.checksums or (piece.file, piece.offset, id(piece.data))) for piece in tensor.pieces]
+        for tensor in (first, copy)
+    ]
+    return known[0] != known[1] and any(
+        bytes_of(read_box(contents, first, part)) != bytes_of(read_box(contents, copy, part))
+        for box in boxes
+        for part in portions(box, ITEM_BYTES[first.dtype], _BUCKET_BYTES)
+    )
 
 
 def _check_verify(verify: str) -> None:

@@ -30,19 +30,6 @@ _ORPHAN_S = 600.0  # how long ranks without a launcher may take to save
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankJob:
-    """What each rank of a local group does."""
-
-    target: str
-    """`module:function`."""
-    args: tuple[object, ...]
-    path: list[str]
-    """The caller's `sys.path`: a target in its own folder must be found by the ranks too."""
-    stop_signals: tuple[str, ...]
-    """Signals that ask the target to stop; none: it has no way to."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorReport:
     """An error that ended a rank."""
 
@@ -61,8 +48,23 @@ def resolve_target(target: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def run_rank(job: RankJob, environment: Mapping[str, str], launcher: connection.Connection) -> None:
+def run_rank(
+    target: str,
+    args: Sequence[object],
+    path: Sequence[str],
+    stop_signals: Sequence[str],
+    environment: Mapping[str, str],
+    launcher: connection.Connection,
+) -> None:
     """Call the target; send its result, or an error, to the launcher.
+
+    Args:
+        target: `module:function`.
+        args: Its arguments.
+        path: The caller's `sys.path`: a target in its own folder must be found by the ranks too.
+        stop_signals: Signals that ask the target to stop; none: it has no way to.
+        environment: What a launcher sets.
+        launcher: Where to send.
 
     Ranks:
         The main function of every rank's process.
@@ -74,16 +76,19 @@ def run_rank(job: RankJob, environment: Mapping[str, str], launcher: connection.
     if "OMP_NUM_THREADS" not in os.environ:
         # Ranks share this machine's cores; torch would give all of them to each.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
-    sys.path[:] = job.path
-    finished = _listen(job.stop_signals, launcher)
+    sys.path[:] = path
+    finished = _listen(stop_signals, launcher)
     try:
-        result = resolve_target(job.target)(*job.args)
+        result = resolve_target(target)(*args)
         with contextlib.suppress(BrokenPipeError):  # the launcher has died
             launcher.send(("result", result))
         finished.set()
     except BaseException as error:
-        text = traceback.format_exc()
-        report = ErrorReport(at_s=time.time(), rank=launch.rank, error=_portable(error), text=text)
+        try:
+            error_sent = pickle.loads(pickle.dumps(error))
+        except Exception:
+            error_sent = None
+        report = ErrorReport(at_s=time.time(), rank=launch.rank, error=error_sent, text=traceback.format_exc())
         with contextlib.suppress(BrokenPipeError):
             launcher.send(("error", report))
         sys.stdout.flush()
@@ -120,13 +125,6 @@ def _listen(stop_signals: Sequence[str], launcher: connection.Connection) -> thr
     return finished
 
 
-def _portable(error: BaseException) -> BaseException | None:
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:
-        return None
-
-
 # How torch and gloo say that another rank has gone; they have no exception of their own for all of it.
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused|timed out)|broken pipe|remote process exited|socket (closed|timeout)"
@@ -135,20 +133,6 @@ _LOST_PEER = re.compile(
 )
 _DEAD_RANK = re.compile(r"rank \d+ died in step")  # how `guard` says it
 _OUT_OF_MEMORY = re.compile(r"rank \d+ ran out of memory in step")  # as training says where a restart needs less
-_UNSURE = (signal.SIGABRT,)  # also how C++ ends a process whose peers have gone
-
-
-class GroupDied(Exception):
-    """A rank ended before its function had returned; the others were ended then.
-
-    Args:
-        exit_codes: Of the ranks that ended by themselves, by rank; negative: the signal.
-        reports: What ended ranks, the earliest first.
-    """
-
-    def __init__(self, exit_codes: Mapping[int, int], reports: Sequence[ErrorReport]) -> None:
-        super().__init__(exit_codes)
-        self.exit_codes, self.reports = exit_codes, reports
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +157,7 @@ def find_cause(exit_codes: Mapping[int, int], reports: Sequence[ErrorReport]) ->
     reported = {report.rank for report in reports}
     silent = {rank: code for rank, code in exit_codes.items() if rank not in reported}
     for rank, code in silent.items():
-        if code < 0 and -code not in _UNSURE:
+        if code < 0 and -code != signal.SIGABRT:  # also how C++ ends a process whose peers have gone
             return _death(rank, code)
     for report in reports:
         if not is_lost_peer(report.error, report.text):
@@ -200,8 +184,9 @@ def lost_peer(error: BaseException, launch: Launch) -> EnvironmentProblem:
     """The error of a rank that lost the others, under a launcher that tells why they went."""
     if isinstance(error, ShardwiseError):
         return EnvironmentProblem(error.what, where=error.where, why=error.why, fix=error.fix)
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return EnvironmentProblem(
-        f"rank {launch.rank} lost another rank: {_first_line(error)}",
+        f"rank {launch.rank} lost another rank: {first_line}",
         where=f"rank {launch.rank} of {launch.world_size}",
         why="a rank has died, or its machine cannot be reached any more; the others cannot go on without it",
         fix="see which rank ended first in the launcher's output; start the same command again to go on from the last "
@@ -209,12 +194,9 @@ def lost_peer(error: BaseException, launch: Launch) -> EnvironmentProblem:
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def _death(rank: int, code: int) -> Cause:
-    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with status {code}"
+    names = {int(number): number.name for number in signal.Signals}  # not all real-time signals have one
+    how = f"was killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with status {code}"
     error = EnvironmentProblem(
         f"rank {rank} {how}",
         where=f"rank {rank}",
@@ -229,13 +211,6 @@ def _raised(report: ErrorReport, *, may_pass: bool) -> Cause:
     error = report.error if report.error is not None else RuntimeError(last_line)
     error.add_note(f"(raised on rank {report.rank})\n{report.text}")
     return Cause(rank=report.rank, how=f"raised {last_line}", error=error, may_pass=may_pass)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 # What a rank needs before it can do anything; the fork server imports it once for all of them.
@@ -267,15 +242,15 @@ class RankGroup:
         self._processes: dict[int, BaseProcess] = {}
         self._heard: dict[str, dict[int, Any]] = {}
 
-    def run(self, job: RankJob, num_restarts: int) -> list[Any]:
+    def run(self, job: Sequence[object], num_restarts: int) -> list[Any] | Cause:
         """Start the ranks and wait for what they return, by rank.
 
         Args:
-            job: What each rank does.
+            job: The first arguments of `run_rank`.
             num_restarts: How often the group was started before this time.
 
-        Raises:
-            GroupDied: A rank ended early. All have ended by then.
+        Returns:
+            The results; or why a rank ended without one. All have ended by then.
         """
         from torch.distributed import TCPStore
 
@@ -287,11 +262,21 @@ class RankGroup:
             for rank in range(self._num_ranks):
                 environment = local_environment(rank, self._num_ranks, store.port, num_restarts)
                 lines[rank], theirs = forkserver.Pipe(duplex=False)
-                self._processes[rank] = forkserver.Process(target=run_rank, args=(job, environment, theirs))
+                self._processes[rank] = forkserver.Process(target=run_rank, args=(*job, environment, theirs))
                 with theirs:
                     self._processes[rank].start()
-            while running := self._watch(lines):
+            running: list[BaseProcess] = list(self._processes.values())
+            while running:
                 connection.wait([process.sentinel for process in running], _LOOK_S)
+                if self.ending is not None:
+                    raise self.ending
+                running = [process for process in running if process.exitcode is None]
+                if self._failed(lines):
+                    time.sleep(_SETTLE_S)
+                    failed = self._failed(lines)
+                    return find_cause(failed, sorted(self._heard["error"].values(), key=lambda report: report.at_s))
+                if self._stop.asked:
+                    self._pass_on()
             return [self._heard["result"][rank] for rank in range(self._num_ranks)]
         finally:
             self._kill()
@@ -306,18 +291,6 @@ class RankGroup:
                 process.kill()
         for process in started:
             process.join(_KILLED_S)
-
-    def _watch(self, lines: Mapping[int, connection.Connection]) -> list[BaseProcess]:
-        """The processes that still run; if a rank has ended without a result, end the others and raise."""
-        if self.ending is not None:
-            raise self.ending
-        if self._failed(lines):
-            time.sleep(_SETTLE_S)
-            failed = self._failed(lines)
-            raise GroupDied(failed, sorted(self._heard["error"].values(), key=lambda report: report.at_s))
-        if self._stop.asked:
-            self._pass_on()
-        return [process for process in self._processes.values() if process.exitcode is None]
 
     def _failed(self, lines: Mapping[int, connection.Connection]) -> dict[int, int]:
         """Exit codes of ranks that ended without a result; hears what all ranks have to say first."""
@@ -386,19 +359,18 @@ def start_local(
     group = RankGroup(
         num_ranks, stop, lambda: tell(f"{stop.why}: the ranks stop after this step; Ctrl-C ends them now")
     )
-    job = RankJob(target=target, args=tuple(args), path=list(sys.path), stop_signals=tuple(stop_signals))
+    job = (target, tuple(args), list(sys.path), tuple(stop_signals))
     with _signals_to(group, stop, stop_signals):
         for num_restarts in range(max_restarts + 1):
-            try:
-                return group.run(job, num_restarts)
-            except GroupDied as death:
-                cause = find_cause(death.exit_codes, death.reports)
-            if not cause.may_pass or stop.asked or num_restarts == max_restarts:
+            outcome = group.run(job, num_restarts)
+            if not isinstance(outcome, Cause):
+                return outcome
+            if not outcome.may_pass or stop.asked or num_restarts == max_restarts:
                 if num_restarts:
-                    cause.error.add_note(f"(after {num_restarts} restart{'s' if num_restarts > 1 else ''})")
-                raise cause.error from None
+                    outcome.error.add_note(f"(after {num_restarts} restart{'s' if num_restarts > 1 else ''})")
+                raise outcome.error
             tell(
-                f"rank {cause.rank} {cause.how}; "
+                f"rank {outcome.rank} {outcome.how}; "
                 f"starting all {num_ranks} ranks again (restart {num_restarts + 1} of {max_restarts})"
             )
     raise AssertionError("the last attempt returns or raises")

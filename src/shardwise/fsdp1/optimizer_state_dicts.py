@@ -1,6 +1,5 @@
 """FSDP1's optimizer state dicts, saved and loaded."""
 
-import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,16 +11,15 @@ from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.distributed.agreement import gather_over_mesh
+from shardwise.distributed.agreement import on_rank_zero
 from shardwise.errors import ConfigError, ShardError
-from shardwise.fsdp1.state_dicts import StateDicts, copy_sharded, laid_out
+from shardwise.fsdp1.state_dicts import BUCKET_BYTES, StateDicts, copy_sharded, laid_out
 from shardwise.fsdp1.units import clean_name, first_unit
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order, reshard
-from shardwise.sharding.inventory import local_tensor
+from shardwise.sharding.inventory import broadcast_from_first, local_tensor
 from shardwise.sharding.repointing import adopt
 
 StateDict = dict[str, Any]
-_BUCKET_BYTES = 256 * 1024**2
 
 
 def named_state(
@@ -62,17 +60,16 @@ def named_state(
         for group in given["param_groups"]
     ]
     groups = _in_first_rank_order(groups, mesh)
-    copied = _whole(state, mesh, keep, to_cpu) if is_full else _copied(state, to_cpu)
+    copied = _copied(state, mesh, is_full=is_full, keep=keep, to_cpu=to_cpu)
     return {"state": copied, "param_groups": groups} if keep else {}
 
 
 def _in_first_rank_order(groups: list[StateDict], mesh: DeviceMesh) -> list[StateDict]:
     """The same groups as the first rank lists them; as they are where they are not the same."""
     listed = [tuple(group["params"]) for group in groups]
-    digest = hashlib.blake2b(repr(listed).encode()).digest()
-    if all(other == digest for other in gather_over_mesh(mesh, digest)):  # on every rank, or on none
+    first = on_rank_zero(lambda: listed, group=mesh)
+    if first == listed:
         return groups
-    first = gather_over_mesh(mesh, listed)[0]
     by_names = {frozenset(group["params"]): group for group in groups}
     if by_names.keys() != {frozenset(names) for names in first} or len(first) != len(groups):
         return groups
@@ -94,33 +91,31 @@ def _numbered_names(model: nn.Module, groups: Iterable[StateDict]) -> list[str]:
     return [name_of[parameter] for parameter in held]
 
 
-def _copied(state: dict[str, StateDict], to_cpu: bool) -> dict[str, StateDict]:
-    return {
-        name: {key: copy_sharded(value, to_cpu=to_cpu) for key, value in values.items()}
-        for name, values in state.items()
-    }
-
-
-def _whole(state: dict[str, StateDict], mesh: DeviceMesh, keep: bool, to_cpu: bool) -> dict[str, StateDict]:
+def _copied(
+    state: dict[str, StateDict], mesh: DeviceMesh, *, is_full: bool, keep: bool, to_cpu: bool
+) -> dict[str, StateDict]:
+    """The state in memory of its own; whole on the ranks that keep it, where `is_full`."""
     sharded = {
         f"{name}.{key}": (name, key)
         for name, values in state.items()
         for key, value in values.items()
-        if isinstance(value, DTensor)
+        if is_full and isinstance(value, DTensor)
     }
-    tensors = in_first_rank_order([(full, state[name][key]) for full, (name, key) in sharded.items()], mesh)
-    whole = {
+    copied = {
         name: {
-            key: copy_sharded(value, to_cpu=to_cpu) if keep and not isinstance(value, DTensor) else None
+            key: copy_sharded(value, to_cpu=to_cpu) if keep and f"{name}.{key}" not in sharded else None
             for key, value in values.items()
         }
         for name, values in state.items()
     }
-    for full, value in gather_in_buckets(tensors, bucket_bytes=_BUCKET_BYTES, keep=keep):
+    if not is_full:
+        return copied
+    tensors = in_first_rank_order([(full, state[name][key]) for full, (name, key) in sharded.items()], mesh)
+    for full, value in gather_in_buckets(tensors, bucket_bytes=BUCKET_BYTES, keep=keep):
         name, key = sharded[full]
         if value is not None:
-            whole[name][key] = value.cpu() if to_cpu else value
-    return whole
+            copied[name][key] = value.cpu() if to_cpu else value
+    return copied
 
 
 def rekeyed(
@@ -244,51 +239,27 @@ def _from_sharded_tensor(value: Any, parameter: nn.Parameter) -> Any:
 
 def _sent(state_dict: StateDict | None, parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> StateDict:
     """The first rank's state dict, each tensor cut to this rank's part as it arrives."""
+
+    def outline() -> StateDict:
+        """The state dict with tensors on meta, which hold no values."""
+        given = state_dict or {"state": {}}
+        state = {
+            name: {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+            for name, values in given["state"].items()
+        }
+        return given | {"state": state} if state_dict else {}
+
+    sent = on_rank_zero(outline, group=mesh)
     is_first = not any(mesh.get_coordinate() or ())
-    outline = _broadcast(_outline(state_dict) if is_first and state_dict else None, mesh)
-    if outline is None:
-        return {}
-    state: dict[str, StateDict] = {}
-    for name, values in outline["state"].items():
-        state[name] = {}
+    for name, values in sent.get("state", {}).items():
         for key, value in values.items():
-            if isinstance(value, _Shape):
-                whole = state_dict["state"][name][key] if is_first and state_dict else None
-                value = _broadcast_tensor(whole, value, mesh)
-                if name in parameters:
-                    value = _placed(value, parameters[name])
-            state[name][key] = value
-    return {"state": state, "param_groups": outline["param_groups"]}
-
-
-class _Shape:
-    """Stands for a tensor until it arrives."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-
-
-def _outline(state_dict: StateDict) -> StateDict:
-    state = {
-        name: {key: _Shape(value) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-        for name, values in state_dict["state"].items()
-    }
-    return {"state": state, "param_groups": state_dict["param_groups"]}
-
-
-def _broadcast(value: Any, mesh: DeviceMesh) -> Any:
-    sent = [value]
-    for axis in range(mesh.ndim):
-        dist.broadcast_object_list(sent, group_src=0, group=mesh.get_group(axis))
-    return sent[0]
-
-
-def _broadcast_tensor(whole: torch.Tensor | None, shape: _Shape, mesh: DeviceMesh) -> torch.Tensor:
-    device = mesh.device_type
-    sent = torch.empty(shape.shape, dtype=shape.dtype, device=device) if whole is None else whole.to(device)
-    sent = sent.contiguous()
-    for axis in range(mesh.ndim):
-        dist.broadcast(sent, group_src=0, group=mesh.get_group(axis))
+            if isinstance(value, torch.Tensor):
+                whole = state_dict["state"][name][key] if is_first and state_dict else value
+                whole = (
+                    torch.empty_like(value, device=mesh.device_type) if whole.is_meta else whole.to(mesh.device_type)
+                )
+                broadcast_from_first(whole, mesh, range(mesh.ndim))
+                values[key] = _placed(whole, parameters[name]) if name in parameters else whole
     return sent
 
 

@@ -28,7 +28,7 @@ from shardwise.sharding.full_params import gather_in_buckets, reshard
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.repointing import shard_like
 
-_BUCKET_BYTES = 256 * 1024**2
+BUCKET_BYTES = 256 * 1024**2
 CONFIGS = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
@@ -74,16 +74,6 @@ def finish_state_dict(
     """
     entries = {name: destination.pop(name) for name in list(destination) if name in names}
     clean = {prefix + name[len(prefix) :].replace(PREFIX, ""): value for name, value in entries.items()}
-    dtypes = dtypes_before(unit)
-    for name, value in _converted(unit, clean, kind, config):
-        if name[len(prefix) :] in dtypes and isinstance(value, torch.Tensor):
-            value = value.to(dtypes[name[len(prefix) :]])
-        destination[name] = value
-
-
-def _converted(unit: Any, entries: dict[str, Any], kind: StateDictType, config: Any) -> Iterator[tuple[str, Any]]:
-    if kind is StateDictType.FULL_STATE_DICT:
-        return _full(unit, entries, config)
     if kind is StateDictType.LOCAL_STATE_DICT:
         # DTensors, as FSDP1 returned ShardedTensors: of plain tensors torch.distributed.checkpoint keeps one rank's.
         warn_once(
@@ -91,13 +81,20 @@ def _converted(unit: Any, entries: dict[str, Any], kind: StateDictType, config: 
             "holds each parameter sharded, as SHARDED_STATE_DICT does; there are no flat parameters, and FSDP1's local "
             "files do not load",
         )
-    return ((name, copy_sharded(value, to_cpu=config.offload_to_cpu)) for name, value in entries.items())
+    if kind is StateDictType.FULL_STATE_DICT:
+        converted = _full(unit, clean, config)
+    else:
+        converted = ((name, copy_sharded(value, to_cpu=config.offload_to_cpu)) for name, value in clean.items())
+    dtypes = dtypes_before(unit)
+    for name, value in converted:
+        dtype = dtypes.get(name[len(prefix) :])
+        destination[name] = value.to(dtype) if dtype is not None and isinstance(value, torch.Tensor) else value
 
 
 def _full(unit: Any, entries: dict[str, Any], config: FullStateDictConfig) -> Iterator[tuple[str, Any]]:
     keep = not config.rank0_only or unit.rank == 0
     tensors = ((name, value) for name, value in entries.items() if isinstance(value, torch.Tensor))
-    for name, value in gather_in_buckets(tensors, bucket_bytes=_BUCKET_BYTES, keep=keep):
+    for name, value in gather_in_buckets(tensors, bucket_bytes=BUCKET_BYTES, keep=keep):
         if value is None and entries[name] in unit._ignored_params:
             value = entries[name].detach()  # FSDP1 keeps out of the other ranks' dicts only what it manages
         if value is not None:
@@ -131,7 +128,12 @@ def prepare_loading(unit: nn.Module, state_dict: dict[str, Any], prefix: str, ki
     for name in [name for name in state_dict if name.startswith(prefix)]:
         inner = name[len(prefix) :]
         if inner.rpartition(".")[2] in ("_flat_param", "flat_param"):
-            raise _flat(name)
+            raise ShardError(
+                f"{name} is a flat parameter of FSDP1",
+                where="load_state_dict",
+                why="FSDP2 keeps every parameter by itself; a flat one says nothing about the parts it is made of",
+                fix="save a FULL or SHARDED state dict with FSDP1, or convert the checkpoint: shardwise ckpt convert",
+            )
         value = state_dict.pop(name)
         parameter = parameters.get(inner)
         if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):
@@ -148,15 +150,6 @@ def laid_out(value: torch.Tensor, parameter: DTensor, *, is_local: bool = False)
         own = local_tensor(parameter)
         return compat.dtensor_like(value.to(own.device), parameter) if value.shape == own.shape else value
     return shard_like(value, parameter) if value.shape == parameter.shape else value
-
-
-def _flat(name: str) -> ShardError:
-    return ShardError(
-        f"{name} is a flat parameter of FSDP1",
-        where="load_state_dict",
-        why="FSDP2 keeps every parameter by itself; a flat one says nothing about the parts it is made of",
-        fix="save a FULL or SHARDED state dict with FSDP1, or convert the checkpoint: shardwise ckpt convert",
-    )
 
 
 class StateDicts(FSDPUnit):

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from shardwise.checkpointing.contents import Box, Contents, StoredTensor
 from shardwise.checkpointing.formats.safetensors import read_safetensors
-from shardwise.checkpointing.hugging_face import concatenate, split, stack
+from shardwise.checkpointing.hugging_face import chunk_rows, concatenate, stack
 from shardwise.checkpointing.reading import read_box
 
 
@@ -36,18 +36,16 @@ def test_concatenate(tmp_path: Path, dim: int):
     assert torch.equal(whole(contents, concatenate(sources, dim)), torch.cat(tensors, dim))
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_split(tmp_path: Path, dim: int):
-    tensor = torch.randn(4, 6, 5)
+@pytest.mark.parametrize(("rows", "num_chunks"), [(4, 2), (5, 2), (7, 3)])
+def test_chunk(tmp_path: Path, rows: int, num_chunks: int):
+    tensor = torch.randn(rows, 6, 5)
     contents, (source,) = stored(tmp_path, [tensor])
-    sizes = [1, tensor.shape[dim] - 1]
-    for part, expected in zip(split(source, sizes, dim), tensor.split(sizes, dim), strict=True):
-        assert part.shape == expected.shape
+    for part, expected in zip(chunk_rows(source, num_chunks) or [], tensor.chunk(num_chunks), strict=True):
         assert torch.equal(whole(contents, part), expected)
 
 
-def test_experts_one_by_one_become_one_tensor_and_back(tmp_path: Path):
-    """Gate and up of each expert, stacked and joined, as a mixture of experts keeps them; then cut again."""
+def test_experts_one_by_one_become_one_tensor(tmp_path: Path):
+    """Gate and up of each expert, stacked and joined, as a mixture of experts keeps them."""
     gates, ups = [torch.randn(6, 4) for _ in range(3)], [torch.randn(6, 4) for _ in range(3)]
     contents, sources = stored(tmp_path, [*gates, *ups])
     fused = concatenate([stack(sources[:3], 0), stack(sources[3:], 0)], 1)
@@ -55,8 +53,6 @@ def test_experts_one_by_one_become_one_tensor_and_back(tmp_path: Path):
     assert torch.equal(whole(contents, fused), expected)
     part = Box((1, 4, 0), (2, 5, 4))  # across experts, and across gate and up
     assert torch.equal(read_box(contents, fused, part), expected[1:3, 4:9])
-    for half, wanted in zip(split(fused, [6, 6], 1), (torch.stack(gates), torch.stack(ups)), strict=True):
-        assert torch.equal(whole(contents, half), wanted)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path):
@@ -64,5 +60,3 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
     for wrong in (lambda: stack([a, b], 0), lambda: concatenate([a, c], 0), lambda: concatenate([a, b], 1)):
         with pytest.raises(ValueError, match="same shape"):
             wrong()
-    with pytest.raises(ValueError, match="cannot be split"):
-        split(a, [1, 2], 0)

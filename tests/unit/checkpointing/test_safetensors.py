@@ -12,9 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpointing.contents import Box, TensorInfo
+from shardwise.checkpointing.contents import DTYPES, Box, TensorInfo
 from shardwise.checkpointing.formats.safetensors import (
-    DTYPES,
     distribute,
     is_safetensors,
     read_safetensors,
@@ -75,7 +74,7 @@ def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES.values() if dtype != "float8_e8m0fnu"])
+@pytest.mark.parametrize("dtype", [dtype for dtype, names in DTYPES.items() if names[1] and dtype != "float8_e8m0fnu"])
 def test_every_dtype_round_trips_between_us_and_the_library(tmp_path: Path, dtype: str):
     tensor = tensor_of(dtype)
     write(tmp_path / "ours.safetensors", {"t": tensor})

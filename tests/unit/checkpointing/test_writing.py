@@ -15,7 +15,7 @@ from shardwise.checkpointing.contents import Box
 from shardwise.checkpointing.formats.sharded import Item, write_rank_file
 from shardwise.checkpointing.pickles.zip_files import value_stream
 from shardwise.checkpointing.storage.files import FileWriter
-from shardwise.checkpointing.storage.memory import block_checksums, bytes_of
+from shardwise.checkpointing.storage.memory import bytes_of, checksum
 from shardwise.errors import CheckpointError
 
 
@@ -38,12 +38,12 @@ def test_every_item_is_a_stream_that_torch_reads(tmp_path: Path, fsync: bool):
     )
     data = path.read_bytes()
     assert record.num_bytes == len(data)
-    for written in record.tensors:
-        stream = data[written.stream.offset : written.stream.offset + written.stream.num_bytes]
+    for written, item_stream in record.tensors:
+        stream = data[item_stream.offset : item_stream.offset + item_stream.num_bytes]
         assert torch.equal(torch.load(io.BytesIO(stream), weights_only=True), tensors[written.name])
         raw = bytes_of(tensors[written.name])
-        assert data[written.piece.offset : written.piece.offset + len(raw)] == raw
-        assert written.piece.checksums == block_checksums(raw, 128)
+        assert data[written.pieces[0].offset : written.pieces[0].offset + len(raw)] == raw
+        assert written.pieces[0].checksums == tuple(checksum(raw[at : at + 128]) for at in range(0, len(raw), 128))
     (value,) = record.values
     stream = data[value.offset : value.offset + value.num_bytes]
     assert torch.load(io.BytesIO(stream), weights_only=True) == (1, "x")

@@ -10,9 +10,9 @@ from typing import Any
 
 from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor, TorchStream, count_of, sizes_of
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, read_manifest
-from shardwise.checkpointing.pickles.machine import Record, load_pickle
-from shardwise.checkpointing.pickles.torch_files import FlatState, TorchFile, plain_value
-from shardwise.checkpointing.pickles.torch_objects import DCP_METADATA, TensorRef, dtype_name, read_torch_pickle
+from shardwise.checkpointing.pickles.machine import Record
+from shardwise.checkpointing.pickles.torch_files import FlatState, OpaqueValue, TorchFile, plain_value
+from shardwise.checkpointing.pickles.torch_objects import TensorRef, dtype_name, read_dcp_pickle, read_torch_pickle
 from shardwise.checkpointing.pickles.zip_files import ZipIndex
 from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
@@ -28,10 +28,14 @@ def is_dcp(path: str | Path) -> bool:
     return any(files.size_of(files.join(folder, name)) is not None for name in (MANIFEST_NAME, METADATA_NAME))
 
 
-def read_dcp(path: str | Path) -> Contents:
+def read_dcp(path: str | Path, subfolder: str = "") -> Contents:
     """Read a Distributed Checkpoint folder as far as its index.
 
     Values that are no plain data are left out and named in `details["left_out"]` with the reason.
+
+    Args:
+        path: The folder.
+        subfolder: The folder in it, with `/` behind, that is the checkpoint; files are named from `path` on.
 
     Raises:
         CheckpointError: A file is missing, damaged, or asks for what no checkpoint needs.
@@ -40,15 +44,15 @@ def read_dcp(path: str | Path) -> Contents:
         Local.
     """
     folder = files.place(path)
-    if files.size_of(files.join(folder, MANIFEST_NAME)) is not None:
+    if not subfolder and files.size_of(files.join(folder, MANIFEST_NAME)) is not None:
         return read_manifest(folder)
-    place = files.join(folder, METADATA_NAME)
+    place = files.join(folder, subfolder + METADATA_NAME)
     data = files.read_small(place, _MAX_METADATA_BYTES)
-    metadata = load_pickle(data, allowed=DCP_METADATA, where=str(place), max_bytes=_MAX_METADATA_BYTES)
+    metadata = read_dcp_pickle(data, where=str(place), max_bytes=_MAX_METADATA_BYTES)
     try:
         if not isinstance(metadata, Record) or not metadata.name.endswith(".Metadata"):
             raise ValueError("it is a pickle of something else")
-        stored, plain = _entries(metadata.fields)
+        stored, plain = _entries(metadata.fields, subfolder)
         structure = _structure(metadata.fields.get("planner_data"))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         why = f"a field is missing or not what it should be: {error}"
@@ -72,7 +76,7 @@ def read_dcp(path: str | Path) -> Contents:
     )
 
 
-def _entries(fields: Mapping[str, Any]) -> tuple[_Tensors, dict[str, TorchStream]]:
+def _entries(fields: Mapping[str, Any], subfolder: str) -> tuple[_Tensors, dict[str, TorchStream]]:
     """Where the chunks of each tensor, and each value, lie."""
     streams = {}
     for index, info in (fields.get("storage_data") or {}).items():
@@ -81,7 +85,8 @@ def _entries(fields: Mapping[str, Any]) -> tuple[_Tensors, dict[str, TorchStream
             raise ValueError(f"{name!r}: no place in a file")
         if place.get("transform_descriptors"):
             raise ValueError(f"{name} was stored through {place['transform_descriptors']}, which only torch can undo")
-        stream = TorchStream(place["relative_path"], count_of(place["offset"]), count_of(place["length"]), name)
+        file = subfolder + place["relative_path"]
+        stream = TorchStream(file, count_of(place["offset"]), count_of(place["length"]), name)
         streams[name, None if start is None else sizes_of(start)] = stream
     tensors: _Tensors = {}
     values: dict[str, TorchStream] = {}
@@ -130,9 +135,11 @@ class _Items(contextlib.ExitStack):
         values: dict[str, Any] = {}
         left_out: dict[str, str] = {}
         for name, stream in stored.items():
-            index, pickled = self._open(stream)
+            _, pickled = self._open(stream)
             try:
-                values[name] = plain_value(self._tree(stream, pickled), where=index.where)
+                values[name] = plain_value(self._tree(stream, pickled))
+            except OpaqueValue as error:
+                left_out[name] = f"the value is no plain data but holds {error}"
             except CheckpointError as error:
                 left_out[name] = error.what
         return values, left_out

@@ -16,8 +16,9 @@ from shardwise.checkpointing.formats.fsdp1 import (
     unflatten,
 )
 from shardwise.checkpointing.formats.full import is_bin_shards, read_bin_shards, read_full
-from shardwise.checkpointing.formats.rank_files import find_series, read_rank_files
+from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES, find_series, read_rank_files
 from shardwise.checkpointing.formats.safetensors import is_safetensors, read_safetensors
+from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME
 from shardwise.checkpointing.formats.sharded_commit import committed_steps, step_folder
 from shardwise.checkpointing.pickles.torch_files import is_torch_file
 from shardwise.checkpointing.state.names import with_our_names
@@ -29,12 +30,7 @@ if TYPE_CHECKING:
 
 
 _PARTS = (("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"), ("optimizer_0", "optimizer.bin"))
-"""Of each part the folder (SHARDED) and the file (FULL) that it may be."""
-
-
-def is_accelerate(folder: files.Place) -> bool:
-    """Whether a folder holds a model as accelerate saves one of an FSDP run."""
-    return any(name in _PARTS[0] for name in files.names_in(folder))
+"""Of each part that accelerate saves of an FSDP run, the folder (SHARDED) and the file (FULL) that it may be."""
 
 
 def read_accelerate(folder: files.Place) -> Contents:
@@ -50,8 +46,8 @@ def read_accelerate(folder: files.Place) -> Contents:
     """
     merged = Contents(path=folder, format="fsdp1-full", tensors={})
     for sharded, full in _PARTS:
-        if is_dcp(files.join(folder, sharded)):  # pyrefly: ignore[bad-argument-type]  # a URL where remote
-            part = _moved(read_dcp(files.join(folder, sharded)), sharded)
+        if files.size_of(files.join(folder, f"{sharded}/{METADATA_NAME}")) is not None:
+            part = read_dcp(folder, f"{sharded}/")
             merged = replace(merged, format="fsdp1-sharded")
         elif files.size_of(files.join(folder, full)) is not None:
             part = read_full(files.join(folder, full))
@@ -67,21 +63,6 @@ def read_accelerate(folder: files.Place) -> Contents:
             streams=(*merged.streams, *named.streams),
         )
     return merged
-
-
-def _moved(part: Contents, subfolder: str) -> Contents:
-    """The same contents, with files named from the folder above."""
-    tensors = {}
-    for name, tensor in part.tensors.items():
-        pieces = (replace(piece, file=f"{subfolder}/{piece.file}") if piece.file else piece for piece in tensor.pieces)
-        tensors[name] = replace(tensor, pieces=tuple(pieces))
-    sizes = {f"{subfolder}/{file}": size for file, size in part.file_bytes.items()}
-    streams = tuple(replace(stream, file=f"{subfolder}/{stream.file}") for stream in part.streams)
-    return replace(part, tensors=tensors, file_bytes=sizes, streams=streams)
-
-
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_PARTS_OF_FOLDERS = (".metadata", "manifest.json")
 
 
 def open_checkpoint(path: str | files.Place, *, model: nn.Module | None = None) -> Contents:
@@ -140,7 +121,7 @@ def _open_file(place: files.Place) -> Contents:
         return read_safetensors(place)
     if name.endswith(".bin.index.json"):
         return read_bin_shards(place)
-    if name in _PARTS_OF_FOLDERS or name.endswith(".distcp"):
+    if name in (METADATA_NAME, MANIFEST_NAME) or name.endswith(".distcp"):
         return _open_folder(folder)
     if is_torch_file(place) or name.endswith(TORCH_SUFFIXES):
         return read_full(place)
@@ -156,7 +137,7 @@ def _open_folder(place: files.Place) -> Contents:
         return read_dcp(place)
     if steps := committed_steps(place):
         return read_dcp(step_folder(place, steps[-1]))
-    if is_accelerate(place):
+    if any(name in _PARTS[0] for name in names):
         return read_accelerate(place)
     if is_safetensors(place):
         return read_safetensors(place)
@@ -168,12 +149,9 @@ def _open_folder(place: files.Place) -> Contents:
     if find_series(place):
         return read_rank_files(place)
     if any(name.endswith(".distcp") for name in names):
-        raise CheckpointError(
-            "the folder has the data of a checkpoint but no index",
-            where=str(place),
-            why="`.metadata` is written last: the save was interrupted, or the file was not copied",
-            fix="load an older checkpoint, or copy this one again with its hidden files",
-        )
+        why = "`.metadata` is written last: the save was interrupted, or the file was not copied"
+        fix = files.COPY_AGAIN + " with its hidden files"
+        raise files.damaged("the folder has the data of a checkpoint but no index", place, why, fix)
     raise _unknown(place, f"it holds {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
 
 

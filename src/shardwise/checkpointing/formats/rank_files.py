@@ -15,7 +15,7 @@ from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 
 DIGITS = re.compile(r"\d+")
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _WORLD_SIZE = re.compile(r"(?:of|world_size|ws)[-_]?(\d+)")
 
 
@@ -38,7 +38,7 @@ def find_series(folder: files.Place) -> list[Series]:
     """
     groups: dict[str, list[str]] = {}
     for name in files.names_in(folder):
-        if name.endswith(_SUFFIXES) and DIGITS.search(name):
+        if name.endswith(TORCH_SUFFIXES) and DIGITS.search(name):
             groups.setdefault(DIGITS.sub("#", name), []).append(name)
     series = [_in_order(folder, template, names) for template, names in groups.items()]
     return [found for found in series if len(found.names) > 1 or is_torch_file(files.join(folder, found.names[0]))]
@@ -172,7 +172,7 @@ def read_rank_files(folder: files.Place) -> Contents:
 
     Returns:
         The contents; the format is `fsdp1-local` where tensors are flat parameters, which need the model's
-        definition to be told apart (see `unflattening.py`), else `fsdp1-sharded`.
+        definition to be told apart (see `fsdp1.py`), else `fsdp1-sharded`.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the files do not belong together.

@@ -12,32 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, Piece, StoredTensor, TensorInfo, sizes_of
+from shardwise.checkpointing.contents import (
+    DTYPES,
+    ITEM_BYTES,
+    Box,
+    Contents,
+    Piece,
+    StoredTensor,
+    TensorInfo,
+    sizes_of,
+)
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, BlockHasher, checksum, from_hex, to_hex
 from shardwise.errors import CheckpointError
 
-DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "C64": "complex64",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+_DTYPES = {name: dtype for dtype, (_, name, _) in DTYPES.items() if name}
 """The format's names of dtypes, and torch's."""
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -59,7 +48,6 @@ class _Header:
     num_bytes: int
     """Of the file."""
     block_bytes: int
-    metadata: Mapping[str, str]
 
 
 def is_safetensors(path: str | files.Place) -> bool:
@@ -164,7 +152,6 @@ def _joined(
         tensors=tensors,
         file_bytes={file: header.num_bytes for file, header in read.items()},
         block_bytes=block_bytes.pop() if block_bytes else 0,
-        details={"metadata": {file: dict(header.metadata) for file, header in read.items() if header.metadata}},
     )
 
 
@@ -206,11 +193,11 @@ def _parse(file: str, data: bytes, size: int) -> _Header:
         end += tensor.num_bytes
     if end != size:
         raise ValueError(f"the tensors end at byte {end:,}, the file at {size:,}")
-    return _Header(tensors, size, block_bytes, metadata)
+    return _Header(tensors, size, block_bytes)
 
 
 def _tensor(file: str, name: str, entry: Any, data_start: int, checksums: str) -> StoredTensor:
-    dtype = DTYPES.get(entry["dtype"])
+    dtype = _DTYPES.get(entry["dtype"])
     if dtype is None:
         raise ValueError(f"{name!r} has the dtype {entry['dtype']!r}, which torch does not have")
     shape = sizes_of(entry["shape"])
@@ -253,7 +240,6 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 """What Hugging Face's tools write by default."""
 Chunks = Iterator[tuple[TensorInfo, memoryview]]
 """Bytes to write: a tensor and its next bytes, row-major; as many a tensor as it takes."""
-_NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
 _ALIGNMENT = 64
 
 
@@ -342,7 +328,7 @@ def _header(tensors: Sequence[TensorInfo], digests: Mapping[str, str]) -> bytes:
     for tensor in tensors:
         offsets = [end, end + tensor.num_bytes]
         end = offsets[1]
-        header[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+        header[tensor.name] = {"dtype": DTYPES[tensor.dtype][1], "shape": tensor.shape, "data_offsets": offsets}
     data = json.dumps(header, separators=(",", ":")).encode()
     data += b" " * (-(8 + len(data)) % _ALIGNMENT)
     if len(data) > MAX_HEADER_BYTES:
@@ -361,12 +347,12 @@ def check_target(path: Path, tensors: Sequence[TensorInfo], overwrite: bool) -> 
         CheckpointError: A dtype is not in the format, two tensors have the same name, or weights are there already.
     """
     refuse_overwrite(path, overwrite, is_file=path.name.endswith(".safetensors"))
-    strange = [f"{tensor.name}: {tensor.dtype}" for tensor in tensors if tensor.dtype not in _NAMES]
+    strange = [f"{tensor.name}: {tensor.dtype}" for tensor in tensors if tensor.dtype not in _DTYPES.values()]
     if strange:
         raise CheckpointError(
             f"{len(strange)} tensors have a dtype that safetensors does not have",
             where="\n".join(strange[:20]),
-            why=f"it has {', '.join(_NAMES)}",
+            why=f"it has {', '.join(_DTYPES.values())}",
             fix="pass dtype=, or write another format",
         )
     names = [tensor.name for tensor in tensors]

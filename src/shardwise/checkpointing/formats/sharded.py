@@ -45,16 +45,10 @@ class Item:
     memory: Any
     """Its elements, row-major: a contiguous CPU tensor, or any buffer."""
 
-
-@dataclass(frozen=True, slots=True)
-class WrittenTensor:
-    """A box of a tensor that is in the file now."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    piece: Piece
-    stream: TorchStream
+    @property
+    def num_bytes(self) -> int:
+        """Of the box."""
+        return self.box.numel * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +59,8 @@ class FileRecord:
     num_bytes: int
     frame: int
     """The checksum of the bytes that belong to no tensor, in their order."""
-    tensors: tuple[WrittenTensor, ...]
+    tensors: tuple[tuple[StoredTensor, TorchStream], ...]
+    """Of each tensor the box that is in this file, and its stream for torch's own readers."""
     values: tuple[TorchStream, ...]
     """Plain values, for torch's own readers; ours take them from the manifest."""
     block_bytes: int
@@ -92,7 +87,7 @@ def write_rank_file(
         path: In the partial folder; must not be there yet.
         items: In the order in which they shall lie in the file. May be a generator that makes each item's memory
             when its turn comes; the memory must be its own.
-        values: Plain values by name, each as `torch_zip.value_stream` makes it.
+        values: Plain values by name, each as `zip_files.value_stream` makes it.
         fsync: Return only when the disk has the file.
         block_bytes: Bytes under one checksum.
         total: Bytes of all items, for the progress; needed where `items` is a generator.
@@ -110,9 +105,9 @@ def write_rank_file(
     if isinstance(items, Sequence):
         for item in items:
             _check(item)
-        total = sum(map(_num_bytes, items))
+        total = sum(item.num_bytes for item in items)
     file, at, frame = split(path)[1], 0, xxhash.xxh3_64()
-    tensors: list[WrittenTensor] = []
+    tensors: list[tuple[StoredTensor, TorchStream]] = []
     streams: list[TorchStream] = []
 
     def around(data: bytes) -> bytes:
@@ -139,8 +134,8 @@ def write_rank_file(
                 yield block
             at += len(data)
             yield around(tail)
-            piece, stream = Piece(item.box, file, offset, tuple(sums)), TorchStream(file, start, at - start, item.name)
-            tensors.append(WrittenTensor(item.name, item.dtype, item.shape, piece, stream))
+            tensor = StoredTensor(item.name, item.dtype, item.shape, (Piece(item.box, file, offset, tuple(sums)),))
+            tensors.append((tensor, TorchStream(file, start, at - start, item.name)))
 
     with FileWriter(path) as writer:
         with counting(progress, total or 0, "writing") as count:
@@ -165,19 +160,12 @@ def _write(writer: FileWriter, buffers: Iterator[memoryview | bytes], count: Cal
 
 
 def _check(item: Item) -> None:
-    if not item.box.lies_in(item.shape) or item.dtype not in ITEM_BYTES:
+    is_inside = item.box.lies_in(item.shape) and item.dtype in ITEM_BYTES
+    if not is_inside or len(bytes_of(item.memory)) != item.num_bytes:
         raise CheckpointError(
             f"cannot store {item.name}: {item.dtype} of shape {item.shape}, part {item.box}",
-            why="the part must lie in the tensor, and the dtype be one of torch's plain ones",
+            why="the part must lie in the tensor and fill its memory, and the dtype be one of torch's plain ones",
         )
-    if (num_bytes := len(bytes_of(item.memory))) != _num_bytes(item):
-        raise CheckpointError(
-            f"cannot store {item.name}: its memory has {num_bytes:,} bytes, its part of the tensor {_num_bytes(item):,}"
-        )
-
-
-def _num_bytes(item: Item) -> int:
-    return item.box.numel * ITEM_BYTES[item.dtype]
 
 
 METADATA_NAME = ".metadata"
@@ -201,21 +189,21 @@ def torch_metadata(
     names: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         names.setdefault(name, []).append(alias)
-    parts: dict[str, list[WrittenTensor]] = {}
+    parts: dict[str, list[tuple[StoredTensor, TorchStream]]] = {}
     entries: dict[str, Any] = {}
     places: list[tuple[Any, Any]] = []
     for record in records:
         for value in record.values:
             entries[value.name] = _instance("BytesStorageMetadata", {})
             places.append((_instance("MetadataIndex", {"fqn": value.name, "index": None}), _place(value)))
-        for tensor in record.tensors:
-            parts.setdefault(tensor.name, []).append(tensor)
+        for part in record.tensors:
+            parts.setdefault(part[0].name, []).append(part)
     for stored, written in parts.items():
         for name in (stored, *names.get(stored, ())):
-            entries[name] = _tensor_entry(written)
-            for number, part in enumerate(written):
-                index = {"fqn": name, "index": number, "offset": _size(part.piece.box.starts)}
-                places.append((_instance("MetadataIndex", index), _place(part.stream)))
+            entries[name] = _tensor_entry([tensor for tensor, _ in written])
+            for number, (tensor, stream) in enumerate(written):
+                index = {"fqn": name, "index": number, "offset": _size(tensor.pieces[0].box.starts)}
+                places.append((_instance("MetadataIndex", index), _place(stream)))
     state = {
         "state_dict_metadata": entries,
         "planner_data": {name: tuple(structure.get(name, (name,))) for name in entries},
@@ -226,12 +214,10 @@ def torch_metadata(
     return dumps(_instance("Metadata", state))
 
 
-def _tensor_entry(parts: list[WrittenTensor]) -> Instance:
+def _tensor_entry(parts: list[StoredTensor]) -> Instance:
+    boxes = [part.pieces[0].box for part in parts]
     chunks = [
-        _instance(
-            "ChunkStorageMetadata", {"offsets": _size(part.piece.box.starts), "sizes": _size(part.piece.box.sizes)}
-        )
-        for part in parts
+        _instance("ChunkStorageMetadata", {"offsets": _size(box.starts), "sizes": _size(box.sizes)}) for box in boxes
     ]
     # What TensorProperties.__getstate__ gives: dtype, layout, requires_grad, memory format, pinned.
     layout = Call(known_global("torch.serialization", "_get_layout"), ("torch.strided",))
@@ -345,14 +331,14 @@ def read_manifest(folder: Place) -> Contents:
 def _tensors(records: list[FileRecord]) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for record in records:
-        for part in record.tensors:
+        for part, _ in record.tensors:
             entry = tensors.setdefault(part.name, {"dtype": part.dtype, "shape": list(part.shape), "pieces": []})
             if (entry["dtype"], entry["shape"]) != (part.dtype, list(part.shape)):
                 raise CheckpointError(
                     f"the ranks do not agree on {part.name}: {part.dtype} {list(part.shape)} "
                     f"against {entry['dtype']} {entry['shape']}"
                 )
-            piece = part.piece
+            (piece,) = part.pieces
             entry["pieces"].append({
                 "file": piece.file,
                 "offset": piece.offset,

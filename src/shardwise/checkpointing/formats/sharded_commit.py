@@ -110,8 +110,8 @@ def _refuse_uncovered(records: Iterable[FileRecord], folder: Place) -> None:
     """Raise unless the ranks have written every element of every tensor exactly once."""
     boxes: dict[tuple[str, tuple[int, ...]], list[Box]] = {}
     for record in records:
-        for tensor in record.tensors:
-            boxes.setdefault((tensor.name, tensor.shape), []).append(tensor.piece.box)
+        for tensor, _ in record.tensors:
+            boxes.setdefault((tensor.name, tensor.shape), []).append(tensor.pieces[0].box)
     problems = [
         f"{name}: {problem}"
         for (name, shape), held in boxes.items()

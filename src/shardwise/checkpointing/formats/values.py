@@ -27,22 +27,31 @@ def encode_value(value: object, where: str = "") -> Any:
     Raises:
         CheckpointError: It holds an object of another type, such as a function.
     """
-    if value is None or (isinstance(value, bool | str) and not isinstance(value, enum.Enum)):
-        return _plain(value)
-    if type(value) is int:
+    if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {_TAG: "float", "of": repr(value)}
-    if isinstance(value, list) and type(value) is list:
+    if type(value) is list:
         return [encode_value(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, Mapping):
-        return _encode_mapping(value, where)
+        if all(type(key) is str for key in value) and _TAG not in value:
+            return {key: encode_value(item, f"{where}.{key}") for key, item in value.items()}
+        pairs = [[encode_value(key, where), encode_value(item, f"{where}.{key}")] for key, item in value.items()]
+        return {_TAG: "mapping", "of": pairs}
+    if type(value).__name__ == "Size" and type(value).__module__ == "torch":
+        return {_TAG: "torch.Size", "of": list(value)}  # pyrefly: ignore[bad-argument-type]
     if isinstance(value, tuple | set | frozenset):
-        return _encode_collection(value, where)
+        items = [encode_value(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        if isinstance(value, tuple):
+            return {_TAG: "tuple", "of": items}
+        return {_TAG: "set" if isinstance(value, set) else "frozenset", "of": sorted(items, key=repr)}
     if isinstance(value, bytes | bytearray):
         return {_TAG: "bytes", "of": base64.b64encode(value).decode()}
     if isinstance(value, complex):
         return {_TAG: "complex", "of": [encode_value(value.real), encode_value(value.imag)]}
+    for kind in (str, int, float):
+        if isinstance(value, kind) and not isinstance(value, enum.Enum):  # a subclass of a plain one
+            return encode_value(kind(value), where)
     return _encode_foreign(value, where)
 
 
@@ -70,29 +79,8 @@ def decode_value(encoded: Any) -> Any:
         raise _not_an_encoding(encoded) from error
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, str) else value  # a subclass of str becomes one
-
-
-def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
-    if all(type(key) is str for key in value) and _TAG not in value:
-        return {key: encode_value(item, f"{where}.{key}") for key, item in value.items()}
-    pairs = [[encode_value(key, where), encode_value(item, f"{where}.{key}")] for key, item in value.items()]
-    return {_TAG: "mapping", "of": pairs}
-
-
-def _encode_collection(value: Any, where: str) -> Any:
-    if type(value).__name__ == "Size" and type(value).__module__ == "torch":
-        return {_TAG: "torch.Size", "of": list(value)}
-    kind = "tuple" if isinstance(value, tuple) else "set" if isinstance(value, set) else "frozenset"
-    items = [encode_value(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    return {_TAG: kind, "of": items if kind == "tuple" else sorted(items, key=repr)}
-
-
 def _encode_foreign(value: object, where: str) -> Any:
     """NumPy's and torch's small values, recognised without importing either."""
-    if isinstance(value, int | float | str) and not isinstance(value, enum.Enum):  # a subclass of a plain number
-        return encode_value(float(value) if isinstance(value, float) else int(value), where)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufcSU":
         data = base64.b64encode(value.tobytes()).decode()
@@ -116,10 +104,6 @@ def _not_an_encoding(encoded: dict[str, Any]) -> CheckpointError:
         why="it was written by a newer version, or it is damaged",
         fix="verify the checkpoint: shardwise ckpt verify PATH",
     )
-
-
-def _decode_mapping(encoded: dict[str, Any]) -> dict[Any, Any]:
-    return {decode_value(key): decode_value(item) for key, item in encoded["of"]}
 
 
 def _decode_numpy(encoded: dict[str, Any]) -> Any:
@@ -150,7 +134,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "frozenset": lambda encoded: frozenset(decode_value(item) for item in encoded["of"]),
     "bytes": lambda encoded: base64.b64decode(encoded["of"]),
     "complex": lambda encoded: complex(*(decode_value(part) for part in encoded["of"])),
-    "mapping": _decode_mapping,
+    "mapping": lambda encoded: {decode_value(key): decode_value(item) for key, item in encoded["of"]},
     "numpy.array": _decode_numpy,
     "numpy.scalar": _decode_numpy,
     "torch.dtype": _decode_torch,

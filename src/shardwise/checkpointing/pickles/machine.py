@@ -6,6 +6,7 @@ import io
 import pickle
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from shardwise.checkpointing.storage.files import damaged
@@ -16,33 +17,26 @@ _FREE_OBJECTS = 1 << 16
 _KEYS = (str, int, float, bytes, type(None))
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class Symbol:
     """A name from a pickle: of a dtype, a class, a function. What it names is never looked up."""
 
-    __slots__ = ("make", "name")
-
-    def __init__(self, name: str, make: Callable[..., Any] | None = None) -> None:
-        self.name = name
-        self.make = make
-
-    def __repr__(self) -> str:
-        return f"Symbol({self.name!r})"
+    name: str
+    make: Callable[..., Any] | None = field(default=None, repr=False)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Record:
     """What a pickle says about an object of a known class: its arguments and its state, as plain values."""
 
-    __slots__ = ("args", "items", "kwargs", "name", "pairs", "state")
-
-    def __init__(self, name: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
-        self.name = name
-        self.args = args
-        self.kwargs = kwargs or {}
-        self.state: Any = None
-        self.items: list[Any] = []
-        """What the pickle appends to it, for subclasses of list."""
-        self.pairs: list[tuple[Any, Any]] = []
-        """What the pickle sets in it, for subclasses of dict."""
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    state: Any = None
+    items: list[Any] = field(default_factory=list)
+    """What the pickle appends to it, for subclasses of list."""
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    """What the pickle sets in it, for subclasses of dict."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -65,19 +59,25 @@ class _Unpickler(_PythonUnpickler):
     """Python's own, without the instructions that no checkpoint needs, and with the ones that call replaced."""
 
     def __init__(
-        self, data: bytes, allowed: Mapping[str, Symbol], persistent_load: Callable[[Any], Any] | None
+        self,
+        data: bytes,
+        allowed: Mapping[str, Symbol],
+        records: tuple[str, ...],
+        persistent_load: Callable[[Any], Any] | None,
     ) -> None:
         super().__init__(_Whole(data))
-        self._allowed, self._persistent_load = allowed, persistent_load
+        self._allowed, self._records, self._persistent_load = allowed, records, persistent_load
         # A byte of pickle can ask for a container of 200; real ones have fewer than one object in four bytes.
         self.objects_left = _FREE_OBJECTS + len(data) // 3
 
     def find_class(self, module: str, name: str) -> Symbol:
         """The symbol that stands for a name; nothing is imported."""
-        symbol = self._allowed.get(f"{module}.{name}")
-        if symbol is None:
-            raise Refused(f"the pickle asks for '{module}.{name}', which no checkpoint needs")
-        return symbol
+        full = f"{module}.{name}"
+        if full in self._allowed:
+            return self._allowed[full]
+        if full.startswith(self._records):
+            return record(full)
+        raise Refused(f"the pickle asks for '{full}', which no checkpoint needs")
 
     def persistent_load(self, pid: Any) -> Any:
         """What stands for a storage."""
@@ -206,18 +206,13 @@ _Unpickler.dispatch = _instructions()
 
 
 def record(name: str) -> Symbol:
-    """A table entry for a class: its objects become `Record`s."""
+    """What stands for a class: its objects become `Record`s."""
     return Symbol(name, lambda *args, **kwargs: Record(name, args, kwargs))
 
 
 def symbols(*names: str) -> dict[str, Symbol]:
     """Table entries for names that may be mentioned but not called, such as dtypes."""
     return {name: Symbol(name) for name in names}
-
-
-def records(*names: str) -> dict[str, Symbol]:
-    """Table entries for classes whose objects are kept as `Record`s."""
-    return {name: record(name) for name in names}
 
 
 def makers(functions: Mapping[str, Callable[..., Any]]) -> dict[str, Symbol]:
@@ -229,6 +224,7 @@ def load_pickle(
     data: bytes | bytearray | memoryview | BinaryIO,
     *,
     allowed: Mapping[str, Symbol],
+    records: tuple[str, ...] = (),
     persistent_load: Callable[[Any], Any] | None = None,
     where: str = "",
     max_bytes: int = MAX_PICKLE_BYTES,
@@ -237,7 +233,8 @@ def load_pickle(
 
     Args:
         data: The pickle, or a file that holds nothing else from here on.
-        allowed: Qualified name to what stands for it here; see `symbols`, `records`, `makers`.
+        allowed: Qualified name to what stands for it here; see `symbols` and `makers`.
+        records: Beginnings of the qualified names of classes whose objects are kept as `Record`s.
         persistent_load: Turns a persistent id (torch's storages) into a value; without it they are refused.
         where: The file, for messages.
         max_bytes: Larger pickles are refused unread.
@@ -258,7 +255,7 @@ def load_pickle(
         what = f"the checkpoint holds a pickle of more than {max_bytes} bytes"
         raise damaged(what, where, "no checkpoint needs one so large")
     try:
-        return _Unpickler(bytes(data), allowed, persistent_load).load()
+        return _Unpickler(bytes(data), allowed, records, persistent_load).load()
     except Refused as refusal:
         raise CheckpointError(
             str(refusal),

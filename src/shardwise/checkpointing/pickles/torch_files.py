@@ -70,27 +70,19 @@ def flatten_state(tree: Any, *, where: str = "") -> FlatState:
             continue
         try:
             flat.values[name] = _plain(leaf, walk, 0)
-        except _Opaque as opaque:
+        except OpaqueValue as opaque:
             flat.left_out[name] = str(opaque)
             del flat.structure[name]
     return flat
 
 
-def plain_value(value: Any, *, where: str = "") -> Any:
+def plain_value(value: Any) -> Any:
     """What `read_torch_pickle` returned, if it is plain data.
 
     Raises:
-        CheckpointError: It holds an object of some class, or a tensor.
+        OpaqueValue: It holds an object of some class, or a tensor.
     """
-    try:
-        return _plain(value, _Walk(), 0)
-    except _Opaque as opaque:
-        raise CheckpointError(
-            f"the value is no plain data but holds {opaque}",
-            where=where,
-            why="objects of other classes are never made from a checkpoint, since that can run code",
-            fix="leave it out, or save it as numbers, text, lists and dictionaries",
-        ) from None
+    return _plain(value, _Walk(), 0)
 
 
 class _Walk:
@@ -137,7 +129,7 @@ def _key(key: Any) -> str:
     return key.name if isinstance(key, Symbol) else str(key) if isinstance(key, (str, int, float)) else repr(key)
 
 
-class _Opaque(Exception):
+class OpaqueValue(Exception):
     """The name of a class whose objects are no plain data."""
 
 
@@ -147,14 +139,14 @@ def _plain(value: Any, walk: _Walk, depth: int) -> Any:
     if isinstance(value, Symbol):
         return value.name
     if walk.is_endless(value, depth):
-        raise _Opaque("a value nested without end")
+        raise OpaqueValue("a value nested without end")
     if isinstance(value, (list, tuple, set, frozenset)):
         return type(value)(_plain(entry, walk, depth + 1) for entry in value)
     if isinstance(value, dict):
         return {_plain(key, walk, depth + 1): _plain(entry, walk, depth + 1) for key, entry in value.items()}
     if isinstance(value, Record) and value.name == "argparse.Namespace":
         return _plain(value.fields, walk, depth + 1)
-    raise _Opaque(value.name if isinstance(value, Record) else type(value).__name__)
+    raise OpaqueValue(value.name if isinstance(value, Record) else type(value).__name__)
 
 
 def _not_a_state(where: str, why: str) -> CheckpointError:

@@ -7,24 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, count_of, sizes_of
-from shardwise.checkpointing.pickles.machine import Record, Symbol, load_pickle, makers, record, records, symbols
+from shardwise.checkpointing.contents import DTYPES, ITEM_BYTES, Box, count_of, sizes_of
+from shardwise.checkpointing.pickles.machine import Record, Symbol, load_pickle, makers, record, symbols
 
-STORAGE_DTYPES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexDoubleStorage": "complex128",
-    "ComplexFloatStorage": "complex64",
-    "UntypedStorage": "uint8",
-}
+STORAGE_DTYPES = {storage: dtype for dtype, (_, _, storage) in DTYPES.items() if storage}
+STORAGE_DTYPES["UntypedStorage"] = "uint8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +168,6 @@ def _placement(placement: Record) -> tuple[Any, ...]:
     return (name, count_of(values["dim"])) if name in ("shard", "strided") else (name,)
 
 
-_SHARD = "torch.distributed._shard."
-_TENSOR = "torch.distributed.tensor."
-_PROCESS_GROUP = _SHARD + "sharded_tensor.api.ShardedTensor.ProcessGroupState"
-
-
 def read_torch_pickle(data: bytes | bytearray | memoryview, *, where: str = "") -> Any:
     """Read `data.pkl` of a `torch.save` file as data.
 
@@ -203,7 +185,16 @@ def read_torch_pickle(data: bytes | bytearray | memoryview, *, where: str = "") 
     Ranks:
         Local.
     """
-    return load_pickle(data, allowed=TORCH_SAVE, persistent_load=make_storage, where=where)
+    return load_pickle(data, allowed=_KNOWN, records=_DATA_CLASSES, persistent_load=make_storage, where=where)
+
+
+def read_dcp_pickle(data: bytes, *, where: str, max_bytes: int) -> Any:
+    """Read the `.metadata` of a Distributed Checkpoint as data; see `read_torch_pickle`. It has no tensors.
+
+    Ranks:
+        Local.
+    """
+    return load_pickle(data, allowed=_KNOWN, records=_DATA_CLASSES, where=where, max_bytes=max_bytes)
 
 
 def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
@@ -216,8 +207,7 @@ def _get_attribute(owner: Any, name: Any) -> Symbol:
     """How pickles before protocol 4 name a nested class or a member of an enumeration: we only note the name."""
     if not isinstance(owner, Symbol) or not isinstance(name, str):
         raise ValueError("getattr of something that is no known class")
-    nested = f"{owner.name}.{name}"
-    return record(nested) if nested == _PROCESS_GROUP else Symbol(nested)
+    return record(f"{owner.name}.{name}")
 
 
 def _as_set(values: Any = ()) -> set[Any]:
@@ -244,7 +234,7 @@ _BUILTINS = {
     "complex": complex,
     "bytes": lambda: b"",  # how pickles before protocol 3 write empty ones
 }
-_PLAIN = {
+_KNOWN: Mapping[str, Symbol] = {
     **makers(
         {
             "collections.OrderedDict": _ordered_dict,
@@ -261,44 +251,8 @@ _PLAIN = {
     **makers({f"{module}.{name}": make for module in ("builtins", "__builtin__") for name, make in _BUILTINS.items()}),
     **symbols(*(f"torch.{name}" for name in ITEM_BYTES)),
     **symbols(*(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("dict", "list", "int"))),
-    # Beside the tensors in many training states; kept as what they say, never made.
-    **records(
-        "argparse.Namespace",
-        "numpy.dtype",
-        "numpy.ndarray",
-        *(f"numpy.{module}.multiarray.{name}" for module in ("core", "_core") for name in ("scalar", "_reconstruct")),
-    ),
-}
-
-_METADATA = (
-    "Metadata",
-    "MetadataIndex",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "TensorProperties",
-    "StorageMeta",
-    "_MEM_FORMAT_ENCODING",
-)
-DCP_METADATA: Mapping[str, Symbol] = {
-    **_PLAIN,
-    **records(
-        *(f"torch.distributed.checkpoint.metadata.{name}" for name in _METADATA),
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        # Written by torch before 2.3, and for ShardedTensors of FSDP1.
-        _SHARD + "sharded_tensor.metadata.TensorProperties",
-        _SHARD + "sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-    ),
-}
-"""What the `.metadata` of a Distributed Checkpoint folder may name."""
-
-_OLD_TENSOR = "torch.distributed._tensor."
-TORCH_SAVE: Mapping[str, Symbol] = {
-    **_PLAIN,
     **symbols(*(f"torch.{name}" for name in STORAGE_DTYPES)),
     **symbols("torch.storage.UntypedStorage", "torch.Tensor", "torch.nn.parameter.Parameter"),
-    **symbols(_SHARD + "sharded_tensor.api.ShardedTensor", _TENSOR + "DTensor", _TENSOR + "_api.DTensor"),
-    **symbols(_OLD_TENSOR + "DTensor", _OLD_TENSOR + "api.DTensor"),
     **makers(
         {
             "torch._utils._rebuild_tensor": make_tensor,
@@ -309,30 +263,21 @@ TORCH_SAVE: Mapping[str, Symbol] = {
             "torch._tensor._rebuild_from_type_v2": make_subclass,
         }
     ),
-    **records(
-        "torch._utils._rebuild_wrapper_subclass",
-        _PROCESS_GROUP,
-        _SHARD + "metadata.ShardMetadata",
-        _SHARD + "sharded_tensor.metadata.ShardedTensorMetadata",
-        _SHARD + "sharded_tensor.metadata.TensorProperties",
-        _SHARD + "sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-        _SHARD + "sharded_tensor.shard.Shard",
-        _SHARD + "sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
-        _SHARD + "sharding_spec.api.EnumerableShardingSpec",
-        "torch.distributed.remote_device._remote_device",
-        "torch.distributed.device_mesh.DeviceMesh",
-        "torch.distributed._mesh_layout._FlatLayout",
-        "torch.distributed._mesh_layout._MeshLayout",
-        *(
-            module + name
-            for module in (_TENSOR + "_dtensor_spec.", _OLD_TENSOR + "placement_types.")
-            for name in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
-        ),
-        *(
-            module + "placement_types." + name
-            for module in (_TENSOR, _OLD_TENSOR)
-            for name in ("Shard", "_StridedShard", "Replicate", "Partial", "_Partial")
-        ),
-    ),
 }
-"""What a `torch.save` file may name."""
+"""What `.metadata` and `torch.save` files may name besides `_DATA_CLASSES`."""
+
+_DATA_CLASSES = (
+    "argparse.Namespace",
+    "numpy.",
+    "torch._utils._rebuild_wrapper_subclass",
+    "torch.distributed._mesh_layout.",
+    "torch.distributed._shard.",
+    "torch.distributed._tensor.",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.metadata.",
+    "torch.distributed.device_mesh.DeviceMesh",
+    "torch.distributed.remote_device._remote_device",
+    "torch.distributed.tensor.",
+)
+"""Beginnings of the names of classes whose objects are kept as what they say: tensors' metadata, and what stands beside
+tensors in many training states."""

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from shardwise.checkpointing.contents import ITEM_BYTES
-from shardwise.checkpointing.pickles.torch_objects import STORAGE_DTYPES
+from shardwise.checkpointing.contents import DTYPES, ITEM_BYTES
 from shardwise.checkpointing.storage.files import damaged
 from shardwise.errors import CheckpointError
 
@@ -223,9 +222,6 @@ _LARGE_ALIGNMENT = 4096  # whole pages: the kernel copies them faster
 _LARGE_BYTES = 1 << 18
 _UTF8_FLAG = 0x800
 
-_STORAGES = {dtype: name for name, dtype in STORAGE_DTYPES.items() if name != "UntypedStorage"}
-"""Dtypes that torch pickles as a typed storage; the others go as an untyped one with the dtype beside it."""
-
 
 class ZipStream:
     """Builds a `torch.save` stream record by record; the caller writes what each call returns, in that order.
@@ -311,7 +307,7 @@ def tensor_call(dtype: str, shape: Sequence[int], key: str) -> Call:
     sizes, num_elements = tuple(shape), math.prod(shape)
     strides = tuple(math.prod(max(size, 1) for size in sizes[dim + 1 :]) for dim in range(len(sizes)))
     no_hooks = Call(known_global("collections", "OrderedDict"), ())
-    if (storage := _STORAGES.get(dtype)) is not None:
+    if storage := DTYPES[dtype][2]:  # the others go as an untyped one with the dtype beside it
         identity = ("storage", known_global("torch", storage), key, "cpu", num_elements)
         rebuild = known_global("torch._utils", "_rebuild_tensor_v2")
         return Call(rebuild, (Persistent(identity), 0, sizes, strides, False, no_hooks))

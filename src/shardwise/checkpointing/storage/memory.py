@@ -59,11 +59,6 @@ def checksum_of_parts(parts: Iterable[bytes | bytearray | memoryview]) -> int:
     return state.intdigest()
 
 
-def block_checksums(data: memoryview, block_bytes: int = BLOCK_BYTES) -> tuple[int, ...]:
-    """One checksum for each block; the last block may be shorter. No bytes, no blocks."""
-    return tuple(checksum(data[start : start + block_bytes]) for start in range(0, len(data), block_bytes))
-
-
 def to_hex(checksums: Iterable[int]) -> str:
     """Sixteen hexadecimal digits for each checksum, one after another."""
     return "".join(f"{each:016x}" for each in checksums)
@@ -98,7 +93,7 @@ class BlockHasher:
                 self._end_block()
 
     def finish(self) -> tuple[int, ...]:
-        """The tensor is complete: its checksums, as `block_checksums` would give them. The next one begins."""
+        """The tensor is complete: the checksums of its blocks; the last may be shorter. The next one begins."""
         if self._hashed:
             self._end_block()
         finished, self._finished = tuple(self._finished), []

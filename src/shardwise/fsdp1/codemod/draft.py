@@ -77,13 +77,14 @@ class Blocked(Exception):
 def make_finding(
     path: str, line: int, column: int, code: str, status: Status, message: str, fix: str, **more: Any
 ) -> SourceFinding:
-    """What became of the code at a place."""
+    """What became of the code at a place; a rewritten setting of a framework is worth a look, rewritten code a note."""
+    quiet = {Status.REPORTED, Status.REWRITTEN} if code <= "SW180" else {Status.REPORTED}
     return SourceFinding(
         code=code,
         name=KINDS[code].name,
         message=message,
         where=f"{path}:{line}:{column}",
-        severity=Severity.WARNING if status is Status.NEEDS_DECISION else Severity.NOTE,
+        severity=Severity.NOTE if status in quiet else Severity.WARNING,
         fix=fix,
         path=path,
         line=line,

@@ -37,7 +37,6 @@ class Become:
 
     key: str
     value: Any
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,8 @@ class Undecided:
 
 Step = Keep | Drop | Become | Undecided
 Settings = Mapping[str, Any]
-Rule = Step | Callable[[Any, Settings], Step]
-"""A step, or a function from a setting's value and all the settings around it to one."""
+Rule = Step | Callable[[Any], Step]
+"""A step, or a function from a setting's value to one."""
 
 
 @dataclass(slots=True)
@@ -95,19 +94,17 @@ def _name(value: Any) -> str:
 
 def _decide(rules: Mapping[str, Rule], settings: Settings, unknown: Undecided) -> ConfigConversion:
     found = {key: rules.get(key, unknown) for key in settings}
-    return ConfigConversion(
-        {key: rule(settings[key], settings) if callable(rule) else rule for key, rule in found.items()}
-    )
+    return ConfigConversion({key: rule(settings[key]) if callable(rule) else rule for key, rule in found.items()})
 
 
 def _drop_noting(note: str, when: Callable[[Any], bool] = is_true) -> Rule:
     """Gone under FSDP2, which is worth a note for some values and cannot be known for computed ones."""
-    return lambda value, settings: Drop(note if value is COMPUTED or when(value) else "")
+    return lambda value: Drop(note if value is COMPUTED or when(value) else "")
 
 
 def _unless(is_fine: Callable[[Any], bool], why: str, fix: str, otherwise: Step = Drop()) -> Rule:  # noqa: B008
     """A person decides, unless the value is fine."""
-    return lambda value, settings: otherwise if is_fine(value) else Undecided(why, fix)
+    return lambda value: otherwise if is_fine(value) else Undecided(why, fix)
 
 
 _FLATTENED = _drop_noting(
@@ -128,7 +125,7 @@ def strategy_name(value: Any) -> str | None:
     return name if name in STRATEGIES else None
 
 
-def _accelerate_strategy(value: Any, settings: Settings) -> Step:
+def _accelerate_strategy(value: Any) -> Step:
     name = strategy_name(value)
     if value is COMPUTED:
         fix = "write the strategy out, or convert by hand where it is chosen"
@@ -143,10 +140,8 @@ def _accelerate_strategy(value: Any, settings: Settings) -> Step:
     return Become("reshard_after_forward", _RESHARDS[name])
 
 
-def _accelerate_reshard(value: Any, settings: Settings) -> Step:
-    """`reshard_after_forward` of an FSDP1 config: the launcher reads `sharding_strategy` before it."""
-    if "sharding_strategy" in settings:
-        return Drop()
+def _accelerate_reshard(value: Any) -> Step:
+    """`reshard_after_forward` of an FSDP1 config without `sharding_strategy`, which the launcher reads first."""
     if strategy_name(value) == "FULL_SHARD" or is_true(value):
         return Become("reshard_after_forward", True)
     return Undecided(
@@ -155,23 +150,16 @@ def _accelerate_reshard(value: Any, settings: Settings) -> Step:
     )
 
 
-def _accelerate_wrap(value: Any, settings: Settings) -> Step:
-    more = "accelerate counts a module's nested groups too under FSDP2: there will be more, smaller groups"
-    return Keep(more if "SIZE_BASED" in str(value).upper() else "")
-
-
 _BACKWARD_PREFETCH = _drop_noting(
     "FSDP2 always gathers the next group early, as BACKWARD_PRE does; memory and overlap may change",
     lambda value: _name(value) not in {"BACKWARD_PRE", "1"},
 )
+_NESTED = "accelerate counts a module's nested groups too under FSDP2: there will be more, smaller groups"
 _ACCELERATE: dict[str, Rule] = {
-    "version": Keep(),
+    **dict.fromkeys(("version", "min_num_params", "ignored_modules", "cpu_ram_efficient_loading"), Keep()),
     "sharding_strategy": _accelerate_strategy,
     "reshard_after_forward": _accelerate_reshard,
-    "auto_wrap_policy": _accelerate_wrap,
-    "min_num_params": Keep(),
-    "ignored_modules": Keep(),
-    "cpu_ram_efficient_loading": Keep(),
+    "auto_wrap_policy": lambda value: Keep(_NESTED if "SIZE_BASED" in str(value).upper() else ""),
     "state_dict_type": _unless(
         lambda value: str(value) != "2" and not _name(value).startswith("LOCAL"),
         "LOCAL_STATE_DICT saves flat parameters, which FSDP2 does not have",
@@ -213,9 +201,7 @@ _ACCELERATE_PLUGIN: dict[str, Rule] = {
     "param_init_fn": _unless(
         is_none, "param_init_fn has no place in FSDP2", "set cpu_ram_efficient_loading=True, or load after prepare()"
     ),
-    "state_dict_config": Keep(),
-    "optim_state_dict_config": Keep(),
-    "transformer_cls_names_to_wrap": Keep(),
+    **dict.fromkeys(("state_dict_config", "optim_state_dict_config", "transformer_cls_names_to_wrap"), Keep()),
 }
 ACCELERATE_KEYS = frozenset(_ACCELERATE) | frozenset(_ACCELERATE_LAUNCHED)
 """What a YAML config may say, without the prefix."""
@@ -232,6 +218,8 @@ def convert_accelerate(settings: Settings, *, launched: bool, around: Settings) 
     unknown = Undecided("this setting is not known to be FSDP2's", "remove it, or convert by hand")
     conversion = _decide(_ACCELERATE | (_ACCELERATE_LAUNCHED if launched else _ACCELERATE_PLUGIN), settings, unknown)
     new: dict[str, Any] = {"version": 2}
+    if "sharding_strategy" in settings and "reshard_after_forward" in settings:
+        conversion.steps["reshard_after_forward"] = Drop()
     if is_none(settings.get("state_dict_type")) and launched:
         new["state_dict_type"] = "FULL_STATE_DICT"  # FSDP1's default; FSDP2's is SHARDED_STATE_DICT
     elif is_none(settings.get("state_dict_type")):
@@ -299,8 +287,8 @@ _PREFETCH = "FSDP2 prefetches by itself; memory and overlap may change"
 _DEGREES = "FSDP2Config takes a device mesh instead of degrees"
 
 
-def _composer_strategy(value: Any, settings: Settings) -> Step:
-    match str(value).upper() if value is not COMPUTED else COMPUTED:
+def _composer_strategy(value: Any) -> Step:
+    match str(value).upper():
         case "FULL_SHARD" | "SHARD_GRAD_OP" as name:
             return Become("reshard_after_forward", _RESHARDS[name])
         case "NO_SHARD":
@@ -310,7 +298,7 @@ def _composer_strategy(value: Any, settings: Settings) -> Step:
     return Undecided("the sharding strategy is only known at run time", "write the strategy out, or convert by hand")
 
 
-def _composer_precision(value: Any, settings: Settings) -> Step:
+def _composer_precision(value: Any) -> Step:
     if str(value).upper() not in {"DEFAULT", "PURE", "FULL"}:
         return Undecided("mixed_precision is not one of DEFAULT, PURE and FULL", "choose one of these")
     cast = "buffers keep their own dtype under FSDP2; FSDP1 cast them as well"
@@ -325,11 +313,8 @@ def _only(default: Any, why: str, fix: str) -> Rule:
 _COMPOSER: dict[str, Rule] = {
     "sharding_strategy": _composer_strategy,
     "mixed_precision": _composer_precision,
-    "activation_checkpointing": Keep(),
-    "activation_cpu_offload": Keep(),
-    "state_dict_type": Keep(),
+    **dict.fromkeys(("activation_checkpointing", "activation_cpu_offload", "state_dict_type", "verbose"), Keep()),
     "load_monolith_rank0_only": Keep(),
-    "verbose": Keep(),
     "activation_checkpointing_reentrant": _drop_noting(_REENTRANT),
     "auto_wrap": _unless(
         is_true, "auto_wrap: false has no place in FSDP2Config", "choose the modules with fsdp_wrap_fn"
