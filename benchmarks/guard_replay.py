@@ -11,12 +11,12 @@ from shardwise.diagnosing.collective_trace import (
     CollectiveKind,
     RankTrace,
     create_shared_trace,
+    group_by_machine,
     group_of,
     kind_of,
     open_shared_trace,
 )
 from shardwise.diagnosing.guard import watch_group
-from shardwise.diagnosing.peer_traces import group_by_machine
 from shardwise.diagnosing.tracer import CollectiveTracer
 
 Event = tuple[CollectiveKind, int]
@@ -67,7 +67,7 @@ def replay(events: Sequence[Event], num_ranks: int, device: str) -> float:
     undo = [watch_group(group, number, tracer) for number, group in enumerate(watched)]
     _time(watched, events)
     written = [event for index in range(len(events)) if (event := tracer.trace.event(index)) is not None]
-    others = [trace.writer([]) for trace in traces.ranks[1:]]
+    others = [trace.writer([]) for trace in traces[1:]]
     _write_all(others, written)
     extra = []
     for _ in range(_ROUNDS):

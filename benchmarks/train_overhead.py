@@ -25,19 +25,17 @@ from benchmarks.reporting import Result, parse, report
 from benchmarks.soak import soak_results
 from shardwise.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainingConfig
 from shardwise.config.schema import MeshConfig
-from shardwise.diagnosing.explained import explained
-from shardwise.diagnosing.guard import guard
+from shardwise.diagnosing.guard import explained, guard
 from shardwise.distributed.mesh import init_distributed, shutdown
 from shardwise.distributed.stop_requests import StopRequest
 from shardwise.models.load import load_model
 from shardwise.progress import NoProgress
 from shardwise.sharding.apply import shard
 from shardwise.sharding.materialize import materialize
-from shardwise.training.loop import train
+from shardwise.training.loop import frozen_garbage, train
+from shardwise.training.metrics import flops_per_token, mfu, peak_flops
 from shardwise.training.run import TrainingRun, open_run
-from shardwise.training.runtime import frozen_garbage
 from shardwise.training.step import mean_over_ranks
-from shardwise.training.step_metrics import flops_per_token, mfu, peak_flops
 
 STEP_GOAL, FIRST_GOAL, SPEED_GOAL, WAIT_GOAL = 1.02, 1.2, 0.98, 0.05
 SAME_LOSS = "within 0.001"

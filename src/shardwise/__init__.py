@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from shardwise.config.schema import PrefetchConfig as PrefetchConfig
     from shardwise.config.schema import ShardConfig as ShardConfig
     from shardwise.diagnosing.check import check as check
-    from shardwise.diagnosing.explained import explained as explained
     from shardwise.diagnosing.guard import Guard as Guard
+    from shardwise.diagnosing.guard import explained as explained
     from shardwise.diagnosing.guard import guard as guard
     from shardwise.diagnosing.parity import parity as parity
     from shardwise.diagnosing.parity_criteria import Parity as Parity
@@ -76,8 +76,7 @@ _HOMES = {
     "shardwise.config.run": ("RunConfig",),
     "shardwise.config.schema": ("GroupOverride", "MeshConfig", "PrecisionConfig", "PrefetchConfig", "ShardConfig"),
     "shardwise.diagnosing.check": ("check",),
-    "shardwise.diagnosing.explained": ("explained",),
-    "shardwise.diagnosing.guard": ("Guard", "guard"),
+    "shardwise.diagnosing.guard": ("Guard", "explained", "guard"),
     "shardwise.diagnosing.parity": ("parity",),
     "shardwise.diagnosing.parity_criteria": ("Parity",),
     "shardwise.distributed.mesh": ("init_distributed",),

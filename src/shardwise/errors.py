@@ -1,7 +1,9 @@
 """Every error a user can see, in one shape: what happened, where, why, how to fix. No torch, no I/O."""
 
 import difflib
+import importlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class ShardwiseError(Exception):
@@ -80,6 +82,18 @@ def raise_listed(
     if problems:
         more = [f"... and {len(problems) - most} more"] if len(problems) > most else []
         raise kind(what.format(num=len(problems)), where="\n".join([*problems[:most], *more]), why=why, fix=fix)
+
+
+def import_optional(module: str, *, where: str, why: str, fix: str) -> Any:
+    """Import a library that not every installation has.
+
+    Raises:
+        EnvironmentProblem: It is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise EnvironmentProblem(f"{module} is not installed ({error})", where=where, why=why, fix=fix) from None
 
 
 def did_you_mean(name: str, known: Iterable[str], default: str = "", *, cutoff: float = 0.6) -> str:

@@ -16,20 +16,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from tests.toy_models import Block
+
 VOCABULARY, WIDTH = 23, 10
-
-
-class Block(nn.Module):
-    """Sizes that no number of ranks divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH + 3)
-        self.down = nn.Linear(2 * WIDTH + 3, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Tied(nn.Module):
@@ -38,7 +27,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block(WIDTH, 23), Block(WIDTH, 23)])  # sizes that no number of ranks divides
         self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight

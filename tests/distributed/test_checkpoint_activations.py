@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.diagnosing.parity_runs import Task, bind_batch, bind_loss
+from shardwise.diagnosing.parity import Task, bind_batch, bind_loss
 from tests.by_hand import assert_same, full, full_gradients
 from tests.collectives import count_collectives
 from tests.ranks import ranks

@@ -17,7 +17,7 @@ from shardwise.config.run import RunConfig
 from shardwise.distributed.agreement import agree_on
 from shardwise.errors import EnvironmentProblem
 from shardwise.training.loop import fit
-from shardwise.training.requirements import resolved_yaml
+from shardwise.training.run import resolved_yaml
 from shardwise.units import parse_bytes
 from tests.distributed.fit_runs import changed, tiny
 from tests.ranks import ranks

@@ -9,7 +9,7 @@ from shardwise import compat
 from shardwise.config.schema import ShardConfig
 from shardwise.sharding.apply import shard
 from tests.ranks import ranks
-from tests.unit.planning.test_groups import Block
+from tests.toy_models import Block
 from tests.zoo.checking import mesh_of
 
 

@@ -13,7 +13,7 @@ from shardwise.sharding.apply import shard
 from shardwise.sharding.materialize import materialize
 from shardwise.training.step import accumulate
 from tests.ranks import ranks
-from tests.unit.planning.test_groups import Block
+from tests.toy_models import Block
 from tests.zoo.checking import mesh_of
 
 pytestmark = pytest.mark.torch

@@ -17,10 +17,9 @@ from torch.nn import functional as F
 from shardwise.checkpointing.manager import Checkpointer
 from shardwise.config.run import OptimizerConfig
 from shardwise.sharding.inventory import local_part
-from shardwise.training import muon
-from shardwise.training import muon as muon_module
-from shardwise.training.muon import Muon
-from shardwise.training.optimizers import build_optimizer, parameter_kinds
+from shardwise.training import optimizers as muon
+from shardwise.training import optimizers as muon_module
+from shardwise.training.optimizers import Muon, build_optimizer, parameter_kinds
 from tests.by_hand import full, mesh_1d, mesh_2d
 from tests.ranks import ranks
 

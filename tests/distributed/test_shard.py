@@ -23,7 +23,7 @@ from shardwise.sharding.blocks import replacements
 from shardwise.sharding.registry import sharded_state
 from tests.collectives import count_collectives
 from tests.ranks import ranks
-from tests.unit.planning.test_groups import Block, Stack
+from tests.toy_models import Block, Stack
 from tests.zoo.checking import mesh_of
 
 # Two ranks add two numbers: the sum is the same in either order, and so are the results.

@@ -13,10 +13,10 @@ from shardwise.config.schema import PrecisionConfig, ShardConfig
 from shardwise.models.transformer import Transformer, TransformerConfig
 from shardwise.sharding.apply import shard
 from shardwise.sharding.inventory import local_part
+from shardwise.training.metrics import StepMetrics
 from shardwise.training.microbatching import Batch, Microbatches
 from shardwise.training.optimizers import build_optimizer, parameter_kinds
 from shardwise.training.step import accumulate
-from shardwise.training.step_metrics import StepMetrics
 from tests.gpu.jobs import loss_of, start_ranks
 
 ROWS, LENGTH = 16, 256

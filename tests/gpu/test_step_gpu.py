@@ -11,9 +11,9 @@ from torch import nn
 
 from shardwise.config.run import OptimizerConfig
 from shardwise.distributed.local_ranks import start_local
+from shardwise.training.metrics import peak_flops
 from shardwise.training.objective import allows_step
 from shardwise.training.optimizers import build_optimizer
-from shardwise.training.step_metrics import peak_flops
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

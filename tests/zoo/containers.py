@@ -5,18 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.toy_models import PlainBlock as Block
 from tests.zoo.case import Case, features
 
 DIM = 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Root(nn.Module):

@@ -7,18 +7,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import weight_norm as old_weight_norm
 
+from tests.toy_models import PlainBlock as Block
 from tests.zoo.case import Case, features, normal
 
 DIM = 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Root(nn.Module):

@@ -6,18 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.toy_models import PlainBlock as Block
 from tests.zoo.case import Case, features, tokens
 
 DIM, VOCAB = 16, 40
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Inner(nn.Module):

@@ -32,7 +32,7 @@ def train(
     config = load(RunConfig, run, settings or ())
     if print_config:
         from shardwise.cli.running import number_of_ranks
-        from shardwise.training.requirements import resolved_yaml
+        from shardwise.training.run import resolved_yaml
 
         typer.echo(resolved_yaml(config, number_of_ranks(nproc)), nl=False)
         return

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import socket
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,134 @@ from shardwise.planning.plan import PlannedParameter
 from shardwise.sharding.inventory import fingerprint, local_tensor
 from shardwise.sharding.registry import sharded_state
 from shardwise.units import format_bytes
+
+_LARGE = 4.0
+_PADDING = 0.25
+_SMALL_BYTES = 1 << 20
+_SHORT = (torch.bfloat16, torch.float16)
+
+_FINDINGS: dict[str, tuple[Severity, str, str]] = {
+    "SW401": (
+        Severity.ERROR,
+        "a trainable parameter is an ordinary tensor: its gradient is not averaged, and ranks drift apart",
+        "shard the whole model, root last; what must stay whole: ShardConfig(ignored=(...,)), which averages it",
+    ),
+    "SW402": (
+        Severity.ERROR,
+        "the parameter was replaced after sharding (assigned, or `p.data = ...`): its group still gathers the old one",
+        "change values in place: `with torch.no_grad(): parameter.copy_(...)`, or "
+        "shardwise.full_params(model, writeback=True)",
+    ),
+    "SW403": (
+        Severity.WARNING,
+        "{num} trainable parameters are stored in {dtype}: an update smaller than 1/256 of a weight is lost",
+        "model.float() before sharding; `PrecisionConfig(param_dtype='bfloat16')` still computes in 16 bits",
+    ),
+    "SW404": (
+        Severity.ERROR,
+        "one group holds trainable parameters of {dtypes}: FSDP2 refuses that at the first forward",
+        "shard the modules of each dtype as groups of their own, or cast; shardwise.shard does it by itself",
+    ),
+    "SW405": (
+        Severity.ERROR,
+        "{num} tensors have no values yet (meta device)",
+        "shardwise.materialize(model), or shardwise.load_weights(model, path)",
+    ),
+    "SW406": (
+        Severity.ERROR,
+        "{second} should be the same tensor as {first}, and is not: each would go its own way",
+        "tie them before sharding (`head.weight = embedding.weight`), and do not assign to them afterwards",
+    ),
+    "SW411": (
+        Severity.ERROR,
+        "the model is not sharded: every rank holds all of it, and no gradient is averaged",
+        "model = shardwise.shard(model)",
+    ),
+    "SW412": (
+        Severity.WARNING,
+        "only the root is sharded: all of the model is gathered at once, with {num} blocks that could be gathered one "
+        "at a time",
+        "fully_shard each block before the root, or shardwise.shard(model)",
+    ),
+    "SW414": (
+        Severity.WARNING,
+        "it gathers {size}, {times:.0f} times the usual group and over half of the model",
+        "shard the modules inside it as groups of their own",
+    ),
+    "SW415": (
+        Severity.WARNING,
+        "{part:.0%} of what the ranks hold of it is padding: dimension 0 is shorter than the number of ranks, or "
+        "nearly so",
+        "split another dimension (`shard_placement_fn`); shardwise.shard chooses one",
+    ),
+    "SW416": (
+        Severity.ERROR,
+        "gradient reduction is switched off in {num} of {total} groups",
+        "model.set_requires_gradient_sync(True) for the last micro-batch; `shardwise.accumulate` cannot forget it",
+    ),
+    "SW417": (
+        Severity.WARNING,
+        "{num} groups stand gathered: parameters() lists their gathered copies, and an optimizer built now would train "
+        "those",
+        "model.reshard() after a forward without backward; shardwise.shard does it by itself",
+    ),
+    "SW421": (
+        Severity.ERROR,
+        "{optimizer} holds {num} tensors that the model does not use: its steps change nothing that is trained",
+        "build it after sharding, or pass it: shardwise.shard(model, optimizers=[optimizer])",
+    ),
+    "SW422": (
+        Severity.WARNING,
+        "{num} trainable parameters are in no optimizer",
+        "add them to a parameter group, or freeze them: `requires_grad_(False)`",
+    ),
+    "SW423": (
+        Severity.ERROR,
+        "{num} parameters are in two parameter groups or optimizers: each step changes them twice",
+        "put each parameter in one group",
+    ),
+    "SW431": (
+        Severity.WARNING,
+        "a buffer differs between ranks{more}",
+        "BatchNorm: SyncBatchNorm or frozen statistics; else shardwise.materialize(model, sync_from_rank_zero=True)",
+    ),
+    "SW432": (
+        Severity.ERROR,
+        "an unsharded parameter differs between ranks: they have drifted apart{more}",
+        "average its gradient: ShardConfig(ignored=(...,)) does",
+    ),
+    "SW433": (
+        Severity.ERROR,
+        "replicas differ: {num} parameters are not the same on rank {one} and rank {other}",
+        "initialise every rank alike (one seed, or shardwise.materialize), or load the same checkpoint",
+    ),
+    "SW434": (
+        Severity.ERROR,
+        "its values (largest {value:.3g}) look like memory that nothing has written: is it rebuilt after to_empty()?",
+        "shardwise.materialize(model) rebuilds buffers that no checkpoint holds",
+    ),
+    "SW435": (
+        Severity.ERROR,
+        "ranks {ranks} use the same GPU",
+        "torch.cuda.set_device(local_rank) before anything else; shardwise.init_distributed does it",
+    ),
+    "SW436": (
+        Severity.ERROR,
+        "shards are offloaded to the CPU, but the process group knows GPUs only",
+        'dist.init_process_group("cpu:gloo,cuda:nccl"); shardwise.init_distributed does it',
+    ),
+    "SW437": (
+        Severity.ERROR,
+        "an optimizer's groups are others on rank {rank} than on rank 0: each rank steps its shard with its own "
+        "options",
+        "build the groups in one order on every rank, from a list and not from a set",
+    ),
+}
+
+
+def _finding(code: str, where: str, **values: Any) -> Finding:
+    severity, message, fix = _FINDINGS[code]
+    return Finding(code=code, message=message.format(**values), where=where, severity=severity, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,115 +192,68 @@ def look_at(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Subject:
     for group in groups.values():
         for fsdp_param, owner, leaf in compat.places_in_group(group):
             names.setdefault(id(compat.sharded_parameter(fsdp_param)), f"{modules[owner]}.{leaf}".lstrip("."))
-    state = sharded_state(model)
-    planned = tuple(state.plan.parameters) if state is not None else ()
-    averaged = (
-        frozenset(p.fqn for p in (*state.plan.ignored, *state.plan.replicated)) if state is not None else frozenset()
-    )
-    return Subject(model, optimizers, parameters, groups, _mesh(model, groups), planned, averaged, names)
+    plan = None if (state := sharded_state(model)) is None else state.plan
+    planned = () if plan is None else tuple(plan.parameters)
+    averaged = frozenset() if plan is None else frozenset(p.fqn for p in (*plan.ignored, *plan.replicated))
+    return Subject(model, optimizers, parameters, groups, mesh_of(model, groups), planned, averaged, names)
 
 
-def _mesh(model: nn.Module, groups: dict[str, Any]) -> DeviceMesh | None:
-    state = sharded_state(model)
-    if state is not None:
+def mesh_of(model: nn.Module, groups: dict[str, Any]) -> DeviceMesh | None:
+    """The mesh that a model is sharded over, by shardwise or by hand; None when it is not."""
+    if (state := sharded_state(model)) is not None:
         return state.mesh
-    for group in groups.values():
-        for parameter in compat.sharded_parameters(group):
-            if isinstance(parameter, DTensor):
-                return parameter.device_mesh
-    return None
-
-
-_LARGE = 4.0
-_PADDING = 0.25
-_SMALL_BYTES = 1 << 20
+    sharded = (parameter for group in groups.values() for parameter in compat.sharded_parameters(group))
+    return next((parameter.device_mesh for parameter in sharded if isinstance(parameter, DTensor)), None)
 
 
 def not_sharded(subject: Subject) -> Iterator[Finding]:
     """SW411: `fully_shard` was never applied."""
     if not subject.groups:
-        yield Finding(
-            code="SW411",
-            message="the model is not sharded: every rank holds all of it, and no gradient is averaged",
-            where="(root)",
-            severity=Severity.ERROR,
-            fix="model = shardwise.shard(model)",
-        )
+        yield _finding("SW411", "(root)")
 
 
 def root_only(subject: Subject) -> Iterator[Finding]:
     """SW412: a single group, so that the whole model is gathered at once."""
     num_blocks = _num_repeated(subject.model)
     if len(subject.groups) == 1 and num_blocks > 1:
-        yield Finding(
-            code="SW412",
-            message=f"only the root is sharded: all of the model is gathered at once, with {num_blocks} blocks that "
-            "could be gathered one at a time",
-            where=next(iter(subject.groups)),
-            fix="fully_shard each block before the root, or shardwise.shard(model)",
-        )
+        yield _finding("SW412", next(iter(subject.groups)), num=num_blocks)
 
 
 def oversized(subject: Subject) -> Iterator[Finding]:
     """SW414: a group much larger than the others sets the peak of memory."""
-    sizes = {name: _bytes(group) for name, group in subject.groups.items()}
+    sizes = {
+        name: sum(parameter.numel() * parameter.element_size() for parameter in compat.sharded_parameters(group))
+        for name, group in subject.groups.items()
+    }
     if len(sizes) < 3:
         return
     usual = statistics.median(sizes.values())
     for name, size in sizes.items():
         if size > _LARGE * usual and size > _SMALL_BYTES and size > sum(sizes.values()) / 2:
-            yield Finding(
-                code="SW414",
-                message=f"it gathers {format_bytes(size)}, {size / usual:.0f} times the usual group and over half "
-                "of the model",
-                where=name,
-                fix="shard the modules inside it as groups of their own",
-            )
+            yield _finding("SW414", name, size=format_bytes(size), times=size / usual)
 
 
 def padding(subject: Subject) -> Iterator[Finding]:
     """SW415: a dimension so short that most of what ranks hold is padding."""
-    if subject.mesh is None:
-        return
-    for group in subject.groups.values():
-        for fsdp_param in compat.parameter_records([group]):
-            real, held = compat.real_and_padded_numel(fsdp_param)
-            item = compat.sharded_parameter(fsdp_param).element_size()
-            if held > real and (held - real) * item > _SMALL_BYTES and held - real > _PADDING * held:
-                yield Finding(
-                    code="SW415",
-                    message=f"{1 - real / held:.0%} of what the ranks hold of it is padding: dimension 0 is shorter "
-                    "than the number of ranks, or nearly so",
-                    where=subject.name_of(compat.sharded_parameter(fsdp_param)),
-                    fix="split another dimension (`shard_placement_fn`); shardwise.shard chooses one",
-                )
+    for fsdp_param in compat.parameter_records(list(subject.groups.values())) if subject.mesh is not None else ():
+        real, held = compat.real_and_padded_numel(fsdp_param)
+        num_bytes = (held - real) * compat.sharded_parameter(fsdp_param).element_size()
+        if num_bytes > _SMALL_BYTES and held - real > _PADDING * held:
+            yield _finding("SW415", subject.name_of(compat.sharded_parameter(fsdp_param)), part=1 - real / held)
 
 
 def sync_left_off(subject: Subject) -> Iterator[Finding]:
     """SW416: gradient reduction is switched off, so that ranks train apart."""
     off = [name for name, group in subject.groups.items() if not compat.reduces_gradients(group)]
     if off:
-        yield Finding(
-            code="SW416",
-            message=f"gradient reduction is switched off in {len(off)} of {len(subject.groups)} groups",
-            where=off[0],
-            severity=Severity.ERROR,
-            fix="model.set_requires_gradient_sync(True) for the last micro-batch; `shardwise.accumulate` cannot "
-            "forget it",
-        )
+        yield _finding("SW416", off[0], num=len(off), total=len(subject.groups))
 
 
 def left_gathered(subject: Subject) -> Iterator[Finding]:
     """SW417: a group stands gathered between steps: parameters() lists copies, a step would leave them stale."""
     gathered = [name for name, group in subject.groups.items() if compat.is_unsharded(group)]
     if gathered:
-        yield Finding(
-            code="SW417",
-            message=f"{len(gathered)} groups stand gathered: parameters() lists their gathered copies, and an "
-            "optimizer built now would train those",
-            where=gathered[0],
-            fix="model.reshard() after a forward without backward; shardwise.shard does it by itself",
-        )
+        yield _finding("SW417", gathered[0], num=len(gathered))
 
 
 def _num_repeated(model: nn.Module) -> int:
@@ -185,56 +266,27 @@ def _num_repeated(model: nn.Module) -> int:
     return max(counts, default=0)
 
 
-def _bytes(group: Any) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in compat.sharded_parameters(group))
-
-
 def held_parameters(subject: Subject) -> Iterator[Finding]:
     """SW421, SW422, SW423: tensors that are not the model's, parameters in no optimizer, parameters in two."""
     own = {id(parameter): name for name, parameter in subject.parameters.items()}
     for name, group in subject.groups.items():
         for parameter in compat.sharded_parameters(group):
             own.setdefault(id(parameter), subject.name_of(parameter) or name)
-    held: dict[int, int] = {}
+    held: Counter[int] = Counter()
     for optimizer in subject.optimizers:
-        foreign = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                held[id(parameter)] = held.get(id(parameter), 0) + 1
-                foreign += id(parameter) not in own
-        if foreign:
-            yield Finding(
-                code="SW421",
-                message=f"{type(optimizer).__name__} holds {foreign} tensors that the model does not use: its steps "
-                "change nothing that is trained",
-                where=type(optimizer).__name__,
-                severity=Severity.ERROR,
-                fix="build it after sharding, or pass it: shardwise.shard(model, optimizers=[optimizer])",
-            )
+        keys = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        held.update(keys)
+        if foreign := sum(key not in own for key in keys):
+            name = type(optimizer).__name__
+            yield _finding("SW421", name, optimizer=name, num=foreign)
     if not subject.optimizers:
         return
-    left_out = [
-        name for name, parameter in subject.parameters.items() if parameter.requires_grad and id(parameter) not in held
-    ]
+    left_out = [name for name, p in subject.parameters.items() if p.requires_grad and id(p) not in held]
     if left_out:
-        yield Finding(
-            code="SW422",
-            message=f"{len(left_out)} trainable parameters are in no optimizer",
-            where=left_out[0],
-            fix="add them to a parameter group, or freeze them: `requires_grad_(False)`",
-        )
+        yield _finding("SW422", left_out[0], num=len(left_out))
     twice = [own[key] for key, count in held.items() if count > 1 and key in own]
     if twice:
-        yield Finding(
-            code="SW423",
-            message=f"{len(twice)} parameters are in two parameter groups or optimizers: each step changes them twice",
-            where=twice[0],
-            severity=Severity.ERROR,
-            fix="put each parameter in one group",
-        )
-
-
-_SHORT = (torch.bfloat16, torch.float16)
+        yield _finding("SW423", twice[0], num=len(twice))
 
 
 def unsharded(subject: Subject) -> Iterator[Finding]:
@@ -244,15 +296,7 @@ def unsharded(subject: Subject) -> Iterator[Finding]:
     for name, parameter in subject.parameters.items():
         is_plain = parameter.requires_grad and not isinstance(parameter, DTensor)
         if is_plain and name not in subject.averaged and name not in in_groups:
-            yield Finding(
-                code="SW401",
-                message="a trainable parameter is an ordinary tensor: its gradient is not averaged, and ranks drift "
-                "apart",
-                where=name,
-                severity=Severity.ERROR,
-                fix="shard the whole model, root last; what must stay whole: ShardConfig(ignored=(...,)), which "
-                "averages it",
-            )
+            yield _finding("SW401", name)
 
 
 def replaced(subject: Subject) -> Iterator[Finding]:
@@ -263,15 +307,7 @@ def replaced(subject: Subject) -> Iterator[Finding]:
             if compat.is_unsharded(group) or registered is None:
                 continue  # said elsewhere
             if registered is not shard or registered.dtype != local_tensor(shard).dtype:
-                yield Finding(
-                    code="SW402",
-                    message="the parameter was replaced after sharding (assigned, or `p.data = ...`): its group still "
-                    "gathers the old one",
-                    where=subject.name_of(shard) or group_name,
-                    severity=Severity.ERROR,
-                    fix="change values in place: `with torch.no_grad(): parameter.copy_(...)`, or "
-                    "shardwise.full_params(model, writeback=True)",
-                )
+                yield _finding("SW402", subject.name_of(shard) or group_name)
 
 
 def sixteen_bit(subject: Subject) -> Iterator[Finding]:
@@ -279,13 +315,7 @@ def sixteen_bit(subject: Subject) -> Iterator[Finding]:
     short = [name for name, p in subject.parameters.items() if p.requires_grad and p.dtype in _SHORT]
     if short:
         dtype = str(subject.parameters[short[0]].dtype).removeprefix("torch.")
-        yield Finding(
-            code="SW403",
-            message=f"{len(short)} trainable parameters are stored in {dtype}: an update smaller than 1/256 of a "
-            "weight is lost",
-            where=short[0],
-            fix="model.float() before sharding; `PrecisionConfig(param_dtype='bfloat16')` still computes in 16 bits",
-        )
+        yield _finding("SW403", short[0], num=len(short), dtype=dtype)
 
 
 def several_dtypes(subject: Subject) -> Iterator[Finding]:
@@ -293,15 +323,7 @@ def several_dtypes(subject: Subject) -> Iterator[Finding]:
     for name, group in subject.groups.items():
         dtypes = {str(p.dtype) for p in compat.sharded_parameters(group) if p.requires_grad}
         if len(dtypes) > 1:
-            yield Finding(
-                code="SW404",
-                message=f"one group holds trainable parameters of {', '.join(sorted(dtypes))}: FSDP2 refuses that "
-                "at the first forward",
-                where=name,
-                severity=Severity.ERROR,
-                fix="shard the modules of each dtype as groups of their own, or cast; shardwise.shard does it by "
-                "itself",
-            )
+            yield _finding("SW404", name, dtypes=", ".join(sorted(dtypes)))
 
 
 def on_meta(subject: Subject) -> Iterator[Finding]:
@@ -309,13 +331,7 @@ def on_meta(subject: Subject) -> Iterator[Finding]:
     tensors = {**subject.parameters, **dict(subject.model.named_buffers())}
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
-        yield Finding(
-            code="SW405",
-            message=f"{len(empty)} tensors have no values yet (meta device)",
-            where=empty[0],
-            severity=Severity.ERROR,
-            fix="shardwise.materialize(model), or shardwise.load_weights(model, path)",
-        )
+        yield _finding("SW405", empty[0], num=len(empty))
 
 
 def ties(subject: Subject) -> Iterator[Finding]:
@@ -324,13 +340,7 @@ def ties(subject: Subject) -> Iterator[Finding]:
     pairs += _tied_by_config(subject.model)
     for first, second in pairs:
         if _tensor(subject.model, first) is not _tensor(subject.model, second):
-            yield Finding(
-                code="SW406",
-                message=f"{second} should be the same tensor as {first}, and is not: each would go its own way",
-                where=second,
-                severity=Severity.ERROR,
-                fix="tie them before sharding (`head.weight = embedding.weight`), and do not assign to them afterwards",
-            )
+            yield _finding("SW406", second, first=first, second=second)
 
 
 def _tied_by_config(model: nn.Module) -> list[tuple[str, str]]:
@@ -353,76 +363,52 @@ def _tensor(model: nn.Module, name: str) -> object:
     return model.get_submodule(owner)._parameters.get(leaf)
 
 
-_BUFFER_DIFFERS = Finding(
-    code="SW431",
-    message="a buffer differs between ranks",
-    fix="BatchNorm: SyncBatchNorm or frozen statistics; else shardwise.materialize(model, sync_from_rank_zero=True)",
-)
-_PLAIN_DIFFERS = Finding(
-    code="SW432",
-    message="an unsharded parameter differs between ranks: they have drifted apart",
-    severity=Severity.ERROR,
-    fix="average its gradient: ShardConfig(ignored=(...,)) does",
-)
+def garbage_buffers(subject: Subject) -> Iterator[Finding]:
+    """SW434: a buffer that nothing wrote after `to_empty()` holds what was in memory: often NaN or absurd numbers."""
+    for name, buffer in subject.model.named_buffers():
+        if buffer.is_meta or not buffer.is_floating_point() or not buffer.numel():
+            continue
+        value = buffer.detach().abs().max().item()
+        if value != value or 1e30 < value < float("inf") or 0.0 < value < 1e-30:
+            yield _finding("SW434", name, value=value)
 
 
-def across_ranks(subject: Subject) -> list[Finding]:
-    """SW431 to SW437: what differs between ranks; buffers full of garbage; shared devices; offload."""
-    findings = [*_garbage_buffers(subject), *_offload_backend(subject)]
+def offload_backend(subject: Subject) -> Iterator[Finding]:
+    """SW436: offloaded gradients live in CPU memory; clipping them needs a process group that can send from there."""
+    mesh = subject.mesh
+    if mesh is None or mesh.device_type == "cpu" or not dist.is_initialized():
+        return
+    offloaded = [name for name, p in subject.parameters.items() if isinstance(p, DTensor) and p.device.type == "cpu"]
+    if offloaded and "gloo" not in str(dist.get_backend_config()):
+        yield _finding("SW436", offloaded[0])
+
+
+def across_ranks(subject: Subject) -> Iterator[Finding]:
+    """SW431, SW432, SW433, SW435, SW437: what differs between ranks, and devices that they share."""
     mesh = subject.mesh
     if mesh is None or mesh.size() == 1:
-        return findings
-    told = gather_over_mesh(mesh, _facts(subject))
-    findings += _shared_devices(told)
-    findings += _differing(told, "buffers", _BUFFER_DIFFERS)
-    findings += _differing(told, "plain", _PLAIN_DIFFERS)
-    findings += _replicas(told)
-    findings += _groups(told)
-    return findings
-
-
-def _facts(subject: Subject) -> dict[str, Any]:
-    """What this rank tells the others: fingerprints and its device."""
-    mesh = subject.mesh
-    assert mesh is not None
+        return
     plain = {n: p for n, p in subject.parameters.items() if not isinstance(p, DTensor) and not p.is_meta}
-    return {
+    name_of = {id(parameter): name for name, parameter in subject.parameters.items()}
+    facts = {
         "device": _device(mesh.device_type),
         "buffers": {name: _digest(b) for name, b in subject.model.named_buffers() if not b.is_meta},
         "plain": {name: _digest(p) for name, p in plain.items()},
         "replicas": _replica_digests(subject),
-        "groups": _group_names(subject),
+        "groups": [  # parameters of other models have no name
+            [frozenset(name_of[id(p)] for p in group["params"] if id(p) in name_of) for group in optimizer.param_groups]
+            for optimizer in subject.optimizers
+        ],
     }
-
-
-def _group_names(subject: Subject) -> list[list[frozenset[str]]]:
-    """Of each optimizer, the names in each group; parameters of other models have none."""
-    name_of = {id(parameter): name for name, parameter in subject.parameters.items()}
-    return [
-        [frozenset(name_of[id(p)] for p in group["params"] if id(p) in name_of) for group in optimizer.param_groups]
-        for optimizer in subject.optimizers
-    ]
-
-
-def _groups(told: list[dict[str, Any]]) -> list[Finding]:
-    for index, first in enumerate(told[0]["groups"]):
-        for rank, facts in enumerate(told[1:], start=1):
-            groups = facts["groups"][index] if index < len(facts["groups"]) else []
-            if groups == first:
-                continue
-            moved = sorted(name for one, other in zip(first, groups, strict=False) for name in one ^ other)
-            swapped = sorted(map(sorted, groups)) == sorted(map(sorted, first))
-            return [
-                Finding(
-                    code="SW437",
-                    message=f"an optimizer's groups {'stand in another order' if swapped else 'are others'} on rank "
-                    f"{rank} than on rank 0" + ("" if swapped else ": each rank steps its shard with its own options"),
-                    where=moved[0] if moved else f"optimizer {index}",
-                    severity=Severity.WARNING if swapped else Severity.ERROR,
-                    fix="build the groups in one order on every rank, from a list and not from a set",
-                )
-            ]
-    return []
+    told = gather_over_mesh(mesh, facts)
+    yield from _shared_devices([each["device"] for each in told])
+    for key, code in (("buffers", "SW431"), ("plain", "SW432")):
+        first, *others = (each[key] for each in told)
+        names = [name for name, digest in first.items() if any(other.get(name) != digest for other in others)]
+        if names:
+            yield _finding(code, names[0], more=f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+    yield from _replicas([each["replicas"] for each in told])
+    yield from _groups([each["groups"] for each in told])
 
 
 def _replica_digests(subject: Subject) -> dict[str, str]:
@@ -433,93 +419,45 @@ def _replica_digests(subject: Subject) -> dict[str, str]:
             continue
         coordinate = parameter.device_mesh.get_coordinate()
         copies = [isinstance(placement, Replicate) for placement in parameter.placements]
-        if coordinate is None or not any(copies):
-            continue
-        place = [str(part) for part, copied in zip(coordinate, copies, strict=True) if not copied]
-        digests[f"{name} [{','.join(place)}]"] = _digest(parameter.to_local())
+        if coordinate is not None and any(copies):
+            place = [str(part) for part, copied in zip(coordinate, copies, strict=True) if not copied]
+            digests[f"{name} [{','.join(place)}]"] = _digest(parameter.to_local())
     return digests
 
 
-def _replicas(told: list[dict[str, Any]]) -> list[Finding]:
+def _replicas(told: list[dict[str, str]]) -> Iterator[Finding]:
     first: dict[str, tuple[str, int]] = {}
     found: dict[str, tuple[int, int]] = {}
-    for rank, facts in enumerate(told):
-        for place, digest in facts["replicas"].items():
+    for rank, digests in enumerate(told):
+        for place, digest in digests.items():
             seen = first.setdefault(place, (digest, rank))
             if seen[0] != digest:
                 found.setdefault(place.partition(" [")[0], (seen[1], rank))
-    if not found:
-        return []
-    name, (one, other) = next(iter(found.items()))
-    return [
-        Finding(
-            code="SW433",
-            message=f"replicas differ: {len(found)} parameters are not the same on rank {one} and rank {other}",
-            where=name,
-            severity=Severity.ERROR,
-            fix="initialise every rank alike (one seed, or shardwise.materialize), or load the same checkpoint",
-        )
-    ]
+    if found:
+        name, (one, other) = next(iter(found.items()))
+        yield _finding("SW433", name, num=len(found), one=one, other=other)
 
 
-def _differing(told: list[dict[str, Any]], key: str, finding: Finding) -> list[Finding]:
-    names = [name for name, digest in told[0][key].items() if any(rank[key].get(name) != digest for rank in told[1:])]
-    if not names:
-        return []
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return [dataclasses.replace(finding, message=finding.message + more, where=names[0])]
+def _groups(told: list[list[list[frozenset[str]]]]) -> Iterator[Finding]:
+    for index, first in enumerate(told[0]):
+        for rank, optimizers in enumerate(told):
+            groups = optimizers[index] if index < len(optimizers) else []
+            if groups == first:
+                continue
+            moved = sorted(name for one, other in zip(first, groups, strict=False) for name in one ^ other)
+            finding = _finding("SW437", moved[0] if moved else f"optimizer {index}", rank=rank)
+            if sorted(map(sorted, groups)) == sorted(map(sorted, first)):
+                message = f"an optimizer's groups stand in another order on rank {rank} than on rank 0"
+                finding = replace(finding, message=message, severity=Severity.WARNING)
+            yield finding
+            return
 
 
-def _garbage_buffers(subject: Subject) -> Iterator[Finding]:
-    """A buffer that nothing wrote after `to_empty()` holds what was in memory: often NaN or absurd numbers."""
-    for name, buffer in subject.model.named_buffers():
-        if buffer.is_meta or not buffer.is_floating_point() or not buffer.numel():
-            continue
-        value = buffer.detach().abs().max().item()
-        tiny = 0.0 < value < 1e-30
-        if value != value or (value > 1e30 and value != float("inf")) or tiny:
-            yield Finding(
-                code="SW434",
-                message=f"its values (largest {value:.3g}) look like memory that nothing has written: is it rebuilt "
-                "after to_empty()?",
-                where=name,
-                severity=Severity.ERROR,
-                fix="shardwise.materialize(model) rebuilds buffers that no checkpoint holds",
-            )
-
-
-def _shared_devices(told: list[dict[str, Any]]) -> list[Finding]:
-    users: dict[str, list[int]] = {}
-    for rank, facts in enumerate(told):
-        if facts["device"]:
-            users.setdefault(facts["device"], []).append(rank)
-    return [
-        Finding(
-            code="SW435",
-            message=f"ranks {', '.join(map(str, ranks))} use the same GPU",
-            where=device,
-            severity=Severity.ERROR,
-            fix="torch.cuda.set_device(local_rank) before anything else; shardwise.init_distributed does it",
-        )
-        for device, ranks in users.items()
-        if len(ranks) > 1
-    ]
-
-
-def _offload_backend(subject: Subject) -> Iterator[Finding]:
-    """Offloaded gradients live in CPU memory; clipping them needs a process group that can send from there."""
-    mesh = subject.mesh
-    if mesh is None or mesh.device_type == "cpu" or not dist.is_initialized():
-        return
-    offloaded = [name for name, p in subject.parameters.items() if isinstance(p, DTensor) and p.device.type == "cpu"]
-    if offloaded and "gloo" not in str(dist.get_backend_config()):
-        yield Finding(
-            code="SW436",
-            message="shards are offloaded to the CPU, but the process group knows GPUs only",
-            where=offloaded[0],
-            severity=Severity.ERROR,
-            fix='dist.init_process_group("cpu:gloo,cuda:nccl"); shardwise.init_distributed does it',
-        )
+def _shared_devices(devices: list[str]) -> Iterator[Finding]:
+    for device, count in Counter(devices).items():
+        if device and count > 1:
+            ranks = ", ".join(str(rank) for rank, other in enumerate(devices) if other == device)
+            yield _finding("SW435", device, ranks=ranks)
 
 
 def _device(device_type: str) -> str:
@@ -533,10 +471,10 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(str(fingerprint(tensor.detach()).tolist()).encode(), digest_size=8).hexdigest()
 
 
-_LOCAL = (
+_CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     not_sharded, root_only, oversized, padding, sync_left_off,
     left_gathered, unsharded, replaced, sixteen_bit, several_dtypes,
-    on_meta, ties, held_parameters,
+    on_meta, ties, held_parameters, garbage_buffers, offload_backend, across_ranks,
 )  # fmt: skip
 
 
@@ -558,8 +496,7 @@ def check(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = 
     """
     given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     subject = look_at(model, given)
-    findings = [finding for look in _LOCAL for finding in look(subject)]
-    findings += across_ranks(subject)
+    findings = [finding for look in _CHECKS for finding in look(subject)]
     order = list(Severity)
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 

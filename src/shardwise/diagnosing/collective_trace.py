@@ -1,20 +1,28 @@
-"""The trace of collectives that each rank writes into shared memory, and where two traces differ."""
+"""The trace of collectives that each rank writes to shared memory, its way to other machines, and where two differ."""
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import enum
 import json
 import mmap
 import os
-import struct
+import socket
 import tempfile
+import threading
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import compat
+from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
 
 
@@ -72,44 +80,36 @@ HISTORY = 1024
 # Twice what is read: copying up to HISTORY new events at once overwrites nothing that a reader still takes for valid.
 _RING = 2 * HISTORY
 _MASK = _RING - 1
-_HEAD_WORDS = 16
-_TEXT_BYTES = 8192 - 8 * _HEAD_WORDS
-_TRACE_BYTES = 8192 + 4 * _RING
-_COUNT, _STEP, _PID, _ENDED, _MOVED_AT, _TEXT_LENGTH, _TEXT_COUNT, _CONCLUDED, _WANTS_ALL = range(9)
-_HEARD_AT, _IS_GONE, _FIRST = range(9, 12)  # of copies only
-_MESSAGE = struct.Struct("<QQQQ3BI")  # count, step, microseconds still, count at the text; flags; bytes of events
+_TEXT_BYTES = 8064
 
 
-class RankTrace:
-    """One rank's trace: its last collectives, its state, and where its training thread is or what it found."""
+class RankTrace(ctypes.Structure):
+    """One rank's trace: its last collectives, its state, and where its training thread is or what it found.
 
-    def __init__(self, memory: memoryview) -> None:
-        head_bytes = 8 * _HEAD_WORDS
-        self._head = memory[:head_bytes].cast("Q")
-        self._text = memory[head_bytes : head_bytes + _TEXT_BYTES]
-        self._ring = memory[8192:_TRACE_BYTES].cast("I")
+    It lies in memory that the ranks of a machine share; of a rank on another machine it is a copy.
+    """
 
-    @property
-    def count(self) -> int:
-        """Number of events the rank has written."""
-        return self._head[_COUNT]
-
-    @property
-    def step(self) -> int:
-        """The step it is in, from 1."""
-        return self._head[_STEP]
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the rank's guard was closed: no more events will come."""
-        return bool(self._head[_ENDED])
+    _fields_ = (
+        ("count", ctypes.c_uint64),  # events the rank has written
+        ("step", ctypes.c_uint64),  # step it is in, from 1
+        ("pid", ctypes.c_uint64),
+        ("moved_at", ctypes.c_double),  # when it was last seen to write an event
+        ("sent_at", ctypes.c_double),  # when this copy was made, on the clock of its machine
+        ("heard_at", ctypes.c_double),  # when this copy arrived, on the clock of this machine
+        ("text_length", ctypes.c_uint64),
+        ("text_count", ctypes.c_uint64),  # events written when the text was set
+        ("has_ended", ctypes.c_bool),  # its guard was closed: no more events will come
+        ("is_gone", ctypes.c_bool),  # its process has ended; in copies only
+        ("has_concluded", ctypes.c_bool),  # the text is a verdict
+        ("wants_all", ctypes.c_bool),  # it needs the traces of all machines, not only of those next to its own
+        ("text_bytes", ctypes.c_char * _TEXT_BYTES),
+        ("ring", ctypes.c_uint32 * _RING),
+    )
 
     @property
     def is_alive(self) -> bool:
         """Whether its process still runs, as far as is known."""
-        if self._head[_HEARD_AT]:  # on another machine
-            return not self._head[_IS_GONE]
-        return self._head[_PID] == 0 or _runs(self._head[_PID])
+        return not self.is_gone if self.heard_at else self.pid == 0 or _runs(self.pid)
 
     @property
     def has_left(self) -> bool:
@@ -119,150 +119,97 @@ class RankTrace:
     @property
     def seconds_still(self) -> float:
         """Seconds since it was seen to write an event."""
-        return time.monotonic() - self._head[_MOVED_AT] / 1e6
+        return time.monotonic() - self.moved_at
 
     @property
     def seconds_unheard(self) -> float:
         """Seconds since its machine was last heard of; 0 for a rank of this machine."""
-        return time.monotonic() - self._head[_HEARD_AT] / 1e6 if self._head[_HEARD_AT] else 0.0
+        return time.monotonic() - self.heard_at if self.heard_at else 0.0
 
     @property
     def text(self) -> str:
         """The stack of its training thread when it last stood still, or what it found to be wrong."""
-        return bytes(self._text[: self._head[_TEXT_LENGTH]]).decode(errors="replace")
+        return self.text_bytes[: self.text_length].decode(errors="replace")
 
     @property
     def is_text_current(self) -> bool:
         """Whether the text was written where the rank is now, or is final."""
-        return bool(self._head[_CONCLUDED]) or (
-            self._head[_TEXT_LENGTH] > 0 and self._head[_TEXT_COUNT] == self._head[_COUNT]
-        )
+        return self.has_concluded or (self.text_length > 0 and self.text_count == self.count)
 
     @property
     def verdict(self) -> str | None:
         """What the rank found to be wrong, if it did."""
-        return self.text if self._head[_CONCLUDED] else None
-
-    @property
-    def wants_all(self) -> bool:
-        """Whether the rank needs the traces of all machines, not only of those next to its own."""
-        return bool(self._head[_WANTS_ALL])
+        return self.text if self.has_concluded else None
 
     @property
     def first(self) -> int:
         """Index of the first event that can be read."""
-        return max(self.count - HISTORY, self._head[_FIRST])
+        return max(self.count - HISTORY, 0)
 
     def event(self, index: int) -> int | None:
         """The event of that index; None when the rank has not reached it, or it is no longer kept."""
-        return self._ring[index & _MASK] if self.first <= index < self.count else None
+        return self.ring[index & _MASK] if self.first <= index < self.count else None
 
     def events(self, start: int, end: int) -> bytes:
         """The events from one index up to another, four bytes each; they must be among the last HISTORY."""
-        first, last = start & _MASK, end & _MASK
-        if first <= last:
-            return self._ring[first:last].tobytes()
-        return self._ring[first:].tobytes() + self._ring[:last].tobytes()
+        ring = memoryview(self.ring).cast("B")
+        first, last = 4 * (start & _MASK), 4 * (end & _MASK)
+        return bytes(ring[first:last]) if first <= last else bytes(ring[first:]) + bytes(ring[:last])
 
     def open(self) -> None:
         """Say that this process writes here."""
-        self._head[_PID], self._head[_STEP] = os.getpid(), 1
+        self.pid, self.step = os.getpid(), 1
         self.touch()
 
     def touch(self, seconds_ago: float = 0.0) -> None:
         """Note when the rank was last seen to move."""
-        self._head[_MOVED_AT] = int((time.monotonic() - seconds_ago) * 1e6)
+        self.moved_at = time.monotonic() - seconds_ago
 
-    def set_step(self, step: int) -> None:
-        """Note the step it is in."""
-        self._head[_STEP] = step
-
-    def end(self) -> None:
-        """Say that no more events will come."""
-        self._head[_ENDED] = 1
-
-    def want_all(self) -> None:
-        """Ask for the traces of all machines."""
-        self._head[_WANTS_ALL] = 1
-
-    def set_text(self, text: str, *, at_count: int | None = None, is_verdict: bool = False) -> None:
+    def set_text(self, text: str, *, is_verdict: bool = False) -> None:
         """Replace the text; a verdict is kept for all to read, also when this process is gone."""
         data = text.encode()[:_TEXT_BYTES]
-        self._head[_TEXT_LENGTH] = 0
-        self._text[: len(data)] = data
-        self._head[_TEXT_LENGTH] = len(data)
-        self._head[_TEXT_COUNT] = self.count if at_count is None else at_count
-        self._head[_CONCLUDED] = is_verdict
+        self.text_length = 0
+        self.text_bytes = data
+        self.text_length, self.text_count, self.has_concluded = len(data), self.count, is_verdict
 
     def to_bytes(self) -> bytes:
         """The trace as other machines read it."""
+        message = RankTrace.from_buffer_copy(self)
+        message.sent_at = time.monotonic()
         # A rank that moves is alive; to ask the system costs more.
-        flags = self.has_ended, self.seconds_still > _GONE_SECONDS and not self.is_alive, self._head[_CONCLUDED]
-        count, text = self.count, self.text.encode()
-        events = self.events(max(count - HISTORY, 0), count)
-        still = int(max(self.seconds_still, 0) * 1e6)
-        return _MESSAGE.pack(count, self.step, still, self._head[_TEXT_COUNT], *flags, len(events)) + events + text
+        message.is_gone = self.seconds_still > _GONE_SECONDS and not self.is_alive
+        return bytes(message)
 
     def copy_from(self, message: bytes) -> None:
         """Show the trace of a rank on another machine."""
-        count, step, still, at_count, has_ended, is_gone, concluded, num_bytes = _MESSAGE.unpack_from(message)
-        events_at, text_at = _MESSAGE.size, _MESSAGE.size + num_bytes
-        self.set_text(message[text_at:].decode(errors="replace"), at_count=at_count, is_verdict=bool(concluded))
-        self.touch(seconds_ago=still / 1e6)
-        if (count, step) > (self.count, self.step):
-            events = memoryview(message[events_at:text_at]).cast("I")
-            if count - len(events) > self.count:
-                self._head[_FIRST] = count - len(events)  # events in between were not received
-            start = (count - len(events)) & _MASK
-            up_to_edge = min(len(events), _RING - start)
-            self._ring[start : start + up_to_edge] = events[:up_to_edge]
-            self._ring[: len(events) - up_to_edge] = events[up_to_edge:]
-            self._head[_STEP], self._head[_COUNT] = step, count
-        self._head[_HEARD_AT] = int(time.monotonic() * 1e6)
-        self._head[_ENDED], self._head[_IS_GONE] = has_ended, is_gone
+        theirs = RankTrace.from_buffer_copy(message)
+        if theirs.count < self.count:
+            return  # two ranks of this machine have read the store, and the other one later
+        theirs.heard_at = time.monotonic()
+        theirs.moved_at += theirs.heard_at - theirs.sent_at
+        count, theirs.count = theirs.count, self.count
+        ctypes.memmove(ctypes.byref(self), ctypes.byref(theirs), ctypes.sizeof(self))
+        self.count = count  # last: whoever sees it finds the events
 
     def writer(self, others: Sequence[RankTrace]) -> Callable[[int], bool]:
         """A function that adds an event, and says whether one of the others seems to have another at its place.
 
         It runs before each collective of a training step, so it does nothing else.
         """
-        head, ring = self._head, self._ring
-        near = tuple((other._head, other._ring) for other in others)
-        count = head[_COUNT]
+        ring, near = self.ring, tuple((other, other.ring) for other in others)
+        count = self.count
 
         def write(event: int) -> bool:
             nonlocal count
             index, place = count, count & _MASK
             ring[place] = event
-            head[_COUNT] = count = index + 1  # last: whoever sees it finds the event
-            for their_head, their_ring in near:  # noqa: SIM110 - any() would take as long as all the rest
-                if their_head[_COUNT] > index and their_ring[place] != event:
+            self.count = count = index + 1  # last: whoever sees it finds the event
+            for other, their_ring in near:  # noqa: SIM110 - any() would take as long as all the rest
+                if other.count > index and their_ring[place] != event:
                     return True
             return False
 
         return write
-
-    def release(self) -> None:
-        """Release the memory."""
-        for view in (self._head, self._text, self._ring):
-            view.release()
-
-
-@dataclass(slots=True)
-class SharedTrace:
-    """The traces of all ranks, in memory that the ranks of a machine share."""
-
-    ranks: Sequence[RankTrace]
-    memory: mmap.mmap
-    view: memoryview
-
-    def close(self) -> None:
-        """Release the memory; the last process to do so frees it."""
-        for trace in self.ranks:
-            trace.release()
-        self.view.release()
-        with contextlib.suppress(BufferError):
-            self.memory.close()
 
 
 def create_shared_trace(num_ranks: int) -> Path:
@@ -273,27 +220,23 @@ def create_shared_trace(num_ranks: int) -> Path:
     """
     descriptor, name = tempfile.mkstemp(prefix="shardwise-trace-", dir=shared_folder())
     try:
-        os.truncate(descriptor, num_ranks * _TRACE_BYTES)
+        os.truncate(descriptor, num_ranks * ctypes.sizeof(RankTrace))
     finally:
         os.close(descriptor)
     return Path(name)
 
 
+def open_shared_trace(path: Path, num_ranks: int) -> list[RankTrace]:
+    """The traces of all ranks in a file that exists; the memory is freed with the last of them."""
+    size = ctypes.sizeof(RankTrace)
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), num_ranks * size)
+    return [RankTrace.from_buffer(memory, rank * size) for rank in range(num_ranks)]
+
+
 def shared_folder() -> str:
     """Where shared traces are kept: shared memory, or the folder of temporary files."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-
-
-def open_shared_trace(path: Path, num_ranks: int) -> SharedTrace:
-    """Open a file that exists."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        memory = mmap.mmap(descriptor, num_ranks * _TRACE_BYTES)
-    finally:
-        os.close(descriptor)
-    view = memoryview(memory)
-    traces = [RankTrace(view[rank * _TRACE_BYTES : (rank + 1) * _TRACE_BYTES]) for rank in range(num_ranks)]
-    return SharedTrace(traces, memory, view)
 
 
 def _runs(pid: int) -> bool:
@@ -437,3 +380,167 @@ def _first_rank(entry: tuple[int, list[int]]) -> int:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines of a run, in the order of their first ranks."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    """The ranks of each machine."""
+    own: int
+    """The machine of this process."""
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The ranks of this machine."""
+        return self.ranks[self.own]
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """All machines but this one."""
+        return tuple(machine for machine in range(len(self.ranks)) if machine != self.own)
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        """The first machine and the two next to this one: whoever differs differs from one of its neighbours."""
+        count = len(self.ranks)
+        return tuple(sorted({0, (self.own - 1) % count, (self.own + 1) % count} - {self.own}))
+
+
+def group_by_machine(names: Sequence[str], rank: int) -> Machines:
+    """Group ranks by the names of their machines, as seen from `rank`."""
+    ranks: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        ranks.setdefault(name, []).append(number)
+    return Machines(tuple(map(tuple, ranks.values())), list(ranks).index(names[rank]))
+
+
+def machine_name() -> str:
+    """A name that two processes share if they see each other's shared memory and process numbers.
+
+    A host name alone is not enough: containers of one host may have the same name and memory of their own.
+
+    Ranks:
+        Local.
+    """
+    parts = [socket.gethostname(), str(os.stat(shared_folder()).st_dev)]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return "/".join(parts)
+
+
+_STILL_SECONDS = 1.0
+
+
+class StoreExchange:
+    """Traces between machines: each rank writes its own to the store, and one rank of a machine reads the others'.
+
+    Args:
+        traces: The traces of all ranks, in the shared memory of this machine.
+        machines: Which ranks are on which machine.
+        rank: This process.
+        store: A connection that nothing else uses.
+    """
+
+    def __init__(self, traces: Sequence[RankTrace], machines: Machines, rank: int, store: dist.Store) -> None:
+        self._traces, self._machines, self._rank = traces, machines, rank
+        self._store: dist.Store | None = store
+        self._lock = threading.Lock()
+        self._received: dict[int, bytes] = {}
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether a rank of this machine stands still or has left, so that all machines are of interest."""
+        local = [self._traces[rank] for rank in self._machines.local]
+        return any(trace.wants_all or trace.has_ended or trace.seconds_still > _STILL_SECONDS for trace in local)
+
+    def publish(self) -> None:
+        """Write this rank's trace to the store."""
+        self._attempt(lambda store: self._publish(store, self._rank))
+
+    def exchange(self, *, with_all: bool = False) -> None:
+        """Publish this rank's trace; on the first rank of a machine that can, also read those of other machines.
+
+        Args:
+            with_all: Read the traces of all machines; otherwise of those next to this one, unless in trouble.
+        """
+        self._attempt(lambda store: self._exchange(store, with_all or self.in_trouble))
+
+    def _attempt(self, work: Callable[[dist.Store], None]) -> None:
+        with self._lock:  # the training thread publishes too
+            if self._store is not None:
+                try:
+                    work(self._store)
+                except RuntimeError:
+                    self._store = None  # the process that kept the store is gone; what was received stays
+
+    def _publish(self, store: dist.Store, rank: int) -> None:
+        store.set(str(rank), zlib.compress(self._traces[rank].to_bytes(), 1))  # pyrefly: ignore[bad-argument-type]
+
+    def _exchange(self, store: dist.Store, with_all: bool) -> None:
+        self._publish(store, self._rank)
+        local = self._machines.local
+        if not all(self._traces[rank].has_left for rank in local if rank < self._rank):
+            return  # another rank of this machine reads
+        for rank in local:
+            if not self._traces[rank].is_alive:
+                self._publish(store, rank)  # which cannot do so any more
+        wanted = self._machines.others if with_all else self._machines.near
+        ranks = [rank for machine in wanted for rank in self._machines.ranks[machine]]
+        for rank, message in zip(ranks, store.multi_get([str(rank) for rank in ranks]), strict=True):
+            if self._received.get(rank) != message:
+                self._received[rank] = message
+                self._traces[rank].copy_from(zlib.decompress(message))
+
+
+def open_traces(mesh: DeviceMesh, machine: str | None) -> tuple[list[RankTrace], Machines, StoreExchange | None, int]:
+    """Open the shared memory of this machine, and the way to the traces of other machines.
+
+    Args:
+        mesh: The ranks that take part.
+        machine: The name of this machine; ranks of the same name share memory. Default: detected.
+
+    Returns:
+        The traces, the machines, the exchange between machines if there are several, and this rank's index.
+
+    Raises:
+        ShardError: A rank cannot open the file that the first rank of its machine made.
+
+    Ranks:
+        Collective over the mesh.
+    """
+    members = mesh.mesh.flatten().tolist()
+    rank = members.index(dist.get_rank())
+    machines = group_by_machine(gather_over_mesh(mesh, machine or machine_name()), rank)
+    is_first = rank == machines.local[0]
+    own_path = create_shared_trace(len(members)) if is_first else None
+    path = gather_over_mesh(mesh, own_path)[machines.local[0]]
+    assert path is not None
+    traces, problem = [], None
+    try:
+        traces = open_shared_trace(path, len(members))
+    except OSError as error:
+        problem = str(error)
+    failed = [(rank, text) for rank, text in enumerate(gather_over_mesh(mesh, problem)) if text is not None]
+    if own_path is not None:
+        own_path.unlink()
+    if failed:
+        raise ShardError(
+            f"rank {failed[0][0]} cannot open the shared trace of its machine: {failed[0][1]}",
+            where="guard(model)",
+            why="ranks of one machine share a file in memory; containers of one host may have memory of their own",
+            fix="guard(model, machine=...) with another name in each container",
+        )
+    traces[rank].open()
+    exchange = None
+    if len(machines.ranks) > 1:
+        token = gather_over_mesh(mesh, uuid.uuid4().hex)[0]
+        exchange = StoreExchange(traces, machines, rank, compat.store_connector(f"shardwise-guard/{token}")())
+        exchange.publish()
+        gather_over_mesh(mesh, None)  # every rank's trace can be read
+        exchange.exchange(with_all=True)
+    gather_over_mesh(mesh, None)  # and has been, by the first rank of each machine
+    return traces, machines, exchange, rank

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -105,18 +105,11 @@ def find_known_bad(versions: Mapping[str, str], backend: str) -> list[Finding]:
     found = []
     for row in TABLE:
         installed = _version(versions.get(row.package, ""))
-        if installed is None or (row.backend and row.backend not in backend):
+        if installed is None or row.backend not in backend:
             continue
         if installed in SpecifierSet(row.versions, prereleases=True):
-            found.append(
-                Finding(
-                    code=row.code,
-                    message=f"{row.package} {installed}: {row.what} (known on {CHECKED_ON}, {row.source})",
-                    where=row.package,
-                    severity=row.severity,
-                    fix=row.fix,
-                )
-            )
+            what = f"{row.package} {installed}: {row.what} (known on {CHECKED_ON}, {row.source})"
+            found.append(_finding(row.code, what, row.fix, row.severity, row.package))
     return found
 
 
@@ -242,10 +235,7 @@ def look_around(variables: Mapping[str, str] | None = None) -> Environment:
         "variables": {name: env[name] for name in _VARIABLES if name in env},
     }
     backend = "nccl" if facts["gpus"] else "gloo"
-    findings = find_known_bad(versions, backend)
-    for judge in (_judge_limits, _judge_gpus, _judge_variables, _judge_launcher):
-        findings += judge(facts)
-    return Environment(facts=facts, findings=tuple(findings))
+    return Environment(facts=facts, findings=(*find_known_bad(versions, backend), *_judge(facts)))
 
 
 def _machine() -> dict[str, Any]:
@@ -271,8 +261,6 @@ def _versions() -> dict[str, str]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    import torch
-
     if torch.cuda.is_available():
         versions["cuda"] = str(torch.version.cuda)
         if torch.distributed.is_nccl_available():
@@ -283,8 +271,6 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> dict[str, Any]:
-    import torch
-
     if not torch.cuda.is_available():
         return {}
     names = []
@@ -308,61 +294,41 @@ def _launcher(env: Mapping[str, str]) -> dict[str, Any]:
     return {"source": launch.source, "rank": launch.rank, "num_ranks": launch.world_size}
 
 
-def _judge_limits(facts: dict[str, dict[str, Any]]) -> list[Finding]:
-    machine = facts["machine"]
-    shared, files, free = machine["shared_memory_bytes"], machine["open_files"], machine["disk_free_bytes"]
-    found = []
+def _judge(facts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
+    """What is wrong with limits, GPUs, environment variables and the launcher."""
+    machine, gpus, variables, launcher = (facts[name] for name in ("machine", "gpus", "variables", "launcher"))
+    shared, (files, most_files), free = (
+        machine[name] for name in ("shared_memory_bytes", "open_files", "disk_free_bytes")
+    )
     if shared < _MIN_SHARED_BYTES:
         what = f"/dev/shm has {format_bytes(shared)}: data loader workers and NCCL need shared memory"
-        found.append(_finding("SW601", what, "docker run --shm-size=16g, or --ipc=host"))
-    if 0 < files[0] < _MIN_FILES:
-        found.append(
-            _finding("SW602", f"a process may open {files[0]} files only", f"ulimit -n {max(files[1], _MIN_FILES)}")
-        )
+        yield _finding("SW601", what, "docker run --shm-size=16g, or --ipc=host")
+    if 0 < files < _MIN_FILES:
+        yield _finding("SW602", f"a process may open {files} files only", f"ulimit -n {max(most_files, _MIN_FILES)}")
     if free < _MIN_DISK_BYTES:
         what = f"{format_bytes(free)} are free here: a checkpoint of a 1B model with Adam needs 15 GB"
-        found.append(_finding("SW603", what, "free space, or set the checkpoint folder elsewhere"))
-    return found
-
-
-def _judge_gpus(facts: dict[str, dict[str, Any]]) -> list[Finding]:
-    found = []
-    blocked = [pair for pair, works in facts["gpus"].get("peer_access", {}).items() if not works]
+        yield _finding("SW603", what, "free space, or set the checkpoint folder elsewhere")
+    blocked = [pair for pair, works in gpus.get("peer_access", {}).items() if not works]
     if blocked:
         what = f"GPUs cannot reach each other's memory directly ({len(blocked)} pairs, first {blocked[0]})"
-        found.append(_finding("SW604", what, "check the topology, ACS and the container's settings"))
-    if len(set(facts["gpus"].get("devices", []))) > 1:
+        yield _finding("SW604", what, "check the topology, ACS and the container's settings")
+    if len(set(gpus.get("devices", []))) > 1:
         what = "the GPUs are not all alike: the slowest, and the smallest memory, decide"
-        found.append(_finding("SW605", what, "choose equal ones with CUDA_VISIBLE_DEVICES"))
-    return found
-
-
-def _judge_variables(facts: dict[str, dict[str, Any]]) -> list[Finding]:
-    set_to = facts["variables"]
-    found = []
-    if set_to.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        yield _finding("SW605", what, "choose equal ones with CUDA_VISIBLE_DEVICES")
+    if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         what = "CUDA_DEVICE_MAX_CONNECTIONS=1: one hardware queue, gathers cannot overlap with computation"
-        found.append(_finding("SW606", what, "unset it; Megatron's tensor parallelism needs it, FSDP2 does not"))
-    if set_to.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
-        found.append(
-            _finding("SW607", "NCCL_P2P_DISABLE is set: GPUs of one machine talk through the host", "unset it")
-        )
-    if set_to.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        yield _finding("SW606", what, "unset it; Megatron's tensor parallelism needs it, FSDP2 does not")
+    if variables.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
+        yield _finding("SW607", "NCCL_P2P_DISABLE is set: GPUs of one machine talk through the host", "unset it")
+    if variables.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         what = "TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective first: fine to find a bug, slow to train"
-        found.append(_finding("SW608", what, "unset it when the bug is found; shardwise.guard costs next to nothing"))
-    return found
-
-
-def _judge_launcher(facts: dict[str, dict[str, Any]]) -> list[Finding]:
-    found = []
-    launcher = facts["launcher"]
+        yield _finding("SW608", what, "unset it when the bug is found; shardwise.guard costs next to nothing")
     if "problem" in launcher:
-        found.append(_finding("SW609", launcher["problem"], launcher["fix"], Severity.ERROR))
-    port = facts["variables"].get("MASTER_PORT", "")
-    if port.isdigit() and facts["launcher"].get("rank", 0) == 0 and not _is_free(int(port)):
-        found.append(_finding("SW610", f"MASTER_PORT {port} is in use on this machine",
-                              "choose another, or let torchrun choose: --standalone", Severity.ERROR))  # fmt: skip
-    return found
+        yield _finding("SW609", launcher["problem"], launcher["fix"], Severity.ERROR)
+    port = variables.get("MASTER_PORT", "")
+    if port.isdigit() and launcher.get("rank", 0) == 0 and not _is_free(int(port)):
+        fix = "choose another, or let torchrun choose: --standalone"
+        yield _finding("SW610", f"MASTER_PORT {port} is in use on this machine", fix, Severity.ERROR)
 
 
 def _is_free(port: int) -> bool:
@@ -374,8 +340,10 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _finding(code: str, message: str, fix: str, severity: Severity = Severity.WARNING) -> Finding:
-    return Finding(code=code, message=message, where="environment", severity=severity, fix=fix)
+def _finding(
+    code: str, message: str, fix: str, severity: Severity = Severity.WARNING, where: str = "environment"
+) -> Finding:
+    return Finding(code=code, message=message, where=where, severity=severity, fix=fix)
 
 
 def _ask(*command: str) -> str:

@@ -1,4 +1,4 @@
-"""guard(): raise when ranks diverge, and repair what can be repaired."""
+"""guard(): raise when ranks diverge, and repair what can be repaired. explained(): errors leave with cause and fix."""
 
 from __future__ import annotations
 
@@ -13,20 +13,41 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import compat
-from shardwise.diagnosing.collective_trace import CollectiveKind, encode
-from shardwise.diagnosing.peer_traces import open_traces
+from shardwise.diagnosing.check import mesh_of
+from shardwise.diagnosing.collective_trace import CollectiveKind, encode, open_traces
 from shardwise.diagnosing.tracer import CollectiveTracer
 from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
 from shardwise.sharding.forward_hooks import differentiable, wanting_gradient
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
 from shardwise.sharding.nested_tensors import change_tensors
+from shardwise.sharding.notes import annotate
 from shardwise.sharding.registry import forget_when_recovered, sharded_state
+
+
+@contextmanager
+def explained(model: nn.Module) -> Iterator[None]:
+    """Add a note to any error that leaves the block: module, group, caller's line, cause and fix.
+
+    The error keeps its type and its traceback. Errors in the forward of a model that `shard` sharded carry the note
+    anyhow; around `loss.backward()` and `optimizer.step()` this is what adds it.
+
+    Args:
+        model: Sharded by shardwise or by hand.
+
+    Ranks:
+        Local.
+    """
+    try:
+        yield
+    except BaseException as error:  # DCP's CheckpointException is no Exception
+        annotate(error, model)
+        raise
+
 
 _REPAIRED = "_shardwise_repaired"
 
@@ -218,8 +239,15 @@ def guard(
         Collective. Afterwards it sends nothing over the network, unless there are several machines: then one rank of
         each exchanges a few hundred bytes with some others, four times a second, from a thread.
     """
-    groups = _named_groups(model)
-    mesh = _mesh_of(model, list(groups.values()))
+    groups = compat.named_groups(model)
+    mesh = mesh_of(model, groups)
+    if mesh is None:
+        raise ShardError(
+            "the model is not sharded",
+            where="guard(model)",
+            why="there are no groups whose collectives could be watched",
+            fix="call it after shardwise.shard(model), or fully_shard",
+        )
     if repair is not None:
         repair_towers(model, mesh, repair)
     existing = model.__dict__.get(_ATTRIBUTE)
@@ -238,12 +266,11 @@ def guard(
         publishes_events=mesh.device_type == "cpu",
     )
     unwire = [watch_group(group, number, tracer) for number, group in enumerate(groups.values())]
-    steps = _StepCounter(tracer, list(groups.values()))
-    hooks = register_optimizer_step_pre_hook(steps.before), register_optimizer_step_post_hook(steps.after)
+    unwire.append(_watch_steps(tracer, list(groups.values())))
     tracer.start()
 
     def stop() -> None:
-        for undo in (*unwire, *(hook.remove for hook in hooks)):
+        for undo in unwire:
             undo()
         unwire.clear()
         tracer.close()
@@ -280,52 +307,38 @@ def watch_group(group: Any, number: int, tracer: CollectiveTracer) -> Callable[[
     return compat.watch_collectives(group, before=event, failed=failed, waiting=tracer.raise_error)
 
 
-class _StepCounter:
-    """Counts the steps of optimizers that hold this model's parameters, and keeps known mix-ups out of the weights."""
+def _watch_steps(tracer: CollectiveTracer, groups: list[Any]) -> Callable[[], None]:
+    """Count the steps of optimizers that hold this model's parameters, and keep known mix-ups out of the weights.
 
-    def __init__(self, tracer: CollectiveTracer, groups: list[Any]) -> None:
-        self._tracer = tracer
-        self._groups = [weakref.ref(group) for group in groups]
-        self._is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+    Returns:
+        A function that stops it.
+    """
+    references = [weakref.ref(group) for group in groups]
+    is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 
-    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise rather than step with gradients that ranks have mixed up."""
-        if self._tracer.error is not None and self._holds(optimizer):
-            self._tracer.raise_error()
-
-    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a step."""
-        if self._holds(optimizer):
-            self._tracer.next_step()
-
-    def _holds(self, optimizer: Optimizer) -> bool:
-        if optimizer not in self._is_ours:
-            groups = [group for reference in self._groups if (group := reference()) is not None]
-            own = {id(parameter) for group in groups for parameter in compat.sharded_parameters(group)}
+    def holds(optimizer: Optimizer) -> bool:
+        if optimizer not in is_ours:
+            living = [group for reference in references if (group := reference()) is not None]
+            own = {id(parameter) for group in living for parameter in compat.sharded_parameters(group)}
             held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            self._is_ours[optimizer] = any(id(parameter) in own for parameter in held)
-        return self._is_ours[optimizer]
+            is_ours[optimizer] = any(id(parameter) in own for parameter in held)
+        return is_ours[optimizer]
 
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if tracer.error is not None and holds(optimizer):
+            tracer.raise_error()
 
-def _named_groups(model: nn.Module) -> dict[str, Any]:
-    groups = compat.named_groups(model)
-    if not groups:
-        raise ShardError(
-            "the model is not sharded",
-            where="guard(model)",
-            why="there are no groups whose collectives could be watched",
-            fix="call it after shardwise.shard(model), or fully_shard",
-        )
-    return groups
+    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if holds(optimizer):
+            tracer.next_step()
 
+    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
 
-def _mesh_of(model: nn.Module, groups: list[Any]) -> DeviceMesh:
-    state = sharded_state(model)
-    if state is not None:
-        return state.mesh
-    parameter = next(parameter for group in groups for parameter in compat.sharded_parameters(group))
-    assert isinstance(parameter, DTensor)
-    return parameter.device_mesh
+    def stop() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return stop
 
 
 def _print(text: str) -> None:

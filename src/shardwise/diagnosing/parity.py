@@ -1,6 +1,11 @@
-"""parity(): is the sharded run equal to one process?"""
+"""parity(): train a model sharded and in one process, and compare step by step."""
 
-from collections.abc import Callable, Iterable
+import inspect
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,28 +15,491 @@ from torch.optim import AdamW, Optimizer
 
 from shardwise.config.schema import ShardConfig
 from shardwise.diagnosing.parity_criteria import (
+    GRADIENT_FLOOR,
     ORDER,
-    Comparison,
-    Findings,
+    Deviation,
+    Difference,
+    Evidence,
+    Gap,
     Parity,
-    earliest,
+    Quantity,
+    Tolerance,
+    largest,
+    likely_cause,
+    measure,
+    step_slack,
     tolerance_for,
 )
-from shardwise.diagnosing.parity_runs import (
-    ReferenceRun,
-    Task,
-    bind_batch,
-    bind_loss,
-    random_state_kept,
-    seed_everything,
-)
 from shardwise.distributed.agreement import agree_on, gather_over_mesh
-from shardwise.distributed.mesh import data_parallel_mesh, default_mesh
+from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, default_mesh
 from shardwise.errors import ConfigError
 from shardwise.planning.plan import Plan
 from shardwise.sharding.apply import shard
+from shardwise.sharding.inventory import local_part, local_tensor
 from shardwise.sharding.materialize import materialize
+from shardwise.sharding.nested_tensors import cast_inputs, find_tensors
 from shardwise.sharding.registry import sharded_state
+
+LossOf = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One training task, able to compute the loss of any rank and step on any copy of the model."""
+
+    make_batch: Callable[[int, int, int], Any]
+    """From `bind_batch`."""
+    loss: LossOf
+    """From `bind_loss`."""
+    seed: int
+    num_ranks: int
+    device: torch.device
+
+    def loss_of(self, model: nn.Module, rank: int, step: int) -> Tensor:
+        """Loss of `rank`'s batch of `step`, drawing the same random numbers each time it is asked.
+
+        Ranks:
+            Collective when `model` is sharded, local otherwise.
+        """
+        unique = self.seed + 1 + step * self.num_ranks + rank
+        seed_everything(unique)
+        batch = self.make_batch(rank, step, unique)
+        if self.device.type != "cpu":
+            batch = cast_inputs(batch, device=self.device)
+        seed_everything(unique)  # however much the batch drew, dropout starts from the same state
+        loss = self.loss(model, batch)
+        if not loss.requires_grad:
+            raise ConfigError(
+                "the loss depends on no trainable parameter",
+                where=f"parity(), step {step + 1}, batch of rank {rank}",
+                why="without a gradient there is nothing to compare",
+                fix="return the loss with its graph: no .item(), no torch.no_grad(), not all frozen",
+            )
+        return loss
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch's generators and Python's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Give the process its random state back afterwards."""
+    python_state = random.getstate()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python_state)
+
+
+def bind_batch(make_batch: Callable[..., Any]) -> Callable[[int, int, int], Any]:
+    """Turn any accepted form of `make_batch` into `(rank, step, seed) -> batch`.
+
+    Accepted are the keywords `rank`, `step` and `seed` in any combination; nothing at all (the generators
+    are seeded for it); one other parameter, the seed; or two, rank and step.
+    """
+    required = _required_parameters(make_batch, "make_batch")
+    known = {"rank", "step", "seed"} & set(inspect.signature(make_batch).parameters)
+    if known:
+        if unknown := [name for name in required if name not in known]:
+            raise _wrong_signature("make_batch", unknown, "rank, step and seed are all that parity() can give")
+
+        def by_name(rank: int, step: int, seed: int) -> Any:
+            values = {"rank": rank, "step": step, "seed": seed}
+            return make_batch(**{name: values[name] for name in known})
+
+        return by_name
+    match len(required):
+        case 0:
+            return lambda rank, step, seed: make_batch()
+        case 1:
+            return lambda rank, step, seed: make_batch(seed)
+        case 2:
+            return lambda rank, step, seed: make_batch(rank, step)
+        case _:
+            raise _wrong_signature("make_batch", required, "it takes nothing, a seed, or rank and step")
+
+
+def bind_loss(loss: Callable[..., Tensor] | None) -> LossOf:
+    """Turn any accepted form of `loss` into `(model, batch) -> scalar`.
+
+    Accepted are None (the output's own loss, else the mean of its squares), `loss(model, batch)` when the
+    first parameter is called `model`, `loss(output)`, and `loss(output, batch)`.
+    """
+    if loss is None:
+        return lambda model, batch: loss_of_output(call_model(model, batch))
+    required = _required_parameters(loss, "loss")
+    if required[:1] == ["model"]:
+        return loss
+    if len(required) == 1:
+        return lambda model, batch: loss(call_model(model, batch))
+    if len(required) == 2:
+        return lambda model, batch: loss(call_model(model, batch), batch)
+    raise _wrong_signature("loss", required, "it takes (output), (output, batch) or (model, batch)")
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """`model(**batch)` for a mapping, `model(*batch)` for a tuple or list, else `model(batch)`."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    # A named tuple is one argument with a type of its own, not a list of arguments.
+    if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
+        return model(*batch)
+    return model(batch)
+
+
+def loss_of_output(output: Any) -> Tensor:
+    """The loss a model computed itself (`.loss`, or its only scalar), or the mean of squares of what it returned."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.ndim == 0:
+        return own
+    parts = output if isinstance(output, (tuple, list)) else [output]
+    scalars = [part for part in parts if isinstance(part, Tensor) and part.ndim == 0 and part.is_floating_point()]
+    if len(scalars) == 1:  # the model's loss, alone or as in `return logits, loss`
+        return scalars[0]
+    squares = [tensor.float().square().mean() for tensor in floating_tensors(output)]
+    if not squares:
+        raise ConfigError(
+            f"the model returned {type(output).__name__}, in which there is no floating-point tensor",
+            where="parity(loss=None)",
+            why="the default loss is the output's own loss, or the mean of squares of its tensors",
+            fix="pass loss=lambda output, batch: ...",
+        )
+    return torch.stack(squares).sum()
+
+
+def floating_tensors(value: Any) -> Iterator[Tensor]:
+    """Every floating-point or complex tensor in nested containers and objects, in a fixed order."""
+    for tensor in find_tensors(value, objects=-1):
+        if tensor.is_floating_point() or tensor.is_complex():
+            yield torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _required_parameters(function: Callable[..., Any], what: str) -> list[str]:
+    if not callable(function):
+        raise ConfigError(
+            f"{what} is a {type(function).__name__}",
+            where=f"parity({what}=...)",
+            why="it is called for every rank and step",
+            fix=f"pass a function: {what}=lambda ...: ...",
+        )
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters
+    return [name for name, p in parameters.items() if p.kind not in variadic and p.default is inspect.Parameter.empty]
+
+
+def _wrong_signature(what: str, names: list[str], rule: str) -> ConfigError:
+    return ConfigError(
+        f"{what} has parameters {', '.join(names)}",
+        where=f"parity({what}=...)",
+        why=rule,
+        fix=f"wrap it: {what}=lambda {'seed' if what == 'make_batch' else 'output, batch'}: ...",
+    )
+
+
+Buffers = dict[str, Tensor | None]
+
+
+@dataclass(slots=True)
+class ReferenceStep:
+    """What one process saw in a step."""
+
+    losses: list[float]
+    """One a rank."""
+    gradients: dict[str, Tensor | None]
+    """Averaged over ranks; None where no rank has one."""
+    own_gradients: dict[str, Tensor | None]
+    """Before averaging, of the rank that asks."""
+
+
+@dataclass(slots=True)
+class ReferenceRun:
+    """The unsharded model with its optimizer, and each rank's own buffers.
+
+    Batch statistics are per rank, as they are in training; weights are shared.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    task: Task
+    rank: int
+    """The rank that runs this."""
+    buffers: list[Buffers] = field(default_factory=list)
+    parameter_order: dict[str, int] = field(default_factory=dict)
+    """Parameter FQN to its place in the order of forward, known after the first step."""
+
+    def step(self, step: int) -> ReferenceStep:
+        """Run every rank's batch of `step`, average the gradients and let the optimizer step.
+
+        Ranks:
+            Local, whatever the number of ranks it stands for.
+        """
+        if not self.buffers:
+            self.buffers = [clone_buffers(self.model) for _ in range(self.task.num_ranks)]
+        losses: list[float] = []
+        by_rank: list[dict[str, Tensor | None]] = []
+        for rank in range(self.task.num_ranks):
+            put_buffers(self.model, self.buffers[rank])
+            self.model.zero_grad(set_to_none=True)
+            with _noting_order(self.model, self.parameter_order):
+                loss = self.task.loss_of(self.model, rank, step)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            by_rank.append({name: p.grad for name, p in self.model.named_parameters()})
+            self.buffers[rank] = registered_buffers(self.model)
+        gradients = {name: average([grads[name] for grads in by_rank]) for name in by_rank[0]}
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = gradients[name]
+        self.optimizer.step()
+        return ReferenceStep(losses, gradients, by_rank[self.rank])
+
+
+@contextmanager
+def _noting_order(model: nn.Module, order: dict[str, int]) -> Iterator[None]:
+    """Within the block, note in which order modules are first called, and with them their parameters."""
+
+    names = {module: prefix for prefix, module in model.named_modules()}
+
+    def note(module: nn.Module, inputs: object = None) -> None:
+        for name, _ in module.named_parameters(names[module], recurse=module is model and inputs is None):
+            order.setdefault(name, len(order))
+
+    handles = [module.register_forward_pre_hook(note) for module in names] if not order else []
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        note(model)  # parameters that were never used through a module come after the others
+
+
+def average(gradients: list[Tensor | None]) -> Tensor | None:
+    """Mean over ranks, a rank without a gradient counting as zero; None when none has one."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return None
+    # Summed in at least float32, as shardwise reduces: 16-bit sums would lose what is being compared.
+    wide = torch.promote_types(present[0].dtype, torch.float32)
+    total = present[0].to(wide, copy=True)
+    for gradient in present[1:]:
+        total += gradient.to(wide)
+    return total.div_(len(gradients)).to(present[0].dtype)
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for prefix, module in model.named_modules():
+        for name in module._buffers:
+            yield (f"{prefix}.{name}" if prefix else name), module, name
+
+
+def registered_buffers(model: nn.Module) -> Buffers:
+    """Every buffer by FQN, as it stands: not a copy."""
+    return {fqn: module._buffers[name] for fqn, module, name in _owners(model)}
+
+
+def clone_buffers(model: nn.Module) -> Buffers:
+    """A copy of every buffer; two names of one tensor stay one tensor."""
+    copies: dict[int, Tensor] = {}
+    return {
+        fqn: None if buffer is None else copies.setdefault(id(buffer), buffer.clone())
+        for fqn, buffer in registered_buffers(model).items()
+    }
+
+
+def put_buffers(model: nn.Module, buffers: Buffers) -> None:
+    """Register `buffers` in place of the model's own."""
+    for fqn, module, name in _owners(model):
+        if fqn in buffers:
+            module._buffers[name] = buffers[fqn]
+
+
+Tensors = Mapping[str, Tensor | None]
+
+
+@dataclass(slots=True)
+class Findings:
+    """What this rank saw: the worst of each quantity and the first difference."""
+
+    worst: dict[Quantity, Deviation] = field(default_factory=dict)
+    first: Difference | None = None
+    losses: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The sharded model next to the one process."""
+
+    reference: ReferenceRun
+    model: nn.Module
+    optimizer: Optimizer
+    tolerance: Tolerance
+    mesh: DeviceMesh
+    found: Findings = field(default_factory=Findings)
+    reference_losses: list[float] = field(default_factory=list)
+    slack: dict[str, Tensor] = field(default_factory=dict)
+    """How far optimizer steps may have driven each entry apart, given the gradients so far."""
+    drift: float = 0.0
+    """How far rounding has driven a parameter apart, through the optimizer."""
+
+    def compare_start(self) -> None:
+        """Compare weights and ties before the first step."""
+        theirs = dict(self.reference.model.named_parameters())
+        self._compare("weight", 0, self._parameters(), theirs)
+        tied, ours = ties(self.reference.model), ties(self.model)
+        broken = {name: Gap(math.inf, math.inf, None, None) for name in tied if tied[name] != ours.get(name)}
+        self._judge("tie", 0, broken, len(tied))
+
+    def step(self, step: int) -> None:
+        """One step of both runs.
+
+        Ranks:
+            Collective.
+        """
+        before = {name: p.detach().clone() for name, p in self.reference.model.named_parameters()}
+        expected = self.reference.step(step)
+        loss = self.reference.task.loss_of(self.model, self.reference.rank, step)
+        loss.backward()
+        self._compare_loss(float(loss.detach()), expected.losses, step + 1)
+        self._compare_gradients(expected, before, step + 1)
+        self.optimizer.step()
+        theirs = dict(self.reference.model.named_parameters())
+        gaps = self._compare("parameter", step + 1, self._parameters(), theirs, mistaken=before)
+        self.drift = max([self.drift, *(gap.furthest for gap in gaps.values() if gap.within)])
+        buffers = self.reference.buffers[self.reference.rank]
+        self._compare("buffer", step + 1, registered_buffers(self.model), buffers)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _compare_loss(self, ours: float, theirs: list[float], step: int) -> None:
+        self.found.losses.append(ours)
+        self.reference_losses.append(sum(theirs) / len(theirs))
+        mine = torch.tensor(theirs[self.reference.rank], dtype=torch.float64)
+        scale = max(abs(loss) for loss in theirs)
+        gap = measure(torch.tensor(ours, dtype=torch.float64), mine, self.tolerance.at(step), floor=scale)
+        self._judge("loss", step, {"": gap}, 1)
+
+    def _compare_gradients(self, expected: ReferenceStep, before: dict[str, Tensor], step: int) -> None:
+        """Compare gradients, and note how far the coming optimizer step may drive parameters apart."""
+        ours = {name: parameter.grad for name, parameter in self._parameters().items()}
+        floor = GRADIENT_FLOOR * max(map(largest, expected.gradients.values()), default=0.0)
+        mistaken = expected.own_gradients
+        self._compare("gradient", step, ours, expected.gradients, floor=floor, mistaken=mistaken)
+        changes = (largest(p.detach() - before[name]) for name, p in self.reference.model.named_parameters())
+        update = max(changes, default=0.0)
+        for name, theirs in expected.gradients.items():
+            mine, part = own_part(ours[name], theirs)
+            if mine is not None and part is not None and mine.shape == part.shape:
+                self.slack[name] = self.slack.get(name, 0.0) + step_slack(mine, part, update)
+
+    def _compare(
+        self,
+        quantity: Quantity,
+        step: int,
+        ours: Tensors,
+        theirs: Tensors,
+        *,
+        floor: float = 0.0,
+        mistaken: Tensors | None = None,
+    ) -> dict[str, Gap]:
+        """Measure this rank's part of every pair, on the scale of the whole.
+
+        `mistaken` is what the sharded run would hold after the usual mistake.
+        """
+        allowed = self.tolerance.at(step)
+        gaps = {}
+        for name, value in theirs.items():
+            scale = max(floor, largest(value))
+            mine, part = own_part(ours.get(name), value)
+            gaps[name] = measure(mine, part, allowed, floor=scale, slack=self._slack(quantity, name))
+        wrong = [name for name, gap in gaps.items() if not gap.within]
+        usual = mistaken is not None and all(
+            measure(*own_part(ours[name], mistaken[name]), 1e-6).within for name in wrong
+        )
+        self._judge(quantity, step, gaps, len(theirs), usual_mistake=usual)
+        return gaps
+
+    def _slack(self, quantity: Quantity, name: str) -> Tensor | None:
+        if quantity == "buffer":  # running statistics move with the parameters before them
+            return torch.tensor(self.drift)
+        return self.slack.get(name) if quantity == "parameter" else None
+
+    def _judge(
+        self,
+        quantity: Quantity,
+        step: int,
+        gaps: dict[str, Gap],
+        num_compared: int,
+        *,
+        usual_mistake: bool = False,
+    ) -> None:
+        """Keep the worst, and the first that differs: earliest in time, then by forward order."""
+        order = self.reference.parameter_order
+        same = {"quantity": quantity, "step": step, "rank": self.reference.rank}
+        deviations = []
+        for name in sorted(gaps, key=lambda name: order.get(name, 0)):
+            gap = gaps[name]
+            seen = {"sharded": gap.sharded, "reference": gap.reference, "relative": gap.relative, "within": gap.within}
+            deviations.append(Deviation(name=name, **same, **seen))
+        ranked = [*filter(None, [self.found.worst.get(quantity)]), *deviations]
+        if ranked:
+            self.found.worst[quantity] = max(ranked, key=lambda deviation: deviation.relative)
+        wrong = [deviation for deviation in deviations if not deviation.within]
+        if wrong and self.found.first is None:
+            evidence = Evidence(
+                deviations=wrong,
+                num_compared=num_compared,
+                world_size=self.reference.task.num_ranks,
+                tied=frozenset(ties(self.reference.model)),
+                low_precision=self.tolerance.low_precision,
+                usual_mistake=usual_mistake,
+            )
+            self.found.first = Difference(
+                deviation=wrong[0],
+                module=_owner(self.reference.model, wrong[0].name),
+                num_others=len(wrong) - 1,
+                cause=likely_cause(evidence),
+            )
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters(remove_duplicate=False))
+
+
+def earliest(differences: list[Difference], order: Mapping[str, int]) -> Difference | None:
+    """The first of several ranks' first differences: by step, then by what happens first in a step."""
+
+    def moment(difference: Difference) -> tuple[int, int, int]:
+        seen = difference.deviation
+        return seen.step, ORDER.index(seen.quantity), order.get(seen.name, 0)
+
+    return min(differences, key=moment, default=None)
+
+
+def own_part(ours: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What this rank holds of a tensor, and the same part of one process's.
+
+    Between them the ranks compare everything, replicas too, and none waits for another that has no gradient.
+    """
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return ours, theirs
+    mine = local_tensor(ours)
+    return mine, local_part(theirs.detach(), ours).to(mine.device)
+
+
+def ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Parameters with several names: each name with all of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(same) for same in names.values() if len(same) > 1 for name in same}
+
+
+def _owner(model: nn.Module, name: str) -> str:
+    """FQN and class of the module that holds a parameter or buffer."""
+    if not name:
+        return ""
+    prefix = name.rpartition(".")[0]
+    return f"{prefix or '(root)'} ({type(model.get_submodule(prefix)).__name__})"
+
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -96,7 +564,7 @@ def parity(
         state = sharded_state(model)
         assert state is not None
         _upcast(unsharded, state.plan)
-        reference = ReferenceRun(unsharded, make_optimizer(unsharded.parameters()), task, _position(ranks))
+        reference = ReferenceRun(unsharded, make_optimizer(unsharded.parameters()), task, data_parallel_rank(mesh))
         accuracy = tolerance_for(state.plan, tolerance)
         comparison = Comparison(reference, model, make_optimizer(model.parameters()), accuracy, ranks)
         comparison.compare_start()
@@ -143,7 +611,7 @@ def _build_twice(build_model: Callable[[], nn.Module], seed: int, device: torch.
             fix="draw weights from torch's generator, or load the same ones in both calls",
         )
     agree_on(weights[0], "the weights that build_model makes")
-    return _materialized(built[0].to(device) if not _has_meta(built[0]) else built[0], seed), built[1]
+    return _materialized(built[0], seed), built[1]
 
 
 def _materialized(model: nn.Module, seed: int) -> nn.Module:
@@ -175,14 +643,6 @@ def _checksums(model: nn.Module) -> str:
         weighted = flat @ torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
         lines.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {float(flat.sum())!r} {float(weighted)!r}")
     return "\n".join(lines)
-
-
-def _position(ranks: DeviceMesh) -> int:
-    """This rank's number among the data-parallel ranks."""
-    position = 0
-    for size, coordinate in zip(ranks.shape, ranks.get_coordinate() or (), strict=True):
-        position = position * size + coordinate
-    return position
 
 
 def _verdict(comparison: Comparison, plan: Plan) -> Parity:

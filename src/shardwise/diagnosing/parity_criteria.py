@@ -1,19 +1,15 @@
 """What counts as equal: differences, tolerances, likely causes, and the verdict."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
+from torch import Tensor
 
-from shardwise.diagnosing.parity_runs import ReferenceRun, ReferenceStep, registered_buffers
 from shardwise.planning.plan import Group, Plan
-from shardwise.sharding.inventory import local_part, local_tensor
 
 Quantity = Literal["weight", "tie", "loss", "gradient", "parameter", "buffer"]
 # The order in which things happen in a step: the first to differ is the one to look at.
@@ -142,90 +138,68 @@ class Evidence:
     """A gradient equals this rank's own, not averaged; a parameter is what it was before the step."""
 
 
+_CAUSES = {
+    "weight": "the two models started from different weights: build_model() draws from something other than torch's "
+    "and Python's generators, or sharding changed a value",
+    "tie": "two names of one tensor became two tensors when the model was sharded: the tie is broken",
+    "first loss": "the weights are equal, so the forward itself differs: a buffer that was not carried over, random "
+    "numbers drawn in another order, inputs or outputs cast, or code that depends on the rank",
+    "loss": "gradients and parameters agreed until now, so this forward used other values than the optimizer wrote: a "
+    "gathered copy that outlived optimizer.step(), or state kept on the module outside its buffers",
+    "untouched": "gradients agree but the optimizer did not change it: the optimizer holds other tensors than the "
+    "model (built before sharding, or while the model stood gathered)",
+    "parameter": "gradients agree and the update does not: an optimizer that looks at whole tensors (norms, factored "
+    "or orthogonalised updates) saw only this rank's shard",
+    "buffer": "a buffer is each rank's own: it was synchronised, cast, or updated more or less often",
+}
+
+
 def likely_cause(evidence: Evidence) -> str:
     """What to look at first."""
     first = evidence.deviations[0]
-    match first.quantity:
-        case "weight":
-            return (
-                "the two models started from different weights: build_model() draws from something "
-                "other than torch's and Python's generators, or sharding changed a value"
-            )
-        case "tie":
-            return "two names of one tensor became two tensors when the model was sharded: the tie is broken"
-        case "loss":
-            cause = _of_loss(first)
-        case "gradient":
-            cause = _of_gradient(first, evidence)
-        case "parameter":
-            cause = _of_parameter(evidence)
-        case _:
-            cause = "a buffer is each rank's own: it was synchronised, cast, or updated more or less often"
-    if evidence.low_precision and math.isfinite(first.relative) and first.relative < 0.5:
+    if first.quantity == "gradient":
+        cause = _of_gradient(first, evidence)
+    elif first.quantity == "loss" and first.step == 1:
+        cause = _CAUSES["first loss"]
+    elif first.quantity == "parameter" and evidence.usual_mistake:
+        cause = _CAUSES["untouched"]
+    else:
+        cause = _CAUSES[first.quantity]
+    is_slight = math.isfinite(first.relative) and first.relative < 0.5 and first.quantity not in ("weight", "tie")
+    if evidence.low_precision and is_slight:
         rounding = "possibly nothing but rounding: the sharded run computes in 16 bits (pass tolerance=...)"
         return f"{rounding}; else {cause}"
     return cause
 
 
-def _of_loss(first: Deviation) -> str:
-    if first.step == 1:
-        return (
-            "the weights are equal, so the forward itself differs: a buffer that was not carried "
-            "over, random numbers drawn in another order, inputs or outputs cast, or code that "
-            "depends on the rank"
-        )
-    return (
-        "gradients and parameters agreed until now, so this forward used other values than the "
-        "optimizer wrote: a gathered copy that outlived optimizer.step(), or state kept on the module"
-        " outside its buffers"
-    )
-
-
 def _of_gradient(first: Deviation, evidence: Evidence) -> str:
     if first.sharded is None:
         return (
-            "the gradient never reached the shard: the module's parameters were used without calling "
-            "the module, so FSDP2's hooks did not run (name the method in entry_points), or the graph"
-            " was cut"
+            "the gradient never reached the shard: the module's parameters were used without calling the module, so "
+            "FSDP2's hooks did not run (name the method in entry_points), or the graph was cut"
         )
     if first.reference is None:
         return (
-            "one process has no gradient here, the sharded run has one: zeros were reduced for a "
-            'parameter nobody used, which weight decay then shrinks (unused_parameters="skip" keeps '
-            "them at None)"
+            "one process has no gradient here, the sharded run has one: zeros were reduced for a parameter nobody "
+            'used, which weight decay then shrinks (unused_parameters="skip" keeps them at None)'
         )
     if evidence.usual_mistake and evidence.world_size > 1:
         return "it is this rank's own gradient, not averaged over ranks: the parameter was left out of sharding"
-    if (ratio := _common_ratio(evidence.deviations)) is not None and evidence.world_size > 1:
-        return _of_ratio(ratio, evidence.world_size)
+    ratio, world_size = _common_ratio(evidence.deviations), evidence.world_size
+    if ratio is not None and world_size > 1:
+        if abs(ratio / world_size - 1) < SCALE_TOLERANCE:
+            return f"gradients are {world_size} times too large: summed over ranks instead of averaged"
+        if abs(ratio * world_size - 1) < SCALE_TOLERANCE:
+            return f"gradients are {world_size} times too small: divided by the number of ranks twice"
+        return f"gradients are {ratio:.4g} times those of one process: a wrong divisor (micro-steps, tokens)"
     if {deviation.name for deviation in evidence.deviations} <= evidence.tied:
         return "only parameters with several names differ: a use of a tied weight missed the shared gradient"
     if len(evidence.deviations) < evidence.num_compared:
         return (
-            "some gradients agree: the ones that do not belong to modules that ran another number of "
-            "times, were freed and gathered in between, or were changed in place"
+            "some gradients agree: the ones that do not belong to modules that ran another number of times, were "
+            "freed and gathered in between, or were changed in place"
         )
     return "every gradient differs: ranks saw other batches than one process, or the backward differs"
-
-
-def _of_ratio(ratio: float, world_size: int) -> str:
-    if abs(ratio / world_size - 1) < SCALE_TOLERANCE:
-        return f"gradients are {world_size} times too large: summed over ranks instead of averaged"
-    if abs(ratio * world_size - 1) < SCALE_TOLERANCE:
-        return f"gradients are {world_size} times too small: divided by the number of ranks twice"
-    return f"gradients are {ratio:.4g} times those of one process: a wrong divisor (micro-steps, tokens)"
-
-
-def _of_parameter(evidence: Evidence) -> str:
-    if evidence.usual_mistake:
-        return (
-            "gradients agree but the optimizer did not change it: the optimizer holds other tensors "
-            "than the model (built before sharding, or while the model stood gathered)"
-        )
-    return (
-        "gradients agree and the update does not: an optimizer that looks at whole tensors (norms, "
-        "factored or orthogonalised updates) saw only this rank's shard"
-    )
 
 
 def _common_ratio(deviations: Sequence[Deviation]) -> float | None:
@@ -323,11 +297,6 @@ def largest(tensor: Tensor | None) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def largest_change(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
-    """The largest update of any parameter in a step."""
-    return max((largest(after[name].detach() - before[name]) for name in after), default=0.0)
-
-
 def _distance(ours: Tensor, theirs: Tensor) -> Tensor:
     """Absolute difference; NaN or infinity is equal in the same place on both sides, else infinitely far."""
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
@@ -395,198 +364,3 @@ def tolerance_for(plan: Plan, asked: float | None = None) -> Tolerance:
 
 def _narrows(group: Group) -> bool:
     return group.param_dtype in COMPUTE and any(dtype != group.param_dtype for dtype in group.storage_dtypes)
-
-
-Tensors = Mapping[str, Tensor | None]
-
-
-@dataclass(slots=True)
-class Findings:
-    """What this rank saw: the worst of each quantity and the first difference."""
-
-    worst: dict[Quantity, Deviation] = field(default_factory=dict)
-    first: Difference | None = None
-    losses: list[float] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Comparison:
-    """The sharded model next to the one process."""
-
-    reference: ReferenceRun
-    model: nn.Module
-    optimizer: Optimizer
-    tolerance: Tolerance
-    mesh: DeviceMesh
-    found: Findings = field(default_factory=Findings)
-    reference_losses: list[float] = field(default_factory=list)
-    slack: dict[str, Tensor] = field(default_factory=dict)
-    """How far optimizer steps may have driven each entry apart, given the gradients so far."""
-    drift: float = 0.0
-    """How far rounding has driven a parameter apart, through the optimizer."""
-
-    def compare_start(self) -> None:
-        """Compare weights and ties before the first step."""
-        theirs = dict(self.reference.model.named_parameters())
-        self._compare("weight", 0, self._parameters(), theirs)
-        tied, ours = ties(self.reference.model), ties(self.model)
-        broken = {name: Gap(math.inf, math.inf, None, None) for name in tied if tied[name] != ours.get(name)}
-        self._judge("tie", 0, broken, len(tied))
-
-    def step(self, step: int) -> None:
-        """One step of both runs.
-
-        Ranks:
-            Collective.
-        """
-        before = {name: p.detach().clone() for name, p in self.reference.model.named_parameters()}
-        expected = self.reference.step(step)
-        loss = self.reference.task.loss_of(self.model, self.reference.rank, step)
-        loss.backward()
-        self._compare_loss(float(loss.detach()), expected.losses, step + 1)
-        self._compare_gradients(expected, before, step + 1)
-        self.optimizer.step()
-        theirs = dict(self.reference.model.named_parameters())
-        gaps = self._compare("parameter", step + 1, self._parameters(), theirs, mistaken=before)
-        self.drift = max([self.drift, *(gap.furthest for gap in gaps.values() if gap.within)])
-        buffers = self.reference.buffers[self.reference.rank]
-        self._compare("buffer", step + 1, registered_buffers(self.model), buffers)
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _compare_loss(self, ours: float, theirs: list[float], step: int) -> None:
-        self.found.losses.append(ours)
-        self.reference_losses.append(sum(theirs) / len(theirs))
-        mine = torch.tensor(theirs[self.reference.rank], dtype=torch.float64)
-        scale = max(abs(loss) for loss in theirs)
-        gap = measure(torch.tensor(ours, dtype=torch.float64), mine, self.tolerance.at(step), floor=scale)
-        self._judge("loss", step, {"": gap}, 1)
-
-    def _compare_gradients(self, expected: ReferenceStep, before: dict[str, Tensor], step: int) -> None:
-        """Compare gradients, and note how far the coming optimizer step may drive parameters apart."""
-        ours = {name: parameter.grad for name, parameter in self._parameters().items()}
-        floor = GRADIENT_FLOOR * max(map(largest, expected.gradients.values()), default=0.0)
-        mistaken = expected.own_gradients
-        self._compare("gradient", step, ours, expected.gradients, floor=floor, mistaken=mistaken)
-        update = largest_change(before, dict(self.reference.model.named_parameters()))
-        for name, theirs in expected.gradients.items():
-            mine, part = own_part(ours[name], theirs)
-            if mine is not None and part is not None and mine.shape == part.shape:
-                self.slack[name] = self.slack.get(name, 0.0) + step_slack(mine, part, update)
-
-    def _compare(
-        self,
-        quantity: Quantity,
-        step: int,
-        ours: Tensors,
-        theirs: Tensors,
-        *,
-        floor: float = 0.0,
-        mistaken: Tensors | None = None,
-    ) -> dict[str, Gap]:
-        """Measure this rank's part of every pair, on the scale of the whole.
-
-        `mistaken` is what the sharded run would hold after the usual mistake.
-        """
-        allowed = self.tolerance.at(step)
-        gaps = {}
-        for name, value in theirs.items():
-            scale = max(floor, largest(value))
-            mine, part = own_part(ours.get(name), value)
-            gaps[name] = measure(mine, part, allowed, floor=scale, slack=self._slack(quantity, name))
-        wrong = [name for name, gap in gaps.items() if not gap.within]
-        usual = mistaken is not None and all(
-            measure(*own_part(ours[name], mistaken[name]), 1e-6).within for name in wrong
-        )
-        self._judge(quantity, step, gaps, len(theirs), usual_mistake=usual)
-        return gaps
-
-    def _slack(self, quantity: Quantity, name: str) -> Tensor | None:
-        if quantity == "buffer":  # running statistics move with the parameters before them
-            return torch.tensor(self.drift)
-        return self.slack.get(name) if quantity == "parameter" else None
-
-    def _judge(
-        self,
-        quantity: Quantity,
-        step: int,
-        gaps: dict[str, Gap],
-        num_compared: int,
-        *,
-        usual_mistake: bool = False,
-    ) -> None:
-        """Keep the worst, and the first that differs: earliest in time, then by forward order."""
-        order = self.reference.parameter_order
-        rank = self.reference.rank
-        deviations = [
-            Deviation(
-                quantity=quantity,
-                name=name,
-                step=step,
-                rank=rank,
-                sharded=gaps[name].sharded,
-                reference=gaps[name].reference,
-                relative=gaps[name].relative,
-                within=gaps[name].within,
-            )
-            for name in sorted(gaps, key=lambda name: order.get(name, 0))
-        ]
-        for deviation in deviations:
-            worst = self.found.worst.get(quantity)
-            if worst is None or deviation.relative > worst.relative:
-                self.found.worst[quantity] = deviation
-        wrong = [deviation for deviation in deviations if not deviation.within]
-        if wrong and self.found.first is None:
-            evidence = Evidence(
-                deviations=wrong,
-                num_compared=num_compared,
-                world_size=self.reference.task.num_ranks,
-                tied=frozenset(ties(self.reference.model)),
-                low_precision=self.tolerance.low_precision,
-                usual_mistake=usual_mistake,
-            )
-            self.found.first = Difference(
-                deviation=wrong[0],
-                module=_owner(self.reference.model, wrong[0].name),
-                num_others=len(wrong) - 1,
-                cause=likely_cause(evidence),
-            )
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters(remove_duplicate=False))
-
-
-def earliest(differences: list[Difference], order: Mapping[str, int]) -> Difference | None:
-    """The first of several ranks' first differences: by step, then by what happens first in a step."""
-
-    def moment(difference: Difference) -> tuple[int, int, int]:
-        seen = difference.deviation
-        return seen.step, ORDER.index(seen.quantity), order.get(seen.name, 0)
-
-    return min(differences, key=moment, default=None)
-
-
-def own_part(ours: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """What this rank holds of a tensor, and the same part of one process's.
-
-    Between them the ranks compare everything, replicas too, and none waits for another that has no gradient.
-    """
-    if ours is None or theirs is None or ours.shape != theirs.shape:
-        return ours, theirs
-    mine = local_tensor(ours)
-    return mine, local_part(theirs.detach(), ours).to(mine.device)
-
-
-def ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Parameters with several names: each name with all of them."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name: tuple(same) for same in names.values() if len(same) > 1 for name in same}
-
-
-def _owner(model: nn.Module, name: str) -> str:
-    """FQN and class of the module that holds a parameter or buffer."""
-    if not name:
-        return ""
-    prefix = name.rpartition(".")[0]
-    return f"{prefix or '(root)'} ({type(model.get_submodule(prefix)).__name__})"

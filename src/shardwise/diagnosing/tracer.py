@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 
 from shardwise.diagnosing.collective_trace import (
     HISTORY,
+    Machines,
     RankTrace,
-    SharedTrace,
+    StoreExchange,
     TraceDifference,
     describe_absence,
     describe_difference,
     from_text,
     to_text,
 )
-from shardwise.diagnosing.peer_traces import Machines, StoreExchange
 from shardwise.errors import ShardError
 
 LOOK_SECONDS = 0.25
@@ -109,20 +109,20 @@ class PeerView:
 
     def missing(self) -> int | None:
         """A rank that will never come to where this one is: dead, or out of the loop."""
-        lost = [rank for rank, trace in enumerate(self.traces) if trace.has_left]
-        return next((rank for rank in lost if self.traces[rank].count < self.own.count), None)
+        return self._first_rank(lambda trace: trace.has_left and trace.count < self.own.count)
 
     def dead(self) -> int | None:
         """A rank that is dead, or on a machine that is silent, wherever it was."""
-        for rank, trace in enumerate(self.traces):
-            if not trace.is_alive or (not trace.has_ended and trace.seconds_unheard > _SILENT_SECONDS):
-                return rank
-        return None
+        return self._first_rank(
+            lambda trace: not trace.is_alive or (not trace.has_ended and trace.seconds_unheard > _SILENT_SECONDS)
+        )
 
     def late(self, patience: float) -> int | None:
         """A rank that has not come to where this one is, and has not moved for so long."""
-        behind = (rank for rank, trace in enumerate(self.traces) if trace.count < self.own.count)
-        return next((rank for rank in behind if self.traces[rank].seconds_still > patience), None)
+        return self._first_rank(lambda trace: trace.count < self.own.count and trace.seconds_still > patience)
+
+    def _first_rank(self, condition: Callable[[RankTrace], bool]) -> int | None:
+        return next((rank for rank, trace in enumerate(self.traces) if condition(trace)), None)
 
     def absence_of(self, rank: int) -> ShardError:
         """The error for a rank that does not come to where this one waits."""
@@ -159,7 +159,7 @@ class CollectiveTracer:
 
     def __init__(
         self,
-        traces: SharedTrace,
+        traces: Sequence[RankTrace],
         machines: Machines,
         rank: int,
         groups: tuple[str, ...],
@@ -170,16 +170,16 @@ class CollectiveTracer:
         exchange: StoreExchange | None = None,
         publishes_events: bool = False,
     ) -> None:
-        self.trace = traces.ranks[rank]
+        self.trace = traces[rank]
         self.error: ShardError | None = None
         """Why this rank cannot go on: the next event raises it."""
         self.found_at_end: ShardError | None = None
         """A difference that was seen only when the guard was closed."""
         self.is_closed = self.is_paused = False
-        self._view = PeerView(traces.ranks, rank, groups)
+        self._view = PeerView(traces, rank, groups)
         self._patience, self._report, self._abort, self._exchange = patience, report, abort, exchange
         self._publish = exchange.publish if exchange is not None and publishes_events else None
-        self._write = self.trace.writer([traces.ranks[other] for other in _neighbours(machines, rank)])
+        self._write = self.trace.writer([traces[other] for other in _neighbours(machines, rank)])
         self._training_thread = threading.get_ident()
         self._was_raised = False
         """Whether the training thread has got the error."""
@@ -196,7 +196,7 @@ class CollectiveTracer:
         if self.is_closed:
             return
         self.is_closed = True
-        self.trace.end()
+        self.trace.has_ended = True
         self._stopped.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(None if self._exchange is None else _CLOSE_SECONDS)  # the store may not answer
@@ -220,7 +220,7 @@ class CollectiveTracer:
 
     def next_step(self) -> None:
         """Note that a step has ended."""
-        self.trace.set_step(self.trace.step + 1)
+        self.trace.step += 1
         self._view.note_step()
 
     def raise_error(self) -> None:
@@ -233,7 +233,7 @@ class CollectiveTracer:
     def explain_failure(self) -> ShardError | None:
         """Why a collective of this rank failed, where another rank is the reason."""
         deadline = time.monotonic() + (_EXPLAIN_SECONDS if self._exchange is not None else 0)
-        self.trace.want_all()
+        self.trace.wants_all = True
         verdict = None
         while not self.is_closed and verdict is None:
             time.sleep(LOOK_SECONDS)  # a dying process needs a moment, and so do traces of another machine
@@ -247,22 +247,26 @@ class CollectiveTracer:
         return verdict
 
     def _raise_difference(self, index: int) -> None:
-        difference = self._earliest_difference(index)
-        if difference is None:
-            return  # what seemed to differ was long past
-        self.trace.want_all()
-        self._wait_for_stacks(self._by_interest(difference))
-        difference = self._earliest_difference(index) or difference  # other machines may have been heard by now
-        self._note_stacks(difference.error, self._by_interest(difference))
-        self._was_raised = True
-        self._conclude(difference.error)
-        raise difference.error
-
-    def _earliest_difference(self, index: int) -> TraceDifference | None:
-        """What differs at a place, or before it, where the trace of another machine has arrived late."""
+        """Raise what differs at a place, or before it, where the trace of another machine has arrived late."""
         first = self._view.first_difference()
         earlier = self._view.difference_at(first) if first is not None and first < index else None
-        return earlier or self._view.difference_at(index)
+        difference = earlier or self._view.difference_at(index)
+        if difference is not None:  # otherwise what seemed to differ was long past
+            self._was_raised = True
+            difference = self._with_stacks(difference)
+            self._conclude(difference.error)
+            raise difference.error
+
+    def _with_stacks(self, difference: TraceDifference, *, refresh: bool = False) -> TraceDifference:
+        """The difference as it is known when the ranks have shown where they are; first those that differ."""
+        self.trace.wants_all = True
+        ranks = [r for r, trace in enumerate(self._view.traces) if r != self._view.rank and not trace.has_left]
+        ranks = sorted(ranks, key=lambda rank: rank not in difference.odd)[:_MAX_STACKS]
+        self._wait_for_stacks(ranks, refresh=refresh)
+        first = self._view.first_difference()  # other machines may have been heard by now
+        difference = (None if first is None else self._view.difference_at(first)) or difference
+        self._note_stacks(difference.error, ranks)
+        return difference
 
     def _watch(self) -> None:
         """The thread: looks at the traces four times a second, more often while something is wrong."""
@@ -295,11 +299,9 @@ class CollectiveTracer:
         difference = self._view.difference_at(index)
         if difference is None:
             return
-        self.trace.want_all()
+        self.trace.wants_all = True
         if self.trace.seconds_still >= LOOK_SECONDS:  # otherwise it goes on with mixed-up data: stop it at once
-            self._wait_for_stacks(self._by_interest(difference), refresh=True)
-            difference = self._view.difference_at(index) or difference
-            self._note_stacks(difference.error, self._by_interest(difference))
+            difference = self._with_stacks(difference, refresh=True)
         if self.error is None:
             self._say(difference.error)
             self._conclude(difference.error)
@@ -328,12 +330,6 @@ class CollectiveTracer:
             self._conclude(error)
         else:
             self._reported_at = here  # it may still come
-
-    def _by_interest(self, difference: TraceDifference) -> list[int]:
-        """The other ranks that may show a stack, first those that differ."""
-        traces = self._view.traces
-        ranks = [r for r in range(len(traces)) if r != self._view.rank and not traces[r].has_left]
-        return sorted(ranks, key=lambda rank: rank not in difference.odd)[:_MAX_STACKS]
 
     def _wait_for_stacks(self, ranks: Sequence[int], *, refresh: bool = False) -> None:
         """Wait until the ranks stand still and show where, but not for long."""

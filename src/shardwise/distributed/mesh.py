@@ -119,6 +119,18 @@ def default_mesh() -> DeviceMesh:
     return latest_mesh() or init_distributed()
 
 
+def data_parallel_rank(mesh: DeviceMesh) -> int:
+    """This rank's number among those that have batches of their own.
+
+    Ranks:
+        Local.
+    """
+    ranks, rank = data_parallel_mesh(mesh), 0
+    for axis in range(ranks.ndim):
+        rank = rank * ranks.size(axis) + ranks.get_local_rank(axis)
+    return rank
+
+
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The one or two axes of `mesh` over which parameters are sharded and replicated.
 

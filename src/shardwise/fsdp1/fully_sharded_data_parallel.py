@@ -44,7 +44,8 @@ from shardwise.sharding.registry import ShardedState, remember
 from shardwise.sharding.repointing import watch_optimizers
 from shardwise.training.step import clip_grad_norm_
 
-Places = list[tuple[nn.Module, str, nn.Parameter]]
+# Arguments of the constructor that a policy does not hand on to the units below.
+_ROOTS_OWN = ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
 
 
 @contextmanager
@@ -78,28 +79,6 @@ def summon(
     Ranks:
         Collective, on entering and, with `writeback`, on leaving.
     """
-    _refuse(writeback, rank0_only, offload_to_cpu, with_grads)
-    units = list(units)
-    grads = _whole_gradients(module, recurse) if with_grads else []
-    with full_params(module, writeback=writeback, rank0_only=rank0_only, recurse=recurse):
-        if offload_to_cpu:
-            _offload(module, recurse)
-        for owner, name, _, grad in grads:
-            owner._parameters[name].grad = grad  # pyrefly: ignore[missing-attribute]
-        before = [unit.is_summoned for unit in units]
-        for unit in units:
-            unit.is_summoned = True
-        try:
-            yield
-            if writeback:
-                for owner, name, sharded, _ in grads:
-                    _write_gradient(sharded, owner._parameters[name].grad)  # pyrefly: ignore[missing-attribute]
-        finally:
-            for unit, was_summoned in zip(units, before, strict=True):
-                unit.is_summoned = was_summoned
-
-
-def _refuse(writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
     where = "summon_full_params"
     if writeback and rank0_only:
         raise ConfigError(
@@ -115,26 +94,32 @@ def _refuse(writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads:
             why="a gradient is where its parameter is, on every rank",
             fix="leave the other one out",
         )
-
-
-def own_slots(module: nn.Module, recurse: bool) -> Places:
-    """Where parameters are registered, without the units inside unless `recurse`."""
-    slots = find_slots(module, recurse)
-    return [(owner, name, parameter) for parameter, places in slots.items() for owner, name in places]
-
-
-def _whole_gradients(
-    module: nn.Module, recurse: bool
-) -> list[tuple[nn.Module, str, nn.Parameter, torch.Tensor | None]]:
     reshard(module)
-    whole: dict[int, torch.Tensor | None] = {}
-    found = []
-    for owner, name, parameter in own_slots(module, recurse):
-        if id(parameter) not in whole:
-            grad = parameter.grad
-            whole[id(parameter)] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        found.append((owner, name, parameter, whole[id(parameter)]))
-    return found
+    slots = find_slots(module, recurse)
+    grads = {sharded: _whole(sharded.grad) for sharded in slots} if with_grads else {}
+    before = {unit: unit.is_summoned for unit in units}
+    with full_params(module, writeback=writeback, rank0_only=rank0_only, recurse=recurse):
+        shown: dict[nn.Parameter, Any] = {}
+        for sharded, ((owner, name), *_) in slots.items():
+            shown[sharded] = owner._parameters[name]
+            if offload_to_cpu and not shown[sharded].is_meta:
+                shown[sharded].data = shown[sharded].data.cpu()
+            if with_grads:
+                shown[sharded].grad = grads[sharded]
+        for unit in before:
+            unit.is_summoned = True
+        try:
+            yield
+            if writeback and with_grads:
+                for sharded, ((owner, name), *_) in slots.items():
+                    _write_gradient(sharded, owner._parameters[name].grad)  # pyrefly: ignore[missing-attribute]
+        finally:
+            for unit, was_summoned in before.items():
+                unit.is_summoned = was_summoned
+
+
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _write_gradient(sharded: nn.Parameter, whole: torch.Tensor | None) -> None:
@@ -142,13 +127,6 @@ def _write_gradient(sharded: nn.Parameter, whole: torch.Tensor | None) -> None:
         sharded.grad = None if whole is None else sharded.grad
     elif whole is not sharded.grad:
         local_tensor(sharded.grad).copy_(local_part(whole, sharded.grad))
-
-
-def _offload(module: nn.Module, recurse: bool) -> None:
-    for owner, name, _ in own_slots(module, recurse):
-        parameter = owner._parameters[name]
-        if parameter is not None and not parameter.is_meta:
-            parameter.data = parameter.data.cpu()
 
 
 class FullyShardedDataParallel(OptimizerStates):
@@ -202,6 +180,7 @@ class FullyShardedDataParallel(OptimizerStates):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in _ROOTS_OWN}
         super().__init__()
         compat.check_torch()
         settings = read_settings(sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
@@ -212,27 +191,13 @@ class FullyShardedDataParallel(OptimizerStates):
         self.mesh = find_mesh(settings.strategy, process_group, device_mesh, self.compute_device.type)
         self._take_settings(settings, use_orig_params)
         if auto_wrap_policy is not None:
-            arguments = {
-                "process_group": process_group,
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                "ignored_states": self._ignored_params,
-                "device_mesh": device_mesh,
-            }
-            auto_wrap(module, auto_wrap_policy, ignored, arguments, FullyShardedDataParallel, FSDPUnit)
+            arguments["ignored_states"] = self._ignored_params
+            auto_wrap(module, auto_wrap_policy, ignored, arguments, FullyShardedDataParallel)
         initialise_unit(module, self.compute_device, self._is_apart, self._ignored_params, param_init_fn)
         self._fsdp_wrapped_module = module
         if sync_module_states:
-            own = [parameter for _, _, parameter in own_slots(module, False) if parameter not in self._ignored_params]
-            sync_from_first_rank(module, dict.fromkeys(own), self.mesh, self.compute_device)
+            own = [parameter for parameter in find_slots(module, False) if parameter not in self._ignored_params]
+            sync_from_first_rank(module, own, self.mesh, self.compute_device)
         self._shard(settings)
 
     def _take_settings(self, settings: Settings, use_orig_params: bool) -> None:

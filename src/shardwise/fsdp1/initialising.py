@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from shardwise.distributed.agreement import gather_objects
 from shardwise.distributed.launchers import read_launch
 from shardwise.distributed.mesh import data_parallel_sizes
 from shardwise.errors import ConfigError, ShardError
-from shardwise.fsdp1.units import FSDPUnit, clean_name
+from shardwise.fsdp1.settings import FREES
+from shardwise.fsdp1.units import clean_name, units_in
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.settings import dtype_name
 from shardwise.sharding.forward_hooks import Casts, ForwardHooks, register_post_backward
@@ -50,7 +51,24 @@ def find_mesh(
     Ranks:
         Collective the first time a set of groups is seen.
     """
-    _refuse_contradictions(strategy, process_group, device_mesh)
+    where = "FullyShardedDataParallel(process_group=, device_mesh=)"
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError("both are given", where=where, why="each names the ranks", fix="leave one of them out")
+    is_pair = isinstance(process_group, tuple) and len(process_group) == 2
+    if strategy in HYBRID and process_group is not None and not is_pair:
+        raise ConfigError(
+            f"{strategy.name} is given one process group",
+            where=where,
+            why="it shards over one group and replicates over another",
+            fix="process_group=(shard_group, replicate_group), or a device_mesh of two axes",
+        )
+    if strategy in HYBRID and device_mesh is not None and device_mesh.ndim != 2:
+        raise ConfigError(
+            f"{strategy.name} is given a mesh of {device_mesh.ndim} axis",
+            where=where,
+            why="it replicates over the first axis and shards over the second",
+            fix=f'init_device_mesh("{device_mesh.device_type}", (num_copies, num_shards))',
+        )
     if device_mesh is not None and device_mesh.mesh_dim_names is not None:
         data_parallel_sizes(device_mesh)
     world = dist.group.WORLD
@@ -68,36 +86,17 @@ def find_mesh(
     return made[key]
 
 
-def _refuse_contradictions(strategy: ShardingStrategy, process_group: Any, device_mesh: DeviceMesh | None) -> None:
-    where = "FullyShardedDataParallel(process_group=, device_mesh=)"
-    if process_group is not None and device_mesh is not None:
-        raise ConfigError("both are given", where=where, why="each names the ranks", fix="leave one of them out")
-    if strategy not in HYBRID:
-        return
-    pair = isinstance(process_group, tuple) and len(process_group) == 2
-    if process_group is not None and not pair:
-        raise ConfigError(
-            f"{strategy.name} is given one process group",
-            where=where,
-            why="it shards over one group and replicates over another",
-            fix="process_group=(shard_group, replicate_group), or a device_mesh of two axes",
-        )
-    if device_mesh is not None and device_mesh.ndim != 2:
-        raise ConfigError(
-            f"{strategy.name} is given a mesh of {device_mesh.ndim} axis",
-            where=where,
-            why="it replicates over the first axis and shards over the second",
-            fix=f'init_device_mesh("{device_mesh.device_type}", (num_copies, num_shards))',
-        )
-
-
 def _make(
     strategy: ShardingStrategy, process_group: Any, device_mesh: DeviceMesh | None, device_type: str
 ) -> DeviceMesh:
     if strategy is ShardingStrategy.NO_SHARD:
-        return _replicated(process_group, device_mesh, device_type)
+        return _replicated(process_group if device_mesh is None else device_mesh.get_group(0), device_type)
     if device_mesh is not None:
-        return device_mesh if strategy not in HYBRID else _named(device_mesh)
+        if strategy not in HYBRID or device_mesh.mesh_dim_names is not None:
+            return device_mesh
+        # FSDP1 took a mesh without names, FSDP2 tells the axes by theirs.
+        groups = [device_mesh.get_group(axis) for axis in range(2)]
+        return DeviceMesh.from_group(groups, device_mesh.device_type, mesh=device_mesh.mesh, mesh_dim_names=_AXES)
     if strategy in HYBRID:
         return _pair(process_group, device_type) if process_group is not None else _by_machine(device_type)
     if process_group is None or process_group is dist.group.WORLD:
@@ -105,17 +104,8 @@ def _make(
     return DeviceMesh.from_group(process_group, device_type, mesh_dim_names=("shard",))
 
 
-def _named(mesh: DeviceMesh) -> DeviceMesh:
-    """FSDP1 took a mesh without names, FSDP2 tells the axes by theirs."""
-    if mesh.mesh_dim_names is not None:
-        return mesh
-    groups = [mesh.get_group(axis) for axis in range(2)]
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=_AXES)
-
-
-def _replicated(process_group: Any, device_mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
+def _replicated(group: dist.ProcessGroup | None, device_type: str) -> DeviceMesh:
     """As many copies as there are ranks: a replicate axis of all, a shard axis of one."""
-    group = device_mesh.get_group(0) if device_mesh is not None else process_group
     if group is None or group is dist.group.WORLD:
         return init_device_mesh(device_type, (dist.get_world_size(), 1), mesh_dim_names=_AXES)
     alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="mesh_shard")
@@ -187,38 +177,33 @@ def register(units: Sequence[Any], state: object, hook: Callable[..., None]) -> 
     Ranks:
         Local.
     """
+
+    def refused(what: str, why: str, fix: str) -> ConfigError:
+        return ConfigError(what, where="register_comm_hook", why=why, fix=fix)
+
     if not callable(hook):
-        raise _refused(f"the hook is {hook!r}", "it is called with every gradient", "pass a function")
+        raise refused(f"the hook is {hook!r}", "it is called with every gradient", "pass a function")
     for unit in units:
+        what = f"the strategy is {unit.sharding_strategy.name}"
         if unit.sharding_strategy in HYBRID:
             fix = "use MixedPrecision(reduce_dtype=...) to send fewer bytes"
-            raise _refused(f"the strategy is {unit.sharding_strategy.name}", "FSDP1 has no hooks for it either", fix)
+            raise refused(what, "FSDP1 has no hooks for it either", fix)
+        if unit.sharding_strategy is ShardingStrategy.NO_SHARD and hook not in (*_COMPRESS, *_AS_EVER):
+            fix = "use DistributedDataParallel, whose hooks do that"
+            raise refused(what, "FSDP2 reduces between copies by itself", fix)
         if unit.has_comm_hook:
-            raise _refused("a hook is registered already", "a gradient is reduced once", "register one")
+            raise refused("a hook is registered already", "a gradient is reduced once", "register one")
     for unit in units:
-        _register(unit, state, hook)
         unit.has_comm_hook = True
-
-
-def _register(unit: Any, state: object, hook: Callable[..., None]) -> None:
-    groups = compat.state_param_groups(compat.fsdp_state(unit))
-    if hook in _COMPRESS:
-        for group in groups:
-            compat.set_reduce_dtype(group, _COMPRESS[hook])
-    elif hook in _AS_EVER:
-        return
-    elif unit.sharding_strategy is ShardingStrategy.NO_SHARD:
-        fix = "use DistributedDataParallel, whose hooks do that"
-        raise _refused("the strategy is NO_SHARD", "FSDP2 reduces between copies by itself", fix)
-    elif groups:
-        unit.set_custom_reduce_scatter(HookedReduceScatter(state, hook))
-        # FSDP2 must neither divide before nor after: the hook does.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-
-
-def _refused(what: str, why: str, fix: str) -> ConfigError:
-    return ConfigError(what, where="register_comm_hook", why=why, fix=fix)
+        groups = compat.state_param_groups(compat.fsdp_state(unit))
+        if hook in _COMPRESS:
+            for group in groups:
+                compat.set_reduce_dtype(group, _COMPRESS[hook])
+        elif hook not in _AS_EVER and groups:
+            unit.set_custom_reduce_scatter(HookedReduceScatter(state, hook))
+            # FSDP2 must neither divide before nor after: the hook does.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
 
 
 _SYNCED = "_shardwise_synced"
@@ -255,7 +240,7 @@ def initialise_unit(
     )
     if not on_meta:
         return
-    ties = _find_ties(modules)
+    places = [(owner, name, p) for owner in modules for name, p in owner._parameters.items() if p is not None]
     if param_init_fn is not None:
         for owner in modules:
             param_init_fn(owner)
@@ -264,20 +249,9 @@ def initialise_unit(
             for owner in modules:
                 if any(True for _ in (*owner.parameters(recurse=False), *owner.buffers(recurse=False))):
                     _reset(owner, device)
-    for places in ties:  # `to_empty` makes a parameter for each name; ranks that were not on meta still have one
-        (first, first_name), *others = places
-        for owner, name in others:
-            owner._parameters[name] = first._parameters[first_name]
-
-
-def _find_ties(modules: list[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
-    """Where each parameter that has several names is registered."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in modules:
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((owner, name))
-    return [found for found in places.values() if len(found) > 1]
+    made: dict[nn.Parameter, Any] = {}
+    for owner, name, old in places:  # `to_empty` makes a parameter for each name of a tied one
+        owner._parameters[name] = made.setdefault(old, owner._parameters[name])
 
 
 def _reset(owner: nn.Module, device: torch.device) -> None:
@@ -346,7 +320,8 @@ def plan_of(root: Any) -> Plan:
     for name, parameter in nn.Module.named_parameters(root, remove_duplicate=False):
         names.setdefault(parameter, []).append(clean_name(name))
     paths = {module: clean_name(f"{path}.").rstrip(".") for path, module in root.named_modules()}
-    groups = [_group(unit, paths[unit], names, is_root=unit is root) for unit in _inner_first(root)]
+    inner_first = sorted(units_in(root), key=lambda unit: paths[unit].count(".") + bool(paths[unit]), reverse=True)
+    groups = [_group(unit, paths[unit], names, is_root=unit is root) for unit in inner_first]
     ignored = [parameter for parameter in names if not isinstance(parameter, DTensor)]
     return Plan(
         model=type(root.module).__name__,
@@ -358,18 +333,6 @@ def plan_of(root: Any) -> Plan:
     )
 
 
-def _inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[FSDPUnit]:
-    """The units at and below a module, each after those inside it."""
-    seen = set() if seen is None else seen
-    if module in seen:
-        return
-    seen.add(module)
-    for child in module.children():
-        yield from _inner_first(child, seen)
-    if isinstance(module, FSDPUnit):
-        yield module
-
-
 def _group(unit: Any, path: str, names: dict[nn.Parameter, list[str]], *, is_root: bool = False) -> Group | None:
     sharded = compat.state_param_groups(compat.fsdp_state(unit))
     parameters = tuple(
@@ -378,7 +341,7 @@ def _group(unit: Any, path: str, names: dict[nn.Parameter, list[str]], *, is_roo
     if not parameters and not is_root:
         return None
     precision = unit.mixed_precision
-    keeps = is_root or unit.sharding_strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+    keeps = is_root or unit.sharding_strategy not in FREES
     reduce_dtype = precision.reduce_dtype or precision.param_dtype
     return Group(
         modules=(path,),

@@ -1,7 +1,5 @@
 """FSDP1's constructor arguments and wrapping policies."""
 
-import copy
-import functools
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +18,6 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from shardwise import compat
 from shardwise.errors import ConfigError, ShardError
 from shardwise.sharding.nested_tensors import cast_floating
 
@@ -42,11 +39,8 @@ def warn_once(about: str, text: str) -> None:
         warnings.warn(f"shardwise.fsdp1: {about}: {text}", UserWarning, stacklevel=4)
 
 
-_KEEPS_GATHERED = (
-    ShardingStrategy.SHARD_GRAD_OP,
-    compat.HYBRID_SHARD_ZERO2,
-    ShardingStrategy.NO_SHARD,
-)
+FREES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+"""Strategies that free the parameters of all units but the root after forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +54,7 @@ class Settings:
     @property
     def reshard_after_forward(self) -> bool | None:
         """None frees all units but the root after forward, as FSDP1's FULL_SHARD does."""
-        return False if self.strategy in _KEEPS_GATHERED else None
+        return None if self.strategy in FREES else False
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
@@ -189,12 +183,7 @@ def find_ignored(
     return Ignored(modules, parameters)
 
 
-Wrap = Callable[..., nn.Module]
-
-
-def auto_wrap(
-    root: nn.Module, policy: Any, ignored: Ignored, arguments: dict[str, Any], wrap: Wrap, unit_class: type
-) -> None:
+def auto_wrap(root: nn.Module, policy: Any, ignored: Ignored, arguments: dict[str, Any], unit_class: type) -> None:
     """Wrap the modules below `root` that the policy chooses, each with the root's arguments or its own.
 
     Args:
@@ -202,28 +191,14 @@ def auto_wrap(
         policy: A `ModuleWrapPolicy`, a `CustomPolicy`, or a function of `module`, `recurse`, `nonwrapped_numel`.
         ignored: Never looked into.
         arguments: What the constructor of the root was given.
-        wrap: Makes a unit of a module.
-        unit_class: What `wrap` makes; a model that holds one already is refused.
+        unit_class: Makes a unit of a module; a model that holds one already is refused.
 
     Raises:
         ShardError: A part of the model is wrapped already.
 
     Ranks:
-        Local, apart from what `wrap` does.
+        Local, apart from what the constructor does.
     """
-    _refuse_wrapped(root, unit_class)
-    precision = arguments["mixed_precision"]
-    exempt = tuple(precision._module_classes_to_ignore) if precision is not None else ()
-    exempted = _keep_precise(root, exempt)
-    if hasattr(policy, "_run_policy"):
-        _wrap_chosen(root, _run(policy, root, ignored, arguments, exempted), wrap)
-        return
-    overrides = {module: arguments | {"mixed_precision": None} for module in exempted}
-    chooses = functools.partial(_chooses, policy, exempt)
-    _wrap_below(root, chooses, ignored, lambda module: wrap(module, **overrides.get(module, arguments)))
-
-
-def _refuse_wrapped(root: nn.Module, unit_class: type) -> None:
     for name, module in root.named_modules():
         if isinstance(module, unit_class):
             raise ShardError(
@@ -232,20 +207,20 @@ def _refuse_wrapped(root: nn.Module, unit_class: type) -> None:
                 why="a policy decides about the whole model, innermost modules first",
                 fix="leave out auto_wrap_policy, or the wrapping by hand",
             )
-
-
-def _run(
-    policy: Any, root: nn.Module, ignored: Ignored, arguments: dict[str, Any], exempted: Iterable[nn.Module]
-) -> dict[nn.Module, dict[str, Any]]:
-    """What each chosen module is to be wrapped with."""
-    chosen: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored.modules, dict(arguments))
+    precision = arguments["mixed_precision"]
+    exempt = tuple(precision._module_classes_to_ignore) if precision is not None else ()
+    exempted = [module for module in _keep_precise(root, exempt) if module not in ignored.modules]
+    if hasattr(policy, "_run_policy"):
+        chosen = dict.fromkeys(exempted, arguments) | policy._run_policy(root, ignored.modules, dict(arguments))
+    else:
+        chosen = dict.fromkeys(_chosen_by_function(root, policy, exempt, ignored), arguments)
     for module in exempted:
-        if module not in ignored.modules:
-            chosen[module] = chosen.get(module, copy.copy(arguments)) | {"mixed_precision": None}
-    return chosen
+        if module in chosen:
+            chosen[module] = chosen[module] | {"mixed_precision": None}
+    _wrap_chosen(root, chosen, unit_class)
 
 
-def _wrap_chosen(root: nn.Module, chosen: dict[nn.Module, dict[str, Any]], wrap: Wrap) -> None:
+def _wrap_chosen(root: nn.Module, chosen: dict[nn.Module, dict[str, Any]], unit_class: type) -> None:
     """Replace every chosen module below `root` by its unit, children first; under all its names."""
     units: dict[nn.Module, nn.Module] = {root: root}
 
@@ -257,41 +232,36 @@ def _wrap_chosen(root: nn.Module, chosen: dict[nn.Module, dict[str, Any]], wrap:
                 units[child] = child
                 visit(child)
                 if child in chosen:
-                    units[child] = wrap(child, **chosen[child])
+                    units[child] = unit_class(child, **chosen[child])
             setattr(parent, name, units[child])
 
     visit(root)
 
 
-def _chooses(policy: Callable[..., bool], exempt: tuple[type, ...], **question: Any) -> bool:
-    """Ask a policy function; what keeps its precision is chosen whatever it says."""
-    if policy(**question):
-        return True
-    return bool(exempt) and (question["recurse"] or isinstance(question["module"], exempt))
+def _chosen_by_function(
+    root: nn.Module, policy: Callable[..., bool], exempt: tuple[type, ...], ignored: Ignored
+) -> list[nn.Module]:
+    """What a function chooses that sees how many elements below a module are not in units; and what is exempt."""
+    chosen: list[nn.Module] = []
+    seen: set[nn.Module] = set()
 
-
-def _wrap_below(root: nn.Module, chooses: Callable[..., bool], ignored: Ignored, wrap: Wrap) -> None:
-    """Wrap by a function that sees how many elements below a module are not wrapped yet."""
-
-    seen: dict[nn.Module, nn.Module] = {}
-
-    def visit(module: nn.Module, is_root: bool) -> tuple[nn.Module, int]:
+    def visit(module: nn.Module) -> int:
+        """Choose at and below a module; return how many of its elements are in units then."""
+        seen.add(module)
         left = sum(parameter.numel() for parameter in module.parameters() if parameter not in ignored.parameters)
-        if not chooses(module=module, recurse=True, nonwrapped_numel=left):
-            return module, 0
-        wrapped = 0
-        for name, child in list(module._modules.items()):
-            if child is None or child in ignored.modules:
-                continue
-            if child not in seen:
-                seen[child], num = visit(child, False)
-                wrapped += num
-            setattr(module, name, seen[child])
-        if not is_root and chooses(module=module, recurse=False, nonwrapped_numel=left - wrapped):
-            return wrap(module), left
-        return module, wrapped
+        if not (exempt or policy(module=module, recurse=True, nonwrapped_numel=left)):
+            return 0
+        children = [child for child in module.children() if child not in ignored.modules]
+        wrapped = sum(visit(child) for child in children if child not in seen)
+        if module is root:
+            return wrapped
+        if isinstance(module, exempt) or policy(module=module, recurse=False, nonwrapped_numel=left - wrapped):
+            chosen.append(module)
+            return left
+        return wrapped
 
-    visit(root, True)
+    visit(root)
+    return chosen
 
 
 def _keep_precise(root: nn.Module, exempt: tuple[type, ...]) -> list[nn.Module]:

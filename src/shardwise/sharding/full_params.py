@@ -19,6 +19,7 @@ from shardwise.distributed.agreement import gather_over_mesh, raise_together
 from shardwise.errors import CheckpointError, ConfigError, ShardError
 from shardwise.sharding.inventory import (
     ShardLayout,
+    broadcast_from_first,
     layout_of,
     local_part,
     local_tensor,
@@ -417,20 +418,10 @@ def _write_back(changed: dict[nn.Parameter, torch.Tensor], rank0_only: bool) -> 
     mesh = _widest_mesh(changed) if rank0_only else None
     for parameter, new in changed.items():
         if mesh is not None:
-            new = _from_first_rank(new, mesh, parameter)
+            is_here = not new.is_meta
+            new = new.detach().to(parameter.dtype) if is_here else torch.empty_like(new, device=mesh.device_type)
+            broadcast_from_first(new, mesh, range(mesh.ndim))
         local_tensor(parameter).copy_(local_part(new.detach(), parameter))
-
-
-def _from_first_rank(tensor: torch.Tensor, mesh: DeviceMesh, parameter: nn.Parameter) -> torch.Tensor:
-    """The first rank's values, on every rank of the mesh."""
-    device = mesh.device_type
-    if tensor.is_meta:
-        tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-    sent = tensor.detach().to(device=device, dtype=parameter.dtype).contiguous()
-    # Along one axis after the other: the first row has it after the first axis, everybody after the last.
-    for axis in range(mesh.ndim):
-        dist.broadcast(sent, group_src=0, group=mesh.get_group(axis))
-    return sent
 
 
 def _widest_mesh(tensors: Iterable[torch.Tensor]) -> DeviceMesh | None:

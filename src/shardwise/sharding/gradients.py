@@ -84,72 +84,39 @@ class BackwardEnd:
         # Looked up each time: materialising a model, or moving it, registers new parameters.
         registered = [module._parameters[name] for module, name in self._places]
         trainable = [parameter for parameter in registered if parameter is not None and parameter.requires_grad]
-        locals_ = [_local_gradient(parameter) for parameter in trainable]
-        device = self._device
-        present = torch.tensor([float(gradient is not None) for gradient in locals_], device=device)
-        for dtype, members in _buckets(trainable).items():
-            self._average(members, trainable, locals_, dtype)
+        device = next((g.device for g in self._groups), torch.device("cpu"))
+        present = torch.tensor([float(parameter.grad is not None) for parameter in trainable], device=device)
+        wide = {parameter for parameter in trainable if parameter.dtype in (torch.float64, torch.complex128)}
+        self._average([parameter for parameter in trainable if parameter not in wide], torch.float32)
+        self._average([parameter for parameter in trainable if parameter in wide], torch.float64)
         counts = torch.cat([present, self._unused.flags(device)])
         self._sum(counts)
-        held = counts[: len(trainable)].tolist()
-        for parameter, count in zip(trainable, held, strict=True):
+        for parameter, count in zip(trainable, counts[: len(trainable)].tolist(), strict=True):
             if count == 0:
                 parameter.grad = None  # nobody used it: as in one process
         self._unused.settle(counts[len(trainable) :])
 
-    def _average(
-        self, members: list[int], trainable: list[nn.Parameter], locals_: list[torch.Tensor | None], dtype: torch.dtype
-    ) -> None:
-        """Average the gradients of `members` in one buffer of a dtype wide enough."""
-        flat: list[torch.Tensor] = []
-        for index in members:
-            gradient = locals_[index]
-            if gradient is None:
-                gradient = torch.zeros_like(_local(trainable[index]), requires_grad=False)
-                locals_[index] = gradient
-            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            flat.append(real.reshape(-1).to(dtype))
-        buffer = torch.cat(flat)
+    @torch.no_grad()
+    def _average(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+        """Average the gradients in one buffer of a dtype wide enough; a missing one counts as zeros."""
+        parts: list[torch.Tensor] = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            parts.append(torch.view_as_real(local) if local.is_complex() else local)
+        if not parts:
+            return
+        buffer = torch.cat([part.reshape(-1).to(dtype) for part in parts])
         self._sum(buffer)
         buffer /= self._num_ranks
-        for index, piece in zip(members, buffer.split([part.numel() for part in flat]), strict=True):
-            gradient = locals_[index]
-            assert gradient is not None
-            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            real.copy_(piece.view_as(real))
-            _set_gradient(trainable[index], gradient)
+        for part, mean in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
+            part.copy_(mean.view_as(part))
 
     def _sum(self, tensor: torch.Tensor) -> None:
         if tensor.numel():
             for group in self._process_groups:
                 dist.all_reduce(tensor, group=group)
-
-
-def _buckets(parameters: list[nn.Parameter]) -> dict[torch.dtype, list[int]]:
-    """Indices by the dtype they are averaged in: 16-bit gradients are summed in float32."""
-    buckets: dict[torch.dtype, list[int]] = {}
-    for index, parameter in enumerate(parameters):
-        real = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
-        wide = torch.float64 if real is torch.float64 else torch.float32
-        buckets.setdefault(wide, []).append(index)
-    return buckets
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    return None if parameter.grad is None else _local(parameter.grad)
-
-
-def _set_gradient(parameter: nn.Parameter, local: torch.Tensor) -> None:
-    if parameter.grad is not None:
-        return  # it was averaged in place
-    if isinstance(parameter, DTensor):
-        parameter.grad = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
-    else:
-        parameter.grad = local
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from shardwise.sharding.materialize import materialize
 
 _PLAIN = ("reshard_after_forward", "offload", "forward_prefetch", "backward_prefetch")
 _KEYS = (*_PLAIN, "cpu_offload", "mixed_precision", "mp_policy")
+_AXES = ("replicate", "shard")
 
 
 def chosen_modules(model: nn.Module, translation: Translation) -> dict[str, dict[str, Any]] | None:
@@ -57,8 +58,8 @@ def chosen_modules(model: nn.Module, translation: Translation) -> dict[str, dict
     return chosen if has_opinion else None
 
 
-def recomputed_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
-    """The modules to recompute in backward, by name.
+def recomputed_modules(model: nn.Module, plan: Plan, translation: Translation) -> dict[str, nn.Module]:
+    """The modules whose activations are recomputed in backward or offloaded, by name.
 
     The outermost that the model chooses by `_activation_checkpointing` and `activation_checkpointing_fn`; the blocks
     of the plan where it has neither.
@@ -69,12 +70,23 @@ def recomputed_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     Ranks:
         Local.
     """
+    asked = {
+        "activation_checkpointing": translation.recompute,
+        "activation_cpu_offload": translation.offload_activations,
+    }
+    if not any(asked.values()):
+        return {}
     answers, has_opinion = _answers(model, "_activation_checkpointing", "activation_checkpointing_fn")
-    if not has_opinion:
+    if has_opinion:
+        chosen = {name: {} for name, answer in answers.items() if name and answer}
+        modules = {name: model.get_submodule(name) for name in chosen if not _nearest(name, chosen)}
+    else:
         blocks = find_blocks(model, plan, action="checkpoint_activations")
-        return {name: block for name, block in blocks.items() if getattr(block, "_activation_checkpointing", True)}
-    chosen = {name: {} for name, answer in answers.items() if name and answer}
-    return {name: model.get_submodule(name) for name in chosen if not _nearest(name, chosen)}
+        modules = {name: block for name, block in blocks.items() if getattr(block, "_activation_checkpointing", True)}
+    first = f", first {next(iter(modules))}" if modules else ": activation_checkpointing_fn chooses none"
+    for key in [key for key, is_asked in asked.items() if is_asked]:
+        translation.note(key, f"of {len(modules)} modules{first}")
+    return modules
 
 
 def _answers(model: nn.Module, mark_name: str, function_name: str) -> tuple[dict[str, Any], bool]:
@@ -127,28 +139,24 @@ def _read_wrap_value(translation: Translation, name: str, answer: dict[str, Any]
     fields: dict[str, Any] = {}
     for key, value in answer.items():
         where = f"fsdp_wrap_fn({name}).{key}"
+        given = fields_of(value)
+        name_of_precision = value.upper() if isinstance(value, str) else ""
         if key in _PLAIN:
             fields[key] = value
         elif key == "cpu_offload":
-            fields["offload"] = bool((fields_of(value) or {"offload_params": value}).get("offload_params"))
-        elif key in ("mixed_precision", "mp_policy"):
-            fields |= _precision(translation, where, value)
-        else:
+            fields["offload"] = bool((given or {"offload_params": value}).get("offload_params"))
+        elif key not in _KEYS:
             near = difflib.get_close_matches(key, _KEYS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(_KEYS)}"
             translation.problem(where, "is no setting of a single group", hint)
+        elif name_of_precision == "FULL":
+            fields["param_dtype"] = "storage"
+        elif given is not None:
+            fields |= read_fields(translation, where, given)
+        else:
+            what = f"{value!r} does not name a dtype" if name_of_precision in NAMED else f"is {value!r}"
+            translation.problem(where, what, 'give {"param_dtype": "bf16", "reduce_dtype": "fp32"} or "FULL"')
     return fields
-
-
-def _precision(translation: Translation, where: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, str) and value.upper() == "FULL":
-        return {"param_dtype": "storage"}
-    if (given := fields_of(value)) is not None:
-        return read_fields(translation, where, given)
-    named = isinstance(value, str) and value.upper() in NAMED
-    what = f"{value!r} does not name a dtype" if named else f"is {value!r}"
-    translation.problem(where, what, 'give {"param_dtype": "bf16", "reduce_dtype": "fp32"} or "FULL"')
-    return {}
 
 
 def join_ties(model: nn.Module, chosen: dict[str, dict[str, Any]], translation: Translation) -> None:
@@ -213,8 +221,10 @@ def prepare_fully_shard(
     shard_config = _complete(translation, model, mesh)
     translation.raise_problems()
     plan = run_on_all(lambda: make_plan(model, shard_config, mesh=mesh), mesh)
-    recomputed = _recomputed(translation, model, plan)
-    plan = _explained(plan, translation)
+    recomputed = recomputed_modules(model, plan, translation)
+    # What became of each setting, in one order on all ranks.
+    reasons = (translation.precision_reason or plan.reasons[0], *plan.reasons[1:], *sorted(translation.notes))
+    plan = replace(plan, reasons=reasons, warnings=(*plan.warnings, *sorted(translation.warnings)))
     for text in translation.warnings:
         warnings.warn(text, UserWarning, stacklevel=2)
     if translation.sync_from_rank_zero:
@@ -243,53 +253,34 @@ def _read(config: Any, model: nn.Module) -> Translation:
     )
 
 
-def _explained(plan: Plan, translation: Translation) -> Plan:
-    """The plan with what became of each setting, in one order on all ranks."""
-    reasons = (translation.precision_reason or plan.reasons[0], *plan.reasons[1:], *sorted(translation.notes))
-    return replace(plan, reasons=reasons, warnings=(*plan.warnings, *sorted(translation.warnings)))
-
-
-def _recomputed(translation: Translation, model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
-    """The modules whose activations are recomputed or offloaded."""
-    if not (translation.recompute or translation.offload_activations):
-        return {}
-    modules = recomputed_modules(model, plan)
-    for key, asked in (
-        ("activation_checkpointing", translation.recompute),
-        ("activation_cpu_offload", translation.offload_activations),
-    ):
-        if asked:
-            first = f", first {next(iter(modules))}" if modules else ": activation_checkpointing_fn chooses none"
-            translation.note(key, f"of {len(modules)} modules{first}")
-    return modules
-
-
 def _find_mesh(translation: Translation) -> DeviceMesh:
     """The mesh that was given, or one of the given degrees and strategy, or the run's."""
-    if translation.mesh is not None:
-        mesh = _named(translation.mesh, translation.strategy)
-    else:
+    strategy, given = translation.strategy, translation.mesh
+    if given is None:
         mesh = _mesh_of_degrees(translation, default_mesh())
+    elif strategy == "NO_SHARD" and given.ndim == 1:
+        mesh = DeviceMesh(given.device_type, given.mesh.unsqueeze(1), mesh_dim_names=_AXES)
+    elif given.ndim == 2 and given.mesh_dim_names is None:  # FSDP1's meshes have no axis names
+        mesh = DeviceMesh(given.device_type, given.mesh, mesh_dim_names=_AXES)
+    else:
+        mesh = given
     mesh = data_parallel_mesh(mesh)
     replicate, shard = (1, *mesh.shape)[-2:]
-    strategy = translation.strategy
-    for name, asked, size in (
-        ("replicate", translation.replicate, replicate),
-        ("shard", translation.shard, shard),
-    ):
+    for name, asked, size in (("replicate", translation.replicate, replicate), ("shard", translation.shard, shard)):
         if asked is not None and asked != size:
             what = f"is {asked}, but the mesh has {size}"
             translation.problem(f"data_parallel_{name}_degree", what, "leave it out, or pass another mesh")
-    if strategy in HYBRID and translation.mesh is not None and mesh.ndim == 1 and translation.replicate != 1:
+    what = fix = ""
+    if strategy in HYBRID and given is not None and mesh.ndim == 1 and translation.replicate != 1:
+        what = f"{strategy} needs a mesh with a replicate axis"
         fix = f"set data_parallel_replicate_degree, the number of copies, to a divisor of {mesh.size()}"
-        translation.problem("sharding_strategy", f"{strategy} needs a mesh with a replicate axis", fix)
     if strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and replicate > 1:
         what = f"{strategy} shards over all ranks, but the mesh has {replicate} copies"
-        translation.problem("sharding_strategy", what, "use HYBRID_SHARD, or a mesh of one axis")
+        fix = "use HYBRID_SHARD, or a mesh of one axis"
     if strategy == "NO_SHARD" and shard > 1:
-        translation.problem(
-            "sharding_strategy", f"NO_SHARD, but the mesh shards over {shard} ranks", "use HYBRID_SHARD"
-        )
+        what, fix = f"NO_SHARD, but the mesh shards over {shard} ranks", "use HYBRID_SHARD"
+    if what:
+        translation.problem("sharding_strategy", what, fix)
     return mesh
 
 
@@ -308,21 +299,12 @@ def _mesh_of_degrees(translation: Translation, run_mesh: DeviceMesh) -> DeviceMe
             return run_mesh
         over = f"{num_ranks // shard} machines of {shard}" if shard < num_ranks else f"one machine of {shard}"
         translation.note("sharding_strategy", f"{strategy}: replicated over {over} ranks, which share one copy")
-    if strategy in (*HYBRID, "NO_SHARD") and replicate is None and shard is not None:
-        replicate = max(num_ranks // shard, 1)
     if replicate is None and shard is None:
         return run_mesh
+    if replicate is None and strategy in (*HYBRID, "NO_SHARD"):
+        replicate = max(num_ranks // (shard or 1), 1)
     device: Any = run_mesh.device_type
     return make_mesh(MeshConfig(replicate=replicate or 1, shard=shard, device=device))
-
-
-def _named(mesh: DeviceMesh, strategy: str | None) -> DeviceMesh:
-    """FSDP1's meshes have no axis names: (shard), or (replicate, shard); under NO_SHARD one axis replicates."""
-    if strategy == "NO_SHARD" and mesh.ndim == 1:
-        return DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(1), mesh_dim_names=("replicate", "shard"))
-    if mesh.mesh_dim_names is not None or mesh.ndim != 2:
-        return mesh
-    return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("replicate", "shard"))
 
 
 def _complete(translation: Translation, model: nn.Module, mesh: DeviceMesh) -> ShardConfig:

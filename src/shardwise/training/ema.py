@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpointing.staging import wait_for_copies
-from shardwise.errors import CheckpointError, ConfigError, ShardError
+from shardwise.errors import CheckpointError, ConfigError, ShardError, raise_listed
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_part, local_tensor
 
@@ -119,13 +119,8 @@ class EMA:
 
     def _find_averaged(self) -> dict[str, torch.Tensor]:
         reshard(self.model)  # a gathered root would show plain copies that no optimizer updates
-        found: dict[str, torch.Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                found[name] = parameter
-        if self._include_buffers:
-            found.update(self.model.named_buffers())
-        return found
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return parameters | (dict(self.model.named_buffers()) if self._include_buffers else {})
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's part of every average, with its part of the model's value."""
@@ -186,13 +181,13 @@ def _check_matches(shadow: dict[str, torch.Tensor], loaded: Mapping[str, torch.T
             problems.append(f"{name}: shape {tuple(theirs.shape)}, expected {tuple(ours.shape)}")
         elif isinstance(theirs, DTensor) and not _is_placed_like(theirs, ours):
             problems.append(f"{name}: placed {theirs.placements} on {theirs.device_mesh}")
-    if problems:
-        raise CheckpointError(
-            f"{len(problems)} of the averages cannot be loaded",
-            where="\n".join(problems[:20]),
-            why="an average belongs to the parameter of the same name, shape and placement",
-            fix="load it with torch.distributed.checkpoint, which reshards, or pass full tensors",
-        )
+    raise_listed(
+        problems,
+        "{num} of the averages cannot be loaded",
+        why="an average belongs to the parameter of the same name, shape and placement",
+        fix="load it with torch.distributed.checkpoint, which reshards, or pass full tensors",
+        kind=CheckpointError,
+    )
 
 
 def _is_placed_like(theirs: DTensor, ours: torch.Tensor) -> bool:

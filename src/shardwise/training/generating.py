@@ -14,6 +14,7 @@ from shardwise.distributed.agreement import on_rank_zero
 from shardwise.errors import ConfigError
 from shardwise.models.modes import evaluation_mode
 from shardwise.sharding.full_params import reshard
+from shardwise.training.objective import logits_of
 
 _NO_LIMIT = 1 << 30
 
@@ -61,7 +62,7 @@ def generate(
     with evaluation_mode(model), contextlib.ExitStack() as leaving:
         leaving.callback(reshard, model)
         for _ in range(max_new_tokens):
-            logits = _logits(model(ids[:, -window:].to(device)))[:, -1].float().cpu()
+            logits = logits_of(model(ids[:, -window:].to(device)), where="generate(model)")[:, -1].float().cpu()
             drawn = _from_rank_zero(_draw(logits, temperature, generator))
             if end_id is not None:
                 drawn[ended] = end_id
@@ -97,18 +98,6 @@ def _window(model: nn.Module) -> int:
         if isinstance(size := getattr(config, name, None), int):
             return size
     return _NO_LIMIT
-
-
-def _logits(output: Any) -> Tensor:
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
-        raise ConfigError(
-            "the model cannot continue a text: it does not return logits of shape (rows, length, vocabulary)",
-            where="generate(model)",
-            why="the next token is drawn from the model's output, a tensor or an object with `logits`",
-            fix="set training.sample = null, or call the model's own method",
-        )
-    return logits
 
 
 def _check(prompt_ids: Tensor, temperature: float) -> None:

@@ -1,26 +1,381 @@
-"""`fit`: a whole training run on one page. It owns the loop only; every part of it can be used by itself."""
+"""`fit`: a whole training run. Seeds, profiler, evaluation, samples, saves, export, and the loop that calls them."""
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import ProfilerAction, profile
 
-from shardwise.config.run import RunConfig
-from shardwise.diagnosing.explained import explained
-from shardwise.diagnosing.guard import guard
-from shardwise.distributed.agreement import raise_together
+from shardwise.checkpointing.weights import save_weights
+from shardwise.config.run import MetricsConfig, RunConfig
+from shardwise.diagnosing.guard import explained, guard
+from shardwise.distributed.agreement import gather_objects, on_rank_zero, raise_together
 from shardwise.distributed.stop_requests import StopRequest, stop_requests
+from shardwise.errors import CheckpointError, ConfigError, TrainingError
+from shardwise.models.modes import evaluation_mode
 from shardwise.progress import NoProgress, Progress
-from shardwise.training.milestones import evaluate_now, finish, go_back, is_due, save
-from shardwise.training.objective import Batch, allows_step
+from shardwise.sharding.full_params import reshard
+from shardwise.training.ema import EMA
+from shardwise.training.generating import generate
+from shardwise.training.objective import Batch, Objective, allows_step
 from shardwise.training.run import TrainingRun, open_run
 from shardwise.training.run_folder import Training
-from shardwise.training.runtime import Profile, frozen_garbage, same_bits, seed_step
-from shardwise.training.step import accumulate, clip_grad_norm_, scale_grads_
+from shardwise.training.step import accumulate, clip_grad_norm_, lockstep, scale_grads_
+
+
+@contextmanager
+def frozen_garbage() -> Iterator[None]:
+    """What exists now is not looked at again until the block ends; what is made inside is collected as ever.
+
+    A full collection takes longer than a short step, and each rank makes the others wait for its own.
+
+    Ranks:
+        Local.
+    """
+    gc.collect(1)  # what is young; a look at everything would hold up the first step by a tenth of a second
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def profiled(
+    config: MetricsConfig, folder: Path, *, rank: int = 0, steps_done: int = 0
+) -> Iterator[Callable[[], None]]:
+    """Profile the steps that the config names into `profile/rank0.json`, which Perfetto and Chrome open.
+
+    Args:
+        config: Which steps.
+        folder: Of the run.
+        rank: Of this process; only rank 0 records.
+        steps_done: Where the run goes on.
+
+    Yields:
+        A function to call after each step.
+
+    Ranks:
+        Local.
+    """
+    first, last = config.profile_step or 0, (config.profile_step or 0) + max(1, config.profile_steps) - 1
+    if rank != 0 or config.profile_step is None or last <= steps_done:
+        yield lambda: None
+        return
+    path = folder / "profile" / "rank0.json"
+
+    def write(profiler: profile) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+
+    def action(number: int) -> ProfilerAction:
+        step = steps_done + 1 + number
+        if step == last:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.RECORD if first <= step < last else ProfilerAction.NONE
+
+    with profile(schedule=action, on_trace_ready=write) as profiler:
+        yield profiler.step
+
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def seed_for(seed: int, *purpose: object) -> int:
+    """A seed below 2**63 for one purpose, as in `seed_for(0, "dropout", rank, step)`; others have nothing in common.
+
+    Ranks:
+        Local: ranks that name the same purpose get the same seed.
+    """
+    text = repr((int(seed), *purpose)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+def seed_step(seed: int, rank: int, step: int) -> None:
+    """Seed torch's, Python's and NumPy's random numbers for one step on one rank.
+
+    What a step draws (dropout, mostly) depends on the run's seed, the rank and the step alone: a resumed run draws the
+    same, from whatever format it was loaded.
+
+    Args:
+        seed: The run's.
+        rank: Among data-parallel ranks; those that share a layer's matrices must drop the same.
+        step: From 0.
+
+    Ranks:
+        Local.
+    """
+    number = seed_for(seed, "step", rank, step)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed asks for every kind of device, each time
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
+    elif torch.accelerator.is_available():
+        torch.manual_seed(number)
+    random.seed(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number % 2**32)
+
+
+@contextmanager
+def same_bits(wanted: bool) -> Iterator[None]:
+    """Allow only kernels that give the same bits every time, until the block ends.
+
+    Args:
+        wanted: False changes nothing.
+
+    Ranks:
+        Local.
+    """
+    if not wanted:
+        yield
+        return
+    had, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    # CUDA's matrix products need a workspace of fixed size; it must not have made any yet.
+    sets_workspace = torch.cuda.is_available() and _WORKSPACE not in os.environ
+    if sets_workspace:
+        os.environ[_WORKSPACE] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(had, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = benchmark
+        if sets_workspace:
+            os.environ.pop(_WORKSPACE, None)
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    objective: Objective,
+    *,
+    mesh: DeviceMesh,
+    max_batches: int | None = None,
+    ema: EMA | None = None,
+) -> float:
+    """The mean loss over the tokens of all batches of all ranks.
+
+    Args:
+        model: Evaluated in eval mode; each module gets its own mode back.
+        batches: Finite, and of the same length on every rank; rows that only fill up have labels of -100.
+        objective: Makes losses.
+        mesh: Of all ranks.
+        max_batches: At most so many.
+        ema: Evaluate this average instead of the weights.
+
+    Returns:
+        The loss, the same on every rank; NaN where there is no token.
+
+    Ranks:
+        Collective.
+    """
+    device = torch.device(mesh.device_type)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    with torch.no_grad(), evaluation_mode(model), ExitStack() as leaving:
+        leaving.callback(reshard, model)  # a forward without backward leaves the root gathered
+        leaving.enter_context(ema.swap() if ema is not None else nullcontext())
+        each = iter(batches)
+        if isinstance(each, Generator):
+            leaving.callback(each.close)  # its threads end now, also when only some batches are wanted
+        for batch in lockstep(islice(each, max_batches)):  # if one rank cannot read its batch, all raise
+            loss_sum, num_tokens = objective(model, batch)
+            sums += torch.stack([loss_sum.detach().to(sums), num_tokens.to(sums)])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(sums)  # ranks with the same batch count it alike above and below
+    loss, tokens = sums.tolist()
+    return loss / tokens if tokens else float("nan")
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
+    """Write a model's weights as safetensors, with its config and its tokenizer beside them.
+
+    Args:
+        model: Sharded or not.
+        folder: Weights that lie there are replaced.
+        tokenizer: `data.tokenizer` of the run; `bytes` has no file.
+
+    Raises:
+        CheckpointError: The folder cannot be written; the same on every rank.
+
+    Ranks:
+        Collective.
+    """
+    save_weights(model, folder, overwrite=True)
+    if tokenizer != "bytes":
+        on_rank_zero(lambda: _copy_tokenizer(Path(tokenizer), folder))
+
+
+def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    source = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    try:
+        for name in _TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        if tokenizer.is_file():  # whatever its name was
+            shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot copy the tokenizer: {error.strerror or error}",
+            where=str(folder),
+            why="the exported folder holds what transformers needs: weights, config and tokenizer",
+            fix=f"copy {tokenizer} there by hand",
+        ) from None
+
+
+EXPORT = "export"
+"""The folder in a run's folder into which weights are exported."""
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Whether something that happens every so many steps happens after this one."""
+    return every is not None and step % every == 0
+
+
+def evaluate_now(run: TrainingRun) -> float | None:
+    """Take the loss on held-out data and record it; None without such data.
+
+    Ranks:
+        Collective.
+    """
+    if run.evaluation is None:
+        return None
+    run.step_logger.log(run.step_metrics.flush())
+    loss = evaluate(
+        run.model,
+        run.evaluation,
+        run.objective,
+        mesh=run.mesh,
+        max_batches=run.config.training.evaluation_batches,
+        ema=run.ema,
+    )
+    run.step_metrics.restart_clock()  # the time since the last step is no step's
+    run.step_logger.log_evaluation(run.step, loss)
+    return loss
+
+
+def save(run: TrainingRun, metric: float | None = None) -> None:
+    """Save the run as it is now.
+
+    Ranks:
+        Collective.
+    """
+    run.checkpoints.save(run.step, run.state, metric)
+
+
+def go_back(run: TrainingRun, bad_step: int) -> None:
+    """Take up the last checkpoint again, and leave the batch of the bad step out this time.
+
+    Raises:
+        TrainingError: There is none.
+
+    Ranks:
+        Collective.
+    """
+    found = run.checkpoints.newest()
+    if found is None:
+        raise TrainingError(
+            f"step {bad_step} is not finite, and there is no checkpoint to go back to",
+            where=str(run.checkpoints.folder),
+            why="training.on_bad_loss = rewind takes up the last checkpoint of the run",
+            fix="set training.on_bad_loss = skip, which leaves the step out",
+        )
+    run.data.leave_out(bad_step - 1)
+    run.step_metrics.flush()  # of steps that are undone
+    run.checkpoints.load(found, run.state)
+    run.schedule.apply()
+    run.step_logger.go_back(run.step, run.schedule.steps_done)
+    run.step = run.schedule.steps_done
+    run.step_metrics.restart_clock()
+
+
+def finish(run: TrainingRun, stop: StopRequest) -> Training:
+    """Evaluate, save, sample and export at the end of a run; only save where it was stopped before.
+
+    Ranks:
+        Collective.
+    """
+    run.step_logger.log(run.step_metrics.flush())
+    stopped = _why(stop) if run.step < run.config.training.steps else None
+    metric = evaluate_now(run) if stopped is None else None
+    save(run, metric)
+    run.checkpoints.wait()
+    sample = exported = None
+    if stopped is None:
+        with run.ema.swap() if run.ema is not None else nullcontext():
+            sample = continue_sample(run)
+            if run.config.checkpoint.export:
+                exported = str(run.folder / EXPORT)
+                export(run.model, run.folder / EXPORT, run.config.data.tokenizer)
+    told, latest = run.step_logger, run.checkpoints.latest
+    return Training(
+        model=run.config.model,
+        num_params=run.num_params,
+        num_ranks=run.mesh.size(),
+        steps=run.step,
+        total_steps=run.config.training.steps,
+        resumed_step=run.resumed_step,
+        first_loss=told.first_loss,
+        last_loss=told.last_loss,
+        evaluation_loss=metric,
+        bad_steps=run.bad_losses.num_bad,
+        tokens=told.tokens,
+        seconds=told.seconds,
+        folder=str(run.folder),
+        metrics=str(run.metrics.path),
+        checkpoint=None if latest is None else str(latest),
+        sample=sample,
+        exported=exported,
+        stopped=stopped,
+    )
+
+
+def continue_sample(run: TrainingRun) -> str | None:
+    """What the model makes of `training.sample`; None where nobody asks, or where it does not write text.
+
+    Ranks:
+        Collective. The same text on every rank.
+    """
+    text, tokenizer = run.config.training.sample, run.loader.tokenizer
+    if text is None or tokenizer is None:
+        return None
+    prompt, config = torch.tensor(tokenizer.encode(text), dtype=torch.int64), run.config
+    window = config.data.sequence_length  # what lies further back was never seen in training
+    try:
+        ids = generate(run.model, prompt, config.training.sample_tokens, seed=config.seed, window=window)
+    except ConfigError:  # a model of another kind; the run itself is complete
+        return None
+    return tokenizer.decode(ids.tolist())
+
+
+def _why(stop: StopRequest) -> str:
+    """Why the run stops, as the first rank that was asked knows."""
+    return next((why for why in gather_objects(stop.why) if why), "stopped")
 
 
 def fit(
@@ -71,7 +426,7 @@ def train(run: TrainingRun, stop: StopRequest) -> None:
     """
     model, optimizer, settings, every = run.model, run.optimizer, run.config.training, run.config.checkpoint.every
     max_norm = settings.max_grad_norm or math.inf
-    with Profile(run.config.metrics, run.folder, rank=run.mesh.get_rank(), steps_done=run.step) as profile:
+    with profiled(run.config.metrics, run.folder, rank=run.mesh.get_rank(), steps_done=run.step) as step_done:
         while run.step < settings.steps and not run.step_metrics.stop_agreed:
             seed_step(run.config.seed, run.rank, run.step)
             batch = run.data.next()  # this rank's rows of the next global batch
@@ -87,7 +442,7 @@ def train(run: TrainingRun, stop: StopRequest) -> None:
             is_last, is_kept = run.step == settings.steps, is_due(run.step, every)
             bad_steps = log_step(run, loss, norm, wait=is_last or is_kept)
             run.schedule.step()
-            profile.step()
+            step_done()
 
             if bad_steps and settings.on_bad_loss == "rewind":
                 go_back(run, bad_steps[-1])

@@ -1,56 +1,31 @@
-"""Metrics as JSON lines and for trackers."""
+"""Metrics as JSON lines and for trackers, and what is measured in a step: time, tokens, FLOPs, memory."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 import os
+import resource
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.config.run import MetricsConfig
+from shardwise.config.run import MetricsConfig, RunConfig
 from shardwise.distributed.agreement import raise_together
-from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
-
-
-class Tracker(Protocol):
-    """Gets every record of a run."""
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take a record over."""
-        ...
-
-    def close(self) -> None:
-        """Send or write what is left."""
-        ...
-
-
-def open_trackers(config: MetricsConfig, folder: Path, steps_done: int) -> list[Tracker]:
-    """The trackers that the config names.
-
-    Args:
-        config: Which.
-        folder: Of the run; trackers keep their files in folders inside.
-        steps_done: Where the run goes on.
-
-    Raises:
-        EnvironmentProblem: One of them is not installed.
-
-    Ranks:
-        Local: call it on rank 0.
-    """
-    trackers: list[Tracker] = []
-    if config.tensorboard:
-        trackers.append(TensorBoard(folder / "tensorboard", steps_done))
-    if config.wandb is not None:
-        trackers.append(WeightsAndBiases(config.wandb, folder))
-    return trackers
+from shardwise.distributed.mesh import data_parallel_mesh
+from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError, import_optional
+from shardwise.progress import Progress
+from shardwise.training.optimizers import parameter_kinds
+from shardwise.units import format_bytes, format_count, format_seconds
 
 
 class TensorBoard:
@@ -62,7 +37,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, steps_done: int) -> None:
-        _import("tensorboard", "metrics.tensorboard", "tensorboard")
+        _import("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1 if steps_done else None)
@@ -86,7 +61,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, project: str, folder: Path) -> None:
-        wandb = _import("wandb", "metrics.wandb", "wandb")
+        wandb = _import("wandb")
         name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
         try:
             self._run = wandb.init(project=project, id=name, name=folder.name, dir=str(folder), resume="allow")
@@ -107,16 +82,14 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _import(module: str, where: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"{module} is not installed ({error})",
-            where=where,
-            why="the run's config asks for it, and it is an extra of shardwise",
-            fix=f"pip install 'shardwise[{extra}]', or leave {where} out: metrics.jsonl is always written",
-        ) from None
+def _import(module: str) -> Any:
+    setting = f"metrics.{module}"
+    return import_optional(
+        module,
+        where=setting,
+        why="the run's config asks for it, and it is an extra of shardwise",
+        fix=f"pip install 'shardwise[{module}]', or leave {setting} out: metrics.jsonl is always written",
+    )
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
@@ -129,8 +102,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 FILE_NAME = "metrics.jsonl"
 
-Number = float | int
-Value = Number | str | bool | None
+Value = float | int | str | bool | None
 
 
 class Metrics:
@@ -161,20 +133,21 @@ class Metrics:
         self.on_record: Callable[[int, Mapping[str, Any]], None] | None = None
         """Hears every record, with its step, on every rank."""
         self._file: IO[str] | None = None
-        self._trackers: list[Tracker] = []
+        self._trackers: list[TensorBoard | WeightsAndBiases] = []
         error: ShardwiseError | None = None
         if rank == 0:
             try:
                 self._open(steps_done)
             except OSError as problem:
-                error = _unwritable(self.path, problem)
+                error = ConfigError(
+                    f"metrics cannot be written: {problem}",
+                    where=str(self.path),
+                    why="every run keeps its metrics in its folder",
+                    fix="set folder to a place that this user can write to, with room left",
+                )
             except ShardwiseError as problem:
                 error = problem
         raise_together(error)
-
-    def is_due(self, step: int) -> bool:
-        """Whether a record of that step is wanted, so that nobody gathers numbers in vain."""
-        return step % max(1, self.config.every) == 0
 
     def record(self, step: int, **values: Any) -> None:
         """Write a record.
@@ -221,7 +194,10 @@ class Metrics:
 
     def _open(self, steps_done: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._trackers = open_trackers(self.config, self.path.parent, steps_done)
+        if self.config.tensorboard:
+            self._trackers.append(TensorBoard(self.path.parent / "tensorboard", steps_done))
+        if self.config.wandb is not None:
+            self._trackers.append(WeightsAndBiases(self.config.wandb, self.path.parent))
         keep_records(self.path, steps_done)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by `close`
 
@@ -255,10 +231,332 @@ def _encoded(value: Value) -> Value:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _unwritable(path: Path, problem: OSError) -> ConfigError:
-    return ConfigError(
-        f"metrics cannot be written: {problem}",
-        where=str(path),
-        why="every run keeps its metrics in its folder",
-        fix="set folder to a place that this user can write to, with room left",
+@dataclass(frozen=True, slots=True)
+class StepReading:
+    """The numbers of one step, the same on every rank."""
+
+    step: int
+    """From 1."""
+    loss: float
+    """Mean over the tokens of all ranks."""
+    grad_norm: float
+    """Before clipping."""
+    tokens: int
+    """Learnt in this step, over all ranks."""
+    seconds: float
+    """That it took this rank."""
+
+
+class StepMetrics:
+    """Adds up tokens and losses over ranks, in two all-reduces of a few numbers a step.
+
+    The sums stay on the device. From an accelerator, copies travel to the host meanwhile and are read a step later.
+
+    Args:
+        mesh: Of all ranks. Ranks that share a layer's matrices share their batch: it counts once.
+
+    Ranks:
+        `count` and `mean` are collective, the rest is local.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.num_ranks = data_parallel_mesh(mesh).size()
+        """Ranks that have batches of their own."""
+        self.stop_agreed = False
+        """Whether some rank was asked to stop: what all ranks know from the steps read so far."""
+        self.failed = False
+        """Whether some rank had no batch in one of the steps read so far."""
+        self._device = torch.device(mesh.device_type)
+        self._copies = mesh.size() // self.num_ranks
+        self._tokens = self._stop = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._in_flight: tuple[int, Tensor, torch.Event | None] | None = None
+        self._start = time.perf_counter()
+
+    def count(self, num_tokens: Tensor, *, failed: bool = False) -> Tensor:
+        """The tokens of this step on all ranks, from those on this one; on the device.
+
+        Args:
+            num_tokens: 0-d, on any device.
+            failed: This rank has no batch. The number is NaN then, and so is all that is divided by it.
+        """
+        own = num_tokens.to(self._device, torch.float64, copy=True)
+        self._tokens = self._sum(own.fill_(math.nan) if failed else own)
+        return self._tokens
+
+    def mean(self, loss: Tensor, *, stop: bool = False) -> Tensor:
+        """The mean of all ranks' losses, on the device; and all hear whether one was asked to stop.
+
+        Args:
+            loss: This rank's part, 0-d.
+            stop: This rank was asked to stop.
+        """
+        asked = torch.full((), float(stop), dtype=torch.float64, device=self._device)  # a copy from here could wait
+        sums = self._sum(torch.stack([loss.detach().to(self._device, torch.float64), asked]))
+        self._stop = sums[1]
+        return sums[0] / self.num_ranks
+
+    def restart_clock(self) -> None:
+        """Count the time since the last step to no step."""
+        self._start = time.perf_counter()
+
+    def add(self, step: int, loss: Tensor, grad_norm: Tensor) -> list[StepReading]:
+        """Start copying the numbers of a step to the host; return those that have arrived.
+
+        Args:
+            step: Which, from 1. On the CPU its numbers come at once, else with the next step.
+            loss: From `mean`.
+            grad_norm: The same on every rank.
+        """
+        readings = self.flush()
+        row = torch.stack([number.detach().to(self._tokens) for number in (loss, grad_norm, self._tokens, self._stop)])
+        if row.device.type == "cpu":
+            self._in_flight = step, row, None
+            return readings + self.flush()
+        on_host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True).copy_(row, non_blocking=True)
+        self._in_flight = step, on_host, torch.Event(self._device)
+        torch.accelerator.current_stream().record_event(self._in_flight[2])
+        return readings
+
+    def flush(self) -> list[StepReading]:
+        """The numbers that were not returned yet, if any; waits for them."""
+        if self._in_flight is None:
+            return []
+        (step, row, copied), self._in_flight = self._in_flight, None
+        if copied is not None:
+            copied.synchronize()
+        now = time.perf_counter()
+        seconds, self._start = now - self._start, now  # the host is at most a step ahead of the device
+        loss, norm, tokens, stop = row.tolist()
+        self.stop_agreed = self.stop_agreed or stop > 0
+        if math.isnan(tokens):
+            self.failed = True
+            return []
+        return [StepReading(step, loss, norm, round(tokens), seconds)]
+
+    def _sum(self, numbers: Tensor) -> Tensor:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(numbers)
+        return numbers / self._copies if self._copies > 1 else numbers
+
+
+# Dense bfloat16 with float32 sums, in FLOP/s, from the makers' data sheets. The first name found in the device's wins.
+_PEAKS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2.5e15),
+    ("B200", 2.25e15),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("A40", 150e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("V100", 125e12),
+    ("MI300X", 1307e12),
+    ("MI325X", 1307e12),
+    ("MI250X", 383e12),
+)
+_NUM_LAYERS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
+_WIDTH = ("hidden_size", "width", "n_embd", "d_model")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS_PER_TOKEN = ("experts_per_token", "num_experts_per_tok", "num_experts_per_token", "top_k")
+
+
+def flops_per_token(model: nn.Module, sequence_length: int) -> float:
+    """Floating-point operations that one training step needs for one token.
+
+    The formula is `6 N + 12 L W S`, where N counts the parameters of matrices that a token meets, L layers, W their
+    width, S the sequence length.
+
+    - A parameter costs 2 operations forward, 2 for the gradient of its input and 2 for its own; one that is frozen 4.
+    - Embedding tables are looked up, not multiplied, and count only when they are also the output matrix. Of experts,
+      as many count as see one token.
+    - Attention costs `2 * 2 L W S` forward and twice that backward; causal attention is counted in full and activation
+      recomputing not at all, as is usual, so that figures can be compared.
+
+    L, W and experts are read from `model.config`; without them attention, or the choice of experts, is left out.
+
+    Args:
+        model: Sharded or not.
+        sequence_length: Tokens in a sequence.
+
+    Ranks:
+        Local.
+    """
+    config = getattr(model, "config", None)
+    multiplied = sum(
+        parameter.numel() * share * (6 if parameter.requires_grad else 4) for parameter, share in _met(model, config)
     )
+    layers, width = _first(config, _NUM_LAYERS) or 0, _first(config, _WIDTH) or 0
+    return multiplied + 12.0 * layers * width * sequence_length
+
+
+def peak_flops(device: torch.device | str) -> float | None:
+    """What a device can do in a second in bfloat16, if it is a known GPU.
+
+    Ranks:
+        Local.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in _PEAKS if known in name), None)
+
+
+def mfu(tokens_per_s: float, flops_of_token: float, num_devices: int, peak: float | None) -> float | None:
+    """Model FLOPs utilisation: `tokens_per_s * flops_of_token / (num_devices * peak)`; None without a peak.
+
+    Args:
+        tokens_per_s: Over all ranks.
+        flops_of_token: From `flops_per_token`.
+        num_devices: Over all ranks.
+        peak: Of one device.
+    """
+    return tokens_per_s * flops_of_token / (num_devices * peak) if peak else None
+
+
+def _met(model: nn.Module, config: Any) -> Iterator[tuple[nn.Parameter, float]]:
+    """Parameters that are multiplied with a token's vector, and which part of each."""
+    num_experts, chosen = _first(config, _NUM_EXPERTS) or 0, _first(config, _EXPERTS_PER_TOKEN) or 0
+    share = chosen / num_experts if num_experts > 1 and chosen else 1.0
+    experts = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_experts > 1
+        for parameter in module.parameters()
+    }
+    as_output = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    for parameter, kind in parameter_kinds(model).items():
+        is_stack = parameter.ndim == 3 and parameter.shape[0] == num_experts > 1
+        if kind == "vectors" or (kind == "embeddings" and id(parameter) not in as_output):
+            continue
+        yield parameter, share if is_stack or id(parameter) in experts else 1.0
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+_SMOOTHING = 0.9
+"""How much of the rate that is shown is the one shown before; records hold each step's own."""
+
+
+class StepLogger:
+    """Writes the numbers of each step to the metrics and the progress bar.
+
+    Args:
+        model: For the FLOPs of a token.
+        metrics: Gets a record of each step that is due.
+        progress: Is moved with every step.
+        config: The run.
+        device: Device whose memory and speed are reported.
+
+    Ranks:
+        Local. The numbers are the same on every rank, except times and memory.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        metrics: Metrics,
+        progress: Progress,
+        *,
+        config: RunConfig,
+        device: torch.device,
+    ) -> None:
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.evaluation_loss: float | None = None
+        self.tokens = 0
+        """Learnt by this process's steps, over all ranks."""
+        self.seconds = 0.0
+        """Of this process's steps, without evaluations."""
+        self.data_wait_s = 0.0
+        """Of them, waiting for batches."""
+        self._metrics, self._progress, self._device = metrics, progress, device
+        self._flops = flops_per_token(model, config.data.sequence_length)
+        self._num_ranks, self._num_steps = dist.get_world_size(), config.training.steps
+        self._peak = metrics.config.peak_flops or peak_flops(device)
+        self._unrecorded_tokens, self._unrecorded_s = 0, 0.0
+        self._step_s, self._num_counted = 0.0, 0
+        self._memory, self._looked_up_s = 0, -1.0
+        self._pending: dict[int, dict[str, Any]] = {}
+
+    def expect(self, step: int, **values: Any) -> None:
+        """Values that belong in the record of a step, whose reading comes later."""
+        self._pending[step] = values
+
+    def log(self, readings: list[StepReading]) -> None:
+        """Record finished steps and move the bar."""
+        for reading in readings:
+            self._count(reading)
+            values = self._pending.pop(reading.step, {})
+            self.data_wait_s += values.get("data_wait_s", 0.0)
+            rate = self._unrecorded_tokens / self._unrecorded_s if self._unrecorded_s else 0.0
+            memory = self._used_memory()
+            if reading.step % max(1, self._metrics.config.every) == 0 or reading.step == self._num_steps:
+                self._metrics.record(
+                    reading.step,
+                    loss=reading.loss,
+                    learning_rate=values.pop("learning_rate", None),
+                    grad_norm=reading.grad_norm,
+                    tokens=reading.tokens,
+                    tokens_per_s=round(rate, 1),
+                    mfu=mfu(rate, self._flops, self._num_ranks, self._peak),
+                    memory_bytes=memory,
+                    **values,
+                )
+                self._unrecorded_tokens, self._unrecorded_s = 0, 0.0
+            self._progress.advance(note=self._note(reading, memory))
+
+    def log_evaluation(self, step: int, loss: float) -> None:
+        """Record an evaluation."""
+        self.evaluation_loss = loss
+        self._metrics.record(step, evaluation_loss=loss)
+
+    def go_back(self, step: int, to_step: int) -> None:
+        """The run goes back to a checkpoint: steps after it are made again."""
+        self._metrics.rewind(to_step)
+        self._pending.clear()
+        self._progress.advance(to_step - step, note=f"back to step {to_step}")
+
+    def _count(self, reading: StepReading) -> None:
+        took = reading.seconds
+        self.first_loss = reading.loss if self.first_loss is None else self.first_loss
+        self.last_loss = reading.loss
+        self.tokens, self.seconds = self.tokens + reading.tokens, self.seconds + took
+        self._unrecorded_tokens += reading.tokens
+        self._unrecorded_s += took
+        # The first step makes caches and buffers; the second knows nothing of it.
+        self._step_s = took if self._num_counted < 2 else _SMOOTHING * self._step_s + (1 - _SMOOTHING) * took
+        self._num_counted += 1
+
+    def _used_memory(self) -> int:
+        """The peak so far, looked up at most once a second: tiny steps take less than the question."""
+        now = time.monotonic()
+        if now - self._looked_up_s >= 1.0:
+            self._memory, self._looked_up_s = used_memory(self._device), now
+        return self._memory
+
+    def _note(self, reading: StepReading, memory: int) -> str:
+        left_s = round((self._num_steps - reading.step) * self._step_s)
+        rate = format_count(reading.tokens / self._step_s) if self._step_s else "?"
+        left = format_seconds(left_s) if left_s else "0 s"
+        return f"loss {reading.loss:.3f}  {rate} tokens/s  {format_bytes(memory)}  {left} left"
+
+
+def used_memory(device: torch.device) -> int:
+    """The most bytes that this process has held so far: of the device, or of main memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

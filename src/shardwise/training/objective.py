@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError, TrainingError
 from shardwise.models.load import find_callable
 from shardwise.training.data import Loader
 from shardwise.training.data.samples import IGNORED, Batch
-from shardwise.training.step_metrics import StepReading
+from shardwise.training.metrics import StepReading
 
 Call = Callable[[nn.Module, Batch], tuple[Tensor, Tensor | int]]
 
@@ -70,7 +70,7 @@ class Objective:
         inputs = {name: batch[name] for name in _MODEL_INPUTS if name in batch and name in self._accepted}
         tokens = () if "input_ids" in inputs else (batch["input_ids"],)  # reference models call it otherwise
         output = model(*tokens, **inputs, **self._settings)
-        return next_token_loss(_logits(output), batch["labels"]), self.count(batch)
+        return next_token_loss(logits_of(output), batch["labels"]), self.count(batch)
 
     def _loss_of_model(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean over the rows that the model's own forward returns."""
@@ -96,14 +96,19 @@ def num_rows(batch: Mapping[str, Tensor]) -> int:
     return next(iter(batch.values())).shape[0]
 
 
-def _logits(output: Any) -> Tensor:
+def logits_of(output: Any, *, where: str = "training.objective") -> Tensor:
+    """The logits in a model's output.
+
+    Raises:
+        ConfigError: It has none.
+    """
     logits = output if isinstance(output, Tensor) else _get(output, "logits")
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         raise ConfigError(
             "the model does not return logits of shape (rows, length, vocabulary)",
-            where="training.objective",
-            why="the next token is learnt from the model's output, a tensor or an object with `logits`",
-            fix="set training.objective = module:callable",
+            where=where,
+            why="the next token follows from the model's output, a tensor or an object with `logits`",
+            fix="set training.objective = module:callable, and training.sample = null",
         )
     return logits
 

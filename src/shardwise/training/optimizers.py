@@ -1,20 +1,347 @@
-"""Optimizers by name, and which parameters each optimizer takes."""
+"""Optimizers by name, which parameters each takes, and Muon on sharded parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
 from shardwise import compat
 from shardwise.config.run import OptimizerConfig
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, raise_listed
 from shardwise.sharding.full_params import reshard
-from shardwise.training.muon import Muon
+from shardwise.sharding.inventory import ShardLayout, layout_of, local_part, local_tensor, sharded_axes
+
+BUCKET_BYTES = 256 * 1024**2
+"""What a rank sends and receives in one exchange, at most, unless one matrix has more."""
+
+Work = Callable[[Tensor], Tensor]
+
+
+def map_unsharded_matrices(
+    parameters: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    work: Work,
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[tuple[int, Tensor]]:
+    """Apply `work` to whole matrices, of which each rank brings and gets its own part.
+
+    Args:
+        parameters: Say how each matrix is laid out; matrices, or stacks of them along the first dim.
+        parts: This rank's part of each matrix.
+        work: From a matrix or stack to one of the same shape. Called once for each matrix in all the ranks that share
+            it, replicas included; only where two mesh axes cut one matrix does every rank repeat it.
+        dtype: In which matrices travel, there and back.
+        bucket_bytes: What a rank may hold of matrices on their way.
+
+    Yields:
+        Index and this rank's part of the result, in no particular order; all indices come.
+
+    Ranks:
+        Collective, lazily: every rank must consume all of it, and bring the same parameters.
+    """
+    shared: dict[tuple[DeviceMesh, int], list[_Matrix]] = {}
+    for index, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
+        layout = layout_of(parameter) if isinstance(parameter, DTensor) else None
+        if _is_whole(parameter, layout):
+            yield index, work(part.to(dtype)) if part.numel() else part
+        elif layout is not None:
+            matrix = _Matrix(index, parameter.shape, layout)
+            shared.setdefault((layout.mesh, layout.axis), []).append(matrix)
+        else:
+            assert isinstance(parameter, DTensor)
+            whole = compat.dtensor_like(part.to(dtype), parameter).full_tensor()
+            yield index, local_part(work(whole), parameter)
+    for (mesh, axis), matrices in shared.items():
+        replicas = next((other for other in range(mesh.ndim) if other != axis and mesh.size(other) > 1), None)
+        num_ranks = mesh.size(axis) * (1 if replicas is None else mesh.size(replicas))
+        for bucket in _buckets(matrices, bucket_bytes // dtype.itemsize * num_ranks):
+            _choose_owners(bucket, num_ranks, mesh.size(axis))
+            yield from _exchange(bucket, parts, work, mesh, axis, replicas, dtype)
+
+
+def _is_whole(parameter: Tensor, layout: ShardLayout | None) -> bool:
+    """Whether this rank holds nothing but whole matrices of it."""
+    if not isinstance(parameter, DTensor) or not sharded_axes(parameter) or parameter.device_mesh.size() == 1:
+        return True
+    return layout is not None and parameter.ndim == 3 and layout.dim == 0
+
+
+@dataclass(slots=True)
+class _Matrix:
+    """A matrix cut over one mesh axis: where it stands in the caller's lists, how it is cut, who works on it."""
+
+    index: int
+    shape: torch.Size
+    layout: ShardLayout
+    owner: int = 0
+    """The part whose rank works on it."""
+    replica: int = 0
+    """In which copy of the mesh's shards."""
+
+    @property
+    def work(self) -> int:
+        """Multiplications, up to a constant factor."""
+        return self.shape.numel() * min(self.shape[-2:])
+
+    def part_shape(self, part: int) -> list[int]:
+        shape = list(self.shape)
+        shape[self.layout.dim] = self.layout.bounds(part)[1]
+        return shape
+
+    def part_numel(self, part: int) -> int:
+        return torch.Size(self.part_shape(part)).numel()
+
+
+def _buckets(matrices: Iterable[_Matrix], max_numel: int) -> Iterator[list[_Matrix]]:
+    bucket: list[_Matrix] = []
+    for matrix in matrices:
+        if bucket and sum(other.shape.numel() for other in bucket) + matrix.shape.numel() > max_numel:
+            yield bucket
+            bucket = []
+        bucket.append(matrix)
+    if bucket:
+        yield bucket
+
+
+def _choose_owners(bucket: list[_Matrix], num_ranks: int, num_parts: int) -> None:
+    """Give the most laborious matrix left to the least busy rank: the same choice on every rank."""
+    busy = [0] * num_ranks
+    for matrix in sorted(bucket, key=lambda each: (-each.work, each.index)):
+        worker = min(range(num_ranks), key=lambda each: (busy[each], each))
+        matrix.replica, matrix.owner = divmod(worker, num_parts)
+        busy[worker] += matrix.work
+
+
+def _exchange(
+    bucket: list[_Matrix],
+    parts: Sequence[Tensor],
+    work: Work,
+    mesh: DeviceMesh,
+    axis: int,
+    replicas: int | None,
+    dtype: torch.dtype,
+) -> Iterator[tuple[int, Tensor]]:
+    """Parts to their owners over `axis`, work, and results back; then from each replica to the others."""
+    part, num_parts = mesh.get_local_rank(axis), mesh.size(axis)
+    replica = 0 if replicas is None else mesh.get_local_rank(replicas)
+    bucket = sorted(bucket, key=lambda each: each.owner)
+    here = [each for each in bucket if each.replica == replica]
+    mine = [each for each in here if each.owner == part]
+    to_owners = [sum(each.part_numel(part) for each in here if each.owner == owner) for owner in range(num_parts)]
+    from_parts = [sum(each.part_numel(p) for each in mine) for p in range(num_parts)]
+
+    def all_to_all(values: list[Tensor], sent_sizes: list[int], received_sizes: list[int]) -> Tensor:
+        # Offloaded parts travel on the mesh's device: not every group can send from CPU memory.
+        empty = torch.empty(0, dtype=dtype, device=mesh.device_type)
+        sent = torch.cat([empty, *(value.flatten().to(empty) for value in values)])
+        received = sent.new_empty(sum(received_sizes))
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=mesh.get_group(axis))
+        return received
+
+    received = all_to_all([parts[each.index] for each in here], to_owners, from_parts)
+    by_part = [flat.split([each.part_numel(p) for each in mine]) for p, flat in enumerate(received.split(from_parts))]
+    results: list[list[Tensor]] = [[] for _ in by_part]
+    for number, each in enumerate(mine):
+        cut = [flats[number].view(each.part_shape(p)) for p, flats in enumerate(by_part)]
+        result = work(torch.cat(cut, dim=each.layout.dim))
+        for p, values in enumerate(results):
+            values.append(result.narrow(each.layout.dim, *each.layout.bounds(p)))
+    back = all_to_all([value for values in results for value in values], from_parts, to_owners)
+    for other in range(1 if replicas is None else mesh.size(replicas)):
+        there = [each for each in bucket if each.replica == other]
+        sizes = [each.part_numel(part) for each in there]
+        values = back if other == replica else back.new_empty(sum(sizes))
+        if replicas is not None and sum(sizes):
+            dist.broadcast(values, group=mesh.get_group(replicas), group_src=other)
+        for each, flat in zip(there, values.split(sizes), strict=True):
+            yield each.index, flat.view(each.part_shape(part))
+
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+_EPS = 1e-7
+
+
+class Muon(Optimizer):
+    """Muon for the groups of kind `blocks`, AdamW for all others, as one optimizer.
+
+    The momentum is kept on the shards. Its orthogonalisation needs the whole matrix, so each matrix has an owner among
+    the ranks that share it, replicas included: the others send it their parts, it does the work, and sends the parts
+    of the result back. A matrix is thus worked on once, and a rank holds few of them whole at a time. Stacks of
+    matrices (experts) that are cut between matrices need no exchange.
+
+    Args:
+        params: Parameter groups with `kind`, `lr` and `weight_decay`; a group without a kind is AdamW's.
+        lr: AdamW's, where a group does not say.
+        weight_decay: Where a group does not say.
+        momentum: Muon's.
+        nesterov: Muon's.
+        betas: AdamW's.
+        eps: AdamW's.
+        fused: AdamW's.
+        dtype: In which matrices are orthogonalised. None: bfloat16 on accelerators, as Muon was published; float32 on
+            CPU, where bfloat16 is not faster and would magnify differences in the order of sums.
+
+    Ranks:
+        `step` is collective: two exchanges for each bucket of matrices. Every rank must have gradients for the same
+        parameters, as FSDP2 sees to.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        lr: float = 3e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        fused: bool | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.dtype, self.bucket_bytes = dtype, BUCKET_BYTES
+        self.grad_scale: None = None
+        self.found_inf: Tensor | None = None
+        """1 where the next step is to change nothing, decided on the device; as torch's fused optimizers have it."""
+        groups = [{"kind": "matrices", **group} for group in params]
+        muon = {"momentum": momentum, "nesterov": nesterov}
+        adamw = {"betas": betas, "eps": eps, "fused": fused}
+        groups = [{**(muon if group["kind"] == "blocks" else adamw), **group} for group in groups]
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        compat.allow_holding_back(self, all(group.get("fused", True) for group in self.param_groups))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Change every parameter that has a gradient.
+
+        Ranks:
+            Collective.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["kind"] == "blocks":
+                self._step_muon(parameters, group)
+            else:
+                self._step_adamw(parameters, group)
+        return loss
+
+    def _step_muon(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
+        directions = [self._direction(parameter, group) for parameter in parameters]
+        dtype = self.dtype or orthogonalizing_dtype(_compute_device(parameters[0]))
+        for index, update in map_unsharded_matrices(
+            parameters,
+            directions,
+            lambda matrix: orthogonalize(matrix, dtype),
+            dtype=dtype,
+            bucket_bytes=self.bucket_bytes,
+        ):
+            parameter = parameters[index]
+            local = local_tensor(parameter)
+            decay, update = 1 - group["lr"] * group["weight_decay"], update.to(local)
+            if self.found_inf is not None:
+                is_bad = self.found_inf.to(local.device) > 0
+                decay, update = torch.where(is_bad, 1.0, decay), update.masked_fill(is_bad, 0.0)
+            local.mul_(decay)
+            local.add_(update, alpha=-group["lr"] * _shape_factor(parameter.shape))
+
+    def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+        """This rank's part of what is orthogonalised: the gradient with momentum."""
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        gradient, buffer = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
+        if self.found_inf is not None:  # the momentum of a step that is left out stays as it is
+            gradient = torch.where(self.found_inf.to(buffer.device) > 0, buffer, gradient)
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+    def _step_adamw(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
+        states = [self._adamw_state(parameter, group) for parameter in parameters]
+        adamw(
+            [local_tensor(parameter) for parameter in parameters],
+            [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            [local_tensor(state["exp_avg"]) for state in states],
+            [local_tensor(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=group["fused"],
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _adamw_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+        state = self.state[parameter]
+        if not state:
+            device = local_tensor(parameter).device if group["fused"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+
+def orthogonalizing_dtype(device: torch.device) -> torch.dtype:
+    """In which dtype matrices on a device are orthogonalised, where nothing else is asked for."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def orthogonalize(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Bring the singular values of a matrix, or of each in a stack, near 1 by five Newton-Schulz iterations.
+
+    The same numbers as `torch.optim.Muon` gives, which works in bfloat16.
+
+    Args:
+        matrix: (rows, columns), or (stack, rows, columns). A matrix of zeros stays one.
+        dtype: To compute in, and of the result.
+    """
+    a, b, c = _COEFFICIENTS
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.to(dtype or orthogonalizing_dtype(matrix.device), copy=True)
+    x = x.mT if is_tall else x
+    x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS))
+    multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _shape_factor(shape: torch.Size) -> float:
+    """Tall matrices take longer steps, so that outputs change as much as those of wide ones."""
+    return math.sqrt(max(1.0, shape[-2] / shape[-1]))
+
+
+def _compute_device(parameter: Tensor) -> torch.device:
+    """Where whole matrices come together; not where an offloaded shard lies."""
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+
 
 Kind = Literal["matrices", "vectors", "embeddings", "blocks"]
 """`blocks`: matrices inside the model's repeated blocks; matrices like others to whoever does not tell them apart."""
@@ -83,7 +410,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     Ranks:
         Local. Its `step` is collective for Muon, else local.
     """
-    _check(config)
+    what = "{num} setting(s) of the optimizer are out of range"
+    raise_listed(list(_out_of_range(config)), what, why="the update is not defined there", fix="set them in range")
     reshard(model)
     groups = _groups(model, config)
     if config.name == "muon":
@@ -156,22 +484,11 @@ def _fused(optimizer: type[Optimizer], groups: list[dict[str, Any]], config: Opt
     return True if is_possible and config.fused is not False else None
 
 
-def _check(config: OptimizerConfig) -> None:
-    problems = list(_out_of_range(config))
-    if problems:
-        raise ConfigError(
-            "; ".join(f"{name} is {value}" for name, value, _ in problems),
-            where=", ".join(f"optimizer.{name}" for name, _, _ in problems),
-            why="; ".join(f"{name} must be {rule}" for name, _, rule in problems),
-            fix="choose values in these ranges",
-        )
-
-
-def _out_of_range(config: OptimizerConfig) -> Iterator[tuple[str, object, str]]:
+def _out_of_range(config: OptimizerConfig) -> Iterator[str]:
     for name in ("learning_rate", "muon_learning_rate", "weight_decay", "eps"):
         if not getattr(config, name) >= 0:  # refuses NaN too
-            yield name, getattr(config, name), "at least 0"
+            yield f"optimizer.{name} is {getattr(config, name)}: at least 0"
     if not 0 <= config.momentum < 1:
-        yield "momentum", config.momentum, "at least 0 and below 1"
+        yield f"optimizer.momentum is {config.momentum}: at least 0 and below 1"
     if not all(0 <= beta < 1 for beta in config.betas):
-        yield "betas", config.betas, "at least 0 and below 1"
+        yield f"optimizer.betas is {config.betas}: at least 0 and below 1"

@@ -1,12 +1,15 @@
-"""From a RunConfig to everything that a loop needs; problems are found before anything heavy is made."""
+"""From a RunConfig to everything that a loop needs; settings and requirements are checked before the model is made."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,33 +17,29 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardwise.config.run import RunConfig
+from shardwise.checkpointing.state.slices import model_tensors
+from shardwise.checkpointing.storage.files import is_remote
+from shardwise.checkpointing.weights import load_weights
+from shardwise.config.load import to_yaml
+from shardwise.config.run import OptimizerConfig, RunConfig
+from shardwise.config.schema import MeshConfig, ShardConfig
 from shardwise.diagnosing.check import check, refuse_errors
-from shardwise.distributed.agreement import agree_on, on_rank_zero, raise_together
+from shardwise.distributed.agreement import agree_on, gather_objects, on_rank_zero, raise_together
 from shardwise.distributed.launchers import read_launch
-from shardwise.distributed.mesh import data_parallel_mesh, init_distributed
-from shardwise.errors import ShardwiseError
+from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, init_distributed
+from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
 from shardwise.models.load import load_model
 from shardwise.planning.plan import Plan
+from shardwise.planning.planner import plan
 from shardwise.progress import Progress
 from shardwise.sharding.apply import shard
+from shardwise.sharding.materialize import materialize
 from shardwise.training.data import open_data, open_evaluation
 from shardwise.training.ema import EMA
-from shardwise.training.metrics import Metrics
+from shardwise.training.metrics import Metrics, StepLogger, StepMetrics
 from shardwise.training.microbatching import Microbatches
 from shardwise.training.objective import BadLosses, Objective, StepBatches
-from shardwise.training.optimizers import build_optimizer
-from shardwise.training.requirements import (
-    Problems,
-    check_disk,
-    check_length,
-    check_settings,
-    check_weights,
-    checkpoint_bytes,
-    fill,
-    plan_run,
-    vocab_size,
-)
+from shardwise.training.optimizers import Kind, build_optimizer, parameter_kinds
 from shardwise.training.run_folder import prepare_folder, refuse_other_model, with_folder, write_config
 from shardwise.training.saving import (
     CHECKPOINTS,
@@ -51,7 +50,399 @@ from shardwise.training.saving import (
     refuse_other_weights,
 )
 from shardwise.training.schedules import Schedule
-from shardwise.training.step_metrics import StepLogger, StepMetrics
+from shardwise.units import format_bytes, format_count
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
+
+
+def fill(model: nn.Module, config: RunConfig, *, is_resumed: bool = False) -> None:
+    """Give a sharded model on meta its values.
+
+    Args:
+        model: On meta.
+        config: `weights` says where they are.
+        is_resumed: A checkpoint follows, which holds the weights: others need not be read.
+
+    Raises:
+        CheckpointError: The weights do not fit.
+
+    Ranks:
+        Collective.
+    """
+    path = None if is_resumed else weights_of(config)
+    if path is None:
+        materialize(model)
+    else:
+        load_weights(model, path)
+
+
+def check_weights(config: RunConfig) -> None:
+    """Raise if weights are named that do not exist.
+
+    Raises:
+        ConfigError: They do not.
+
+    Ranks:
+        Local.
+    """
+    if config.weights not in ("auto", "none") and not Path(config.weights).exists():
+        raise ConfigError(
+            f"there are no weights at {config.weights}",
+            where="weights",
+            why="it is auto, none, or a file or folder of weights",
+            fix="set weights = none to draw new ones, or name an existing path",
+        )
+
+
+def weights_of(config: RunConfig) -> Path | None:
+    """The file or folder that holds the first weights; None: they are drawn."""
+    if config.weights == "none":
+        return None
+    if config.weights != "auto":
+        return Path(config.weights)
+    folder = Path(config.model)
+    holds_weights = folder.is_dir() and any(next(folder.glob(pattern), None) for pattern in _WEIGHTS)
+    return folder if holds_weights else None
+
+
+T = TypeVar("T")
+
+_VOCABULARY = ("vocab_size",)
+_LENGTH = ("max_sequence_length", "max_position_embeddings", "n_positions")
+
+
+class Problems:
+    """Collects errors of steps that do not need each other; raises once, with all of them."""
+
+    def __init__(self) -> None:
+        self.errors: list[ShardwiseError] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Keep an error of the block for later, and go on."""
+        try:
+            yield
+        except ShardwiseError as error:
+            self.errors.append(error)
+
+    def result_of(self, work: Callable[[], T]) -> T | None:
+        """What `work` returns; None if it failed, which is kept for later."""
+        with self.collecting():
+            return work()
+        return None
+
+    def error(self) -> ShardwiseError | None:
+        """One error that says everything; None if there is nothing to say."""
+        errors = list({e.where: e for e in reversed(self.errors)}.values())[::-1]  # one place, one problem
+        if len(errors) < 2:
+            return errors[0] if errors else None
+        kind = EnvironmentProblem if all(isinstance(e, EnvironmentProblem) for e in errors) else ConfigError
+        return kind(
+            f"{len(errors)} problems keep this run from starting",
+            where="\n".join(f"{e.where}: {e.what}" for e in errors),
+            why="\n".join(dict.fromkeys(e.why for e in errors if e.why)),
+            fix="\n".join(dict.fromkeys(e.fix for e in errors if e.fix)),
+        )
+
+    def raise_any(self, *, is_joined: bool) -> None:
+        """Raise if there is anything to say, here or on another rank: the same on all of them.
+
+        Args:
+            is_joined: The ranks have met. Where they could not, each raises what it knows itself.
+
+        Ranks:
+            Collective where they have met.
+        """
+        if is_joined and dist.is_initialized():
+            self.errors = _of_all_ranks(self.errors)
+        if (error := self.error()) is not None:
+            raise error
+
+
+def _of_all_ranks(errors: list[ShardwiseError]) -> list[ShardwiseError]:
+    """What any rank has found, once; what only some have says on which."""
+    gathered = gather_objects(errors)
+    found = {error.where: error for error in gathered[0]}
+    for rank, others in enumerate(gathered):
+        for error in others:
+            if error.where not in found:
+                what = f"rank {rank}: {error.what}"
+                found[error.where] = type(error)(what, where=error.where, why=error.why, fix=error.fix)
+    return list(found.values())
+
+
+_AT_LEAST_1 = (
+    "training.steps", "training.batch_size", "training.micro_batch_size", "training.evaluate_every",
+    "training.evaluation_batches", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every",
+    "checkpoint.keep_best", "metrics.every", "data.sequence_length",
+)  # fmt: skip
+_AT_LEAST_0 = ("training.max_bad_steps", "training.max_restarts", "training.max_grad_norm", "training.sample_tokens")
+_LEAST = dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_AT_LEAST_0, 0)
+
+
+def check_settings(config: RunConfig, num_data_ranks: int, problems: Problems) -> None:
+    """Find settings that contradict each other or the number of ranks.
+
+    Args:
+        config: The run.
+        num_data_ranks: Ranks that get batches of their own.
+        problems: Gets them.
+
+    Ranks:
+        Local.
+    """
+    training = config.training
+    for path, lowest in _LEAST.items():
+        value = attrgetter(path)(config)
+        if value is not None and not value >= lowest:
+            with problems.collecting():
+                raise ConfigError(f"{path} is {value}", where=path, fix=f"set {path} = {max(lowest, 1)} or more")
+    with problems.collecting():
+        check_batch(training.batch_size, num_data_ranks)
+    if training.ema_decay is not None and not 0 <= training.ema_decay <= 1:
+        with problems.collecting():
+            raise ConfigError(
+                f"training.ema_decay is {training.ema_decay}",
+                where="training.ema_decay",
+                why="the average is decay * average + (1 - decay) * weights",
+                fix="set training.ema_decay = 0.999, or null for none",
+            )
+
+
+def check_batch(batch_size: int, num_ranks: int) -> None:
+    """Raise unless every rank gets the same number of sequences."""
+    if batch_size >= 1 and batch_size % num_ranks:
+        near = max(batch_size // num_ranks, 1) * num_ranks
+        divisors = [n for n in range(1, num_ranks + 1) if batch_size % n == 0]
+        raise ConfigError(
+            f"a batch of {batch_size} sequences cannot be divided among {num_ranks} ranks",
+            where="training.batch_size",
+            why="it is the batch of all ranks together, and each has the same number of sequences",
+            fix=f"set training.batch_size = {near}, or start {divisors[-1]} rank{'s' if divisors[-1] > 1 else ''}",
+        )
+
+
+def check_length(model: nn.Module, config: RunConfig) -> None:
+    """Raise if sequences are longer than the model's tables.
+
+    Args:
+        model: With a `config`, or the question cannot be asked.
+        config: The run.
+
+    Raises:
+        ConfigError: They are.
+
+    Ranks:
+        Local.
+    """
+    longest, length = size_of(model, _LENGTH), config.data.sequence_length
+    if longest is not None and length > longest:
+        raise ConfigError(
+            f"sequences of {length} tokens are longer than {config.model} takes: {longest}",
+            where="data.sequence_length",
+            why="every position needs a row in the model's tables",
+            fix=f"set data.sequence_length = {longest}, or choose a model with longer sequences",
+        )
+
+
+def plan_run(model: nn.Module, config: ShardConfig, mesh: DeviceMesh | MeshConfig) -> Plan:
+    """How the model of a run will be sharded: as `plan` says, but never computing in float16.
+
+    The loop does not scale losses, as float16 would need. Where `auto` means float16, on GPUs that have no bfloat16,
+    the run computes in the stored dtype.
+
+    Raises:
+        PlanError: The model cannot be sharded as asked.
+        ConfigError: float16 is asked for by name.
+
+    Ranks:
+        Local.
+    """
+    made = plan(model, config, mesh=mesh)
+    if made.grad_scaler and config.precision.param_dtype == "auto":
+        made = plan(model, replace(config, precision=replace(config.precision, param_dtype="storage")), mesh=mesh)
+    if made.grad_scaler:
+        raise ConfigError(
+            "the run would compute in float16",
+            where="shard.precision.param_dtype",
+            why="gradients of float16 vanish unless the loss is scaled, which this loop does not do",
+            fix="set shard.precision.param_dtype = bfloat16, or storage where the GPU has no bfloat16",
+        )
+    return made
+
+
+def checkpoint_bytes(model: nn.Module, made: Plan, config: RunConfig) -> int:
+    """Size of one checkpoint of a run: weights, buffers, optimizer state and averages, of all ranks together.
+
+    The few kB around each tensor and the state of the data are left out.
+
+    Args:
+        model: Not sharded yet.
+        made: Its plan.
+        config: The run.
+
+    Ranks:
+        Local.
+    """
+    kinds = parameter_kinds(model)
+    total = sum(each.tensor.nbytes for each in model_tensors(model) if not each.is_parameter)
+    for planned in made.parameters:
+        total += planned.num_bytes
+        if planned.trainable:
+            kind = kinds[model.get_parameter(planned.fqn)]
+            total += _num_states(kind, config.optimizer) * planned.num_bytes
+            if config.training.ema_decay is not None:
+                total += max(planned.num_bytes, 4 * planned.numel)  # averages of 16 bits are kept in 32
+    return total
+
+
+def _num_states(kind: Kind, config: OptimizerConfig) -> int:
+    """Tensors of a parameter's size that the optimizer keeps for it."""
+    if config.name == "sgd":
+        return 1 if config.momentum else 0
+    return 1 if config.name == "muon" and kind == "blocks" else 2
+
+
+def check_disk(config: RunConfig, num_bytes: int, found: CheckpointRef | None) -> list[str]:
+    """Raise if the first checkpoint that the run writes does not fit on its disk.
+
+    Args:
+        config: The run, with its folder.
+        num_bytes: Of one checkpoint.
+        found: What the run goes on from.
+
+    Returns:
+        Notes for the resolved run: that later checkpoints will not fit.
+
+    Raises:
+        EnvironmentProblem: It does not fit.
+
+    Ranks:
+        Local: call it on rank 0.
+    """
+    folder, training, checkpoint = Path(config.folder or "") / CHECKPOINTS, config.training, config.checkpoint
+    is_done = found is not None and found.path.parent == folder and found.step >= training.steps
+    if is_remote(config.folder or "") or is_done:  # an object store has no end; a finished run saves nothing
+        return []
+    free = _free_bytes(folder)
+    if num_bytes > free:
+        smaller = ["optimizer.name = muon"] if config.optimizer.name == "adamw" else []
+        smaller += ["training.ema_decay = null"] if training.ema_decay is not None else []
+        raise EnvironmentProblem(
+            f"a checkpoint of this run takes {format_bytes(num_bytes)}, and its disk has {format_bytes(free)} free",
+            where=f"folder ({folder})",
+            why="the new one is written before an old one is removed, and the first save would fail",
+            fix=f"set folder to a disk with more space, or free {format_bytes(num_bytes - free)} there (old "
+            "runs, checkpoints that are kept)"
+            + (f"; {' or '.join(smaller)} makes checkpoints smaller" if smaller else ""),
+        )
+    num_saved = -(-training.steps // checkpoint.every) if checkpoint.every else 1
+    num_kept = min(num_saved, checkpoint.keep_last + 1 if checkpoint.keep_last else num_saved)
+    if found is None and num_kept * num_bytes > free:
+        return [
+            f"{format_bytes(num_bytes)} each: the disk has {format_bytes(free)} free, and there will be {num_kept} at "
+            "a time; lower keep_last, or set folder to another disk"
+        ]
+    return []
+
+
+def _free_bytes(folder: Path) -> int:
+    """Free on the disk that a folder is or will be on; what interrupted saves left there is removed by the next."""
+    leftovers = [path for end in ("partial", "removing") for path in folder.glob(f"step-*.{end}/**/*")]
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free + sum(path.stat().st_size for path in leftovers if path.is_file())
+
+
+def vocab_size(model: nn.Module) -> int | None:
+    """How many tokens the model knows; None: it does not say."""
+    return size_of(model, _VOCABULARY)
+
+
+def size_of(model: nn.Module, names: tuple[str, ...]) -> int | None:
+    """A size in the model's config, under any of the names, in its language part too."""
+    config: Any = getattr(model, "config", None)
+    for holder in (config, getattr(config, "text_config", None), getattr(config, "language", None)):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+_MAX_LINES = 40
+
+
+def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
+    """The run as YAML that `shardwise train` reads, with reasons as comments.
+
+    Args:
+        config: The run.
+        num_ranks: That it would have.
+
+    Raises:
+        ConfigError: With everything that is wrong and can be seen without reading the data.
+
+    Ranks:
+        Local. Nothing is written, no rank is started.
+    """
+    problems = Problems()
+    with problems.collecting():
+        sizes = config.mesh.sizes(num_ranks)
+    problems.raise_any(is_joined=False)
+    check_settings(config, num_ranks, problems)
+    with problems.collecting():
+        model = load_model(config.model, options=config.model_options)
+        check_length(model, config)
+        shape = replace(config.mesh, shard=sizes["shard"])
+        made = plan_run(model, config.shard, shape)
+    notes: dict[str, list[str]] = {}
+    with problems.collecting():
+        resolved = with_folder(config, reserve=False)
+        found = find_resumed(Path(resolved.folder or "") / CHECKPOINTS, config.checkpoint.resume)
+        start = f"goes on from step {found.step}: {found.path}" if found is not None else "starts afresh"
+        notes["checkpoint.resume"] = [start]
+        if config.folder is None:
+            notes["folder"] = ["the next free name in `runs`; chosen anew for every run"]
+    problems.raise_any(is_joined=False)
+    notes["checkpoint"] = check_disk(resolved, checkpoint_bytes(model, made, config), found)
+    notes |= _batch_notes(config, num_ranks)
+    notes["model"] = [f"{format_count(sum(p.numel for p in made.parameters))} parameters"]
+    notes["mesh"] = [f"{num_ranks} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())]
+    notes["mesh.device"] = [f"auto is {_device()} here"] if config.mesh.device == "auto" else []
+    notes["shard"] = _plan_notes(made)
+    weights = weights_of(config)
+    notes["weights"] = [f"read from {weights}" if weights is not None else "drawn anew, from the seed"]
+    used = {path: lines for path, lines in notes.items() if lines}
+    return to_yaml(resolved, used)
+
+
+def _batch_notes(config: RunConfig, num_ranks: int) -> dict[str, list[str]]:
+    training = config.training
+    rows = training.batch_size // num_ranks
+    tokens = training.batch_size * config.data.sequence_length
+    at_once = min(training.micro_batch_size or rows, rows)
+    parts = -(-rows // at_once)
+    micro = f"{at_once} of a rank's {rows} sequences at once: {parts} micro-step{'s' if parts > 1 else ''} a step"
+    if training.micro_batch_size is None:
+        micro += "; halved on all ranks when one runs out of memory"
+    return {
+        "training.steps": [f"{format_count(training.steps * tokens)} tokens in all"],
+        "training.batch_size": [f"{rows} sequences on each of {num_ranks} ranks, {format_count(tokens)} tokens a step"],
+        "training.micro_batch_size": [micro],
+    }
+
+
+def _plan_notes(made: Plan) -> list[str]:
+    lines = str(made).splitlines()
+    hidden = len(lines) - _MAX_LINES
+    return lines[:_MAX_LINES] + ([f"... and {hidden} more lines"] if hidden > 0 else [])
+
+
+def _device() -> str:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cpu"
 
 
 class TrainingRun:
@@ -91,8 +482,9 @@ class TrainingRun:
         """Join the ranks, and find all that is wrong before anything heavy is made."""
         config, problems = self.config, Problems()
         mesh = problems.result_of(lambda: init_distributed(config.mesh))
-        self.rank, self.num_data_ranks = _data_rank(mesh) if mesh is not None else (0, 1)
-        """Rank among those that have batches of their own, and their number."""
+        self.rank = data_parallel_rank(mesh) if mesh is not None else 0
+        """Rank among those that have batches of their own."""
+        self.num_data_ranks = data_parallel_mesh(mesh).size() if mesh is not None else 1
         is_first = (dist.get_rank() if dist.is_initialized() else read_launch().rank) == 0
         check_settings(config, self.num_data_ranks, problems)
         model = problems.result_of(lambda: load_model(config.model, options=config.model_options))
@@ -183,15 +575,6 @@ def _look_at_folder(config: RunConfig, model: nn.Module | None) -> CheckpointRef
         if model is not None:
             refuse_other_weights(found, model)
     return found
-
-
-def _data_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank among those that have batches of their own, and how many they are."""
-    ranks = data_parallel_mesh(mesh)
-    rank = 0
-    for axis in range(ranks.ndim):
-        rank = rank * ranks.size(axis) + ranks.get_local_rank(axis)
-    return rank, ranks.size()
 
 
 def _error_of_check(model: nn.Module, optimizer: Optimizer) -> ShardwiseError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import tempfile
@@ -40,22 +41,19 @@ def with_folder(config: RunConfig, *, reserve: bool = True) -> RunConfig:
     name = _plain_name(Path(config.model).name) or "run"
     if job := _plain_name(read_launch().job):  # the same after the launcher has started the job again
         return replace(config, folder=str(Path(_PARENT, f"{name}-{job}")))
-    number = 1
-    while True:
+    for number in itertools.count(1):
         folder = Path(_PARENT, f"{name}-{number}")
+        if folder.exists():
+            continue
         try:
-            if not reserve:
-                if not folder.exists():
-                    break
-            else:
+            if reserve:
                 folder.mkdir(parents=True)
-                break
+            return replace(config, folder=str(folder))
         except FileExistsError:
-            pass
+            continue  # another run was faster
         except OSError as error:
             raise _unwritable(folder, error) from None
-        number += 1
-    return replace(config, folder=str(folder))
+    raise AssertionError("there is always another number")
 
 
 def give_back(config: RunConfig) -> None:

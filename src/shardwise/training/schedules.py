@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shardwise.config.run import ScheduleConfig
-from shardwise.errors import ConfigError
+from shardwise.errors import raise_listed
 
 _WSD_PART = 5
 """Without `decay_steps`, `wsd` falls in the last one of so many parts of the run."""
@@ -58,7 +58,9 @@ class Schedule:
     """
 
     def __init__(self, optimizer: Optimizer, config: ScheduleConfig, total_steps: int) -> None:
-        _check(config, total_steps)
+        what = "{num} setting(s) of the schedule are out of range"
+        fix = "set them in range, or change training.steps"
+        raise_listed(list(_problems(config, total_steps)), what, why="a schedule fits into its run", fix=fix)
         self.optimizer, self.config, self.total_steps = optimizer, config, total_steps
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         self.steps_done = 0
@@ -100,24 +102,13 @@ def _decay_steps(config: ScheduleConfig, total_steps: int) -> int:
     return min(max(1, total_steps // _WSD_PART), max(0, total_steps - config.warmup_steps))
 
 
-def _check(config: ScheduleConfig, total_steps: int) -> None:
-    problems = list(_problems(config, total_steps))
-    if problems:
-        raise ConfigError(
-            "; ".join(f"{name} is {value}" for name, value, _ in problems),
-            where=", ".join(f"schedule.{name}" for name, _, _ in problems),
-            why="; ".join(why for _, _, why in problems),
-            fix="choose values in these ranges",
-        )
-
-
-def _problems(config: ScheduleConfig, total_steps: int) -> Iterator[tuple[str, object, str]]:
+def _problems(config: ScheduleConfig, total_steps: int) -> Iterator[str]:
     if config.warmup_steps < 0:
-        yield "warmup_steps", config.warmup_steps, "it counts steps"
+        yield f"schedule.warmup_steps is {config.warmup_steps}: at least 0"
     if not 0 <= config.final_ratio <= 1:
-        yield "final_ratio", config.final_ratio, "it is a part of the peak, from 0 to 1"
+        yield f"schedule.final_ratio is {config.final_ratio}: from 0 to 1"
     if config.name != "wsd" or config.decay_steps is None:
         return
     if not 1 <= config.decay_steps <= total_steps - config.warmup_steps:
         left = total_steps - config.warmup_steps
-        yield "decay_steps", config.decay_steps, f"at least 1, and {left} of {total_steps} are left after the warm-up"
+        yield f"schedule.decay_steps is {config.decay_steps}: from 1 to the {left} steps left after the warm-up"

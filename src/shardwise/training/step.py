@@ -3,8 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,31 +17,18 @@ from shardwise.errors import ConfigError, ShardError
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_tensor, sharded_axes
 
-
-@dataclass(slots=True)
-class GradientGroup:
-    """Gradients whose local norms are summed over the same ranks."""
-
-    mesh: DeviceMesh | None
-    axes: tuple[int, ...]
-    grads: list[torch.Tensor] = field(default_factory=list)
+Spread = tuple[DeviceMesh | None, tuple[int, ...]]
+"""The mesh and the axes of it that a gradient is sharded over; (None, ()) where every rank holds all of it."""
 
 
-@dataclass(slots=True)
-class Gradients:
-    """All gradients of one norm. Pieces and dtype come from the parameters, so every rank finds the same."""
+def collect_gradients(
+    parameters: torch.Tensor | Iterable[torch.Tensor] | nn.Module,
+) -> tuple[dict[Spread, list[torch.Tensor]], torch.dtype]:
+    """This rank's part of the gradients of `parameters`, by the ranks over which they are spread.
 
-    pieces: list[GradientGroup]
-    dtype: torch.dtype
-    """In which norms are summed: at least 32 bits."""
-
-    def by_device_and_dtype(self) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-        """This rank's values, as fused operations want them."""
-        return _by_device_and_dtype([grad for piece in self.pieces for grad in piece.grads])
-
-
-def collect_gradients(parameters: torch.Tensor | Iterable[torch.Tensor] | nn.Module) -> Gradients:
-    """Sort the gradients of `parameters` by the ranks over which they are spread.
+    Returns:
+        The parts, and the dtype, of at least 32 bits, in which norms are summed. Keys, their order and the dtype come
+        from the parameters, so every rank finds the same.
 
     Raises:
         ShardError: A gradient is placed in another way than its parameter.
@@ -51,20 +37,26 @@ def collect_gradients(parameters: torch.Tensor | Iterable[torch.Tensor] | nn.Mod
         Local.
     """
     given = _as_list(parameters)
-    pieces: dict[tuple[DeviceMesh | None, tuple[int, ...]], GradientGroup] = {}
+    found: dict[Spread, list[torch.Tensor]] = {}
     for parameter in given:
         axes = sharded_axes(parameter) if isinstance(parameter, DTensor) else ()
         key = (parameter.device_mesh, axes) if isinstance(parameter, DTensor) and axes else (None, ())
-        piece = pieces.setdefault(key, GradientGroup(*key))
+        grads = found.setdefault(key, [])
         if parameter.grad is not None:
-            piece.grads.append(local_tensor(_laid_out_like(parameter, parameter.grad)))
+            grads.append(local_tensor(_laid_out_like(parameter, parameter.grad)))
     wide = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in given)
-    # Not in the order of the parameters, in which ranks may differ (a Python set): pieces are summed one after another.
-    ordered = sorted(pieces.values(), key=lambda piece: _mesh_key(piece.mesh, piece.axes))
-    return Gradients(ordered, torch.float64 if wide else torch.float32)
+    # Not in the order of the parameters, in which ranks may differ (a Python set): norms are summed one after another.
+    return {key: found[key] for key in sorted(found, key=_mesh_key)}, torch.float64 if wide else torch.float32
 
 
-def _mesh_key(mesh: DeviceMesh | None, axes: tuple[int, ...]) -> tuple[object, ...]:
+def _scale(gradients: dict[Spread, list[torch.Tensor]], factor: torch.Tensor) -> None:
+    every = [grad for grads in gradients.values() for grad in grads]
+    for (device, _), alike in _by_device_and_dtype(every).items():
+        torch._foreach_mul_(alike, factor.to(device))
+
+
+def _mesh_key(spread: Spread) -> tuple[object, ...]:
+    mesh, axes = spread
     return () if mesh is None else (mesh.ndim, mesh.mesh_dim_names or (), mesh.shape, axes)
 
 
@@ -97,17 +89,17 @@ def _laid_out_like(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def total_norm(gradients: Gradients, p: float) -> torch.Tensor:
+def total_norm(gradients: dict[Spread, list[torch.Tensor]], dtype: torch.dtype, p: float) -> torch.Tensor:
     """The p-norm of all gradients as one vector, as a plain 0-d tensor.
 
     Ranks:
-        Collective. One scalar all-reduce per piece and mesh axis it is sharded over.
+        Collective. One scalar all-reduce for each mesh axis of each spread.
     """
-    total = torch.zeros((), device=_home_device(gradients.pieces), dtype=gradients.dtype)
-    for piece in gradients.pieces:
-        power = _power_sum(piece.grads, p, total)
-        if piece.mesh is not None:
-            _reduce(power, piece.mesh, piece.axes, p)
+    total = torch.zeros((), device=_home_device(gradients), dtype=dtype)
+    for (mesh, axes), grads in gradients.items():
+        power = _power_sum(grads, p, total)
+        for group in [mesh.get_group(axis) for axis in axes] if mesh is not None else ():
+            _reduce(power, group, p)
         total = torch.maximum(total, power) if math.isinf(p) else total + power
     return total if math.isinf(p) else total ** (1.0 / p)
 
@@ -125,16 +117,14 @@ def _power_sum(grads: list[torch.Tensor], p: float, like: torch.Tensor) -> torch
     return norm if math.isinf(p) else norm**p
 
 
-def _reduce(power: torch.Tensor, mesh: DeviceMesh, axes: tuple[int, ...], p: float) -> None:
-    for axis in axes:
-        group = mesh.get_group(axis)
-        if not math.isinf(p):
-            dist.all_reduce(power, group=group)
-            continue
-        # A maximum loses NaN on some backends; a second value carries it.
-        both = torch.stack([power.nan_to_num(0.0, math.inf), power.isnan().to(power)])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-        power.copy_(torch.where(both[1] > 0, math.nan, both[0]))
+def _reduce(power: torch.Tensor, group: dist.ProcessGroup, p: float) -> None:
+    if not math.isinf(p):
+        dist.all_reduce(power, group=group)
+        return
+    # A maximum loses NaN on some backends; a second value carries it.
+    both = torch.stack([power.nan_to_num(0.0, math.inf), power.isnan().to(power)])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    power.copy_(torch.where(both[1] > 0, math.nan, both[0]))
 
 
 def _by_device_and_dtype(
@@ -147,12 +137,12 @@ def _by_device_and_dtype(
     return groups
 
 
-def _home_device(pieces: list[GradientGroup]) -> torch.device:
+def _home_device(gradients: dict[Spread, list[torch.Tensor]]) -> torch.device:
     """Where scalars are summed: the mesh's device, as offloaded gradients may lie where none can be sent."""
-    for piece in pieces:
-        if piece.mesh is not None:
-            return torch.device(piece.mesh.device_type)
-    return next((grad.device for piece in pieces for grad in piece.grads), torch.device("cpu"))
+    for mesh, _ in gradients:
+        if mesh is not None:
+            return torch.device(mesh.device_type)
+    return next((grad.device for grads in gradients.values() for grad in grads), torch.device("cpu"))
 
 
 Batch = TypeVar("Batch")
@@ -182,43 +172,30 @@ def lockstep(loader: Iterable[Batch], *, group: dist.ProcessGroup | None = None)
         return
     batches = iter(loader)
     device = _flag_device(group)
-    current = _fetch(batches, device, group)
-    while current.settle() == _HAS_BATCH:
-        batch, current = current.batch, _fetch(batches, device, group)
+
+    def fetch() -> tuple[Batch | None, Exception | None, torch.Tensor, dist.Work | None]:
+        batch, error, status = None, None, _HAS_BATCH
+        try:
+            batch = next(batches)
+        except StopIteration:
+            status = _IS_EMPTY
+        except Exception as caught:
+            status, error = _HAS_FAILED, caught
+        worst = torch.tensor(status, dtype=torch.int32, device=device)
+        return batch, error, worst, dist.all_reduce(worst, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    upcoming = fetch()
+    while True:
+        batch, error, worst, work = upcoming
+        if work is not None:
+            work.wait()
+        if (status := int(worst.item())) != _HAS_BATCH:
+            break
+        upcoming = fetch()
         yield batch  # pyrefly: ignore[invalid-yield]  # every rank has one, so this one has
         del batch
-    if current.settle() == _HAS_FAILED:
-        raise_together(current.error, group=group)
-
-
-@dataclass(slots=True)
-class _Upcoming(Generic[Batch]):
-    """This rank's next batch, and what the ranks are about to agree on."""
-
-    batch: Batch | None
-    error: Exception | None
-    flag: torch.Tensor
-    work: dist.Work | None
-
-    def settle(self) -> int:
-        """The worst that any rank reports."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        return int(self.flag.item())
-
-
-def _fetch(batches: Iterator[Batch], device: torch.device, group: dist.ProcessGroup | None) -> _Upcoming[Batch]:
-    batch, error, status = None, None, _HAS_BATCH
-    try:
-        batch = next(batches)
-    except StopIteration:
-        status = _IS_EMPTY
-    except Exception as caught:
-        status, error = _HAS_FAILED, caught
-    flag = torch.tensor(status, dtype=torch.int32, device=device)
-    work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=group, async_op=True)
-    return _Upcoming(batch, error, flag, work)
+    if status == _HAS_FAILED:
+        raise_together(error, group=group)
 
 
 def _flag_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -309,8 +286,8 @@ def clip_grad_norm_(
             fix="pass 2.0, or math.inf for the largest absolute value",
         )
     with torch.no_grad():
-        gradients = collect_gradients(parameters)
-        norm = total_norm(gradients, float(norm_type))
+        gradients, dtype = collect_gradients(parameters)
+        norm = total_norm(gradients, dtype, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise ShardError(
                 f"the gradients' norm is {norm.item()}",
@@ -318,10 +295,8 @@ def clip_grad_norm_(
                 why="clipping cannot repair a gradient that is not finite",
                 fix="skip this step, or leave error_if_nonfinite out",
             )
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for (device, _), grads in gradients.by_device_and_dtype().items():
-            torch._foreach_mul_(grads, scale.to(device))  # a no-op by 1.0 is cheaper than asking the device
-    return norm.to(gradients.dtype)
+        _scale(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # by 1.0 is cheaper than asking the device
+    return norm
 
 
 def scale_grads_(model: nn.Module, factor: torch.Tensor) -> None:
@@ -331,8 +306,7 @@ def scale_grads_(model: nn.Module, factor: torch.Tensor) -> None:
         Local. Every rank passes the same factor.
     """
     with torch.no_grad():
-        for (device, _), grads in collect_gradients(model).by_device_and_dtype().items():
-            torch._foreach_mul_(grads, factor.to(device))
+        _scale(collect_gradients(model)[0], factor)
 
 
 def token_mean(
@@ -417,12 +391,8 @@ def _check_accumulation(micro_step: int, num_micro_steps: int, mode: str) -> Non
         if not isinstance(value, int) or isinstance(value, bool):
             raise ConfigError(f"{name} is {value!r}", where=f"accumulate({name})", why="it counts", fix="pass an int")
     if num_micro_steps < 1:
-        raise ConfigError(
-            f"num_micro_steps is {num_micro_steps}",
-            where="accumulate(num_micro_steps)",
-            why="a step has at least one micro-step",
-            fix="pass 1 or more",
-        )
+        where, why = "accumulate(num_micro_steps)", "a step has at least one micro-step"
+        raise ConfigError(f"num_micro_steps is {num_micro_steps}", where=where, why=why, fix="pass 1 or more")
     if not 0 <= micro_step < num_micro_steps:
         raise ConfigError(
             f"micro_step is {micro_step} of {num_micro_steps}",

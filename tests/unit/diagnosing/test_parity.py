@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.diagnosing.parity import parity
+from shardwise.diagnosing.parity import (
+    ReferenceRun,
+    Task,
+    average,
+    bind_batch,
+    bind_loss,
+    call_model,
+    loss_of_output,
+    parity,
+    random_state_kept,
+)
 from shardwise.diagnosing.parity_criteria import (
     Deviation,
     Difference,
@@ -21,16 +31,6 @@ from shardwise.diagnosing.parity_criteria import (
     measure,
     step_slack,
     tolerance_for,
-)
-from shardwise.diagnosing.parity_runs import (
-    ReferenceRun,
-    Task,
-    average,
-    bind_batch,
-    bind_loss,
-    call_model,
-    loss_of_output,
-    random_state_kept,
 )
 from shardwise.distributed.mesh import shutdown
 from shardwise.errors import ConfigError

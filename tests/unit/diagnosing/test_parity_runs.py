@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.diagnosing.parity import average
 from shardwise.diagnosing.parity_criteria import (
     Deviation,
     Difference,
@@ -18,7 +19,6 @@ from shardwise.diagnosing.parity_criteria import (
     step_slack,
     tolerance_for,
 )
-from shardwise.diagnosing.parity_runs import average
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 
 INF, NAN = math.inf, math.nan

@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from shardwise.diagnosing.collective_trace import (
     HISTORY,
     CollectiveKind,
-    SharedTrace,
+    RankTrace,
     create_shared_trace,
     encode,
+    group_by_machine,
     open_shared_trace,
 )
-from shardwise.diagnosing.peer_traces import group_by_machine
 from shardwise.diagnosing.tracer import CollectiveTracer, PeerView
 from shardwise.errors import ShardError
 
@@ -27,23 +26,22 @@ FORWARD, EVALUATION, BACKWARD, REDUCE = CollectiveKind
 
 
 @pytest.fixture
-def traces() -> Iterator[SharedTrace]:
+def traces() -> list[RankTrace]:
     path = create_shared_trace(RANKS)
     made = open_shared_trace(path, RANKS)
     path.unlink()
-    for slot in made.ranks:
+    for slot in made:
         slot.open()
-    yield made
-    made.close()
+    return made
 
 
 def event(kind: CollectiveKind, group: int, size: int = 8) -> int:
     return encode(kind, group, size)
 
 
-def write(traces: SharedTrace, *events: list[int]) -> None:
+def write(traces: list[RankTrace], *events: list[int]) -> None:
     """A list of events for each rank."""
-    for slot, own in zip(traces.ranks, events, strict=True):
+    for slot, own in zip(traces, events, strict=True):
         for each in own:
             slot.writer([])(each)
 
@@ -98,12 +96,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_who_differs(traces: SharedTrace, case: str):
+def test_who_differs(traces: list[RankTrace], case: str):
     events, sentence, odd = CASES[case]
     before = [event(FORWARD, 0)] * 3
     write(traces, *([*before, each] for each in events))
     for rank in range(RANKS):
-        view = PeerView(traces.ranks, rank, GROUPS)
+        view = PeerView(traces, rank, GROUPS)
         assert view.first_difference() == 3
         difference = view.difference_at(3)
         assert difference is not None
@@ -114,28 +112,28 @@ def test_who_differs(traces: SharedTrace, case: str):
         assert cause.what == sentence
 
 
-def test_where_each_rank_is(traces: SharedTrace):
+def test_where_each_rank_is(traces: list[RankTrace]):
     write(traces, [A], [B], [A], [event(REDUCE, 3)])
-    difference = PeerView(traces.ranks, 1, GROUPS).difference_at(0)
+    difference = PeerView(traces, 1, GROUPS).difference_at(0)
     assert difference is not None
     assert difference.error.where == (
         "ranks 0, 2: gather of `embed` for a forward; rank 1: gather of `layers.0` for a forward; "
         "rank 3: reduction of the gradients of `layers.1`"
     )
-    traces.ranks[0].writer([])(event(EVALUATION, 0))
-    traces.ranks[1].writer([])(event(BACKWARD, 1))
-    again = PeerView(traces.ranks, 1, GROUPS).difference_at(1)
+    traces[0].writer([])(event(EVALUATION, 0))
+    traces[1].writer([])(event(BACKWARD, 1))
+    again = PeerView(traces, 1, GROUPS).difference_at(1)
     assert again is not None
     assert again.error.where == (
         "rank 0: gather of `(root)` for a forward without gradients; rank 1: gather of `embed` for backward"
     )
 
 
-def test_the_step_is_that_of_the_place(traces: SharedTrace):
-    view = PeerView(traces.ranks, 0, GROUPS)
+def test_the_step_is_that_of_the_place(traces: list[RankTrace]):
+    view = PeerView(traces, 0, GROUPS)
     for step in (2, 3):
         write(traces, *[[A, A]] * RANKS)
-        traces.ranks[0].set_step(step)
+        traces[0].step = step
         view.note_step()
     write(traces, [A, A], [A, B], [A, A], [A, A])
     assert view.first_difference() == 5
@@ -143,49 +141,49 @@ def test_the_step_is_that_of_the_place(traces: SharedTrace):
     assert difference is not None
     assert difference.error.what == "rank 1 did not run `embed` at step 3"
     write(traces, [A], [A], [A], [A])
-    earlier = PeerView(traces.ranks, 0, GROUPS).difference_at(5)
+    earlier = PeerView(traces, 0, GROUPS).difference_at(5)
     assert earlier is not None
     assert earlier.error.what.endswith("at step 1"), "one that has seen no step end knows of one step"
 
 
-def test_ranks_that_are_not_there_yet_do_not_differ(traces: SharedTrace):
+def test_ranks_that_are_not_there_yet_do_not_differ(traces: list[RankTrace]):
     write(traces, [A, B], [A], [], [A, B])
-    view = PeerView(traces.ranks, 0, GROUPS)
+    view = PeerView(traces, 0, GROUPS)
     assert view.first_difference() is None
     assert view.difference_at(1) is None
     assert view.missing() is None
     assert view.dead() is None
     assert view.cause_of_failure() is None
     assert view.verdict_of_others() is None
-    traces.ranks[1].writer([])(A)
+    traces[1].writer([])(A)
     assert view.first_difference() == 1, "what has newly arrived is compared"
 
 
-def test_the_earliest_difference_counts_whichever_rank_it_is_of(traces: SharedTrace):
+def test_the_earliest_difference_counts_whichever_rank_it_is_of(traces: list[RankTrace]):
     write(traces, [A, B, A], [A, B, B], [A, A, A], [A, B, A])
-    assert PeerView(traces.ranks, 0, GROUPS).first_difference() == 1
+    assert PeerView(traces, 0, GROUPS).first_difference() == 1
 
 
-def test_a_difference_of_which_word_came_late_is_told_and_not_what_followed_from_it(traces: SharedTrace):
+def test_a_difference_of_which_word_came_late_is_told_and_not_what_followed_from_it(traces: list[RankTrace]):
     """Rank 3 left `embed` out; by the time others hear of it they are a place further."""
     machines = group_by_machine(["a", "b", "c", "d"], rank=0)
     tracer = CollectiveTracer(traces, machines, 0, GROUPS, patience=60.0, report=lambda text: None, abort=lambda: None)
     tracer.write(A)
     write(traces, [], [A, B], [A, B], [B, event(FORWARD, 3)])
     tracer.write(B)
-    traces.ranks[1].writer([])(event(FORWARD, 3))  # the neighbour that rank 0 compares with
+    traces[1].writer([])(event(FORWARD, 3))  # the neighbour that rank 0 compares with
     with pytest.raises(ShardError, match="rank 3 did not run `embed` at step"):
         tracer.write(B)
 
 
-def test_who_has_left(traces: SharedTrace):
+def test_who_has_left(traces: list[RankTrace]):
     write(traces, [A, B], [A, B], [A], [A, B])
-    traces.ranks[1].end()
-    view = PeerView(traces.ranks, 0, GROUPS)
+    traces[1].has_ended = True
+    view = PeerView(traces, 0, GROUPS)
     assert view.missing() is None, "it came as far as this one before it left"
-    traces.ranks[2].end()
-    traces.ranks[2].set_step(4)
-    traces.ranks[0].set_step(5)
+    traces[2].has_ended = True
+    traces[2].step = 4
+    traces[0].step = 5
     assert view.missing() == 2
     error = view.absence_of(2)
     assert error.what == "rank 2 has left the training loop after 3 steps; rank 0 goes on"
@@ -195,21 +193,21 @@ def test_who_has_left(traces: SharedTrace):
     assert cause.what == error.what
 
 
-def test_who_has_died(traces: SharedTrace):
+def test_who_has_died(traces: list[RankTrace]):
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     own = os.getpid
     os.getpid = lambda: child.pid
     try:
-        traces.ranks[3].open()
+        traces[3].open()
     finally:
         os.getpid = own
     write(traces, [A, B], [A, B], [A, B], [A])
-    traces.ranks[3].set_step(7)
-    view = PeerView(traces.ranks, 0, GROUPS)
-    assert (view.missing(), view.dead(), traces.ranks[3].is_alive) == (None, None, True)
+    traces[3].step = 7
+    view = PeerView(traces, 0, GROUPS)
+    assert (view.missing(), view.dead(), traces[3].is_alive) == (None, None, True)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not traces.ranks[3].is_alive, "a zombie is dead"
+    assert not traces[3].is_alive, "a zombie is dead"
     child.communicate()
     assert (view.missing(), view.dead()) == (3, 3)
     error = view.absence_of(3)
@@ -218,18 +216,18 @@ def test_who_has_died(traces: SharedTrace):
         "rank 0 is in the gather of `layers.0` for a forward and waits for it; "
         "last on rank 3: gather of `embed` for a forward"
     )
-    traces.ranks[3].writer([])(B)
+    traces[3].writer([])(B)
     assert (view.missing(), view.dead()) == (None, 3), "dead, though it came as far"
     cause = view.cause_of_failure()
     assert cause is not None
     assert cause.what == "rank 3 died in step 7"
 
 
-def test_who_is_late(traces: SharedTrace):
+def test_who_is_late(traces: list[RankTrace]):
     write(traces, [A, B], [A, B], [], [A])
-    view = PeerView(traces.ranks, 0, GROUPS)
+    view = PeerView(traces, 0, GROUPS)
     for rank, seconds in enumerate((99.0, 99.0, 20.0, 30.0)):
-        traces.ranks[rank].touch(seconds_ago=seconds)
+        traces[rank].touch(seconds_ago=seconds)
     assert view.late(10.0) == 2
     assert view.late(25.0) == 3
     assert view.late(50.0) is None
@@ -240,39 +238,41 @@ def test_who_is_late(traces: SharedTrace):
 
 
 def with_flags(message: bytes, *, has_ended: bool = False, is_gone: bool = False) -> bytes:
-    return message[:32] + bytes([has_ended, is_gone]) + message[34:]
+    changed = RankTrace.from_buffer_copy(message)
+    changed.has_ended, changed.is_gone = has_ended, is_gone
+    return bytes(changed)
 
 
-def test_a_machine_that_is_silent(traces: SharedTrace, monkeypatch: pytest.MonkeyPatch):
+def test_a_machine_that_is_silent(traces: list[RankTrace], monkeypatch: pytest.MonkeyPatch):
     import time
 
     write(traces, [A, B], [A, B], [A, B], [A])
-    message = traces.ranks[3].to_bytes()
-    traces.ranks[3].copy_from(message)
-    view = PeerView(traces.ranks, 0, GROUPS)
+    message = traces[3].to_bytes()
+    traces[3].copy_from(message)
+    view = PeerView(traces, 0, GROUPS)
     assert view.dead() is None
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 3.4)
     assert view.dead() is None
     monkeypatch.setattr(time, "monotonic", lambda: now + 5.0)
     assert view.dead() == 3
-    assert traces.ranks[0].seconds_unheard == 0.0
+    assert traces[0].seconds_unheard == 0.0
     error = view.absence_of(3)
     assert error.what == "rank 3 died in step 1, or its machine cannot be reached"
     assert error.why == "nothing has been heard from its machine for 5 s"
-    traces.ranks[3].copy_from(with_flags(message, is_gone=True))
-    assert not traces.ranks[3].is_alive
+    traces[3].copy_from(with_flags(message, is_gone=True))
+    assert not traces[3].is_alive
     assert view.absence_of(3).what == "rank 3 died in step 1"
-    traces.ranks[3].copy_from(with_flags(message, has_ended=True))
+    traces[3].copy_from(with_flags(message, has_ended=True))
     monkeypatch.setattr(time, "monotonic", lambda: now + 50.0)
     assert view.dead() is None, "it said that it left"
 
 
-def test_what_others_found_is_handed_on(traces: SharedTrace):
-    view = PeerView(traces.ranks, 0, GROUPS)
-    traces.ranks[2].set_text("half a te", is_verdict=True)
+def test_what_others_found_is_handed_on(traces: list[RankTrace]):
+    view = PeerView(traces, 0, GROUPS)
+    traces[2].set_text("half a te", is_verdict=True)
     assert view.verdict_of_others() is None
-    traces.ranks[2].set_text('["what", "where", "why", "fix", "in the loader"]', is_verdict=True)
+    traces[2].set_text('["what", "where", "why", "fix", "in the loader"]', is_verdict=True)
     found = view.verdict_of_others()
     assert found is not None
     assert (found.what, found.where, found.why, found.fix) == ("what", "where", "why", "fix")
@@ -280,14 +280,14 @@ def test_what_others_found_is_handed_on(traces: SharedTrace):
     view.note_stacks_of_finders(found)
     view.note_stacks_of_finders(found)
     assert found.__notes__ == ["(found by rank 2)", "rank 2 is here:\nin the loader"]
-    assert PeerView(traces.ranks, 2, GROUPS).verdict_of_others() is None, "its own is known to it"
+    assert PeerView(traces, 2, GROUPS).verdict_of_others() is None, "its own is known to it"
     cause = view.cause_of_failure()
     assert cause is not None
     assert cause.what == "what"
 
 
-def test_a_slot_remembers_its_last_events(traces: SharedTrace):
-    slot = traces.ranks[0]
+def test_a_slot_remembers_its_last_events(traces: list[RankTrace]):
+    slot = traces[0]
     assert (slot.count, slot.first, slot.step, slot.event(0), slot.text, slot.verdict) == (0, 0, 1, None, "", None)
     write_event = slot.writer([])
     for number in range(3 * HISTORY):
@@ -304,32 +304,32 @@ def test_a_slot_remembers_its_last_events(traces: SharedTrace):
     assert len(edge) == 12
 
 
-def test_texts(traces: SharedTrace):
-    slot = traces.ranks[1]
+def test_texts(traces: list[RankTrace]):
+    slot = traces[1]
     assert (slot.wants_all, slot.has_ended, slot.is_text_current) == (False, False, False)
     slot.set_text("first é")
     assert (slot.text, slot.is_text_current) == ("first é", True)
     slot.writer([])(A)
     assert not slot.is_text_current, "the rank has moved since"
-    slot.want_all()
-    slot.end()
+    slot.wants_all = True
+    slot.has_ended = True
     assert (slot.wants_all, slot.has_ended) == (True, True)
     slot.set_text("x" * 20_000)
     assert set(slot.text) == {"x"}
     assert 7000 < len(slot.text) < 8192
-    assert traces.ranks[0].text == "", "nothing runs over into another's"
-    assert traces.ranks[2].text == ""
+    assert traces[0].text == "", "nothing runs over into another's"
+    assert traces[2].text == ""
 
 
-def test_a_writer_notices_neighbours_that_differ(traces: SharedTrace):
-    write_first = traces.ranks[0].writer([traces.ranks[1], traces.ranks[2]])
-    write_third = traces.ranks[2].writer([traces.ranks[0], traces.ranks[1]])
+def test_a_writer_notices_neighbours_that_differ(traces: list[RankTrace]):
+    write_first = traces[0].writer([traces[1], traces[2]])
+    write_third = traces[2].writer([traces[0], traces[1]])
     assert write_first(A) is False
     assert write_third(A) is False
     assert write_third(B) is False
     assert write_first(A) is True
-    assert traces.ranks[0].count == 2
-    assert traces.ranks[0].event(1) == A
+    assert traces[0].count == 2
+    assert traces[0].event(1) == A
 
 
 @pytest.mark.parametrize(

@@ -4,34 +4,37 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
-from shardwise.diagnosing.collective_trace import HISTORY, SharedTrace, create_shared_trace, open_shared_trace
-from shardwise.diagnosing.peer_traces import StoreExchange, group_by_machine
+from shardwise.diagnosing.collective_trace import (
+    HISTORY,
+    RankTrace,
+    StoreExchange,
+    create_shared_trace,
+    group_by_machine,
+    open_shared_trace,
+)
 from shardwise.diagnosing.tracer import PeerView
 
 NAMES = ["a", "a", "b", "b", "c"]
 
 
 @pytest.fixture
-def machines() -> Iterator[dict[str, SharedTrace]]:
+def machines() -> dict[str, list[RankTrace]]:
     found = {}
     for machine in sorted(set(NAMES)):
         path = create_shared_trace(len(NAMES))
         found[machine] = open_shared_trace(path, len(NAMES))
         path.unlink()
     for rank, machine in enumerate(NAMES):
-        found[machine].ranks[rank].open()
-    yield found
-    for traces in found.values():
-        traces.close()
+        found[machine][rank].open()
+    return found
 
 
 @pytest.fixture
-def exchanges(machines: dict[str, SharedTrace]) -> list[StoreExchange]:
+def exchanges(machines: dict[str, list[RankTrace]]) -> list[StoreExchange]:
     store = dist.HashStore()
     made = [
         StoreExchange(machines[machine], group_by_machine(NAMES, rank), rank, store)
@@ -49,26 +52,26 @@ def exchange_all(exchanges: list[StoreExchange]) -> None:
             exchange.exchange(with_all=True)
 
 
-def test_events_steps_and_ends_arrive(machines: dict[str, SharedTrace], exchanges: list[StoreExchange]):
-    trace, copy = machines["b"].ranks[3], machines["a"].ranks[3]
+def test_events_steps_and_ends_arrive(machines: dict[str, list[RankTrace]], exchanges: list[StoreExchange]):
+    trace, copy = machines["b"][3], machines["a"][3]
     write = trace.writer([])
     for event in (7, 8, 9):
         write(event)
-    trace.set_step(5)
+    trace.step = 5
     exchange_all(exchanges)
     assert (copy.count, copy.step) == (3, 5)
     assert [copy.event(index) for index in range(4)] == [7, 8, 9, None]
     assert not copy.has_ended
-    trace.end()
+    trace.has_ended = True
     exchange_all(exchanges)
     assert copy.has_ended
     assert copy.is_alive
 
 
-def test_what_was_never_heard_is_not_compared(machines: dict[str, SharedTrace], exchanges: list[StoreExchange]):
+def test_what_was_never_heard_is_not_compared(machines: dict[str, list[RankTrace]], exchanges: list[StoreExchange]):
     """More events between two looks than a trace keeps: the gap must not be taken for a difference."""
-    ours, theirs, copy = machines["a"].ranks[0], machines["b"].ranks[2], machines["a"].ranks[2]
-    view = PeerView(machines["a"].ranks, 0, ("root",))
+    ours, theirs, copy = machines["a"][0], machines["b"][2], machines["a"][2]
+    view = PeerView(machines["a"], 0, ("root",))
     write_ours, write_theirs = ours.writer([]), theirs.writer([])
     seeded = random.Random(0)
     for size in (10, 3 * HISTORY, 1, HISTORY, 5 * HISTORY + 3, HISTORY + 1):
@@ -86,8 +89,8 @@ def test_what_was_never_heard_is_not_compared(machines: dict[str, SharedTrace], 
     assert view.first_difference() == ours.count - 1
 
 
-def test_stacks_and_verdicts_arrive(machines: dict[str, SharedTrace], exchanges: list[StoreExchange]):
-    theirs, here = machines["c"].ranks[4], machines["a"].ranks[4]
+def test_stacks_and_verdicts_arrive(machines: dict[str, list[RankTrace]], exchanges: list[StoreExchange]):
+    theirs, here = machines["c"][4], machines["a"][4]
     theirs.set_text("in the loader")
     exchange_all(exchanges)
     assert (here.text, here.verdict, here.is_text_current) == ("in the loader", None, True)
@@ -97,27 +100,27 @@ def test_stacks_and_verdicts_arrive(machines: dict[str, SharedTrace], exchanges:
 
 
 def test_the_next_rank_speaks_for_a_machine_whose_first_has_gone(
-    machines: dict[str, SharedTrace], exchanges: list[StoreExchange]
+    machines: dict[str, list[RankTrace]], exchanges: list[StoreExchange]
 ):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getpid", lambda: gone.pid)
-        machines["b"].ranks[2].open()
-    machines["b"].ranks[2].touch(seconds_ago=1.0)
-    machines["b"].ranks[3].writer([])(3)
+        machines["b"][2].open()
+    machines["b"][2].touch(seconds_ago=1.0)
+    machines["b"][3].writer([])(3)
     living = [exchange for rank, exchange in enumerate(exchanges) if rank != 2]
     exchange_all(living)
-    assert not machines["a"].ranks[2].is_alive
-    assert machines["a"].ranks[3].is_alive
-    assert machines["a"].ranks[3].count == 1
-    machines["a"].ranks[0].writer([])(4)
+    assert not machines["a"][2].is_alive
+    assert machines["a"][3].is_alive
+    assert machines["a"][3].count == 1
+    machines["a"][0].writer([])(4)
     exchange_all(living)
-    assert machines["b"].ranks[0].count == 1, "and reads for it"
+    assert machines["b"][0].count == 1, "and reads for it"
 
 
 def test_a_machine_that_is_silent_grows_old(
-    machines: dict[str, SharedTrace], exchanges: list[StoreExchange], monkeypatch: pytest.MonkeyPatch
+    machines: dict[str, list[RankTrace]], exchanges: list[StoreExchange], monkeypatch: pytest.MonkeyPatch
 ):
     import time
 
@@ -126,12 +129,12 @@ def test_a_machine_that_is_silent_grows_old(
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 5.0)
     exchange_all(exchanges[:4])
-    assert machines["a"].ranks[4].seconds_unheard > 4.0
-    assert machines["a"].ranks[2].seconds_unheard < 1.0
-    assert machines["a"].ranks[0].seconds_unheard == 0.0
+    assert machines["a"][4].seconds_unheard > 4.0
+    assert machines["a"][2].seconds_unheard < 1.0
+    assert machines["a"][0].seconds_unheard == 0.0
 
 
-def test_a_store_that_went_away_is_left_alone(machines: dict[str, SharedTrace]):
+def test_a_store_that_went_away_is_left_alone(machines: dict[str, list[RankTrace]]):
     class Gone:
         calls = 0
 

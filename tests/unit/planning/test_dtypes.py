@@ -7,7 +7,7 @@ from torch import nn
 from shardwise.config.schema import GroupOverride, MeshConfig, PrecisionConfig, ShardConfig
 from shardwise.planning.planner import make_plan, plan
 from shardwise.planning.settings import choose_compute, choose_reduce, majority, widest
-from tests.unit.planning.test_groups import Block, Stack
+from tests.toy_models import Block, Stack
 
 TWO_RANKS = MeshConfig(shard=2, device="cpu")
 TWO_GPUS = MeshConfig(shard=2, device="cuda")

@@ -6,7 +6,8 @@ from torch import nn
 from shardwise.config.schema import GroupOverride, MeshConfig, ShardConfig
 from shardwise.errors import PlanError
 from shardwise.planning.planner import plan
-from tests.unit.planning.test_groups import Block, Stack, modules_of
+from tests.toy_models import Block, Stack
+from tests.unit.planning.test_groups import modules_of
 
 TWO_RANKS = MeshConfig(shard=2, device="cpu")
 

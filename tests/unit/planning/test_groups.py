@@ -7,32 +7,9 @@ from torch import nn
 from shardwise.config.schema import MeshConfig, ShardConfig
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
+from tests.toy_models import Block, Stack
 
 TWO_RANKS = MeshConfig(shard=2, device="cpu")
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int = 8) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
-class Stack(nn.Module):
-    """Embedding, blocks in any holder, norm and head."""
-
-    def __init__(self, blocks: nn.Module, dim: int = 8, vocab: int = 64) -> None:
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(vocab, dim), blocks
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 def modules_of(result: Plan) -> list[str]:

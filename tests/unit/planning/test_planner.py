@@ -8,7 +8,7 @@ from shardwise.config.schema import GroupOverride, MeshConfig, PrefetchConfig, S
 from shardwise.errors import PlanError
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
-from tests.unit.planning.test_groups import Block, Stack
+from tests.toy_models import Block, Stack
 
 TWO_RANKS = MeshConfig(shard=2, device="cpu")
 FOUR_RANKS = MeshConfig(shard=4, device="cpu")

@@ -8,7 +8,7 @@ from shardwise.config.schema import MeshConfig
 from shardwise.errors import PlanError
 from shardwise.planning.assignment import find_tensors
 from shardwise.planning.planner import plan
-from tests.unit.planning.test_groups import Block, Stack
+from tests.toy_models import Block, Stack
 
 TWO_RANKS = MeshConfig(shard=2, device="cpu")
 

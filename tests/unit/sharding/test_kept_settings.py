@@ -18,21 +18,13 @@ from shardwise.distributed.mesh import shutdown
 from shardwise.errors import ShardwiseError
 from shardwise.sharding.registry import sharded_state
 from tests.golden import same_as_kept
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
+from tests.toy_models import Block
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(10, 8), nn.ModuleList([Block(), Block()])
+        self.embed, self.blocks = nn.Embedding(10, 8), nn.ModuleList([Block(8, 16), Block(8, 16)])
         self.head = nn.Linear(8, 10, bias=False)
         self.register_buffer("scale", torch.ones(2, dtype=torch.float64))
 

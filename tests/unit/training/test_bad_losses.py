@@ -10,8 +10,8 @@ from torch import nn
 
 from shardwise.config.run import TrainingConfig
 from shardwise.errors import TrainingError
+from shardwise.training.metrics import StepReading
 from shardwise.training.objective import BadLosses, allows_step
-from shardwise.training.step_metrics import StepReading
 
 BAD = [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)]
 

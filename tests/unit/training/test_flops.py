@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.models.load import load_model
-from shardwise.training.step_metrics import flops_per_token, mfu, peak_flops
+from shardwise.training.metrics import flops_per_token, mfu, peak_flops
 
 
 def test_llama_by_hand():

@@ -138,12 +138,6 @@ def test_infinities_are_words_that_float_reads(tmp_path: Path):
     assert float(record["down"]) == -float("inf")
 
 
-def test_records_are_due_every_n_steps(tmp_path: Path):
-    metrics = Metrics(tmp_path, MetricsConfig(every=5), 0)
-    assert [step for step in range(1, 12) if metrics.is_due(step)] == [5, 10]
-    metrics.close()
-
-
 def test_a_folder_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"metrics cannot be written(.|\n)*set folder"):
@@ -178,9 +172,9 @@ def test_wandb_gets_the_numbers_offline(tmp_path: Path):
     """In a process of its own: wandb leaves a server running until its process ends."""
     pytest.importorskip("wandb")
     script = (
-        "import sys; from pathlib import Path; from shardwise.config.run import MetricsConfig\n"
-        "from shardwise.training.metrics import open_trackers\n"
-        "(tracker,) = open_trackers(MetricsConfig(wandb='project'), Path(sys.argv[1]), 0)\n"
+        "import sys; from pathlib import Path\n"
+        "from shardwise.training.metrics import WeightsAndBiases\n"
+        "tracker = WeightsAndBiases('project', Path(sys.argv[1]))\n"
         "tracker.write(1, {'loss': 1.5, 'note': 'text'}); tracker.close()\n"
     )
     offline = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from shardwise.config.run import MetricsConfig
-from shardwise.training.runtime import Profile
+from shardwise.training.loop import profiled
 
 
-def run(profile: Profile, num_steps: int, first: int = 1) -> None:
-    with profile:
-        for step in range(first, first + num_steps):
+def run(config: MetricsConfig, folder: Path, num_steps: int, *, rank: int = 0, steps_done: int = 0) -> None:
+    with profiled(config, folder, rank=rank, steps_done=steps_done) as step_done:
+        for step in range(steps_done + 1, steps_done + 1 + num_steps):
             with torch.profiler.record_function(f"step {step}"):
                 torch.ones(3).sum()
-            profile.step()
+            step_done()
 
 
 def seen(path: Path) -> set[str]:
@@ -34,9 +34,9 @@ def seen(path: Path) -> set[str]:
     ],
 )
 def test_window(tmp_path: Path, first: int, count: int, steps_done: int, num_steps: int, expected: set[str]):
-    profile = Profile(MetricsConfig(profile_step=first, profile_steps=count), tmp_path, steps_done=steps_done)
-    run(profile, num_steps, steps_done + 1)
-    assert {name for name in seen(profile.path) if name.startswith("step ")} == expected
+    config = MetricsConfig(profile_step=first, profile_steps=count)
+    run(config, tmp_path, num_steps, steps_done=steps_done)
+    assert {name for name in seen(tmp_path / "profile" / "rank0.json") if name.startswith("step ")} == expected
 
 
 @pytest.mark.parametrize(
@@ -48,5 +48,5 @@ def test_window(tmp_path: Path, first: int, count: int, steps_done: int, num_ste
     ],
 )
 def test_nothing_outside_of_it(tmp_path: Path, config: MetricsConfig, rank: int, steps_done: int):
-    run(Profile(config, tmp_path, rank=rank, steps_done=steps_done), 3)
+    run(config, tmp_path, 3, rank=rank, steps_done=steps_done)
     assert list(tmp_path.iterdir()) == []

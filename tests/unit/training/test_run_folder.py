@@ -8,7 +8,8 @@ import torch
 
 from shardwise.config.run import RunConfig
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.training.requirements import resolved_yaml
+from shardwise.training.loop import same_bits, seed_for, seed_step
+from shardwise.training.run import resolved_yaml
 from shardwise.training.run_folder import (
     Training,
     give_back,
@@ -17,7 +18,6 @@ from shardwise.training.run_folder import (
     with_folder,
     write_config,
 )
-from shardwise.training.runtime import same_bits, seed_for, seed_step
 from shardwise.training.saving import find_resumed
 
 DONE = Training(

@@ -12,7 +12,7 @@ import pytest
 from shardwise.config.run import RunConfig
 from shardwise.config.schema import MeshConfig
 from shardwise.errors import ConfigError
-from shardwise.training.requirements import resolved_yaml
+from shardwise.training.run import resolved_yaml
 
 OPTIONS = {"width": 16, "num_layers": 2, "num_heads": 2, "max_sequence_length": 16}
 

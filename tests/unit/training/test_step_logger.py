@@ -12,8 +12,7 @@ from torch import nn
 from shardwise.config.run import MetricsConfig, RunConfig, TrainingConfig
 from shardwise.distributed.mesh import init_distributed, shutdown
 from shardwise.progress import NoProgress
-from shardwise.training.metrics import Metrics, read_records
-from shardwise.training.step_metrics import StepLogger, StepReading
+from shardwise.training.metrics import Metrics, StepLogger, StepReading, read_records
 
 CPU = torch.device("cpu")
 

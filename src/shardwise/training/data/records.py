@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.config.run import DataConfig
-from shardwise.errors import ConfigError, EnvironmentProblem, raise_listed
+from shardwise.errors import ConfigError, import_optional, raise_listed
 
 
 class JsonLines:
@@ -164,15 +164,12 @@ def open_dataset(folder: Path) -> Records:
         ConfigError: It holds several splits.
         EnvironmentProblem: The library is not installed.
     """
-    try:
-        import datasets  # pyrefly: ignore[missing-import]
-    except ModuleNotFoundError:
-        raise EnvironmentProblem(
-            "datasets is not installed",
-            where=str(folder),
-            why="the folder was written by that library",
-            fix="pip install datasets, or export the data as JSONL",
-        ) from None
+    datasets = import_optional(
+        "datasets",
+        where=str(folder),
+        why="the folder was written by that library",
+        fix="pip install datasets, or export the data as JSONL",
+    )
     found = datasets.load_from_disk(str(folder))
     if isinstance(found, datasets.DatasetDict):
         names = [str(name) for name in found]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.errors import ConfigError, EnvironmentProblem
+from shardwise.errors import ConfigError, import_optional
 from shardwise.training.data.records import Document, Documents, Records
 
 
@@ -220,15 +220,12 @@ def _read(file: Path) -> bytes:
 
 
 def _parse(content: bytes, file: Path) -> Any:
-    try:
-        import tokenizers
-    except ModuleNotFoundError:
-        raise EnvironmentProblem(
-            "tokenizers is not installed",
-            where=f"data.tokenizer = {file}",
-            why=f"a {_FILE} is read by that library",
-            fix="pip install tokenizers, or set data.tokenizer = bytes",
-        ) from None
+    tokenizers = import_optional(
+        "tokenizers",
+        where=f"data.tokenizer = {file}",
+        why=f"a {_FILE} is read by that library",
+        fix="pip install tokenizers, or set data.tokenizer = bytes",
+    )
     try:
         return tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exceptions
