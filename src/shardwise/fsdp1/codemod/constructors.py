@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from shardwise.findings import Edit
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
-from shardwise.fsdp1.codemod.program import Program, is_constant
+from shardwise.fsdp1.codemod.emitted import functions
+from shardwise.fsdp1.codemod.program import Program, is_constant, iterated
 from shardwise.source.edits import change
 from shardwise.source.syntax import FSDP1, FileContext, Positions
 
@@ -74,9 +75,9 @@ class ArgumentList:
         """Put other text in place of the whole argument."""
         self._edits.append(change(argument.start, argument.end, text))
 
-    def add(self, text: str) -> None:
-        """Add an argument at the end."""
-        self._added.append(text)
+    def add(self, *texts: str) -> None:
+        """Add arguments at the end."""
+        self._added += texts
 
     def kept(self) -> list[WrittenArgument]:
         """The arguments that are not dropped."""
@@ -209,24 +210,6 @@ def _tokens(context: FileContext, call: ast.Call) -> list[tuple[tokenize.TokenIn
 
 
 CODE = "SW101"
-PARAMETERS = (
-    "module",
-    "process_group",
-    "sharding_strategy",
-    "cpu_offload",
-    "auto_wrap_policy",
-    "backward_prefetch",
-    "mixed_precision",
-    "ignored_modules",
-    "param_init_fn",
-    "device_id",
-    "sync_module_states",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "use_orig_params",
-    "ignored_states",
-    "device_mesh",
-)
 _OLD_NAMES = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignored_states"}
 _LATER = ast.IfExp | ast.BoolOp | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 """Expressions of which a part may run never, or often."""
@@ -298,8 +281,7 @@ class Wrap:
 
     def _in_loop_over(self, outer: set[str]) -> bool:
         for parent in self.context.ancestors(self.call):
-            loops = [parent] if isinstance(parent, ast.For) else getattr(parent, "generators", [])
-            texts = [self.draft.source(one.iter) for one in loops]
+            texts = [self.draft.source(one) for one in iterated(parent)]
             if any(re.search(rf"(?<![\w.]){re.escape(one)}[.\[)]", text) for one in outer for text in texts):
                 return True
             if isinstance(parent, ast.For):
@@ -323,6 +305,11 @@ def is_part_of(text: str, wholes: Iterable[str]) -> bool:
     return any(re.match(rf"{re.escape(one)}[.\[]", text) for one in wholes)
 
 
+def are_nested(texts: Iterable[str]) -> bool:
+    """Whether one of some expressions is an attribute or item of another."""
+    return any(is_part_of(one, texts) for one in texts)
+
+
 def is_certain(context: FileContext, program: Program, node: ast.expr | None) -> bool:
     """Whether an expression is FSDP's class and nothing else: imported, or another name for it."""
     if program.origins(context, node) != {FSDP1} or not isinstance(node, ast.Name):
@@ -339,7 +326,8 @@ def read(draft: FileDraft, call: ast.Call, is_partial: bool) -> Wrap:
         Blocked: A parameter does not exist.
     """
     listed = read_arguments(draft.context, call)
-    positional = iter(("cls", *PARAMETERS) if is_partial else PARAMETERS)
+    parameters = [one.arg for one in functions()["_shard_as_told"].args.args]  # FSDP's own
+    positional = iter(["cls", *parameters] if is_partial else parameters)
     by_name: dict[str, WrittenArgument] = {}
     for argument in listed.arguments:
         name = argument.name or next(positional, "")
@@ -348,7 +336,7 @@ def read(draft: FileDraft, call: ast.Call, is_partial: bool) -> Wrap:
             raise Blocked("it has more arguments than FSDP", "remove them")
         if name in ("*", "**"):
             name = f"{name}{len(by_name)}"
-        elif name not in (*PARAMETERS, "cls"):
+        elif name not in (*parameters, "cls"):
             raise Blocked(f"FSDP has no argument {name!r}", f"remove {name}=, or rename it")
         by_name[name] = argument
     return Wrap(draft, call, listed, by_name, is_partial)

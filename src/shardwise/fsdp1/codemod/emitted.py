@@ -86,7 +86,7 @@ def _text(function: Function, features: Collection[str]) -> str:
     unwanted = FEATURES & own_lines.keys() - set(features)
     left_out: set[int] = set()
     for node in ast.walk(function):
-        if isinstance(node, ast.If) and _names(node.test) & unwanted:
+        if isinstance(node, ast.If) and any(getattr(one, "id", None) in unwanted for one in ast.walk(node.test)):
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and node.lineno not in left_out}
     if unwanted:  # else all are kept: FSDP1 settings that nothing reads are accepted
@@ -94,7 +94,3 @@ def _text(function: Function, features: Collection[str]) -> str:
     first = min([function.lineno, *(one.lineno for one in function.decorator_list)])
     numbers = range(first, (function.end_lineno or first) + 1)
     return "\n".join(_helpers().positions.line(number) for number in numbers if number not in left_out)
-
-
-def _names(node: ast.expr) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}

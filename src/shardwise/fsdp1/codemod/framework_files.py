@@ -320,21 +320,23 @@ def _keyword_edits(file: FileContext, call: ast.Call, conversion: ConfigConversi
 
 def _composer(file: FileContext, given: dict[str | None, ast.expr]) -> Iterator[SourceFinding]:
     """`Trainer(parallelism_config={"fsdp": {...}})` and the older `fsdp_config={...}`."""
-    outer, old = given.get("parallelism_config"), given.get("fsdp_config")
-    written = outer or old
-    config = _items(file, written) if written is not None else None
-    if outer is not None and config is not None:
-        if "fsdp" not in config or (inner := _items(file, config["fsdp"])) is None:
-            return
-        written_config, config = config["fsdp"], inner
-    else:
-        written_config = written
-    if written is None or written_config is None:
+    outer = given.get("parallelism_config")
+    written = outer or given.get("fsdp_config")
+    if written is None:
         return
-    if config is None:
-        message, fix = "Composer's FSDP settings are not written out here", _COMPOSER_FIX
+    config = _items(file, written)
+    if outer is not None and config is not None:
+        written_config = config.get("fsdp", outer)
+        config = _items(file, written_config) if "fsdp" in config else None
+        if config is None:
+            return
+    elif config is None:
+        message = "Composer's FSDP settings are not written out here"
+        fix = 'pass parallelism_config={"fsdp": FSDP2Config(...)} with FSDP2\'s settings'
         yield _keyword_finding(file, written, COMPOSER, message, Status.REPORTED if outer else DECIDE, fix)
         return
+    else:
+        written_config = written
     settings = {key: _value(file, value) for key, value in config.items()}
     if settings.keys() & COMPOSER_FSDP2_KEYS:
         return
@@ -353,9 +355,6 @@ def _composer(file: FileContext, given: dict[str | None, ast.expr]) -> Iterator[
         fix = f'pass parallelism_config={{"fsdp": FSDP2Config({", ".join(parts)})}}'
         message = "Composer's FSDP1 settings; each has a place in FSDP2Config"
         yield _keyword_finding(file, written, COMPOSER, message, DECIDE, fix)
-
-
-_COMPOSER_FIX = 'pass parallelism_config={"fsdp": FSDP2Config(...)} with FSDP2\'s settings'
 
 
 def _training_arguments(file: FileContext, given: dict[str | None, ast.expr]) -> Iterator[SourceFinding]:

@@ -7,7 +7,7 @@ import re
 
 from shardwise.findings import Status
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, FileDraft
-from shardwise.fsdp1.codemod.program import ENABLE_WRAP, WRAP, Holds, Program, once
+from shardwise.fsdp1.codemod.program import ENABLE_WRAP, WRAP, Holds, Program, is_private, once
 from shardwise.source.syntax import FileContext, Function, given_to
 
 FLAT = {"flat_param", "_flat_param", "_all_handles", "_is_flat_param", "_shard_param_infos"}
@@ -164,8 +164,7 @@ def _is_foreign(draft: FileDraft, origin: str) -> bool:
 
 def _knows_internals(context: FileContext, function: Function) -> bool:
     return any(
-        getattr(node, "attr", "") in FLAT
-        or any(one.startswith("torch.distributed.fsdp._") for one in context.origins(node, raw=True))
+        getattr(node, "attr", "") in FLAT or is_private(context, node)
         for node in ast.walk(function)
         if isinstance(node, ast.Name | ast.Attribute)
     )

@@ -70,27 +70,17 @@ class Migration:
 
     def to_dict(self) -> dict[str, Any]:
         """As `--format json` has it."""
-        return {
-            "files": [
-                {
-                    "path": file.path,
-                    "changed": file.changed,
-                    "output": file.output,
-                    "findings": [
-                        {
-                            "code": finding.code,
-                            "line": finding.line,
-                            "status": finding.status.value,
-                            "message": finding.message,
-                            "fix": finding.fix,
-                        }
-                        for finding in file.findings
-                    ],
-                }
-                for file in self.files
-            ],
-            "summary": self.summary,
-        }
+        shown = ("code", "line", "status", "message", "fix")
+        files = [
+            {
+                "path": file.path,
+                "changed": file.changed,
+                "output": file.output,
+                "findings": [{name: getattr(finding, name) for name in shown} for finding in file.findings],
+            }
+            for file in self.files
+        ]
+        return {"files": files, "summary": self.summary}
 
 
 def migrate(

@@ -7,7 +7,7 @@ import re
 
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
-from shardwise.fsdp1.codemod.program import Holds, is_constant
+from shardwise.fsdp1.codemod.program import Holds, is_constant, iterated
 from shardwise.source.syntax import FSDP1, Comprehension, argument_of
 
 _OTHERS = re.compile(r"^self$|^cls$|accelerator|fabric|plugin|strategy", re.IGNORECASE)
@@ -322,8 +322,8 @@ def report_numbers(draft: FileDraft) -> None:
 
 def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
     models = []
-    for one in [loop] if isinstance(loop, ast.For) else loop.generators:
-        match one.iter:
+    for one in iterated(loop):
+        match one:
             case ast.Call(func=ast.Attribute(attr="parameters" | "named_parameters", value=model)):
                 models.append(model)
     if not any(draft.holds(one) is Holds.ALWAYS for one in models):

@@ -82,6 +82,16 @@ def strategy(context: FileContext, node: ast.expr | None) -> str | None:
     return next((one for one in STRATEGIES if name == f"ShardingStrategy.{one}"), None)
 
 
+def is_private(context: FileContext, node: ast.AST) -> bool:
+    """Whether an expression is of a private module of FSDP1."""
+    return any(origin.startswith(f"{_FSDP}_") for origin in context.origins(node, raw=True))
+
+
+def iterated(node: ast.AST) -> list[ast.expr]:
+    """What a loop or comprehension goes over; nothing for other nodes."""
+    return [one.iter for one in ([node] if isinstance(node, ast.For) else getattr(node, "generators", []))]
+
+
 def is_simple(node: ast.expr) -> bool:
     """Whether an expression may be written twice: it does nothing, and is short."""
     if isinstance(node, ast.Attribute):

@@ -7,7 +7,7 @@ import re
 from pathlib import PurePath
 
 from shardwise.fsdp1.codemod import constructors, settings
-from shardwise.fsdp1.codemod.constructors import CODE, Wrap, is_part_of
+from shardwise.fsdp1.codemod.constructors import CODE, Wrap, are_nested
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
 from shardwise.fsdp1.codemod.emitted import FEATURES
 from shardwise.fsdp1.codemod.leftovers import FLAT, built_subclasses
@@ -19,7 +19,9 @@ from shardwise.fsdp1.codemod.program import (
     called_fsdp_name,
     is_constant,
     is_none,
+    is_private,
     is_simple,
+    iterated,
     single_value,
 )
 from shardwise.fsdp1.codemod.settings import Options
@@ -40,7 +42,7 @@ def _wraps_parts(wrap: Wrap) -> int | None:
         if not (isinstance(parent, ast.Call) and parent.func is node) or _in_loop_over_parts(wrap, parent):
             return node.lineno
         texts |= {context.source(one) for one in parent.args[:1]}
-    return wrap.call.lineno if any(is_part_of(one, texts - {one}) for one in texts) else None
+    return wrap.call.lineno if are_nested(texts) else None
 
 
 def _uses(wrap: Wrap) -> list[ast.expr]:
@@ -63,9 +65,7 @@ def _in_loop_over_parts(wrap: Wrap, call: ast.Call) -> bool:
     for parent in wrap.context.ancestors(call):
         if isinstance(parent, Function):
             return False
-        loops = [parent] if isinstance(parent, ast.For) else []
-        loops = parent.generators if isinstance(parent, Comprehension) else loops
-        if any(_PARTS.search(wrap.draft.source(one.iter)) for one in loops):
+        if any(_PARTS.search(wrap.draft.source(one)) for one in iterated(parent)):
             return True
     return False
 
@@ -80,7 +80,7 @@ def _refuse_surroundings(wrap: Wrap) -> None:
     home = context.enclosing_function(wrap.call)
     for call in context.calls:
         is_given = context.enclosing_function(call) is home and any(context.source(one) in names for one in call.args)
-        if is_given and any(one.startswith("torch.distributed.fsdp._") for one in context.origins(call.func, raw=True)):
+        if is_given and is_private(context, call.func):
             raise Blocked(
                 f"its result goes to {context.source(call.func)} on line {call.lineno}, which is private to FSDP1",
                 "find another way to do what that is for",
@@ -221,8 +221,7 @@ def _by_parts(wrap: Wrap) -> bool:
     same, loops = wrap.same_calls(), ast.For | ast.While | Comprehension
     in_loop = any(isinstance(one, loops) for call in same for one in wrap.context.ancestors(call))
     texts = {wrap.draft.source(call.args[0]) for call in same if call.args}
-    is_nested = any(is_part_of(one, texts - {one}) for one in texts)
-    return (len(same) > 1 and (in_loop or is_nested)) or _wraps_parts(wrap) is not None
+    return (len(same) > 1 and (in_loop or are_nested(texts))) or _wraps_parts(wrap) is not None
 
 
 def _write_as_told(wrap: Wrap) -> None:
@@ -284,14 +283,13 @@ def _write_loop(wrap: Wrap, picked: list[str], options: Options) -> None:
     names = {node.id for node in wrap.context.parents if isinstance(node, ast.Name)}
     name = next(one for one in ("block", "unit", "sharded_block", "fsdp_block") if one not in names)
     module, shards = wrap.text("module"), wrap.draft.name("fully_shard")
-    _add_options(wrap, options)
-    given = "".join(f", {text if key == '**' else f'{key}={text}'}" for key, text in options)
+    wrap.list.add(*_told(options))
     wrap.draft.insert_before(
         wrap.statement,
         [
             f"for {name} in reversed(list({module}.modules())):  # children first",
             f"    if isinstance({name}, {_kinds(picked)}) and {name} is not {module}:",
-            f"        {shards}({name}{given})",
+            f"        {shards}({', '.join([name, *_told(options)])})",
         ],
     )
     wrap.drop("auto_wrap_policy")
@@ -315,14 +313,13 @@ def _write_config(wrap: Wrap, picked: list[str], options: Options) -> None:
     if is_named:
         wrap.rename("module", "model")
     wrap.list.add(f"{'config=' if is_named or wrap.is_partial else ''}sw.ShardConfig({', '.join(told)})")
-    _add_options(wrap, [one for one in options if one[0] == "mesh"])
+    wrap.list.add(*_told([one for one in options if one[0] == "mesh"]))
     draft.names -= {"CPUOffloadPolicy", "OffloadPolicy"} if not draft.helpers else set()
     _finish(wrap, "sw.shard", "each block and the rest are groups" if picked else "the whole is one group")
 
 
-def _add_options(wrap: Wrap, options: Options) -> None:
-    for key, text in options:
-        wrap.list.add(text if key == "**" else f"{key}={text}")
+def _told(options: Options) -> list[str]:
+    return [text if key == "**" else f"{key}={text}" for key, text in options]
 
 
 def _write_call(wrap: Wrap, options: Options, features: set[str], has_policy: bool, *, by_parts: bool) -> None:
@@ -330,7 +327,7 @@ def _write_call(wrap: Wrap, options: Options, features: set[str], has_policy: bo
     if has_policy:
         features.add("policy")
         wrap.rename("auto_wrap_policy", "policy")
-    _add_options(wrap, options)
+    wrap.list.add(*_told(options))
     what = "each unit of the policy and the root are sharded" if has_policy else "the whole is one unit"
     if draft.target == "shardwise" and not features & _TORCH_ONLY and not by_parts:
         features |= set() if is_none(wrap.value("mixed_precision")) else {"mp_policy"}
