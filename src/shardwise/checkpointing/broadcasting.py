@@ -11,54 +11,21 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.agreement import is_first, on_first, raise_over, together
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, portions
+from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, portions
 from shardwise.checkpointing.reading import (
     Request,
     check_requests,
     part_of,
-    read_box,
     read_requests,
     verify_requests,
 )
-from shardwise.checkpointing.storage.memory import bytes_of, counting
+from shardwise.checkpointing.storage.memory import counting
 from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import broadcast_from_first
 
 T = TypeVar("T")
 _PORTION_BYTES = 32 << 20
-
-
-def find_differing_copy(contents: Contents, name: str, others: Sequence[str], boxes: Sequence[Box]) -> str | None:
-    """The first of `others` that differs from `name` within the boxes; None when all are equal.
-
-    Args:
-        contents: The checkpoint.
-        name: A stored tensor.
-        others: Stored tensors that should hold the same.
-        boxes: What to compare: this rank's part. Read in portions, and only where checksums do not tell.
-
-    Ranks:
-        Local.
-    """
-    first = contents.tensors[name]
-    for other in others:
-        copy = contents.tensors[other]
-        if (copy.shape, copy.dtype) != (first.shape, first.dtype):
-            return other
-        if _evidence(first) == _evidence(copy):
-            continue
-        for box in boxes:
-            for portion in portions(box, ITEM_BYTES[first.dtype], _PORTION_BYTES):
-                ours, theirs = (bytes_of(read_box(contents, tensor, portion)) for tensor in (first, copy))
-                if ours != theirs:
-                    return other
-    return None
-
-
-def _evidence(tensor: StoredTensor) -> list[object]:
-    """What two tensors that hold the same must have in common to be known to do so unread."""
-    return [(each.box, each.checksums or (each.file, each.offset, id(each.data))) for each in tensor.pieces]
 
 
 def open_on_ranks(open_here: Callable[[], Contents], mesh: DeviceMesh | None, *, broadcast: bool) -> Contents:

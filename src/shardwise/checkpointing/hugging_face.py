@@ -242,12 +242,14 @@ class _Layout:
         """Let transformers convert the tensors themselves, when their turn to be read comes."""
 
         def compute() -> dict[str, memoryview]:
-            if compute not in self._held:
+            held = self._held.pop(compute, None)
+            if held is None:
+                while len(self._held) >= _MAX_HELD:
+                    del self._held[next(iter(self._held))]
                 made = self._run(name, group, lambda source: read_box(contents, source, Box.whole(source.shape)))
-                self._held[compute] = {key: bytes_of(tensor.contiguous()) for key, tensor in made.items()}
-                for oldest in list(self._held)[:-_MAX_HELD]:
-                    del self._held[oldest]
-            return self._held[compute]
+                held = {key: bytes_of(tensor.contiguous()) for key, tensor in made.items()}
+            self._held[compute] = held  # the latest last
+            return held
 
         tensors = {}
         for key, made in self._run(name, group, _on_meta).items():

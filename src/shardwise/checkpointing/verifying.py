@@ -23,7 +23,7 @@ from shardwise.progress import NoProgress, Progress
 INCOMPLETE, SHARED_STATE, WRONG_FILE, MIXED_ORDER, UNSURE_ORDER = "SW331", "SW332", "SW333", "SW337", "SW338"
 USE_THE_MODEL = "the model is whole: load it alone, without optimizers=, and let the optimizer start afresh"
 _MAX_LISTED = 20
-_PARAMS = re.compile(r"(?:per_rank\.(\d+)\.)?(.+)\.param_groups\.(\d+)\.params")
+_PARAMS = re.compile(r"(?:per_rank\.(\d+)\.)?(.+)\.param_groups\.\d+\.params")
 
 
 def unsound(contents: Contents) -> Iterator[Finding]:
@@ -88,10 +88,11 @@ def mixed_order(contents: Contents) -> dict[str, str]:
     if contents.format != "sharded":
         return {}
     found: dict[str, str] = {}
-    for prefix, lists in _listed_parameters(contents).items():
-        first = [name for _, names in sorted(lists.get(None, {}).items()) for name in names]
-        others = [group for rank, groups in lists.items() if rank is not None for group in groups.values()]
-        if not others or any(name not in first for group in others for name in group):
+    listed = _listed_parameters(contents)
+    for prefix in dict.fromkeys(prefix for _, prefix, _ in listed):
+        first = {name for rank, owner, names in listed if (rank, owner) == (None, prefix) for name in names}
+        others = {name for rank, owner, names in listed if rank is not None and owner == prefix for name in names}
+        if not others or not others <= first:
             continue
         start = f"{prefix}.state."
         stored = [name for name in contents.tensors if name.startswith(start)]
@@ -126,25 +127,22 @@ def unsure_order(contents: Contents) -> dict[str, str]:
     model = [name.removeprefix("model.") for name in contents.tensors if name.startswith("model.")]
     place = {name: index for index, name in enumerate(model)}
     found: dict[str, str] = {}
-    for prefix, lists in _listed_parameters(contents).items():
-        for names in lists.get(None, {}).values():
-            places = [place[name] for name in names if name in place]
-            if places != sorted(places):
-                found[prefix] = (
-                    "the optimizer's parameters do not stand in the model's order: written by shardwise before 0.2.0, "
-                    "which mixed up moments if ranks listed parameters in different orders (groups built from sets)"
-                )
+    for rank, prefix, names in _listed_parameters(contents):
+        places = [place[name] for name in names if name in place]
+        if rank is None and places != sorted(places):
+            found[prefix] = (
+                "the optimizer's parameters do not stand in the model's order: written by shardwise before 0.2.0, "
+                "which mixed up moments if ranks listed parameters in different orders (groups built from sets)"
+            )
     return found
 
 
-def _listed_parameters(contents: Contents) -> dict[str, dict[str | None, dict[int, list[str]]]]:
-    """By optimizer, by rank where it differed from rank 0 (else None), by group: names of parameters."""
-    listed: dict[str, dict[str | None, dict[int, list[str]]]] = {}
-    for name, value in contents.values.items():
-        if (match := _PARAMS.fullmatch(name)) and isinstance(value, (list, tuple)):
-            rank, prefix, group = match.groups()
-            listed.setdefault(prefix, {}).setdefault(rank, {})[int(group)] = [str(each) for each in value]
-    return listed
+def _listed_parameters(contents: Contents) -> list[tuple[str | None, str, list[str]]]:
+    """Names of the parameters of each group: the rank where it differed from rank 0 (else None), optimizer, names."""
+    found = [(_PARAMS.fullmatch(name), value) for name, value in contents.values.items()]
+    return [
+        (match[1], match[2], [*map(str, value)]) for match, value in found if match and isinstance(value, list | tuple)
+    ]
 
 
 def _problem(tensor: StoredTensor) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.agreement import is_first, mesh_of_model, on_first, raise_over, together, together_with
-from shardwise.checkpointing.broadcasting import RequestReader, find_differing_copy, open_on_ranks
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, TensorInfo
+from shardwise.checkpointing.broadcasting import RequestReader, open_on_ranks
+from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, TensorInfo, portions
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import tensors_in, write_full
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
@@ -33,7 +33,7 @@ from shardwise.checkpointing.formats.safetensors import (
 from shardwise.checkpointing.hugging_face import in_model_layout
 from shardwise.checkpointing.loading import load_requests
 from shardwise.checkpointing.matching import Matched, match, rename_contents
-from shardwise.checkpointing.reading import Verify
+from shardwise.checkpointing.reading import Verify, read_box
 from shardwise.checkpointing.state.names import KeyReport, Rename, canonical_name
 from shardwise.checkpointing.state.run import refuse_unusable
 from shardwise.checkpointing.state.slices import ModelTensor, dtype_name, model_tensors, parts_of, requests_for
@@ -392,7 +392,9 @@ def _match(
     def work() -> tuple[Matched, str]:
         matched = match(model, contents, tensors)
         matched.refuse(contents, strict)
-        return matched, _digest(contents, matched)
+        stored = {name: contents.tensors[stored] for name, stored in matched.stored_names.items()}
+        described = repr([(name, tensor.name, tensor.dtype, tensor.shape) for name, tensor in stored.items()])
+        return matched, hashlib.sha256(described.encode()).hexdigest()
 
     matched, digests = together_with(work, mesh)
     if len(set(digests)) > 1:  # a stale copy on one machine is easily missed
@@ -406,31 +408,37 @@ def _match(
     return matched
 
 
-def _digest(contents: Contents, matched: Matched) -> str:
-    lines = [
-        f"{name} <- {stored} {contents.tensors[stored].dtype} {contents.tensors[stored].shape}"
-        for name, stored in matched.stored_names.items()
-    ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
 def _refuse_differing_copies(
     contents: Contents, matched: Matched, tensors: Sequence[ModelTensor], *, whole: bool
 ) -> None:
     """Raise for a tied tensor that is stored twice with different values."""
     for tensor in tensors:
-        others = matched.copies.get(tensor.name)
-        if not others or not contents.tensors[others[0]].pieces:  # a rank that reads nothing
-            continue
-        name = matched.stored_names[tensor.name]
-        boxes = [Box.whole(tensor.shape)] if whole else [part.box for part in parts_of(tensor.tensor)]
-        if (other := find_differing_copy(contents, name, others, boxes)) is not None:
-            raise CheckpointError(
-                f"{name!r} and {other!r} are stored with different values",
-                where=str(contents.path),
-                why="in this model they are one tensor, so one of the two would be lost",
-                fix="untie them in the model's config, or choose one: rename={" + repr(other) + ": None}",
-            )
+        for other in matched.copies.get(tensor.name, ()):
+            name = matched.stored_names[tensor.name]
+            first, copy = contents.tensors[name], contents.tensors[other]
+            boxes = [Box.whole(tensor.shape)] if whole else [part.box for part in parts_of(tensor.tensor)]
+            if copy.pieces and _differ(contents, first, copy, boxes):  # without pieces: a rank that reads nothing
+                raise CheckpointError(
+                    f"{name!r} and {other!r} are stored with different values",
+                    where=str(contents.path),
+                    why="in this model they are one tensor, so one of the two would be lost",
+                    fix="untie them in the model's config, or choose one: rename={" + repr(other) + ": None}",
+                )
+
+
+def _differ(contents: Contents, first: StoredTensor, copy: StoredTensor, boxes: Iterable[Box]) -> bool:
+    """Whether two stored tensors differ within the boxes; they are read only where places and checksums do not tell."""
+    if (copy.shape, copy.dtype) != (first.shape, first.dtype):
+        return True
+    known = [
+        [(piece.box, piece.checksums or (piece.file, piece.offset, id(piece.data))) for piece in tensor.pieces]
+        for tensor in (first, copy)
+    ]
+    return known[0] != known[1] and any(
+        bytes_of(read_box(contents, first, part)) != bytes_of(read_box(contents, copy, part))
+        for box in boxes
+        for part in portions(box, ITEM_BYTES[first.dtype], _BUCKET_BYTES)
+    )
 
 
 def _check_verify(verify: str) -> None:

@@ -6,6 +6,7 @@ import io
 import pickle
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from shardwise.checkpointing.storage.files import damaged
@@ -16,33 +17,26 @@ _FREE_OBJECTS = 1 << 16
 _KEYS = (str, int, float, bytes, type(None))
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class Symbol:
     """A name from a pickle: of a dtype, a class, a function. What it names is never looked up."""
 
-    __slots__ = ("make", "name")
-
-    def __init__(self, name: str, make: Callable[..., Any] | None = None) -> None:
-        self.name = name
-        self.make = make
-
-    def __repr__(self) -> str:
-        return f"Symbol({self.name!r})"
+    name: str
+    make: Callable[..., Any] | None = field(default=None, repr=False)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Record:
     """What a pickle says about an object of a known class: its arguments and its state, as plain values."""
 
-    __slots__ = ("args", "items", "kwargs", "name", "pairs", "state")
-
-    def __init__(self, name: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
-        self.name = name
-        self.args = args
-        self.kwargs = kwargs or {}
-        self.state: Any = None
-        self.items: list[Any] = []
-        """What the pickle appends to it, for subclasses of list."""
-        self.pairs: list[tuple[Any, Any]] = []
-        """What the pickle sets in it, for subclasses of dict."""
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    state: Any = None
+    items: list[Any] = field(default_factory=list)
+    """What the pickle appends to it, for subclasses of list."""
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    """What the pickle sets in it, for subclasses of dict."""
 
     @property
     def fields(self) -> dict[str, Any]:
