@@ -108,9 +108,8 @@ def convert(
             progress=progress,
         )
     if format is Format.JSON:
-        names = ("source_format", "num_tensors", "num_bytes", "left_out")
-        facts = {name: getattr(done, name) for name in names}
-        typer.echo(json.dumps({"path": str(done.path), "format": done.format, **facts}))
+        names = ("path", "format", "source_format", "num_tensors", "num_bytes", "left_out")
+        typer.echo(json.dumps({name: getattr(done, name) for name in names}, default=str))
         return
     typer.echo(f"{done.path}: {done.format}, {done.num_tensors} tensors, {format_bytes(done.num_bytes)}")
     if done.left_out:

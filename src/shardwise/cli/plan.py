@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import traceback
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -68,14 +67,20 @@ def plan(
 
     is_run = model.endswith(_RUN_FILES)
     config = load(RunConfig, Path(model) if is_run else {"model": model}, settings or ())
+    from shardwise.planning.plan import render_group
+    from shardwise.planning.planner import plan as plan_model
+    from shardwise.training.run import plan_run
+
     with user_code():
-        made = _plan(config, _mesh(config.mesh, nproc, gpus), is_run=is_run)
+        mesh = _mesh(config.mesh, nproc, gpus)
+        if is_run:  # as `train` plans it
+            made = plan_run(_build(config), config.shard, mesh)
+        else:
+            made = plan_model(_build(config), config.shard, mesh=mesh)
     group = None if explain is None else _find(made, explain)
     if format is Format.JSON:
         typer.echo(made.to_json() if group is None else json.dumps(asdict(group), sort_keys=True))
     else:
-        from shardwise.planning.plan import render_group
-
         typer.echo(str(made) if group is None else render_group(made, group))
 
 
@@ -103,18 +108,6 @@ def _mesh(mesh: MeshConfig, nproc: int | None, gpus: int | None) -> MeshConfig:
     return replace(mesh, shard=mesh.sizes(nproc or gpus or sized or number_of_ranks())["shard"])
 
 
-def _plan(config: RunConfig, mesh: MeshConfig, *, is_run: bool) -> Plan:
-    """The plan that `train` makes for a run file, and `shard` for any other model."""
-    model = _build(config)
-    if is_run:
-        from shardwise.training.run import plan_run
-
-        return plan_run(model, config.shard, mesh)
-    from shardwise.planning.planner import plan as make
-
-    return make(model, config.shard, mesh=mesh)
-
-
 def _build(config: RunConfig) -> nn.Module:
     from shardwise.models.load import load_model
 
@@ -137,13 +130,13 @@ def _find(made: Plan, name: str) -> Group:
     """The group of this name, or the only one with this module, parameter, or modules and parameters below it."""
     wanted = name.partition("+")[0]  # of a group of several modules, the first
     known = [(group, {group.name, *group.modules, *_parameters(group)}) for group in made.groups]
-    found: list[Group] = []
-    for is_meant in (lambda each: each == wanted, lambda each: each.startswith(f"{wanted}.")):
-        found = [group for group, names in known if any(map(is_meant, names))]
+    exact = [group for group, names in known if wanted in names]
+    below = [group for group, names in known if any(each.startswith(f"{wanted}.") for each in names)]
+    for found in (exact, below):
         if len(found) == 1:
             return found[0]
     names = [group.name for group in made.groups]
-    near = [group.name for group in found] or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = [group.name for group in below] or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     raise ConfigError(
         f"there is no group {name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""),
         where="--explain",
@@ -152,6 +145,5 @@ def _find(made: Plan, name: str) -> Group:
     )
 
 
-def _parameters(group: Group) -> Iterator[str]:
-    for parameter in group.parameters:
-        yield from (parameter.fqn, *parameter.aliases)
+def _parameters(group: Group) -> list[str]:
+    return [name for parameter in group.parameters for name in (parameter.fqn, *parameter.aliases)]

@@ -62,7 +62,7 @@ class Hit:
 Check = Callable[[LintContext], Iterator[Hit]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One thing that lint looks for."""
 
@@ -80,14 +80,13 @@ class Rule:
     """What to do about it, where a finding does not say."""
     check: Check
 
-    def run(self, context: LintContext) -> Iterator[SourceFinding]:
+    def run(self, context: LintContext) -> list[SourceFinding]:
         """The rule's findings in one file, one a place."""
-        seen: set[tuple[int, int]] = set()
+        found: dict[tuple[int, int], SourceFinding] = {}
         for hit in self.check(context):
             finding = self._finding(context.file, hit)
-            if (finding.line, finding.column) not in seen:
-                seen.add((finding.line, finding.column))
-                yield finding
+            found.setdefault((finding.line, finding.column), finding)
+        return list(found.values())
 
     def _finding(self, file: FileContext, hit: Hit) -> SourceFinding:
         start, end = file.positions.span(hit.node)
@@ -115,29 +114,20 @@ _RULES: dict[str, Rule] = {}
 
 def rule(
     code: str,
-    name: str,
     severity: Severity = Severity.ERROR,
     *,
     fix: str = "",
     safety: Safety = Safety.MANUAL,
     preview: bool = False,
 ) -> Callable[[Check], Check]:
-    """Register a function as a rule; the first line of its docstring is the rule's summary."""
+    """Register a function as a rule of the function's name; the first line of its docstring is the rule's summary."""
 
     def register(check: Check) -> Check:
         summary = (check.__doc__ or "").partition("\n")[0]
         assert code not in _RULES, f"{code} is taken"
         assert summary, f"{code} has no docstring"
-        _RULES[code] = Rule(
-            code=code,
-            name=name,
-            summary=summary,
-            severity=severity,
-            safety=safety,
-            preview=preview,
-            fix=fix,
-            check=check,
-        )
+        name = check.__name__.replace("_", "-")
+        _RULES[code] = Rule(code, name, summary, severity, safety, preview, fix, check)
         return check
 
     return register

@@ -99,16 +99,10 @@ def progress_on(console: Console, *, in_bytes: bool = False) -> Iterator[Termina
 
 def print_error(console: Console, error: ShardwiseError) -> None:
     """Print an error as its rows: what in bold red, then where, why and fix."""
-    console.print(_error_text(error), soft_wrap=True)
-
-
-def _error_text(error: ShardwiseError) -> Text:
-    text = Text()
-    text.append("error: ", style="bold red")
-    text.append(error.what, style="red")
+    text = Text.assemble(("error: ", "bold red"), (error.what, "red"))
     for name in _ROWS:
         row = getattr(error, name)
         if row:
             text.append(f"\n  {name + ':':<6} ", style="bold green" if name == "fix" else "bold")
             text.append(row.replace("\n", "\n" + " " * 9))
-    return text
+    console.print(text, soft_wrap=True)

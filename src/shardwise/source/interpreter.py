@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from shardwise.source import facts
-from shardwise.source.syntax import Comprehension, FileContext, Function, all_parameters
+from shardwise.source.syntax import Comprehension, FileContext, Function, all_parameters, last_name
 from shardwise.source.trace import Trace
 from shardwise.source.values import (
     UNKNOWN,
@@ -39,6 +39,7 @@ from shardwise.source.values import (
 
 ITEM = "[]"
 DESCENDANT = "modules()"
+_Test = ast.expr | ast.ExceptHandler
 _MAX_DEPTH = 8
 _MAX_EVENTS = 20_000  # of one trace; a file that reaches it is read no further
 _MAX_TURNS = 4
@@ -50,6 +51,7 @@ _SAME_OBJECT: dict[type, frozenset[str]] = {  # methods that return what they ar
     Items: _TENSOR_METHODS,
     StateDict: _TENSOR_METHODS | {"copy", "get", "contiguous", "half", "bfloat16"},
 }
+_CONTENTS = frozenset({"parameters", "modules", "children", "values", "items"})
 _COLLECTIONS = frozenset({"list", "tuple", "set", "sorted", "iter", "filter"})
 _READERS = frozenset({"print", "len", "str", "repr", "isinstance", "sorted", "list", "tuple", "dict", "bool"})
 
@@ -142,16 +144,14 @@ class _Interpreter(ast.NodeVisitor):
         return event
 
     @contextmanager
-    def _guarded(self, test: ast.expr | ast.ExceptHandler, taken: bool) -> Iterator[None]:
+    def _guarded(self, test: _Test, taken: bool) -> Iterator[None]:
         """Inside: the test came out so."""
         length = len(self._guards)
         self._assume(test, taken)
         yield
         del self._guards[length:]
 
-    def _assume(
-        self, test: ast.expr | ast.ExceptHandler, taken: bool, branch: tuple[ast.AST, bool] | None = None
-    ) -> None:
+    def _assume(self, test: _Test, taken: bool, branch: tuple[ast.AST, bool] | None = None) -> None:
         """From here to the end of the block: the test came out so."""
         branch = branch or (test, taken)
         while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -384,11 +384,10 @@ class _Interpreter(ast.NodeVisitor):
         if event.is_call_to(*facts.GETTERS):
             return facts.state_dict_of(event)
         functions = [value for value in event.called if isinstance(value, FunctionRef)]
-        if isinstance(call.func, ast.Attribute):
-            for one in modules(event.receiver):
-                method = self._find_method(one.definition, event.method)
-                if method is not None and not _is_static(method):
-                    functions.append(FunctionRef(method, one))
+        for one in modules(event.receiver):
+            method = self._find_method(one.definition, event.method)
+            if method is not None and not {"staticmethod", "property"} & set(map(last_name, method.decorator_list)):
+                functions.append(FunctionRef(method, one))
         if len(functions) == 1:
             return self._inline(call, event, functions[0])
         if event.origins or event.method not in _READERS:
@@ -456,11 +455,10 @@ class _Interpreter(ast.NodeVisitor):
         definition = found if isinstance(found, ast.ClassDef) else None
         on_meta = self._meta_depth > 0 or any(facts.is_device(one, "meta") for one in event.argument(None, "device"))
         new = ObjectRef(**place, origins=event.origins, definition=definition, on_meta=on_meta)
-        if event.is_call_to("torch.nn.Sequential"):
-            for element in event.args:
-                self._store(new, ITEM, element)
-        elif event.is_call_to(*facts.LISTS) and event.args:
-            self._store(new, ITEM, self._iterate(event.args[0]))
+        contents = event.args if event.is_call_to("torch.nn.Sequential") else ()
+        contents = map(self._iterate, event.args[:1]) if event.is_call_to(*facts.LISTS) else contents
+        for element in contents:
+            self._store(new, ITEM, element)
         constructor = self._find_method(definition, "__init__")
         if constructor is not None:
             self._inline(call, event, FunctionRef(constructor, new))
@@ -485,8 +483,10 @@ class _Interpreter(ast.NodeVisitor):
                 return None  # the class has one of its own
             case ObjectRef() if name == "state_dict":
                 return frozenset({StateDict(one, call)})
-            case ObjectRef() if name in _MODULE_METHODS:
-                return _MODULE_METHODS[name](self, one)
+            case ObjectRef() if (of := name.removeprefix("named_")) in _CONTENTS:
+                parts = {"parameters": frozenset({Param(one)}), "modules": frozenset({one.part(DESCENDANT)})}
+                content = parts.get(of) or self._load(one, ITEM)
+                return pairs(content) if of != name or name == "items" else frozenset({Items(content)})
             case StateDict() if name == "items":
                 return pairs(frozenset({one}))
             case DictValue() if name == "update":
@@ -681,19 +681,3 @@ class _Interpreter(ast.NodeVisitor):
                     self._rebind(target.value, tables)
                 for owner in modules(owners):
                     self._store(owner, ITEM, values)
-
-
-def _is_static(function: Function) -> bool:
-    return any(isinstance(one, ast.Name) and one.id in ("staticmethod", "property") for one in function.decorator_list)
-
-
-_MODULE_METHODS: dict[str, Callable[[_Interpreter, ObjectRef], Values]] = {
-    "parameters": lambda reader, one: frozenset({Items(frozenset({Param(one)}))}),
-    "named_parameters": lambda reader, one: pairs(frozenset({Param(one)})),
-    "modules": lambda reader, one: frozenset({Items(frozenset({one.part(DESCENDANT)}))}),
-    "named_modules": lambda reader, one: pairs(frozenset({one.part(DESCENDANT)})),
-    "children": lambda reader, one: frozenset({Items(reader._load(one, ITEM))}),
-    "named_children": lambda reader, one: pairs(reader._load(one, ITEM)),
-    "values": lambda reader, one: frozenset({Items(reader._load(one, ITEM))}),
-    "items": lambda reader, one: pairs(reader._load(one, ITEM)),
-}

@@ -8,7 +8,7 @@ import itertools
 import re
 import tokenize
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -146,7 +146,6 @@ class Positions:
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-ScopeNode = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 _Node = TypeVar("_Node", bound=ast.AST)
 Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
@@ -198,60 +197,48 @@ class Scope:
         return None
 
 
-def read_scopes(tree: ast.Module) -> tuple[dict[ast.AST, Scope], dict[ast.AST, ast.AST]]:
-    """The scopes of a module by the node that makes them, and the parent of each node, in source order."""
-    reader = _ScopeReader(tree)
-    return reader.scopes, reader.parents
-
-
 class _ScopeReader(ast.NodeVisitor):
-    """Reads a module once; afterwards `scopes` has a Scope for each node that makes one."""
+    """Reads a module once: the parent of each node in source order, and the scope in which its names are looked up."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self._scope = Scope(tree, None)
-        self.module = self._scope
-        self.scopes: dict[ast.AST, Scope] = {tree: self._scope}
+        self.module = self._scope = Scope(tree, None)
         self.parents: dict[ast.AST, ast.AST] = {}
-        for statement in tree.body:
-            self.parents[statement] = tree
-            self.visit(statement)
+        self.scopes: dict[ast.AST, Scope] = {tree: self._scope}
+        self._bound: set[ast.Name] = set()
+        self._read(tree, tree.body)
+
+    def _read(self, parent: ast.AST, children: Iterable[ast.AST]) -> None:
+        for child in children:
+            self.parents[child] = parent
+            self.scopes[child] = self._scope
+            self.visit(child)
 
     def generic_visit(self, node: ast.AST) -> None:
         """Visit the children in source order, remembering whose they are."""
-        for child in ast.iter_child_nodes(node):
-            self.parents[child] = node
-            self.visit(child)
+        self._read(node, ast.iter_child_nodes(node))
 
-    def _function(self, node: Function) -> None:
+    def visit_FunctionDef(self, node: Function) -> None:
         self._scope.bind(node.name, Binding(node, definition=node))
-        self._inside(node, [*node.decorator_list, *([node.returns] if node.returns else [])], node.args, node.body)
+        outside = [*node.decorator_list, *([node.returns] if node.returns else []), node.args]
+        self._inside(node, outside, all_parameters(node.args), node.body)
 
-    visit_FunctionDef = visit_AsyncFunctionDef = _function
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._inside(node, [], node.args, [node.body])
+        self._inside(node, [node.args], all_parameters(node.args), [node.body])
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._scope.bind(node.name, Binding(node, definition=node))
-        self._inside(node, [*node.decorator_list, *node.bases, *node.keywords], None, node.body)
+        self._inside(node, [*node.decorator_list, *node.bases, *node.keywords], [], node.body)
 
     def _inside(
-        self, node: ScopeNode, outside: Sequence[ast.AST], parameters: ast.arguments | None, body: Sequence[ast.AST]
+        self, node: ast.AST, outside: Sequence[ast.AST], parameters: Sequence[ast.arg], body: Sequence[ast.AST]
     ) -> None:
-        for child in outside:
-            self.parents[child] = node
-            self.visit(child)
-        outer, scope = self._scope, Scope(node, self._scope)
-        self.scopes[node] = scope
-        if parameters is not None:
-            self.parents[parameters] = node
-            self.generic_visit(parameters)  # defaults and annotations belong to the outer scope
-            for parameter in all_parameters(parameters):
-                scope.bind(parameter.arg, Binding(parameter))
-        self._scope = scope
-        for child in body:
-            self.parents[child] = node
-            self.visit(child)
+        self._read(node, outside)  # decorators, bases, defaults and annotations belong to the outer scope
+        outer, self._scope = self._scope, Scope(node, self._scope)
+        for parameter in parameters:
+            self._scope.bind(parameter.arg, Binding(parameter))
+        self._read(node, body)
         self._scope = outer
 
     def visit_Global(self, node: ast.Global) -> None:
@@ -261,15 +248,15 @@ class _ScopeReader(ast.NodeVisitor):
         self._scope.elsewhere.update(dict.fromkeys(node.names, None))
 
     def visit_Import(self, node: ast.Import) -> None:
+        self._read(node, node.names)
         for alias in node.names:
-            self.parents[alias] = node
             top = alias.name.split(".")[0]
             self._scope.bind(alias.asname or top, Binding(alias, origin=alias.name if alias.asname else top))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         module = "." * node.level + (node.module or "")
+        self._read(node, node.names)
         for alias in node.names:
-            self.parents[alias] = node
             if alias.name == "*":
                 self._scope.stars.append(module)
             else:
@@ -294,7 +281,7 @@ class _ScopeReader(ast.NodeVisitor):
         """Pair names with values; what cannot be paired is bound to nothing known, in `visit_Name`."""
         if isinstance(target, ast.Name):
             self._scope.bind(target.id, Binding(target, value=value))
-            self.scopes.setdefault(target, self._scope)  # so that visit_Name does not bind it again
+            self._bound.add(target)  # so that visit_Name does not bind it again
         elif (
             isinstance(target, ast.Tuple | ast.List)
             and isinstance(value, ast.Tuple | ast.List)
@@ -305,7 +292,7 @@ class _ScopeReader(ast.NodeVisitor):
                 self._assign(one, its_value)
 
     def visit_Name(self, node: ast.Name) -> None:
-        if not isinstance(node.ctx, ast.Load) and node not in self.scopes:
+        if not isinstance(node.ctx, ast.Load) and node not in self._bound:
             self._scope.bind(node.id, Binding(node))
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
@@ -401,9 +388,9 @@ class FileContext:
         self.path, self.text = path, text
         self.tree = _parse(text, path)
         self.positions = Positions(text)
-        self.scopes, self.parents = read_scopes(self.tree)
+        reader = _ScopeReader(self.tree)
+        self.parents, self.scopes = reader.parents, reader.scopes
         self._known: dict[tuple[int, str], frozenset[str]] = {}
-        self._scope_of: dict[ast.AST, Scope] = {}
 
     def nodes(self, *kinds: type[_Node]) -> list[_Node]:
         """Every node of these kinds."""
@@ -470,16 +457,7 @@ class FileContext:
 
     def scope(self, node: ast.AST) -> Scope:
         """The scope in which the names inside `node` are looked up."""
-        if node in self._scope_of:
-            return self._scope_of[node]
-        child, found = node, self.scopes[self.tree]
-        for parent in self.ancestors(node):
-            if isinstance(parent, ScopeNode) and _is_inside(parent, child):
-                found = self.scopes[parent]
-                break
-            child = parent
-        self._scope_of[node] = found
-        return found
+        return self.scopes[node]
 
     def bindings(self, name: ast.Name) -> list[Binding]:
         """Every place that gives this name a value, as seen from where it stands."""
@@ -603,12 +581,3 @@ def _parse(text: str, path: str) -> ast.Module:
         raise SourceError(f"cannot be parsed: {error}", where=f"{path}:1:1") from None
     except (RecursionError, MemoryError):
         raise SourceError("nested too deeply to be parsed", where=f"{path}:1:1") from None
-
-
-def _is_inside(scope: ScopeNode, child: ast.AST) -> bool:
-    """Whether a child of a scope's node is looked up inside it: decorators, defaults and bases are not."""
-    if isinstance(scope, ast.Module):
-        return True
-    if isinstance(scope, ast.Lambda):
-        return child is scope.body
-    return any(child is statement for statement in scope.body)

@@ -21,7 +21,7 @@ _RANK = re.compile(r"^(local_|global_)?rank$")
 _SETS_DEVICE = frozenset({"set_device", "set_device_index", "init_distributed"})
 
 
-@rule("SW220", "offload-with-nccl-only", fix='init_process_group("cpu:gloo,cuda:nccl")', safety=Safety.UNSAFE)
+@rule("SW220", fix='init_process_group("cpu:gloo,cuda:nccl")', safety=Safety.UNSAFE)
 def offload_with_nccl_only(context: LintContext) -> Iterator[Hit]:
     """CPU offload needs a process group that can reduce CPU tensors.
 
@@ -38,10 +38,7 @@ def offload_with_nccl_only(context: LintContext) -> Iterator[Hit]:
 
 
 @rule(
-    "SW235",
-    "no-device-set",
-    Severity.WARNING,
-    fix='torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) right after init_process_group',
+    "SW235", Severity.WARNING, fix='torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) right after init_process_group'
 )
 def no_device_set(context: LintContext) -> Iterator[Hit]:
     """Without `torch.cuda.set_device`, FSDP puts the parameters of every local rank on GPU 0.
@@ -78,7 +75,7 @@ def _moves_to_gpu(event: ProgramEvent) -> bool:
     return is_cuda or _RANK.match(getattr(given, "id", "")) is not None
 
 
-@rule("SW236", "offload-materialized-on-gpu", fix='model.to_empty(device="cpu")')
+@rule("SW236", fix='model.to_empty(device="cpu")')
 def offload_materialized_on_gpu(context: LintContext) -> Iterator[Hit]:
     """With CPU offload, parameters are materialised on the CPU.
 
@@ -115,11 +112,7 @@ _TRANSFORMERS = re.compile(r"transformers\.\w+(ForCausalLM\.from_config|ForCausa
 _LOADERS = (facts.SET_MODEL, facts.SET_BOTH, "torch.distributed.checkpoint.load")
 
 
-@rule(
-    "SW209",
-    "meta-without-init",
-    fix="call the model's initialiser after to_empty, or load a checkpoint with set_model_state_dict",
-)
+@rule("SW209", fix="call the model's initialiser after to_empty, or load a checkpoint with set_model_state_dict")
 def meta_without_init(context: LintContext) -> Iterator[Hit]:
     """A model built on the meta device trains on whatever was in memory.
 
@@ -195,11 +188,7 @@ def _belongs(trace: Trace, value: Value, model: ObjectRef) -> bool:
     return any(isinstance(one, ObjectRef) and (one == model or trace.is_part_of(one, model)) for one in owners)
 
 
-@rule(
-    "SW210",
-    "buffers-lost-by-to-empty",
-    fix="recompute them after to_empty, or call sw.materialize(model) instead",
-)
+@rule("SW210", fix="recompute them after to_empty, or call sw.materialize(model) instead")
 def buffers_lost_by_to_empty(context: LintContext) -> Iterator[Hit]:
     """Non-persistent buffers are garbage after `to_empty`, and no checkpoint brings them back.
 

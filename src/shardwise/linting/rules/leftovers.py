@@ -35,13 +35,7 @@ _FSDP1_METHODS = {
 _SCALER = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
 
 
-@rule(
-    "SW190",
-    "private-fsdp2-import",
-    Severity.WARNING,
-    fix="from torch.distributed.fsdp import ...",
-    safety=Safety.SAFE,
-)
+@rule("SW190", Severity.WARNING, fix="from torch.distributed.fsdp import ...", safety=Safety.SAFE)
 def private_fsdp2_import(context: LintContext) -> Iterator[Hit]:
     """FSDP2 is public: `torch.distributed.fsdp` since torch 2.6.
 
@@ -72,7 +66,7 @@ def _is_fallback(file: FileContext, node: ast.AST) -> bool:
     return around is not None and getattr(getattr(around, "test", None), "id", "") != "TYPE_CHECKING"
 
 
-@rule("SW191", "leftover-fsdp1-import", Severity.WARNING, fix="remove the import", safety=Safety.SAFE)
+@rule("SW191", Severity.WARNING, fix="remove the import", safety=Safety.SAFE)
 def leftover_fsdp1_import(context: LintContext) -> Iterator[Hit]:
     """FSDP1's names are imported by a file that uses none of them.
 
@@ -120,7 +114,7 @@ def _removal(file: FileContext, node: ast.ImportFrom, alias: ast.alias) -> tuple
     return (change(before.start(), end, ""),) if before is not None else ()
 
 
-@rule("SW192", "fsdp1-call-on-fsdp2-model")
+@rule("SW192")
 def fsdp1_call_on_fsdp2_model(context: LintContext) -> Iterator[Hit]:
     """FSDP1's methods and functions do not work on a model sharded by `fully_shard`.
 
@@ -147,7 +141,7 @@ def _has_own(model: ObjectRef, method: str) -> bool:
     return any(getattr(statement, "name", "") == method for statement in body)
 
 
-@rule("SW194", "fsdp1-isinstance", fix="isinstance(model, FSDPModule)")
+@rule("SW194", fix="isinstance(model, FSDPModule)")
 def fsdp1_isinstance(context: LintContext) -> Iterator[Hit]:
     """`isinstance(model, FullyShardedDataParallel)` is never true for a model sharded by `fully_shard`.
 
