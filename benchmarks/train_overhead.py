@@ -32,9 +32,9 @@ from shardwise.models.load import load_model
 from shardwise.progress import NoProgress
 from shardwise.sharding.apply import shard
 from shardwise.sharding.materialize import materialize
-from shardwise.training.loop import train
+from shardwise.training.loop import frozen_garbage, train
 from shardwise.training.metrics import flops_per_token, mfu, peak_flops
-from shardwise.training.run import TrainingRun, frozen_garbage, open_run
+from shardwise.training.run import TrainingRun, open_run
 from shardwise.training.step import mean_over_ranks
 
 STEP_GOAL, FIRST_GOAL, SPEED_GOAL, WAIT_GOAL = 1.02, 1.2, 0.98, 0.05

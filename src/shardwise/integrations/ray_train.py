@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,6 @@ from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
 from shardwise.training.run_folder import Training, with_folder
 
 _LOOK_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Work:
-    """What a worker needs to know."""
-
-    config: RunConfig
-    report_every: int
-    stop_flag: Any
-    """The actor that knows whether the run shall stop."""
 
 
 def train_on_ray(
@@ -83,10 +73,11 @@ def train_on_ray(
         ray.init()
     trainer_class: Any = TorchTrainer  # Ray's types name its old trainer and its new one at once
     api: Any = ray.train
-    stop_flag = _make_stop_flag()
+    actor_class: Any = ray.remote(num_cpus=0)(_StopFlag)
+    stop_flag = actor_class.remote()
     trainer = trainer_class(
         _train_worker,
-        train_loop_config={"work": _Work(config=config, report_every=report_every, stop_flag=stop_flag)},
+        train_loop_config={"config": config, "report_every": report_every, "stop_flag": stop_flag},
         # Tensors in main memory need gloo beside NCCL: checkpoints and agreements use them.
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo"),
         scaling_config=api.ScalingConfig(
@@ -171,21 +162,22 @@ class _StopFlag:
         return self._why
 
 
-def _make_stop_flag() -> Any:
-    actor: Any = ray.remote(num_cpus=0)(_StopFlag)
-    return actor.remote()
-
-
 def _train_worker(settings: dict[str, Any]) -> Training | ShardwiseError:
     """Train as one rank. Mistakes in the run are returned: Ray would try again what is raised."""
     from shardwise.training.loop import fit
 
-    work: _Work = settings["work"]
+    config: RunConfig = settings["config"]
+
+    def report(step: int, values: Mapping[str, Any]) -> None:
+        """Pass a record on to Ray; every worker must report as often as the others, rank 0's numbers are kept."""
+        if step % settings["report_every"] == 0 or step == config.training.steps:
+            ray.train.report({"step": step, **values})
+
     stop = StopRequest()
     listen_for_good(stop, {})  # a worker's function does not run in the main thread: signals do not reach it
-    threading.Thread(target=_follow, args=(work.stop_flag, stop), daemon=True).start()
+    threading.Thread(target=_follow, args=(settings["stop_flag"], stop), daemon=True).start()
     try:
-        return fit(work.config, on_record=_reporter(work))
+        return fit(config, on_record=report)
     except ShardwiseError as error:
         if isinstance(error, EnvironmentProblem) or is_lost_peer(error, ""):
             raise
@@ -201,13 +193,3 @@ def _follow(stop_flag: Any, stop: StopRequest) -> None:
             return  # the run is over, or the driver has gone and Ray ends this worker
         if why:
             stop.ask(why)
-
-
-def _reporter(work: _Work) -> Callable[[int, Mapping[str, Any]], None]:
-    """Passes records on to Ray; every worker must report as often as the others, rank 0's numbers are kept."""
-
-    def report(step: int, values: Mapping[str, Any]) -> None:
-        if step % work.report_every == 0 or step == work.config.training.steps:
-            ray.train.report({"step": step, **values})
-
-    return report

@@ -10,9 +10,6 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 
-_TEXT = ("tokens", "input_ids")
-_IMAGE = ("pixel_values",)
-
 
 def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int = 2, sequence_length: int = 16) -> Any:
     """Random tokens or pixels for `model`, as a dict of keyword arguments, or a tensor where it takes `tokens`.
@@ -39,7 +36,7 @@ def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int 
         batch["input_ids"] = _tokens(model, shape, generator)
         if "decoder_input_ids" in names:
             batch["decoder_input_ids"] = _tokens(model, shape, generator)
-    if "pixel_values" in names and (not batch or hasattr(_config(model), "vision_config")):
+    if "pixel_values" in names and (not batch or hasattr(getattr(model, "config", None), "vision_config")):
         batch["pixel_values"] = _pixels(model, batch_size, generator)
     if "target_pixels" in names:
         batch["target_pixels"] = _pixels(model, batch_size, generator)
@@ -47,37 +44,33 @@ def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int 
         raise ConfigError(
             f"no batch can be invented for {type(model).__name__}",
             where=f"{type(model).__name__}.forward({', '.join(names)})",
-            why=f"only {', '.join((*_TEXT, *_IMAGE))} are understood",
+            why="only tokens, input_ids, pixel_values are understood",
             fix="name a function that makes one: --batch module:callable",
         )
     return batch
 
 
-def _config(model: nn.Module) -> Any:
-    return getattr(model, "config", None)
-
-
 def _tokens(model: nn.Module, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    config = _config(model)
-    for holder in (config, getattr(config, "text_config", None)):
-        size = getattr(holder, "vocab_size", None)
-        if size is not None:
-            return torch.randint(0, size, shape, generator=generator)
-    raise _missing(model, "config.vocab_size")
+    config = getattr(model, "config", None)
+    vocab_size = _setting(model, "vocab_size", config, getattr(config, "text_config", None))
+    return torch.randint(0, vocab_size, shape, generator=generator)
 
 
 def _pixels(model: nn.Module, batch_size: int, generator: torch.Generator) -> Tensor:
-    config = getattr(_config(model), "vision_config", None) or _config(model)
-    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
-    if size is None:
-        raise _missing(model, "config.image_size")
+    config = getattr(model, "config", None)
+    config = getattr(config, "vision_config", None) or config
+    size = _setting(model, "image_size", config)
     height, width = (size, size) if isinstance(size, int) else size
-    return torch.randn(batch_size, channels, height, width, generator=generator)
+    return torch.randn(batch_size, getattr(config, "num_channels", 3), height, width, generator=generator)
 
 
-def _missing(model: nn.Module, name: str) -> ConfigError:
-    return ConfigError(
-        f"{type(model).__name__} has no {name}",
+def _setting(model: nn.Module, name: str, *configs: Any) -> Any:
+    """The value of the first config that has it."""
+    for config in configs:
+        if (value := getattr(config, name, None)) is not None:
+            return value
+    raise ConfigError(
+        f"{type(model).__name__} has no config.{name}",
         where=type(model).__name__,
         why="the batch's values and shape come from it",
         fix="name a function that makes a batch: --batch module:callable",

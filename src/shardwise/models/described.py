@@ -7,6 +7,27 @@ from typing import Any
 from shardwise.models.llama import ORIGINAL_LENGTH, LlamaConfig
 from shardwise.models.moe import MoeConfig
 
+_NAMES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_sequence_length": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_embeddings": "tie_word_embeddings",
+    "num_experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+}
+"""Fields of a reference model's shape, and what transformers calls them."""
+_KINDS: dict[type, dict[str, Any]] = {
+    LlamaConfig: {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    MoeConfig: {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None},
+}
+
 
 def hugging_face_config(config: Any) -> dict[str, Any] | None:
     """What transformers calls a model of this shape; None: it has no such model.
@@ -17,38 +38,11 @@ def hugging_face_config(config: Any) -> dict[str, Any] | None:
     Ranks:
         Local.
     """
-    if type(config) is LlamaConfig:
-        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_decoder(config)}
-    if type(config) is MoeConfig:
-        return {
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "num_local_experts": config.num_experts,
-            "num_experts_per_tok": config.experts_per_token,
-            "sliding_window": None,
-            **_decoder(config),
-        }
-    return None
-
-
-def _decoder(config: LlamaConfig) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_sequence_length,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": "silu",
-        # Their own defaults name tokens that a small vocabulary does not have.
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    if type(config) not in _KINDS:
+        return None
+    described = {theirs: getattr(config, ours) for ours, theirs in _NAMES.items() if hasattr(config, ours)}
+    # Their own defaults name tokens that a small vocabulary does not have.
+    described |= {"hidden_act": "silu", "bos_token_id": None, "eos_token_id": None}
     if config.rope_factor != 1.0:
         described["rope_scaling"] = {
             "rope_type": "llama3",
@@ -57,4 +51,4 @@ def _decoder(config: LlamaConfig) -> dict[str, Any]:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": ORIGINAL_LENGTH,
         }
-    return described
+    return _KINDS[type(config)] | described

@@ -1,4 +1,4 @@
-"""From a MODEL argument to a module: a reference name, a Hugging Face config, or `module:callable`.
+"""From a MODEL argument and `model_options` to a module: a reference name, a Hugging Face config, or `module:callable`.
 
 Nothing is fetched from a network, and weights are not read: the model is built from its description.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from torch import nn
 
 from shardwise.errors import ConfigError, EnvironmentProblem
 from shardwise.models import llama, moe, multimodal, transformer
-from shardwise.models.options import check_names, reshape, with_arguments
 
 Builder = Callable[[], nn.Module]
 
@@ -70,12 +71,12 @@ def find_model(name: str, options: Mapping[str, Any] | None = None) -> Builder:
     options = options or {}
     for kind, shapes in _FAMILIES:
         if name in shapes:
-            shape = reshape(shapes[name], options)
+            shape = _reshape(shapes[name], options)
             return lambda: kind(shape)
     if Path(name).exists():
         return _from_config_file(Path(name), options)
     if is_callable_name(name):
-        return with_arguments(find_callable(name), options, name)
+        return _with_arguments(find_callable(name), options, name)
     if "/" in name or name.endswith(".json"):
         raise ConfigError(
             f"{name} does not exist",
@@ -138,12 +139,12 @@ def _from_config_file(path: Path, options: Mapping[str, Any]) -> Builder:
     if "_class_name" in described:  # how diffusers writes it
         library = _import("diffusers", str(file))
         kind = _class(library, described["_class_name"], file)
-        check_names(options, described, str(file))
+        _check_names(options, described, str(file))
         return lambda: kind.from_config({**described, **options})
     library = _import("transformers", str(file))
     # from_pretrained of a file or folder reads only the description, never a network.
     config = library.AutoConfig.from_pretrained(str(file), local_files_only=True)
-    check_names(options, [*config.to_dict(), *config.attribute_map], str(file))
+    _check_names(options, [*config.to_dict(), *config.attribute_map], str(file))
     for option, value in options.items():
         setattr(config, option, value)
     architectures = described.get("architectures") or []
@@ -180,8 +181,112 @@ def _import(library: str, where: str) -> Any:
 def _unknown(name: str, names: list[str], kind: str, where: str) -> ConfigError:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return ConfigError(
-        f"there is no {kind} {name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""),
+        f"there is no {kind} {name!r}{_suggestion(name, names)}",
         where=where,
         why="MODEL is a reference name, a local Hugging Face folder or config, or `module:callable`",
         fix=f"use {near[0]}" if near else f"use one of {', '.join(names) or 'its functions'}",
     )
+
+
+def _suggestion(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _with_arguments(build: Callable[..., nn.Module], options: Mapping[str, Any], name: str) -> Builder:
+    """`build` with `options` as keyword arguments, which it must take."""
+    try:
+        inspect.signature(build).bind(**options)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name} cannot be called with {', '.join(options) or 'nothing'}: {error}",
+            where="model, model_options",
+            why="model_options are the keyword arguments of a `module:callable`",
+            fix=f"give what it takes: {name.partition(':')[2]}{inspect.signature(build)}",
+        ) from None
+    except ValueError:  # written in C: no signature to read
+        pass
+    return lambda: build(**options)
+
+
+def _check_names(options: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """Refuse options that a config file has no name for."""
+    known = list(names)
+    problems = [_no_option(name, known, "model_options") for name in options if name not in known]
+    if problems:
+        raise ConfigError(
+            f"{len(problems)} of model_options cannot be used",
+            where="\n".join(problems),
+            why=f"they change what {where} says",
+            fix=f"write it into {where}, or use one of the names there",
+        )
+
+
+def _no_option(name: str, names: Iterable[str], where: str) -> str:
+    return f"{where}.{name}: there is no such option{_suggestion(name, names)}"
+
+
+def _reshape(shape: Any, options: Mapping[str, Any]) -> Any:
+    """`shape`, a frozen dataclass, with some of its fields changed; a mapping changes the fields of an inner shape.
+
+    Raises:
+        ConfigError: There is no such field, its type is another, or the heads do not divide the width. All at once.
+    """
+    problems: list[str] = []
+    changed = _change(shape, options, "model_options", problems)
+    problems = problems or _senseless(changed)
+    if problems:
+        raise ConfigError(
+            f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in model_options",
+            where="\n".join(problems),
+            why=f"they are fields of {type(shape).__name__}",
+            fix=f"use {', '.join(field.name for field in fields(shape))}",
+        )
+    return changed
+
+
+def _change(shape: Any, options: Mapping[str, Any], where: str, problems: list[str]) -> Any:
+    known = {field.name: getattr(shape, field.name) for field in fields(shape)}
+    changes: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in known:
+            problems.append(_no_option(name, known, where))
+        elif is_dataclass(known[name]) and isinstance(value, Mapping):
+            changes[name] = _change(known[name], value, f"{where}.{name}", problems)
+        else:
+            changes[name], wanted = _as_kind_of(known[name], value)
+            problems += [f"{where}.{name}: {value!r} is not {wanted}"] if changes[name] is None else []
+    return replace(shape, **changes)
+
+
+def _as_kind_of(old: Any, new: Any) -> tuple[Any, str]:
+    """`new` in the type of `old`, or None; and what that type is called."""
+    is_bool = isinstance(new, bool)
+    match old:
+        case bool():
+            return new if is_bool else None, "true or false"
+        case int():
+            return new if isinstance(new, int) and not is_bool and new > 0 else None, "a whole number of at least 1"
+        case float():
+            return float(new) if isinstance(new, (int, float)) and not is_bool else None, "a number"
+        case tuple():
+            kinds = [_as_kind_of(old[0], item)[0] for item in new] if isinstance(new, (list, tuple)) else []
+            words = f"a list, each {_as_kind_of(old[0], None)[1]}"
+            return tuple(kinds) if kinds and None not in kinds else None, words
+        case _:
+            return None, f"a mapping of fields of {type(old).__name__}"
+
+
+def _senseless(shape: Any) -> list[str]:
+    """Heads that do not divide what they share."""
+    width = getattr(shape, "hidden_size", getattr(shape, "width", None))
+    heads, kv_heads = shape.num_heads, getattr(shape, "num_kv_heads", None)
+    experts, per_token = getattr(shape, "num_experts", None), getattr(shape, "experts_per_token", None)
+    problems = []
+    if width % heads:
+        problems.append(f"model_options.num_heads: {heads} heads do not divide a width of {width}")
+    if kv_heads and heads % kv_heads:
+        problems.append(f"model_options.num_kv_heads: {kv_heads} do not divide {heads} heads")
+    if experts and per_token > experts:
+        problems.append(f"model_options.experts_per_token: {per_token} of {experts} experts")
+    return problems

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.models.llama import Attention, Decoder, Linear, LlamaConfig, RMSNorm, document_mask
+from shardwise.models.llama import Attention, Decoder, Linear, Llama, LlamaConfig, RMSNorm, document_mask
 
 _BALANCE_WEIGHT = 0.01
 
@@ -131,18 +131,13 @@ class MoeDecoder(Decoder):
         return self.norm(x), torch.stack(balances).mean()
 
 
-class Moe(nn.Module):
+class Moe(Llama):
     """A decoder with experts, and its output matrix."""
 
     def __init__(self, config: MoeConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.model = MoeDecoder(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        if config.tie_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        super().__init__(config, MoeDecoder)
 
-    def forward(
+    def forward(  # pyrefly: ignore[bad-override]
         self,
         input_ids: Tensor,
         position_ids: Tensor | None = None,

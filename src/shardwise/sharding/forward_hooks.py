@@ -111,7 +111,7 @@ class PartsForwardHooks:
         self.since = compat.sequence_number()
         args, kwargs = self.casts.inputs(args, kwargs)
         if self._waiting and not compat.is_recomputing(module):
-            for group in compat.state_param_groups(compat.fsdp_state(module)):
+            for group in compat.groups_of(module):
                 compat.unshard_group(group)
             return args, kwargs
         if not compat.is_recomputing(module):
@@ -286,7 +286,7 @@ class RootForwardHooks(ForwardHooks):
 
     def before(self) -> None:
         """Start clean, and show replicated parameters."""
-        if compat.was_left_midway(compat.fsdp_state(self.module)):
+        if compat.was_left_midway(self.module):
             recover(self.module)  # an earlier backward raised
         self.replicated.show()
 
@@ -312,7 +312,7 @@ class RootForwardHooks(ForwardHooks):
         elif not compat.in_backward():
             # FSDP2 leaves the root gathered. Without a backward to follow, parameters() would list the gathered
             # copies: an optimizer built now would train those, and a step would leave them stale.
-            for group in (*compat.state_param_groups(compat.fsdp_state(self.module)), *self.held):
+            for group in (*compat.groups_of(self.module), *self.held):
                 compat.reshard_group(group)
 
     def failed(self) -> None:

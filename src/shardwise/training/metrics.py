@@ -533,13 +533,11 @@ class StepLogger:
         took = reading.seconds
         self.first_loss = reading.loss if self.first_loss is None else self.first_loss
         self.last_loss = reading.loss
-        self.tokens += reading.tokens
-        self.seconds += took
+        self.tokens, self.seconds = self.tokens + reading.tokens, self.seconds + took
         self._unrecorded_tokens += reading.tokens
         self._unrecorded_s += took
-        if self._num_counted < 2:  # the first step makes caches and buffers; the second knows nothing of it
-            self._step_s = took
-        self._step_s = _SMOOTHING * self._step_s + (1 - _SMOOTHING) * took
+        # The first step makes caches and buffers; the second knows nothing of it.
+        self._step_s = took if self._num_counted < 2 else _SMOOTHING * self._step_s + (1 - _SMOOTHING) * took
         self._num_counted += 1
 
     def _used_memory(self) -> int:

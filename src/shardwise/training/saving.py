@@ -120,7 +120,7 @@ class Checkpoints:
         """The last one that this run has saved or loaded."""
         self.wait_s = 0.0
         """Seconds that training was held up by saving since they were last taken."""
-        keep = {"keep_last": config.keep_last, "keep_every": config.keep_every, "keep_best": config.keep_best}
+        keep = {name: getattr(config, name) for name in ("keep_last", "keep_every", "keep_best")}
         self._retention = Retention(**keep)
         self._metrics: dict[int, float] = {}
         self._checkpointer = Checkpointer(self.folder, asynchronous=config.asynchronous, **keep)
@@ -174,10 +174,6 @@ class Checkpoints:
         self._checkpointer.wait()
         self.wait_s += time.perf_counter() - start
 
-    def close(self) -> None:
-        """Wait, and give back what saving needed."""
-        self._checkpointer.close()
-
     def _retire(self, newest: int, metric: float | None) -> None:
         """Remove the files that need not be kept, on rank 0."""
         if metric is not None:
@@ -194,7 +190,7 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
-            self.close()
+            self._checkpointer.close()
         except Exception as failed:
             if error is None:
                 raise

@@ -175,7 +175,6 @@ def match_names(
 KeyPath = tuple[str | int, ...]
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "params")
 _STEP_NAMES = ("step", "global_step", "iteration", "iter")
-_OURS = ("extra", "rng", "per_rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +192,16 @@ def find_sections(contents: Contents) -> Sections:
     optimizers = tuple(
         dict.fromkeys(path[: path.index("param_groups")] for path in paths.values() if "param_groups" in path[:-1])
     )
-    roots: dict[KeyPath, int] = {}
-    for name in contents.tensors:
-        path = paths[name]
-        if path[0] not in _OURS[1:] and not any(_starts_with(path, (*root, "state")) for root in optimizers):
-            roots[path[:-1]] = roots.get(path[:-1], 0) + 1
-    return Sections(_model_root(roots), optimizers)
+    states = [(*root, "state") for root in optimizers]
+    roots = {
+        paths[name][:-1]
+        for name in contents.tensors
+        if paths[name][0] not in ("rng", "per_rank") and not any(paths[name][: len(root)] == root for root in states)
+    }
+    named = [root for root in roots if len(root) == 1 and root[0] in _MODEL_NAMES]
+    if len(roots) == 1 or len(named) == 1:
+        return Sections(next(iter(roots)) if len(roots) == 1 else named[0], optimizers)
+    return Sections(() if () in roots and not named else None, optimizers)
 
 
 def with_our_names(contents: Contents) -> Contents:
@@ -265,43 +268,26 @@ def _path(contents: Contents, name: str) -> KeyPath:
     return contents.structure.get(name, (name,))
 
 
-def _starts_with(path: KeyPath, root: KeyPath) -> bool:
-    return path[: len(root)] == root
-
-
-def _model_root(roots: dict[KeyPath, int]) -> KeyPath | None:
-    if len(roots) == 1:
-        return next(iter(roots))
-    named = [root for root in roots if len(root) == 1 and root[0] in _MODEL_NAMES]
-    if len(named) == 1:
-        return named[0]
-    return () if () in roots and not named else None
-
-
 def _parallel_prefix(contents: Contents, root: KeyPath | None) -> bool:
     """Whether every name of the model begins with what DistributedDataParallel puts there."""
-    if root is None:
-        return False
-    names = [path[-1] for path in (_path(contents, name) for name in contents.tensors) if path[:-1] == root]
-    return bool(names) and all(str(name).startswith(PARALLEL_PREFIX) for name in names)
+    paths = [_path(contents, name) for name in contents.tensors]
+    names = [str(path[-1]) for path in paths if path[:-1] == root]
+    return bool(names) and all(name.startswith(PARALLEL_PREFIX) for name in names)
 
 
 def _our_path(path: KeyPath, sections: Sections, strip: bool, *, is_tensor: bool) -> KeyPath:
     for root in sections.optimizers:
-        if _starts_with(path, root) and len(path) > len(root) and path[len(root)] in ("state", "param_groups"):
-            rest = path[len(root) :]
+        rest = path[len(root) :]
+        if path[: len(root)] == root and rest and rest[0] in ("state", "param_groups"):
             if rest[0] == "state" and len(rest) == 3:
                 rest = ("state", _our_name(str(rest[1]), strip), rest[2])
-            return ("optim", *rest) if len(sections.optimizers) == 1 else ("optim", *_below(root), *rest)
+            several = root[1:] if root[:1] == ("optim",) else root
+            return ("optim", *rest) if len(sections.optimizers) == 1 else ("optim", *several, *rest)
     if is_tensor and sections.model is not None and path[:-1] == sections.model:
         return ("model", _our_name(str(path[-1]), strip))
     if len(path) == 1 and not is_tensor:
         return ("extra", path[0])
     return path
-
-
-def _below(root: KeyPath) -> Iterable[str | int]:
-    return root[1:] if root[:1] == ("optim",) else root
 
 
 def _our_name(name: str, strip: bool) -> str:

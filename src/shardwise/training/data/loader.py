@@ -371,12 +371,14 @@ def open_data(
         Local. Errors of files that only one machine has are raised there only: see `raise_together`.
     """
     _check_settings(config, batch_size, num_ranks)
-    opened = open_samples(config, config.source, "data.source", vocab_size, progress or NoProgress())
-    num_samples = opened.samples.num_samples - _num_held_out(config, opened.samples)
+    samples, tokenizer, identity = open_samples(
+        config, config.source, "data.source", vocab_size, progress or NoProgress()
+    )
+    num_samples = samples.num_samples - _num_held_out(config, samples)
     return Loader(
-        opened.samples,
+        samples,
         num_samples=num_samples,
-        tokenizer=opened.tokenizer,
+        tokenizer=tokenizer,
         batch_size=batch_size,
         rank=rank,
         num_ranks=num_ranks,
@@ -385,7 +387,7 @@ def open_data(
         device=device,
         workers=config.workers,
         prefetch=config.prefetch,
-        fingerprint=opened.fingerprint | {"num_samples": num_samples},
+        fingerprint=identity | {"num_samples": num_samples},
     )
 
 
@@ -418,11 +420,13 @@ def open_evaluation(
     """
     _check_settings(config, batch_size, num_ranks)
     if config.evaluation is not None:
-        samples = open_samples(config, config.evaluation, "data.evaluation", vocab_size, NoProgress()).samples
+        samples, _, _ = open_samples(config, config.evaluation, "data.evaluation", vocab_size, NoProgress())
         first = 0
     elif config.evaluation_fraction > 0:
-        opened = training.samples if training is not None else None
-        samples = opened or open_samples(config, config.source, "data.source", vocab_size, NoProgress()).samples
+        if training is not None:
+            samples = training.samples
+        else:
+            samples, _, _ = open_samples(config, config.source, "data.source", vocab_size, NoProgress())
         first = samples.num_samples - _num_held_out(config, samples)
     else:
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -327,20 +326,9 @@ _NUM_CHECKED = 10_000
 _NUM_TOKENISED = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Data that is ready to be read."""
-
-    samples: Samples
-    tokenizer: Tokenizer | None
-    """What made the tokens, where that is known."""
-    fingerprint: dict[str, Any]
-    """What the data is, by the names of the settings."""
-
-
 def open_samples(
     config: DataConfig, names: str | tuple[str, ...], where: str, vocab_size: int | None, progress: Progress
-) -> Opened:
+) -> tuple[Samples, Tokenizer | None, dict[str, Any]]:
     """Find, read and number the samples of a source.
 
     Args:
@@ -349,6 +337,9 @@ def open_samples(
         where: Which of the two, for errors.
         vocab_size: Tokens that the model knows; None: not checked.
         progress: Hears of files and records that are tokenised.
+
+    Returns:
+        The samples; the tokenizer that made the tokens, where it is known; and the identity of the data, by setting.
 
     Raises:
         ConfigError: The data is missing, empty, unreadable, too short, or does not fit the model.
@@ -376,7 +367,7 @@ def open_samples(
         "sequence_length": config.sequence_length,
         "pack": config.pack,
     }
-    return Opened(samples, tokenizer, fingerprint)
+    return samples, tokenizer, fingerprint
 
 
 def _make_samples(
