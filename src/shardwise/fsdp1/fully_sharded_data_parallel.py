@@ -30,7 +30,7 @@ from shardwise.fsdp1.units import (
     INTERNALS,
     PREFIX,
     WRAPPED,
-    FSDPUnit,
+    Unit,
     cast_buffers,
     outer_units,
     refuse_internal,
@@ -214,7 +214,7 @@ class FullyShardedDataParallel(OptimizerStates):
         self.register_load_state_dict_post_hook(self._clean_missing)
 
     def _is_apart(self, module: nn.Module) -> bool:
-        return isinstance(module, FSDPUnit) or module in self._ignored_modules
+        return isinstance(module, Unit) or module in self._ignored_modules
 
     def _shard(self, settings: Settings) -> None:
         places = find_slots(self, recurse=True)
@@ -292,7 +292,7 @@ class FullyShardedDataParallel(OptimizerStates):
         return bool(self._is_root)
 
     @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPUnit]:
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Unit]:
         """The units in `module`, itself included; with `root_only` those inside no other.
 
         Ranks:

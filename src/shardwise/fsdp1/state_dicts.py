@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import compat
 from shardwise.errors import ConfigError, ShardError
 from shardwise.fsdp1.settings import warn_once
-from shardwise.fsdp1.units import PREFIX, WRAPPED, FSDPUnit, clean_name, dtypes_before, first_unit, units_in
+from shardwise.fsdp1.units import PREFIX, WRAPPED, Unit, clean_name, dtypes_before, first_unit, units_in
 from shardwise.sharding.full_params import gather_in_buckets, reshard
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.repointing import shard_like
@@ -152,7 +152,7 @@ def laid_out(value: torch.Tensor, parameter: DTensor, *, is_local: bool = False)
     return shard_like(value, parameter) if value.shape == parameter.shape else value
 
 
-class StateDicts(FSDPUnit):
+class StateDicts(Unit):
     """`state_dict`, `load_state_dict` and which kind of state dict they deal in."""
 
     _is_collecting = False

@@ -28,7 +28,7 @@ def clean_name(name: str) -> str:
     return name.replace(PREFIX, "").replace(_RECOMPUTED, "")
 
 
-class FSDPUnit(nn.Module):
+class Unit(nn.Module):
     """The attributes of a unit, under FSDP1's names where scripts read them."""
 
     mesh: DeviceMesh
@@ -53,12 +53,12 @@ class FSDPUnit(nn.Module):
     _optim_state_dict_config: OptimStateDictConfig
 
 
-def units_in(module: nn.Module) -> list[FSDPUnit]:
+def units_in(module: nn.Module) -> list[Unit]:
     """The units of a module, itself included, outer ones first."""
-    return [unit for unit in module.modules() if isinstance(unit, FSDPUnit)]
+    return [unit for unit in module.modules() if isinstance(unit, Unit)]
 
 
-def outer_units(module: nn.Module) -> Iterator[FSDPUnit]:
+def outer_units(module: nn.Module) -> Iterator[Unit]:
     """The units of a module that are inside no other of its units."""
     inside: set[nn.Module] = set()
     for unit in units_in(module):
@@ -67,7 +67,7 @@ def outer_units(module: nn.Module) -> Iterator[FSDPUnit]:
             inside.update(unit.modules())
 
 
-def first_unit(module: nn.Module, where: str) -> FSDPUnit:
+def first_unit(module: nn.Module, where: str) -> Unit:
     """The outermost unit of a module.
 
     Raises:

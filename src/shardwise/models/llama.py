@@ -284,10 +284,12 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """A decoder and its output matrix."""
 
-    def __init__(self, config: LlamaConfig, decoder: Callable[[Any], Decoder] = Decoder) -> None:
+    decoder_class: Callable[[Any], Decoder] = Decoder
+
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = decoder(config)
+        self.model = self.decoder_class(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -134,8 +134,10 @@ class MoeDecoder(Decoder):
 class Moe(Llama):
     """A decoder with experts, and its output matrix."""
 
+    decoder_class = MoeDecoder
+
     def __init__(self, config: MoeConfig) -> None:
-        super().__init__(config, MoeDecoder)
+        super().__init__(config)
 
     def forward(  # pyrefly: ignore[bad-override]
         self,

@@ -11,7 +11,7 @@ from shardwise.compat import storage_id
 from shardwise.config.schema import GroupOverride
 from shardwise.errors import PlanError
 from shardwise.planning.calls import Calls
-from shardwise.planning.groups import Kind, Node, Tree, Unit, why_held
+from shardwise.planning.groups import GroupCandidate, Kind, Node, Tree, why_held
 from shardwise.planning.settings import majority
 
 
@@ -87,7 +87,7 @@ def _refuse_partial_overlap(tensors: list[Tensor]) -> None:
 class Assignment:
     """Units with their parameters; what no unit can hold is replicated."""
 
-    units: list[Unit]
+    units: list[GroupCandidate]
     """Children first, the root last."""
     keys: list[list[int]] = field(default_factory=list)
     """Parameter keys per unit."""
@@ -95,7 +95,7 @@ class Assignment:
     """Key to reason."""
 
 
-def assign(tree: Tree, units: list[Unit], calls: Calls, names: dict[int, tuple[str, ...]]) -> Assignment:
+def assign(tree: Tree, units: list[GroupCandidate], calls: Calls, names: dict[int, tuple[str, ...]]) -> Assignment:
     """Each parameter to the innermost unit that holds all its owners; ties across units get a unit of their own.
 
     What is in no unit belongs to the root's.
@@ -118,7 +118,7 @@ def assign(tree: Tree, units: list[Unit], calls: Calls, names: dict[int, tuple[s
         else:
             units = [unit for unit in units if not all(joined.contains(node) for node in unit.nodes)] + [joined]
     why = "remaining parameters; unsharded from the first forward to the end of backward"
-    units = [*_children_first(units, tree), Unit((tree.root,), "root", why)]
+    units = [*_children_first(units, tree), GroupCandidate((tree.root,), "root", why)]
     result = Assignment(units, [[] for _ in units], replicated)
     index_of = {id(node): index for index, unit in enumerate(units) for node in unit.nodes}
     for key, holders in owners.items():
@@ -128,26 +128,26 @@ def assign(tree: Tree, units: list[Unit], calls: Calls, names: dict[int, tuple[s
     return result
 
 
-def _homes(nodes: list[Node], units: list[Unit]) -> list[Unit | None]:
+def _homes(nodes: list[Node], units: list[GroupCandidate]) -> list[GroupCandidate | None]:
     """The innermost unit around each node, each once; None stands for the root."""
     unit_of = {id(node): unit for unit in units for node in unit.nodes}
     homes = [next((unit_of[id(up)] for up in node.upwards if id(up) in unit_of), None) for node in nodes]
     return list({id(home): home for home in homes}.values())
 
 
-def _shared_modules(tree: Tree, units: list[Unit]) -> list[Unit]:
+def _shared_modules(tree: Tree, units: list[GroupCandidate]) -> list[GroupCandidate]:
     """A module object held by several groups is a group itself: each would shard it again otherwise."""
-    shared: list[Unit] = []
+    shared: list[GroupCandidate] = []
     for node in tree.root.walk():
         if node.keys and node.other_parents and node.has_forward and node.parent is not None:
             alone = any(mine is node for unit in units for mine in unit.nodes)
             if not alone and len(_homes([node.parent, *node.other_parents], units)) > 1:
                 reason = f"{node.class_name} shared by {node.parent.fqn or 'the root'} and others, unsharded for all"
-                shared.append(Unit((node,), "tie", reason, held=True))
+                shared.append(GroupCandidate((node,), "tie", reason, held=True))
     return shared
 
 
-def _refuse_explicit(homes: list[Unit], names: tuple[str, ...]) -> None:
+def _refuse_explicit(homes: list[GroupCandidate], names: tuple[str, ...]) -> None:
     explicit = [unit for unit in homes if unit.explicit]
     if len(explicit) > 1:
         paths = [unit.nodes[0].fqn for unit in explicit]
@@ -160,8 +160,8 @@ def _refuse_explicit(homes: list[Unit], names: tuple[str, ...]) -> None:
 
 
 def _tie_unit(
-    key: int, owners: dict[int, list[Node]], units: list[Unit], names: tuple[str, ...], calls: Calls
-) -> Unit | None:
+    key: int, owners: dict[int, list[Node]], units: list[GroupCandidate], names: tuple[str, ...], calls: Calls
+) -> GroupCandidate | None:
     """One unit of all the modules that hold the tensor, or None when they cannot be gathered together."""
     nodes = list(owners[key])
     while True:  # a holder's other parameters may be tied further
@@ -183,16 +183,16 @@ def _tie_unit(
     if any(not node.is_atom and node.fqn in calls.bypassed for node in nodes):
         return None
     reason = f"tied: {' = '.join(names)}; unsharded once for all of them, from the first use to the end of backward"
-    return Unit(tuple(nodes), "tie", reason, held=True)
+    return GroupCandidate(tuple(nodes), "tie", reason, held=True)
 
 
-def _children_first(units: list[Unit], tree: Tree) -> list[Unit]:
+def _children_first(units: list[GroupCandidate], tree: Tree) -> list[GroupCandidate]:
     """Tree order, except that a unit inside another comes before it."""
     position = {id(node): index for index, node in enumerate(tree.root.walk())}
     ordered = sorted(units, key=lambda unit: min(position[id(node)] for node in unit.nodes))
-    result: list[Unit] = []
+    result: list[GroupCandidate] = []
 
-    def place(unit: Unit) -> None:
+    def place(unit: GroupCandidate) -> None:
         if any(unit is placed for placed in result):
             return
         for other in ordered:
@@ -208,13 +208,15 @@ def _children_first(units: list[Unit], tree: Tree) -> list[Unit]:
 _PER_GROUP = ("param_dtype", "reduce_dtype", "output_dtype", "cast_inputs", "reshard_after_forward", "offload")
 
 
-def split_by_override(tree: Tree, units: list[Unit], overrides: tuple[GroupOverride, ...], calls: Calls) -> list[Unit]:
+def split_by_override(
+    tree: Tree, units: list[GroupCandidate], overrides: tuple[GroupOverride, ...], calls: Calls
+) -> list[GroupCandidate]:
     """Modules inside a group that an override singles out, as groups of their own, one per enclosing group.
 
     Raises:
         PlanError: A pattern matches no module.
     """
-    splits: list[Unit] = []
+    splits: list[GroupCandidate] = []
     for override in overrides:
         matched = [node for node in tree.matching(override.pattern) if node.keys]
         if not matched:
@@ -241,14 +243,14 @@ def split_by_override(tree: Tree, units: list[Unit], overrides: tuple[GroupOverr
 
 def storage_splits(
     assignment: Assignment, tree: Tree, dtype_of: dict[int, str], trainable: set[int], calls: Calls
-) -> tuple[list[Unit], dict[int, str]]:
+) -> tuple[list[GroupCandidate], dict[int, str]]:
     """Units for the minority dtypes of groups that mix trainable dtypes, and parameters to replicate instead.
 
     FSDP2 reduces a group's gradients in one buffer of one dtype, so trainable parameters of two dtypes cannot share
     a group. Frozen ones may.
     """
     owners = tree.owners()
-    units: list[Unit] = []
+    units: list[GroupCandidate] = []
     replicated: dict[int, str] = {}
     for unit, keys in zip(assignment.units, assignment.keys, strict=True):
         mixed = [key for key in keys if key in trainable]
@@ -286,6 +288,6 @@ def _maximal(nodes: list[Node]) -> list[Node]:
     return [node for node in nodes if not any(other is not node and other.contains(node) for other in nodes)]
 
 
-def _unit(nodes: list[Node], kind: Kind, reason: str, calls: Calls) -> Unit:
+def _unit(nodes: list[Node], kind: Kind, reason: str, calls: Calls) -> GroupCandidate:
     """A unit that is held when its own hooks cannot be relied on."""
-    return Unit(tuple(nodes), kind, reason, held=bool(why_held(tuple(nodes), calls)))
+    return GroupCandidate(tuple(nodes), kind, reason, held=bool(why_held(tuple(nodes), calls)))

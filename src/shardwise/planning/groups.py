@@ -161,7 +161,7 @@ Kind = Literal["block", "leaf", "tie", "island", "storage", "part", "root"]
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class GroupCandidate:
     """Modules to be sharded together, before settings are known."""
 
     nodes: tuple[Node, ...]
@@ -182,7 +182,7 @@ class Unit:
         return any(mine.contains(node) for mine in self.nodes)
 
 
-def find_units(tree: Tree, calls: Calls) -> list[Unit]:
+def find_units(tree: Tree, calls: Calls) -> list[GroupCandidate]:
     """Groups for a model about which the user said nothing; the root takes what is left.
 
     Returns:
@@ -204,7 +204,7 @@ class _Search:
         self.found: dict[Node, str] = {}
         self.outside: list[Node] = []
 
-    def blocks(self) -> list[Unit]:
+    def blocks(self) -> list[GroupCandidate]:
         """Elements of lists and sequences, then classes that repeat elsewhere; the outermost of nested ones,
         unless it is a stage that itself holds a run of blocks."""
         self._descend(self.tree.root, frozenset())
@@ -214,26 +214,26 @@ class _Search:
         self._descend(self.tree.root, repeated)
         largest = max((self.tree.size(node) for node in self.found), default=0)
         return [
-            Unit((node,), "block", reason)
+            GroupCandidate((node,), "block", reason)
             for node, reason in self.found.items()
             if self.tree.size(node) >= TINY_BLOCK_SHARE * largest
         ]
 
-    def big_leaves(self, units: list[Unit]) -> list[Unit]:
+    def big_leaves(self, units: list[GroupCandidate]) -> list[GroupCandidate]:
         """Embeddings, heads and other single modules that weigh as much as a good part of a block."""
         leaves = [node for node in self._free_nodes(units) if node.is_atom and self._may_stand_alone(node)]
         blocks = [self.tree.size(unit.nodes[0]) for unit in units]
         reference = max(blocks or [self.tree.size(leaf) for leaf in leaves], default=0)
         what = "block" if blocks else "leaf"
         return [
-            Unit((leaf,), "leaf", f"{leaf.class_name}, {size / reference:.1f}x the largest {what}: own group")
+            GroupCandidate((leaf,), "leaf", f"{leaf.class_name}, {size / reference:.1f}x the largest {what}: own group")
             for leaf in leaves
             if (size := self.tree.size(leaf)) >= BIG_LEAF_SHARE * reference
         ]
 
-    def relieve_root(self, units: list[Unit]) -> list[Unit]:
+    def relieve_root(self, units: list[GroupCandidate]) -> list[GroupCandidate]:
         """Pieces of the root, largest first, until the root is no larger than the largest other group."""
-        taken: list[Unit] = []
+        taken: list[GroupCandidate] = []
         while True:
             everything = units + taken
             grouped = frozenset[int]().union(*(node.keys for unit in everything for node in unit.nodes))
@@ -250,7 +250,7 @@ class _Search:
                 return taken
             _, node = max(pieces, key=lambda piece: piece[0])
             reason = f"{node.class_name} taken out of the root, which would outweigh every other group"
-            taken.append(Unit((node,), "leaf" if node.is_atom else "block", reason))
+            taken.append(GroupCandidate((node,), "leaf" if node.is_atom else "block", reason))
 
     def _descend(self, parent: Node, repeated: frozenset[type]) -> None:
         in_run = isinstance(parent.module, _RUNS) or not parent.has_forward
@@ -294,7 +294,7 @@ class _Search:
         largest = max((self.tree.size(below) for below in node.walk() if below.is_atom), default=0)
         return largest >= DRESSED_LEAF_SHARE * self.tree.size(node)
 
-    def _free_nodes(self, units: list[Unit]) -> list[Node]:
+    def _free_nodes(self, units: list[GroupCandidate]) -> list[Node]:
         """Nodes below the root that no unit contains."""
         free: list[Node] = []
 
@@ -316,7 +316,7 @@ class _Search:
         return bool(node.keys) and node.has_forward and wanted and entered and node.fqn not in self.calls.conditional
 
 
-def around_calls(unit: Unit, calls: Calls) -> Unit:
+def around_calls(unit: GroupCandidate, calls: Calls) -> GroupCandidate:
     """Fit a unit to how its modules are really entered: by their parts, or held because others read them."""
     node = unit.nodes[0]
     if len(unit.nodes) == 1 and not node.is_atom and (inner := calls.bypassed.get(node.fqn)):
@@ -377,7 +377,7 @@ def is_explicit(config: ShardConfig) -> bool:
     return bool(named) or config.group_by != "auto"
 
 
-def named_units(tree: Tree, config: ShardConfig) -> list[Unit]:
+def named_units(tree: Tree, config: ShardConfig) -> list[GroupCandidate]:
     """The units a config asks for, each once, in tree order.
 
     Raises:
@@ -399,7 +399,7 @@ def named_units(tree: Tree, config: ShardConfig) -> list[Unit]:
         marked = (node for node in tree.root.walk() if getattr(node.module, "_fsdp_wrap", None) and node.fqn)
         found |= dict.fromkeys(_callable(marked, "`_fsdp_wrap`"), "marked by its `_fsdp_wrap` attribute")
     return [
-        Unit((node,), "leaf" if node.is_atom else "block", found[node], explicit=True)
+        GroupCandidate((node,), "leaf" if node.is_atom else "block", found[node], explicit=True)
         for node in tree.root.walk()
         if node in found and node is not tree.root and node.keys
     ]

@@ -17,9 +17,9 @@ from shardwise.errors import PlanError
 from shardwise.planning.assignment import Assignment, assign, find_tensors, split_by_override, storage_splits
 from shardwise.planning.calls import Calls
 from shardwise.planning.groups import (
+    GroupCandidate,
     Node,
     Tree,
-    Unit,
     around_calls,
     find_units,
     ignored_keys,
@@ -308,7 +308,7 @@ class Draft:
     def _assignment(self) -> Assignment:
         """Every parameter to one unit, with no unit of two trainable dtypes."""
         if self.config.group_by == "root":
-            units: list[Unit] = []
+            units: list[GroupCandidate] = []
         elif is_explicit(self.config):
             units = [around_calls(unit, self.calls) for unit in named_units(self.tree, self.config)]
         else:
@@ -335,7 +335,7 @@ class Draft:
                 if self.dtype_of[key] != target:
                     self.upcast[key], self.dtype_of[key] = self.dtype_of[key], target
 
-    def _group(self, unit: Unit, keys: list[int], compute: Compute) -> Group:
+    def _group(self, unit: GroupCandidate, keys: list[int], compute: Compute) -> Group:
         overrides = [override for override, ids in self.covered if all(id(node) in ids for node in unit.nodes)]
         settings = group_settings(self.config, overrides, compute, self._dtypes(keys), is_root=unit.is_root)
         reshard, reason = settings["reshard_after_forward"], unit.reason
@@ -359,15 +359,15 @@ class Draft:
             reason=reason,
         )
 
-    def _runs_again(self, unit: Unit) -> bool:
+    def _runs_again(self, unit: GroupCandidate) -> bool:
         return any(node.fqn in self.calls.repeated and not _is_only_beside_repeats(node) for node in unit.nodes)
 
-    def _is_conditional(self, unit: Unit) -> bool:
+    def _is_conditional(self, unit: GroupCandidate) -> bool:
         """Whether a module of the unit, with parameters, may be left out by the data."""
         nodes = [self.tree.nodes.get(name) for name in self.calls.conditional]
         return any(node is not None and node.keys and unit.contains(node) for node in nodes)
 
-    def _entry_points(self, unit: Unit) -> tuple[str, ...]:
+    def _entry_points(self, unit: GroupCandidate) -> tuple[str, ...]:
         methods = self.calls.methods
         found = [f"{node.fqn}:{method}" for node in unit.nodes for method in sorted(methods.get(node.fqn, ()))]
         if unit.is_root:
