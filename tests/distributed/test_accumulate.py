@@ -159,7 +159,7 @@ def test_switches_are_restored_after_an_exception_and_when_nested(rank: int):
     expected = reference(tiny(), 2, [()])
     with pytest.raises(ZeroDivisionError), accumulate(model, 0, 2):
         raise ZeroDivisionError
-    assert compat.fsdp_states(model)[0]._state_ctx.is_last_backward, "else nobody waits for the reductions"
+    assert compat.fsdp_state(model)._state_ctx.is_last_backward, "else nobody waits for the reductions"
     with accumulate(model, 0, 2), accumulate(model, 1, 2):
         loss_of(model, tokens(rank)).backward()  # the inner, last micro-step reduces
     assert_same(full_gradients(model), expected)

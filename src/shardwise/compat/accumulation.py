@@ -100,9 +100,9 @@ def _give_one_dtype(group: Any, gathered: list[Any]) -> None:
 
 def _complete_partial_sums(group: Any, gathered: list[Any]) -> None:
     """Make this reduction and the HSDP partial sum before it cover the same parameters."""
-    if not group._is_hsdp:
-        return
     before = partial_sums(group)
+    if not before and group.all_reduce_grads:
+        return
     now = {param for param in gathered if _has_gradient(param) or _is_reduced_as_zero(group, param)}
     for param in before.keys() - now:
         param._unsharded_param.grad = zero_gradient(param._unsharded_param)

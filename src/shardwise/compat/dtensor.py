@@ -26,17 +26,9 @@ def dtensor_like(local: torch.Tensor, parameter: DTensor) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def allocate_shard(fsdp_param: Any) -> torch.Tensor:
-    """Give a sharded parameter on meta zeroed storage, padded and pinned as FSDP2 needs it; return it."""
-    old = fsdp_param.sharded_param
-    padded = torch.zeros(fsdp_param.padded_sharded_param_size, dtype=old.dtype, device=shard_device(fsdp_param))
-    if fsdp_param.pin_memory:
-        padded = padded.pin_memory()
-    dim = fsdp_param.fsdp_placement.dim
-    length = fsdp_param.sharded_size[dim] if fsdp_param.sharded_size.numel() else 0
-    fsdp_param.sharded_param = replace_in_place(old, dtensor_like(padded.narrow(dim, 0, length), old))
-    fsdp_param._sharded_param_data = padded.view(-1)
-    return fsdp_param.sharded_param
+def adopt_shard(fsdp_param: Any) -> None:
+    """Let FSDP2 take what is registered now for a parameter's shard; it pads and pins it where it needs to."""
+    fsdp_param.reset_sharded_param()
 
 
 def replace_in_place(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -17,17 +17,22 @@ def fsdp_state(module: nn.Module) -> Any:
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
 
 
-def fsdp_states(model: nn.Module) -> list[Any]:
-    """Every FSDP2 state in the tree, once each (a state may serve several modules), root first."""
-    states: dict[int, Any] = {}
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """The modules of the tree that `fully_shard` was applied to, root first; of several sharded as one, the first."""
+    first: dict[int, Any] = {}
     for module in model.modules():
         if (state := fsdp_state(module)) is not None:
-            states.setdefault(id(state), state)
-    return list(states.values())
+            first.setdefault(id(state), module)
+    return list(first.values())
 
 
-def state_param_groups(state: Any) -> list[Any]:
-    """The parameter groups of one FSDP2 state."""
+def groups_of(module: nn.Module) -> list[Any]:
+    """The parameter groups that one application of `fully_shard` made; none where it was not applied."""
+    state = fsdp_state(module)
+    return [] if state is None else _groups_of(state)
+
+
+def _groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.12: several per module
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
@@ -35,7 +40,7 @@ def state_param_groups(state: Any) -> list[Any]:
 
 def param_groups(model: nn.Module) -> list[Any]:
     """Every FSDP2 parameter group in the tree, root's first."""
-    return [group for state in fsdp_states(model) for group in state_param_groups(state)]
+    return [group for module in fsdp_modules(model) for group in groups_of(module)]
 
 
 def parameter_records(groups: Iterable[Any]) -> list[Any]:
@@ -91,9 +96,8 @@ def take_over_hooks(module: nn.Module, hook_output: Callable[[Any], None]) -> No
 
 def initialise(root: nn.Module) -> None:
     """Let the root take its groups under it, if no forward has done so yet: a part may be called first."""
-    state = fsdp_state(root)
-    if state._is_root is None:
-        state._lazy_init()
+    if is_root(root) is None:
+        fsdp_state(root)._lazy_init()
 
 
 def _unseen_when_recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,11 +133,6 @@ def unshard_group(group: Any) -> None:
     with _outside_inference_mode():
         group.unshard()
         group.wait_for_unshard()
-
-
-def start_unshard(group: Any) -> None:
-    """Start the all-gather; the next forward waits for it. The modules keep their shards until then."""
-    group.unshard(async_op=True)
 
 
 @_unseen_when_recomputed
@@ -176,7 +175,7 @@ def on_backward_end(module: nn.Module, callback: Callable[[], None]) -> None:
 
     FSDP2 queues the bound method of whichever state meets the backward first, so every state is given it.
     """
-    for state in fsdp_states(module):
+    for state in map(fsdp_state, fsdp_modules(module)):
         finish = state._root_post_backward_final_callback
 
         def finish_then_call(finish: Callable[[], None] = finish) -> None:
@@ -197,30 +196,20 @@ def wait_and_reshard(group: Any) -> None:
     group._to_sharded()
 
 
-def states_under(root: Any) -> list[Any]:
-    """The states that a root gathered under it at its first forward, itself included; else none."""
-    return list(root._state_ctx.all_states) if root._is_root else []
+def is_root(module: nn.Module) -> bool | None:
+    """Whether the first forward found this module to be its model's root; None before that."""
+    return fsdp_state(module)._is_root
 
 
-def is_nested_state(state: Any) -> bool:
-    """Whether a module further up is the FSDP2 root that this state works for."""
-    return state._is_root is False
-
-
-def is_root(state: Any) -> bool | None:
-    """Whether the first forward found this state to be its model's root; None before that."""
-    return state._is_root
-
-
-def reset_iteration(state: Any) -> None:
+def reset_iteration(root: Any) -> None:
     """Bring a root's tree back to where a forward can start: nothing in flight, everything sharded."""
-    if state._is_root is None:  # no forward has run yet: there is nothing to reset but an early unshard()
-        for group in state_param_groups(state):
+    if is_root(root) is None:  # no forward has run yet: there is nothing to reset but an early unshard()
+        for group in groups_of(root):
             group._to_sharded()
-    elif hasattr(state, "_reset_iter_state"):  # torch >= 2.13
-        state._reset_iter_state()
+    elif hasattr(root, "reset_iter_state"):  # torch >= 2.13
+        root.reset_iter_state()
     else:
-        _reset_iteration_by_hand(state)
+        _reset_iteration_by_hand(fsdp_state(root))
 
 
 def _reset_iteration_by_hand(state: Any) -> None:
@@ -235,7 +224,7 @@ def _reset_iteration_by_hand(state: Any) -> None:
     for nested in state._state_ctx.all_states:
         nested._modules_to_run_forward.clear()
         nested._training_state = idle
-        for group in state_param_groups(nested):
+        for group in _groups_of(nested):
             group.finalize_backward()  # waits for the group's collectives and forgets them
             group._reshard_after_forward_event = None
             group._partial_reduce_output = None
@@ -245,9 +234,10 @@ def _reset_iteration_by_hand(state: Any) -> None:
     state._state_ctx.post_backward_final_callback_queued = False
 
 
-def was_left_midway(state: Any) -> bool:
+def was_left_midway(module: nn.Module) -> bool:
     """Whether an earlier backward of this tree raised: its last callback is queued but can no longer run."""
-    return state._state_ctx.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1
+    is_queued = fsdp_state(module)._state_ctx.post_backward_final_callback_queued
+    return is_queued and torch._C._current_graph_task_id() == -1
 
 
 @contextlib.contextmanager
@@ -305,12 +295,9 @@ def real_and_padded_numel(fsdp_param: Any) -> tuple[int, int]:
 
 def named_groups(model: nn.Module) -> dict[str, Any]:
     """FSDP2's groups by the module they stand for, in the order of the modules."""
-    groups: dict[str, Any] = {}
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        state = fsdp_state(module)
-        for number, group in enumerate([] if state is None else state_param_groups(state)):
-            if id(group) not in seen:
-                seen.add(id(group))
-                groups[(name or "(root)") + (f" [{number}]" if number else "")] = group
-    return groups
+    names = {module: name or "(root)" for name, module in model.named_modules()}
+    return {
+        names[module] + (f" [{number}]" if number else ""): group
+        for module in fsdp_modules(model)
+        for number, group in enumerate(groups_of(module))
+    }

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from shardwise.compat.accumulation import lay_out_partial_sums, mend_group, partial_sums, zero_gradient
-from shardwise.compat.fsdp import fsdp_states, param_groups
+from shardwise.compat.fsdp import fsdp_modules, fsdp_state, groups_of, param_groups
 
 
 def reduces_gradients(group: Any) -> bool:
@@ -56,21 +56,26 @@ def reduce_after_backward_of(group: Any, tensors: list[torch.Tensor]) -> tuple[t
 @contextlib.contextmanager
 def gradient_sync(model: nn.Module, *, reduce: bool, all_reduce: bool, is_last: bool) -> Iterator[None]:
     """Set FSDP2's accumulation switches in the whole tree, and put back what was there on leaving."""
-    groups = [(group, group.reduce_grads, group.all_reduce_grads) for group in param_groups(model)]
-    # Before the first forward every state has a context of its own; afterwards all share the root's.
-    contexts = {id(state._state_ctx): state._state_ctx for state in fsdp_states(model)}.values()
-    last = [(context, context.is_last_backward) for context in contexts]
+    before = [(module, *_switches(module)) for module in fsdp_modules(model)]
     try:
-        for group, *_ in groups:
-            group.reduce_grads, group.all_reduce_grads = reduce, reduce and all_reduce
-        for context, _ in last:
-            context.is_last_backward = is_last
+        for module, *_ in before:
+            _switch(module, reduce, reduce and all_reduce, is_last)
         yield
     finally:
-        for group, reduce_before, all_reduce_before in groups:
-            group.reduce_grads, group.all_reduce_grads = reduce_before, all_reduce_before
-        for context, is_last_before in last:
-            context.is_last_backward = is_last_before
+        for module, *switches in before:
+            _switch(module, *switches)
+
+
+def _switches(module: Any) -> tuple[bool, bool, bool]:
+    """Whether a module's gradients are reduced, between replicas too, and whether the next backward is the last."""
+    is_last = fsdp_state(module)._state_ctx.is_last_backward
+    return next(((g.reduce_grads, g.all_reduce_grads, is_last) for g in groups_of(module)), (True, True, is_last))
+
+
+def _switch(module: Any, reduce: bool, all_reduce: bool, is_last: bool) -> None:
+    module.set_requires_gradient_sync(reduce, recurse=False)
+    module.set_requires_all_reduce(all_reduce, recurse=False)
+    module.set_is_last_backward(is_last)
 
 
 def drop_gradients(model: nn.Module) -> None:

@@ -18,25 +18,25 @@ TESTED = ">=2.11,<2.16"
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 NEEDED: dict[str, str] = {
-    f"{_FSDP2}._fsdp_param:FSDPParam": "sharded_param= _unsharded_param reset_sharded_param "
-    "padded_sharded_param_size sharded_size mp_policy= unsharded_accumulated_grad? to_accumulated_grad_if_needed? "
+    f"{_FSDP2}._fsdp_param:FSDPParam": "sharded_param _unsharded_param reset_sharded_param "
+    "padded_sharded_param_size mp_policy= unsharded_accumulated_grad? to_accumulated_grad_if_needed? "
     "reduce_dtype? "
-    "fsdp_placement _sharded_param_data= pin_memory offload_to_cpu device mesh_info _module_info _orig_size",
+    "offload_to_cpu device mesh_info _module_info _orig_size",
     f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules",
     f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info device device_handle "
-    "comm_ctx reduce_grads= all_reduce_grads= "
-    "is_sharded unshard wait_for_unshard post_backward _to_sharded _init_mp_dtypes _record_post_forward _is_hsdp "
+    "comm_ctx reduce_grads all_reduce_grads "
+    "is_sharded unshard wait_for_unshard post_backward _to_sharded _init_mp_dtypes _record_post_forward "
     "_training_state= _register_post_backward_hook _partial_reduce_output= _all_gather_result _all_gather_comm "
-    "_reduce_scatter_comm _partial_reduce_output_layout? reduce_scatter_unused_params? finalize_backward "
+    "_reduce_scatter_comm _partial_reduce_output_layout? reduce_scatter_unused_params? finalize_backward? "
     "_reshard_after_forward_event?",
     f"{_FSDP2}._fsdp_param_group:FSDPCommContext": "reduce_scatter_stream all_gather_state? reduce_scatter_state? "
     "post_forward_order?",
     f"{_FSDP2}._fsdp_param_group": "RegisterPostBackwardFunction",
     f"{_FSDP2}._fsdp_state:FSDPState": "_fsdp_param_groups|_fsdp_param_group _is_root _state_ctx _device _lazy_init "
     "_training_state _pre_forward _post_forward _pre_backward _pre_forward_hook_handle _post_forward_hook_handle "
-    "_register_pre_backward_hook _root_post_backward_final_callback _reset_iter_state? _device_handle? _comm_ctx? "
+    "_register_pre_backward_hook _root_post_backward_final_callback _device_handle? _comm_ctx? "
     "_modules_to_run_forward?",
-    f"{_FSDP2}._fsdp_state:FSDPStateContext": "all_states is_last_backward= post_backward_final_callback_queued "
+    f"{_FSDP2}._fsdp_state:FSDPStateContext": "all_states? is_last_backward post_backward_final_callback_queued "
     "iter_forward_root?",
     f"{_FSDP2}._fsdp_common:TrainingState": "IDLE PRE_BACKWARD POST_BACKWARD",
     f"{_FSDP2}._fsdp_common:FSDPMeshInfo": "mesh shard_mesh_size shard_process_group",

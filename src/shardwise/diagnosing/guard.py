@@ -142,7 +142,7 @@ def _reduce_unused(model: nn.Module, mesh: DeviceMesh, groups: list[Any]) -> Non
 
 def _groups_that_send_zeros(model: nn.Module, plan: Any) -> list[Any]:
     modules = [model.get_submodule(group.modules[0]) for group in plan.groups if group.reduce_unused]
-    return [group for module in modules for group in compat.state_param_groups(compat.fsdp_state(module))]
+    return [group for module in modules for group in compat.groups_of(module)]
 
 
 _ATTRIBUTE = "_shardwise_guard"

@@ -66,10 +66,7 @@ def _read(text: str, name: str) -> Failure:
     head = yaml.safe_load(page["head"])
     sections = {match["title"]: match["text"].strip() for match in _SECTION.finditer(page["body"])}
     return Failure(
-        code=head["code"],
-        name=head["name"],
-        kind=head["kind"],
-        torch=head["torch"],
+        **{name: head[name] for name in ("code", "name", "kind", "torch")},
         patterns=tuple(re.compile(pattern, re.MULTILINE) for pattern in head["patterns"]),
         what=page["body"].partition("## ")[0].strip(),
         why=sections["Why"],

@@ -245,11 +245,11 @@ class FullyShardedDataParallel(OptimizerStates):
 
     @property
     def _has_params(self) -> bool:
-        return bool(compat.state_param_groups(compat.fsdp_state(self)))
+        return bool(compat.groups_of(self))
 
     @property
     def _is_root(self) -> bool | None:
-        return compat.is_root(compat.fsdp_state(self))
+        return compat.is_root(self)
 
     def __getattr__(self, name: str) -> Any:
         """What the unit itself does not have is looked up in the module that was wrapped."""

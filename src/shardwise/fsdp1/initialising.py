@@ -195,7 +195,7 @@ def register(units: Sequence[Any], state: object, hook: Callable[..., None]) -> 
             raise refused("a hook is registered already", "a gradient is reduced once", "register one")
     for unit in units:
         unit.has_comm_hook = True
-        groups = compat.state_param_groups(compat.fsdp_state(unit))
+        groups = compat.groups_of(unit)
         if hook in _COMPRESS:
             for group in groups:
                 compat.set_reduce_dtype(group, _COMPRESS[hook])
@@ -334,7 +334,7 @@ def plan_of(root: Any) -> Plan:
 
 
 def _group(unit: Any, path: str, names: dict[nn.Parameter, list[str]], *, is_root: bool = False) -> Group | None:
-    sharded = compat.state_param_groups(compat.fsdp_state(unit))
+    sharded = compat.groups_of(unit)
     parameters = tuple(
         _parameter(parameter, names[parameter]) for group in sharded for parameter in compat.sharded_parameters(group)
     )
@@ -379,22 +379,20 @@ class UnitForwardHooks(ForwardHooks):
         self._enter_call = torch.compiler.disable(self._enter_unit)
         self._leave_call = torch.compiler.disable(self._leave_unit)
         super().__init__(unit, unit, Casts(None, None))
-        for group in compat.state_param_groups(compat.fsdp_state(unit)):
+        for group in compat.groups_of(unit):
             compat.replace_post_backward_hook(group, register_post_backward)
             compat.before_post_backward(group, lambda group=group: _fill_unused(group))
 
     @property
     def is_root(self) -> bool:
         """Whether no unit further up works with this one."""
-        return not compat.is_nested_state(compat.fsdp_state(self.module))
-
-    def before(self) -> None:
-        """A step that raised in backward is forgotten before the next begins."""
-        if self.is_root and compat.was_left_midway(compat.fsdp_state(self.module)):
-            recover(self.module)
+        return compat.is_root(self.module) is not False
 
     def enter(self, args: Any, kwargs: Any) -> Any:
         """Cast as FSDP1 does: at the root unless told otherwise, elsewhere only if told so."""
+        # A step that raised in backward is forgotten before the next begins.
+        if self.is_root and compat.was_left_midway(self.module):
+            recover(self.module)
         compat.initialise(self.module)
         if self.is_root:
             self.unit.prepare_as_root()

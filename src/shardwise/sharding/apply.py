@@ -101,7 +101,7 @@ def _fingerprint(parameter: nn.Parameter) -> str:
     return f"{zlib.crc32(sample.view(torch.uint8).numpy().tobytes()):08x}"
 
 
-_EARLY_ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_EARLY_ROOTS: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed = False
 
 
@@ -124,17 +124,17 @@ def set_prefetch(plan: Plan, modules: dict[str, Any]) -> None:
 
 def _drop_early_gather(root: nn.Module, *_: Any) -> None:
     """Weights are about to be loaded: what was gathered early would hide them from the next forward."""
-    for group in compat.state_param_groups(compat.fsdp_state(root)):
+    for group in compat.groups_of(root):
         compat.wait_and_reshard(group)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for root in _EARLY_ROOTS:
-        for group in compat.state_param_groups(compat.fsdp_state(root)):
+        for group in compat.groups_of(root):
             owned = any(id(parameter) in stepped for parameter in compat.sharded_parameters(group))
             if owned and compat.is_resharded(group):
-                compat.start_unshard(group)
+                root.unshard(async_op=True)
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -302,4 +302,4 @@ def _places(planned: PlannedParameter, modules: dict[str, nn.Module]) -> list[tu
 
 
 def _fsdp_groups(group: Group, modules: dict[str, nn.Module]) -> list[Any]:
-    return compat.state_param_groups(compat.fsdp_state(modules[group.modules[0]]))
+    return compat.groups_of(modules[group.modules[0]])

@@ -140,7 +140,14 @@ def find_blocks(model: nn.Module, config: ShardConfig | Plan | None, *, action: 
     Ranks:
         Local.
     """
-    _refuse_sharded(model, action)
+    sharded = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
+    if sharded is not None:
+        raise ShardError(
+            f"{action} comes too late: {'the model' if not sharded else repr(sharded)} is already sharded",
+            where=sharded or type(model).__name__,
+            why="the order is checkpoint_activations, compile_blocks, shard: gathering stays outside of both",
+            fix=f"call {action}(model) before shard(model)",
+        )
     found = config if isinstance(config, Plan) else plan(model, config)
     grouped = {name for group in found.groups for name in group.modules if name}
     tree = Tree(model, {id(parameter): key for key, parameter in enumerate(model.parameters())})
@@ -186,26 +193,6 @@ def replacements(module: nn.Module) -> Iterator[ReplacedForward]:
     while isinstance(forward, ReplacedForward):
         yield forward
         forward = forward.__wrapped__
-
-
-def put_back(module: nn.Module, replaced: ReplacedForward) -> None:
-    """Take away the outermost replacement."""
-    forward = replaced.__wrapped__
-    if getattr(forward, "__func__", None) is type(module).forward:
-        del module.forward
-    else:
-        module.forward = forward
-
-
-def _refuse_sharded(model: nn.Module, action: str) -> None:
-    sharded = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
-    if sharded is not None:
-        raise ShardError(
-            f"{action} comes too late: {'the model' if not sharded else repr(sharded)} is already sharded",
-            where=sharded or type(model).__name__,
-            why="the order is checkpoint_activations, compile_blocks, shard: gathering stays outside of both",
-            fix=f"call {action}(model) before shard(model)",
-        )
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -256,7 +243,17 @@ def checkpoint_activations(
     Ranks:
         Local. Choose alike on every rank.
     """
-    _check_arguments(policy, every)
+    where = "checkpoint_activations: "
+    if not callable(policy) and policy not in _POLICIES:
+        raise ConfigError(
+            f"the policy is {policy!r}",
+            where=where + "policy",
+            why=f"the known ones are {', '.join(_POLICIES)}",
+            fix="choose one of them, or pass a function of name and module",
+        )
+    if every < 1:
+        why = "one block in so many is recomputed"
+        raise ConfigError(f"every is {every}", where=where + "every", why=why, fix="set every = 1 or more")
     blocks = find_blocks(model, config, action="checkpoint_activations")
     # All answers first: a policy that raises leaves the model as it was.
     modes = [_mode(policy, every, index, *block) for index, block in enumerate(blocks.items())]
@@ -287,10 +284,19 @@ def change_activations(
     Ranks:
         Local.
     """
-    _refuse_compiled(blocks)
+    for name, module in blocks.items():
+        if any(replaced.is_compiled for replaced in replacements(module)):
+            raise ShardError(
+                f"checkpoint_activations comes too late: {name!r} is already compiled",
+                where=name,
+                why="the compiler must see what is recomputed: checkpoint_activations, compile_blocks, shard",
+                fix="call checkpoint_activations(model) before compile_blocks(model)",
+            )
     for module, mode in zip(blocks.values(), modes, strict=True):
-        for replaced in list(replacements(module)):
-            put_back(module, replaced)
+        for replaced in list(replacements(module)):  # what a call before this one chose
+            module.forward = replaced.__wrapped__
+            if getattr(module.forward, "__func__", None) is type(module).forward:
+                del module.forward
         if mode != "none":
             ops = (frozenset(saved_ops) or _costly_ops()) if mode == "selective" else frozenset()
             module.forward = CheckpointedForward(module, ops, preserve_rng=preserve_rng)
@@ -400,30 +406,6 @@ def _mode(policy: Any, every: int, index: int, name: str, module: nn.Module) -> 
         why="a block is recomputed in full, selectively or not at all",
         fix='return True, False, "full", "selective" or "none"',
     )
-
-
-def _check_arguments(policy: Any, every: int) -> None:
-    where = "checkpoint_activations: "
-    if not callable(policy) and policy not in _POLICIES:
-        why, fix = (
-            f"the known ones are {', '.join(_POLICIES)}",
-            "choose one of them, or pass a function of name and module",
-        )
-        raise ConfigError(f"the policy is {policy!r}", where=where + "policy", why=why, fix=fix)
-    if every < 1:
-        why = "one block in so many is recomputed"
-        raise ConfigError(f"every is {every}", where=where + "every", why=why, fix="set every = 1 or more")
-
-
-def _refuse_compiled(blocks: Mapping[str, nn.Module]) -> None:
-    for name, module in blocks.items():
-        if any(replaced.is_compiled for replaced in replacements(module)):
-            raise ShardError(
-                f"checkpoint_activations comes too late: {name!r} is already compiled",
-                where=name,
-                why="the compiler must see what is recomputed: checkpoint_activations, compile_blocks, shard",
-                fix="call checkpoint_activations(model) before compile_blocks(model)",
-            )
 
 
 def compile_blocks(model: M, *, config: ShardConfig | Plan | None = None, **compile_options: Any) -> M:

@@ -111,7 +111,7 @@ class PartsForwardHooks:
         self.since = compat.sequence_number()
         args, kwargs = self.casts.inputs(args, kwargs)
         if self._waiting and not compat.is_recomputing(module):
-            for group in compat.state_param_groups(compat.fsdp_state(module)):
+            for group in compat.groups_of(module):
                 compat.unshard_group(group)
             return args, kwargs
         if not compat.is_recomputing(module):
@@ -191,9 +191,6 @@ class ForwardHooks:
         module.register_forward_pre_hook(self._enter_call, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._leave_call, always_call=True)
 
-    def before(self) -> None:
-        """Called before the outermost entry gathers."""
-
     def after(self, output: Any) -> None:
         """Called once the outermost entry has left."""
 
@@ -235,7 +232,6 @@ class ForwardHooks:
 
     def enter(self, args: Any, kwargs: Any) -> Any:
         """Gather for an outermost call; returns the arguments to call with."""
-        self.before()
         compat.initialise(self.root)
         self.since = compat.sequence_number()
         args, kwargs = self.casts.inputs(args, kwargs)
@@ -284,14 +280,11 @@ class RootForwardHooks(ForwardHooks):
             compat.on_backward_start(module, replicated.show_again)
             compat.on_backward_end(module, replicated.hide)
 
-    def before(self) -> None:
-        """Start clean, and show replicated parameters."""
-        if compat.was_left_midway(compat.fsdp_state(self.module)):
+    def enter(self, args: Any, kwargs: Any) -> Any:
+        """Start clean; gather the root and what is held for the whole pass."""
+        if compat.was_left_midway(self.module):
             recover(self.module)  # an earlier backward raised
         self.replicated.show()
-
-    def enter(self, args: Any, kwargs: Any) -> Any:
-        """Gather the root and what is held for the whole pass."""
         if self.branches and torch.is_grad_enabled():
             # A group reduces its gradients when its inputs' are known, or last of all if they need none. Which it is
             # must not depend on the branch a rank took, or ranks would reduce in different orders.
@@ -312,7 +305,7 @@ class RootForwardHooks(ForwardHooks):
         elif not compat.in_backward():
             # FSDP2 leaves the root gathered. Without a backward to follow, parameters() would list the gathered
             # copies: an optimizer built now would train those, and a step would leave them stale.
-            for group in (*compat.state_param_groups(compat.fsdp_state(self.module)), *self.held):
+            for group in (*compat.groups_of(self.module), *self.held):
                 compat.reshard_group(group)
 
     def failed(self) -> None:

@@ -368,8 +368,7 @@ def _groups(model: nn.Module, recurse: bool) -> list[Any]:
     """The groups whose parameters are shown whole; those of inner units go on gathering theirs."""
     if recurse:
         return compat.param_groups(model)
-    state = compat.fsdp_state(model)
-    return [] if state is None else compat.state_param_groups(state)
+    return compat.groups_of(model)
 
 
 def _gather_parameters(slots: _Slots, rank0_only: bool) -> dict[nn.Parameter, nn.Parameter]:

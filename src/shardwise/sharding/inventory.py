@@ -213,12 +213,14 @@ class TensorEntry:
 
     def allocate(self, device: torch.device, *, poisoned: bool = True) -> None:
         """Storage in place of meta, for this rank's part only; poisoned, unless the caller writes all of it."""
-        if self.fsdp_param is not None:
-            self.stand(compat.allocate_shard(self.fsdp_param))
-        else:
+        if self.fsdp_param is None:
             new = _empty_like(self.local, device)
-            new = compat.dtensor_like(new, self.tensor) if isinstance(self.tensor, DTensor) else new
-            self.stand(compat.replace_in_place(self.tensor, new))
+        else:
+            new = _empty_like(self.local.contiguous(), compat.shard_device(self.fsdp_param))
+        new = compat.dtensor_like(new, self.tensor) if isinstance(self.tensor, DTensor) else new
+        self.stand(compat.replace_in_place(self.tensor, new))
+        if self.fsdp_param is not None:
+            compat.adopt_shard(self.fsdp_param)
         if poisoned:
             poison(self.local)
 

@@ -66,19 +66,19 @@ def recover(model: nn.Module) -> None:
         Local, but the step must have failed at the same place on every rank: a rank that still waits in a
         collective cannot be helped from here.
     """
-    states = compat.fsdp_states(model)
-    inside = {id(state) for root in states for state in compat.states_under(root)}
-    for state in states:
-        if compat.is_nested_state(state) and id(state) not in inside:
+    modules = compat.fsdp_modules(model)
+    roots = [module for module in modules if compat.is_root(module) is not False]
+    inside = {module for root in roots for module in root.modules()}
+    for module in modules:
+        if module not in inside:
             raise ShardError(
                 "recover was given a part of a sharded model",
                 where=type(model).__name__,
                 why="what a failed step leaves behind is shared by the whole model",
                 fix="call recover(model) with the module that was called to start the step",
             )
-    for state in states:
-        if not compat.is_nested_state(state):
-            compat.reset_iteration(state)
+    for root in roots:
+        compat.reset_iteration(root)
     compat.drop_gradients(model)
     for module in model.modules():
         for forget in module.__dict__.get(_NOTES, ()):

@@ -18,7 +18,7 @@ COMPAT = Path(compat.__file__).parent
 OURS = {"_shardwise_mended"}
 # Of which shardwise has its own; of others; and the dicts of `nn.Module`, which are as good as public.
 AMBIGUOUS = {
-    "_device", "_is_root", "is_sharded", "mp_policy", "offload_to_cpu", "param_name", "pin_memory", "reduce_dtype",
+    "_device", "_is_root", "is_sharded", "mp_policy", "offload_to_cpu", "param_name", "reduce_dtype",
     "_parameters", "_buffers",
 }  # fmt: skip
 
@@ -78,7 +78,7 @@ class Finder:
         return importlib.util.spec_from_file_location(name, file)
 sys.meta_path.insert(0, Finder())
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-FSDPParam.sharded_param = property(lambda self: None)
+FSDPParam.mp_policy = property(lambda self: None)
 """
 
 WITHOUT_A_FUNCTION = """
@@ -152,7 +152,7 @@ def test_torch_without_a_needed_attribute_is_refused_with_names_and_range(tmp_pa
     assert first == second, "shard() and the wrapper of FSDP1 say the same"
     assert "does not work with torch 2.16.0, which lacks 3 private attributes" in first
     for name in (
-        "_fsdp_param.FSDPParam.sharded_param (read-only)",
+        "_fsdp_param.FSDPParam.mp_policy (read-only)",
         "_fsdp_param.FSDPParam.reset_sharded_param",
         "_fsdp_param_group.FSDPParamGroup.comm_ctx",
     ):

@@ -177,3 +177,9 @@ def test_settings_of_run_time_tell_about_an_earlier_optimizer(tmp_path: Path):
     (file,) = migrate([path]).files
     assert file.changed
     assert "SW128" in {finding.code for finding in file.findings}
+
+
+def test_a_relative_import_in_a_file_given_without_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path, "from . import FSDP\n" + SIMPLE.replace("FSDP(", "Wrapper(") + "\nmodel = FSDP(model)\n")
+    monkeypatch.chdir(tmp_path)
+    assert migrate(["train.py"], num_processes=1).num_read == 1

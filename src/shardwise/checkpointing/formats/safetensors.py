@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -393,8 +394,12 @@ def refuse_overwrite(path: Path, overwrite: bool, *, is_file: bool) -> None:
         is_file: Whether it becomes a file; else a folder.
 
     Raises:
-        CheckpointError: Naming what is there.
+        CheckpointError: Naming what is there; or the folder cannot be written.
     """
+    files.make_folder(path.parent)
+    with files.os_errors("write into the folder", path.parent):
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     if path.exists() and path.is_dir() == is_file:
         what = "this is a folder, not a file" if is_file else "this is a file, not a folder"
         fix = "name a file, as in weights.pt or weights.safetensors" if is_file else "name a folder"

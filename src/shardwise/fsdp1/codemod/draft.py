@@ -180,6 +180,12 @@ class FileDraft:
         """Every call, in source order, but those in emitted helpers."""
         return self._without_helpers(self.context.calls)
 
+    def method_calls(self, name: str) -> Iterator[tuple[ast.Call, ast.Attribute]]:
+        """Every call `x.name(...)` that no rule has taken when its turn comes."""
+        for call in self.calls():
+            if isinstance(call.func, ast.Attribute) and call.func.attr == name and call not in self.taken:
+                yield call, call.func
+
     def _without_helpers(self, nodes: Iterable[_Node]) -> list[_Node]:
         ours = {function for function in self.context.functions if function.name in functions()}
         return [node for node in nodes if not ours or self.context.enclosing_function(node) not in ours]

@@ -60,12 +60,10 @@ _ARGUMENTS = {"max_norm", "norm_type", "error_if_nonfinite"}
 
 def rewrite_clipping(draft: FileDraft) -> None:
     """Rewrite the method, and the use of torch's result where it is a sharded number now."""
-    for call in draft.calls():
-        if call in draft.taken or not isinstance(call.func, ast.Attribute):
-            continue
-        if call.func.attr == "clip_grad_norm_" and _is_model(draft, call, call.func.value):
-            _rewrite_method(draft, call, call.func)
-        elif draft.context.is_any(call.func, _FUNCTIONS):
+    for call, func in [*draft.method_calls("clip_grad_norm_"), *draft.method_calls("clip_grad_norm")]:
+        if func.attr == "clip_grad_norm_" and _is_model(draft, call, func.value):
+            _rewrite_method(draft, call, func)
+        elif draft.context.is_any(func, _FUNCTIONS):
             _rewrite_function(draft, call)
 
 
@@ -121,10 +119,7 @@ FORWARD_CODE = "SW136"
 
 def rewrite_forward_calls(draft: FileDraft) -> None:
     """Call the model itself; for a part of it, say what happens."""
-    for call in draft.calls():
-        func = call.func
-        if call in draft.taken or not (isinstance(func, ast.Attribute) and func.attr == "forward"):
-            continue
+    for call, func in draft.method_calls("forward"):
         if draft.holds(func.value) is Holds.ALWAYS:
             draft.edit(draft.span(func.value)[1], draft.span(func)[1], "")
             draft.taken.add(call)
@@ -154,11 +149,9 @@ _FORWARD |= {"generate_text", "chat", "beam_search", "greedy_search"}
 
 def rewrite_full_params(draft: FileDraft) -> None:
     """Rewrite each `with FSDP.summon_full_params(model, ...)`."""
-    for call in draft.calls():
-        if call in draft.taken or not isinstance(call.func, ast.Attribute) or call.func.attr != "summon_full_params":
-            continue
-        is_static = draft.context.origins(call.func) == {f"{FSDP1}.summon_full_params"}
-        if not is_static and not draft.holds(call.func.value):
+    for call, func in draft.method_calls("summon_full_params"):
+        is_static = draft.context.origins(func) == {f"{FSDP1}.summon_full_params"}
+        if not is_static and not draft.holds(func.value):
             continue
         draft.taken.update(ast.walk(call.func))
         try:

@@ -255,12 +255,12 @@ def _rewrite_setting(draft: FileDraft, call: ast.Call, handled: set[ast.AST], na
     item = context.parents[call]
     block = context.parents.get(item) if isinstance(item, ast.withitem) else None
     block = block if isinstance(block, ast.With) else None
-    governed = [one for one in _governed(context, call, block) if one not in handled]
+    found = _governed(context, call, block) if name != "get_state_dict_type" else []
+    governed = [one for one in found if one not in handled]
     handled.add(call)
     try:
         with draft.attempt():
             if name == "get_state_dict_type":
-                governed = []
                 raise Blocked("FSDP2 keeps no state-dict type", "remember the options yourself")
             settings = read_settings(context, call)
             if settings is None:

@@ -251,14 +251,12 @@ def _collective(file: FileContext, trace: Trace, event: ProgramEvent) -> str:
 def _gathers(trace: Trace, event: ProgramEvent) -> bool:
     if "options" not in event.keywords:
         return False
-    full, broadcast = (facts.option(event.argument(None, "options"), name) for name in _GATHERING)
+    options = event.argument(None, "options")
+    full, broadcast = (facts.option(options, name) for name in ("full_state_dict", "broadcast_from_rank0"))
     if full or broadcast:
         return True
     owners = modules(event.argument(0, "model"))
     return full is None and any(trace.holds_shards(owner, event) is not None for owner in owners)
-
-
-_GATHERING = ("full_state_dict", "broadcast_from_rank0")
 
 
 def _others_do_it_too(file: FileContext, trace: Trace, event: ProgramEvent) -> bool:
