@@ -43,3 +43,13 @@ def test_running_out_of_memory_is_told_with_what_to_change(rank: int):
     (note,) = error.__notes__
     assert "SW599" in note
     assert "parameters (shards) -> more ranks" in note
+    assert "optimizer state ->" not in note
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    other.step()
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    annotate(error, model)
+    assert "optimizer state -> more ranks, or 8-bit states" in error.__notes__[0]

@@ -94,6 +94,16 @@ def test_mesh_without_a_known_data_axis_is_refused(rank: int):
     with pytest.raises(ConfigError, match="rows"):
         token_mean(torch.tensor(1.0), 1, mesh=mesh)
     assert token_mean(torch.tensor(1.0), 1, mesh=mesh["rows"]).item() == 1.0
+    half_known = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "shard"))
+    with pytest.raises(ConfigError, match="rows"):  # counting over one axis of two would be silently wrong
+        token_mean(torch.tensor(1.0), 1, mesh=half_known)
+
+
+@ranks(4)
+def test_replicas_are_counted_by_whatever_name(rank: int):
+    for name in ("replicate", "replica", "dp_replicate"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(name, "shard"))
+        assert token_mean(torch.tensor(5.0), [1, 2, 3, 4][rank], mesh=mesh).item() == 2.0
 
 
 def test_single_process_needs_no_process_group():

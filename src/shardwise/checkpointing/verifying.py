@@ -331,7 +331,7 @@ def verify_checkpoint(path: str | Path, *, progress: Progress | None = None) -> 
     if not files.exists(place):
         raise CheckpointError("there is no such file or folder", where=str(place), fix="check the path")
     listener = progress or NoProgress()
-    if isinstance(place, Path) and place.is_dir() and (steps := committed_steps(place)):
+    if steps := committed_steps(place):
         return [finding for step in steps for finding in _verify(step_folder(place, step), listener)]
     return _verify(place, listener)
 

@@ -14,6 +14,7 @@ from shardwise import compat
 from shardwise.explaining import explain
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.registry import sharded_state
+from shardwise.sharding.repointing import optimizers_of
 from shardwise.units import format_bytes
 
 
@@ -120,7 +121,7 @@ def annotate(error: BaseException, model: nn.Module) -> None:
             rows.append(f"with shardwise: {_flat(failure.with_shardwise)}")
     if isinstance(error, torch.OutOfMemoryError):
         phase = "backward" if compat.in_backward() else "forward or step"
-        rows.append(f"in {phase}, this rank holds:\n{describe_holdings(holdings(model))}")
+        rows.append(f"in {phase}, this rank holds:\n{describe_holdings(holdings(model, optimizers_of(model)))}")
     if rows:
         error.add_note("\n  ".join([_MARK, *rows]))
 

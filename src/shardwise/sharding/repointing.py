@@ -121,6 +121,16 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             compat.wait_and_reshard(group)
 
 
+def optimizers_of(model: nn.Module) -> list[Optimizer]:
+    """The optimizers that have stepped parameters of `model`.
+
+    Ranks:
+        Local.
+    """
+    parameters = {id(parameter) for parameter in model.parameters()}
+    return [each for each in list(_EXAMINED) if any(id(parameter) in parameters for parameter in _held(each))]
+
+
 def _examine(optimizer: Optimizer) -> list[weakref.ref[Any]]:
     """Raise if the optimizer holds parameters that no model uses; return the FSDP2 groups it steps."""
     adopt(optimizer)

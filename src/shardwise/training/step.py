@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
+from shardwise.config.schema import MODEL_PARALLEL_AXES, PIPELINE_AXES
 from shardwise.distributed.agreement import raise_together
 from shardwise.errors import ConfigError, ShardError
 from shardwise.sharding.full_params import reshard
@@ -209,7 +210,9 @@ def _flag_device(group: dist.ProcessGroup | None) -> torch.device:
 AccumulationMode = Literal["comm", "memory", "hsdp"]
 
 # Shardwise's own axis names, and those that other FSDP2 code gives to data-parallel axes.
-_DATA_AXES = frozenset(["replicate", "shard", "dp", "dp_replicate", "dp_shard", "fsdp", "ddp", "data"])
+_DATA_AXES = frozenset(
+    ["replicate", "replica", "shard", "dp", "dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "fsdp", "ddp", "data"]
+)
 
 
 @contextmanager
@@ -376,9 +379,14 @@ def _data_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
         return [mesh.get_group()]
     names = mesh.mesh_dim_names or ()
     axes = [axis for axis, name in enumerate(names) if name in _DATA_AXES]
-    if not axes:
+    known = _DATA_AXES | MODEL_PARALLEL_AXES | PIPELINE_AXES
+    unknown = [name for name, size in zip(names, mesh.shape, strict=False) if name not in known and size > 1]
+    if unknown or not axes:
+        what = (
+            f"mesh axes {unknown or list(names)} are not known to be data parallel" if names else "no axis has a name"
+        )
         raise ConfigError(
-            f"no axis of the mesh is known to be data parallel: {list(names) or 'they have no names'}",
+            what,
             where="mesh",
             why="tokens are counted over the ranks that see different data, and over no others",
             fix="name the axes replicate and shard, or pass one axis, as in mesh['your_data_axis']",

@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 
 import fsspec
+import numpy
 import pytest
 import torch
 
 from shardwise.checkpointing.convert import convert_checkpoint
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.inspecting import diff_checkpoints, inspect_checkpoint
+from shardwise.checkpointing.manager import Checkpointer
 from shardwise.checkpointing.verifying import verify_checkpoint
 from shardwise.errors import CheckpointError
 from tests.attacks.corrupting import MAKERS
@@ -114,6 +116,33 @@ def test_nan_on_one_side_is_a_difference_and_on_both_is_not(tmp_path: Path):
     found = diff_checkpoints(tmp_path / "a.pt", tmp_path / "b.pt")
     assert [each.name for each in found.tensors] == ["model.y"]
     assert found.tensors[0].largest != found.tensors[0].largest
+
+
+def test_values_are_compared_as_a_whole_and_nan_equals_itself(tmp_path: Path):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for number, path in enumerate(paths):
+        extra = {"best": float("nan"), "array": numpy.arange(3), "moved": numpy.arange(3) + number}
+        with Checkpointer(path, asynchronous=False, rng=False) as checkpointer:
+            checkpointer.save(1, model=torch.nn.Identity(), extra=extra)
+    found = diff_checkpoints(*paths)
+    assert [name.rpartition(".")[2] for name in found.values] == ["moved"]
+    assert diff_checkpoints(paths[0], paths[0]).is_empty
+
+
+def test_every_step_of_a_run_in_an_object_store_is_verified(tmp_path: Path):
+    store = fsspec.filesystem("memory")
+    with Checkpointer("memory://verified/run", asynchronous=False) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, model=torch.nn.Linear(2, 2))
+    try:
+        assert verify_checkpoint("memory://verified/run") == []
+        (shard,) = (name for name in store.find("/verified/run/step-00000001") if name.endswith(".distcp"))
+        data = bytearray(store.cat(shard))
+        data[-1] ^= 1
+        store.pipe(shard, bytes(data))
+        assert [finding.code for finding in verify_checkpoint("memory://verified/run")]
+    finally:
+        store.rm("/", recursive=True)
 
 
 @pytest.mark.parametrize("make", ["nothing", "empty", "text", "partial", "index"])
