@@ -120,9 +120,6 @@ def read_companions(place: files.Place) -> dict[str, bytes]:
 
     Raises:
         CheckpointError: It is not there, or a file is far larger than such files are.
-
-    Ranks:
-        Local.
     """
     if files.size_of(place) is not None:
         return {files.split(place)[1]: files.read_small(place, _MAX_BYTES)}
@@ -157,9 +154,6 @@ def in_model_layout(contents: Contents, model: nn.Module, names: Collection[str]
 
     Raises:
         CheckpointError: The description does not fit what is stored.
-
-    Ranks:
-        Local.
     """
     if contents.format in _AS_IN_THE_MODEL or not _is_described(model):
         return contents

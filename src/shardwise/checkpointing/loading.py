@@ -45,9 +45,6 @@ class LoadPlan:
 
     Raises:
         CheckpointError: With all that does not fit.
-
-    Ranks:
-        Local.
     """
 
     def __init__(self, run: Run, view: RankView, rank: int, *, strict: bool, rng: bool) -> None:

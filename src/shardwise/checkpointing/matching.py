@@ -72,9 +72,6 @@ def rename_contents(contents: Contents, rename: Rename) -> Contents:
 
     Raises:
         CheckpointError: Two tensors get the same name.
-
-    Ranks:
-        Local.
     """
     apply = rename_with(rename)
     tensors: dict[str, StoredTensor] = {}

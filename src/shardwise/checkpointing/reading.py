@@ -284,9 +284,6 @@ def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]
 
     Every tensor is there, every element of each box is stored exactly once, and every file needed is there and as
     large as it should be.
-
-    Ranks:
-        Local.
     """
     problems: list[str] = []
     needed: dict[str, int] = {}
@@ -374,9 +371,6 @@ def read_box(contents: Contents, tensor: StoredTensor, box: Box, *, verify: bool
 
     Raises:
         CheckpointError: The part is not stored, or its file is missing, short or damaged.
-
-    Ranks:
-        Local.
     """
     request = Request(tensor.name, torch.empty(box.sizes, dtype=getattr(torch, tensor.dtype)), box)
     if problem := _problem(tensor, request):

@@ -124,9 +124,6 @@ def wait_for_copies() -> None:
     """Return once no tensor is being copied any more; call it before changing one in the middle of a step.
 
     Optimizer steps and `EMA.update` do so themselves. Almost free when nothing is being saved.
-
-    Ranks:
-        Local.
     """
     for copying in list(_active):
         copying.gate()
@@ -138,9 +135,6 @@ class Copying:
     Args:
         holdings: What to copy; the arena has placed them.
         arena: Nobody else writes to it meanwhile.
-
-    Ranks:
-        Local.
     """
 
     def __init__(self, holdings: Sequence[Holding], arena: Arena) -> None:

@@ -27,11 +27,7 @@ _PARAMS = re.compile(r"(?:per_rank\.(\d+)\.)?(.+)\.param_groups\.\d+\.params")
 
 
 def unsound(contents: Contents) -> Iterator[Finding]:
-    """What is impossible in the index of a checkpoint; nothing of the tensors is read.
-
-    Ranks:
-        Local.
-    """
+    """What is impossible in the index of a checkpoint; nothing of the tensors is read."""
     mixed = mixed_order(contents)
     for prefix, text in mixed.items():
         yield _error(MIXED_ORDER, text, f"{contents.path}: {prefix}", USE_THE_MODEL)
@@ -57,9 +53,6 @@ def refuse_unsound(contents: Contents) -> None:
 
     Raises:
         CheckpointError: With everything that was found.
-
-    Ranks:
-        Local.
     """
     found = list(unsound(contents))
     if not found:
@@ -81,9 +74,6 @@ def mixed_order(contents: Contents) -> dict[str, str]:
 
     Returns:
         By the optimizer's name in the checkpoint, what happened to it.
-
-    Ranks:
-        Local.
     """
     if contents.format != "sharded":
         return {}
@@ -117,9 +107,6 @@ def unsure_order(contents: Contents) -> dict[str, str]:
 
     Returns:
         By the optimizer's name in the checkpoint, what may have happened to it.
-
-    Ranks:
-        Local.
     """
     is_ours = contents.format == "full" and contents.details.get("has_our_names")
     if not is_ours or contents.world_size is not None:  # converted: from a checkpoint that goes by names
@@ -177,11 +164,7 @@ def _shared_states(contents: Contents) -> Iterator[Finding]:
 
 
 def wrong_files(contents: Contents) -> Iterator[Finding]:
-    """Files that are missing, or not as large as they were.
-
-    Ranks:
-        Local.
-    """
+    """Files that are missing, or not as large as they were."""
     for file in file_names(contents):
         path = files.join(contents.folder, file)
         size, expected = files.size_of(path), contents.file_bytes.get(file)
@@ -293,9 +276,6 @@ def refuse_damaged(contents: Contents, progress: Progress) -> None:
 
     Raises:
         CheckpointError: Naming the file and the record.
-
-    Ranks:
-        Local.
     """
     for check, _, _ in _failures(contents, _record_checks(contents), progress):
         raise files.damaged(

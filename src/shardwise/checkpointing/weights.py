@@ -57,9 +57,6 @@ def companions_of(model: Any, dtype: str | None = None) -> dict[str, bytes]:
 
     Returns:
         File name to its bytes.
-
-    Ranks:
-        Local.
     """
     config = getattr(model, "config", None)
     if config is None:
@@ -84,11 +81,7 @@ def companions_of(model: Any, dtype: str | None = None) -> dict[str, bytes]:
 
 
 def weights_stem(model: nn.Module) -> str:
-    """What the library that opens the folder calls the weights: `<stem>.safetensors`.
-
-    Ranks:
-        Local.
-    """
+    """What the library that opens the folder calls the weights: `<stem>.safetensors`."""
     return "diffusion_pytorch_model" if _is_of_diffusers(model) else "model"
 
 
@@ -253,11 +246,7 @@ def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]
 
 
 def refuse_remote(path: str | Path) -> None:
-    """Raise for a URL: single files are written on a local disk only.
-
-    Ranks:
-        Local.
-    """
+    """Raise for a URL: single files are written on a local disk only."""
     if is_remote(path):
         raise CheckpointError(
             "weights are written to a local disk only",

@@ -51,9 +51,6 @@ def user_code() -> Iterator[None]:
     """Find a `module:callable` in the working folder, as `python -m` does, and send what it prints to stderr.
 
     The file descriptor is redirected too, for child processes: local ranks, and what they start.
-
-    Ranks:
-        Local.
     """
     look_in_working_folder()
     stdout = sys.stdout

@@ -42,9 +42,6 @@ def load(cls: type[C], source: str | Path | Mapping[str, Any] | None = None, ove
 
     Raises:
         ConfigError: With one line for each problem, and the nearest name where one is mistyped.
-
-    Ranks:
-        Local.
     """
     name = str(source) if isinstance(source, (str, Path)) else "the config"
     values = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_yaml(source)
@@ -86,9 +83,6 @@ def read_yaml(path: str | PathLike[str] | None) -> dict[str, Any]:
 
     Raises:
         ConfigError: It cannot be read, is not YAML, names a key twice or holds no mapping.
-
-    Ranks:
-        Local.
     """
     if path is None:
         return {}

@@ -180,11 +180,7 @@ class Subject:
 
 
 def look_at(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Subject:
-    """Find the groups and names of a model.
-
-    Ranks:
-        Local.
-    """
+    """Find the groups and names of a model."""
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     modules = {module: name for name, module in model.named_modules()}

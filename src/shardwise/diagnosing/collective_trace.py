@@ -420,9 +420,6 @@ def machine_name() -> str:
     """A name that two processes share if they see each other's shared memory and process numbers.
 
     A host name alone is not enough: containers of one host may have the same name and memory of their own.
-
-    Ranks:
-        Local.
     """
     parts = [socket.gethostname(), str(os.stat(shared_folder()).st_dev)]
     with suppress(OSError):

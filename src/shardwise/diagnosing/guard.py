@@ -189,11 +189,7 @@ class Guard:
 
 @contextmanager
 def paused(model: nn.Module) -> Iterator[None]:
-    """Within the block, a guard of the model traces no collectives: they are not real ones.
-
-    Ranks:
-        Local.
-    """
+    """Within the block, a guard of the model traces no collectives: they are not real ones."""
     existing: Guard | None = model.__dict__.get(_ATTRIBUTE)
     if existing is None:
         yield

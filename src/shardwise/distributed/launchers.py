@@ -53,9 +53,6 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
 
     Raises:
         EnvironmentProblem: The variables contradict each other or are not numbers.
-
-    Ranks:
-        Local.
     """
     env = os.environ if environment is None else environment
     # Without srun a batch script also sees SLURM_NTASKS, but is one process: only a step has ranks.

@@ -120,11 +120,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> int:
-    """This rank's number among those that have batches of their own.
-
-    Ranks:
-        Local.
-    """
+    """This rank's number among those that have batches of their own."""
     ranks, rank = data_parallel_mesh(mesh), 0
     for axis in range(ranks.ndim):
         rank = rank * ranks.size(axis) + ranks.get_local_rank(axis)
@@ -137,9 +133,6 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     Raises:
         PlanError: An axis of tensor, context, expert or sequence parallelism has more than one rank.
         ShardError: More than two axes are left without these and pipeline axes, or none.
-
-    Ranks:
-        Local.
     """
     names = mesh.mesh_dim_names
     if names is None:
@@ -297,18 +290,10 @@ def _meshes() -> dict[object, DeviceMesh]:
 
 
 def latest_mesh() -> DeviceMesh | None:
-    """The mesh of the last `init_distributed`, unless its process group is gone or was made anew.
-
-    Ranks:
-        Local.
-    """
+    """The mesh of the last `init_distributed`, unless its process group is gone or was made anew."""
     return _meshes().get(_LATEST)
 
 
 def forget_meshes() -> None:
-    """Make the next mesh anew; there is no default until then.
-
-    Ranks:
-        Local.
-    """
+    """Make the next mesh anew; there is no default until then."""
     _MESHES.clear()

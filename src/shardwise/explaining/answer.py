@@ -104,9 +104,6 @@ def explain(problem: BaseException | str) -> Explanation:
     Returns:
         The explanation. Of several failures in a log it is the first that is no echo of another: not the time-outs
         of the ranks that waited, not the launcher's summary. An unknown failure is said to be unknown.
-
-    Ranks:
-        Local.
     """
     if isinstance(problem, BaseException):
         # The whole traceback: the message that counts may be that of a cause, or nested in another's text.

@@ -34,9 +34,6 @@ def hugging_face_config(config: Any) -> dict[str, Any] | None:
 
     Args:
         config: A reference model's.
-
-    Ranks:
-        Local.
     """
     if type(config) not in _KINDS:
         return None

@@ -49,9 +49,6 @@ def load_model(
     Raises:
         ConfigError: There is no such model or option, or it cannot be built.
         EnvironmentProblem: The library that describes it is not installed.
-
-    Ranks:
-        Local.
     """
     build = find_model(name, options)
     with torch.device(device):

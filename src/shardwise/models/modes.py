@@ -11,9 +11,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put `model` in evaluation mode inside; then give each of its modules back the mode it had.
 
     `model.train()` afterwards would also wake modules that were put to sleep on purpose, as frozen norms are.
-
-    Ranks:
-        Local.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

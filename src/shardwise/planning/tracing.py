@@ -30,9 +30,6 @@ def trace_calls(model: nn.Module, example_inputs: Any) -> Calls:
     Returns:
         The facts of this one run. `complete` is False when the forward could not be run to its end on fake
         tensors (it looks at the data, say); `notes` then says why.
-
-    Ranks:
-        Local.
     """
     if not has_forward(model):
         return Calls(complete=False, notes=(f"tracing: {type(model).__name__} has no forward",))

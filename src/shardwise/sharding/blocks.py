@@ -136,9 +136,6 @@ def find_blocks(model: nn.Module, config: ShardConfig | Plan | None, *, action: 
 
     Raises:
         ShardError: The model is sharded already, or has no such blocks.
-
-    Ranks:
-        Local.
     """
     sharded = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
     if sharded is not None:
@@ -280,9 +277,6 @@ def change_activations(
 
     Raises:
         ShardError: A block is compiled already.
-
-    Ranks:
-        Local.
     """
     for name, module in blocks.items():
         if any(replaced.is_compiled for replaced in replacements(module)):

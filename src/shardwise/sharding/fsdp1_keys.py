@@ -233,9 +233,6 @@ def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
         config: Fields of `ShardConfig`, FSDP1's and Composer's settings, in any mixture that does not
             contradict itself; or a run file of Composer's that holds them.
         model: To name the modules and parameters that a setting may hold as objects.
-
-    Ranks:
-        Local.
     """
     translation, native = Translation(), {}
     settings = _find_settings(translation, config)

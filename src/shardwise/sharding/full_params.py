@@ -323,11 +323,7 @@ def iter_full_tensors(
 
 
 def reshard(model: nn.Module) -> None:
-    """Register the sharded parameters everywhere, and forget gathered ones: they may be of before a change.
-
-    Ranks:
-        Local.
-    """
+    """Register the sharded parameters everywhere, and forget gathered ones: they may be of before a change."""
     for group in compat.param_groups(model):
         compat.wait_and_reshard(group)
 

@@ -126,9 +126,6 @@ def watch_zero_grad() -> None:
     torch clears those of the parameters that are registered at the time. Between forward and backward these are the
     unsharded ones in the root and in every group that stays unsharded, so that the shards' gradients of step after
     step add up. On the class, since the caller may be any part of the model or a wrapper around it.
-
-    Ranks:
-        Local.
     """
     plain = nn.Module.zero_grad
 

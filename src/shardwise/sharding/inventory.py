@@ -101,9 +101,6 @@ def poison(tensor: torch.Tensor) -> None:
 
     Args:
         tensor: Contiguous, unless its dtype has NaN.
-
-    Ranks:
-        Local.
     """
     with torch.no_grad():
         if _has_nan(tensor.dtype):
@@ -116,9 +113,6 @@ def is_poisoned(tensor: torch.Tensor) -> bool:
     """Whether poison is left, in any element; for 8-bit integers, in all of them.
 
     A single 8-bit integer equal to the poison may well be meant, so only an untouched tensor counts.
-
-    Ranks:
-        Local.
     """
     if tensor.numel() == 0:
         return False
@@ -132,11 +126,7 @@ def is_poisoned(tensor: torch.Tensor) -> bool:
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A 0-d int64 tensor that changes with the tensor's bits; equal tensors on all ranks give equal ones.
-
-    Ranks:
-        Local.
-    """
+    """A 0-d int64 tensor that changes with the tensor's bits; equal tensors on all ranks give equal ones."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     with torch.no_grad():
         for position, chunk in enumerate(_chunks(_bytes(tensor.detach().contiguous()))):
@@ -267,11 +257,7 @@ class TensorEntry:
 
 
 def take_inventory(model: nn.Module) -> list[TensorEntry]:
-    """List the model's parameters and buffers, tied ones once.
-
-    Ranks:
-        Local.
-    """
+    """List the model's parameters and buffers, tied ones once."""
     shards = {
         id(compat.sharded_parameter(record)): record for record in compat.parameter_records(compat.param_groups(model))
     }

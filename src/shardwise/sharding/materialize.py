@@ -56,9 +56,6 @@ def initialisers_of(
         module: Holds its own parameters in full.
         owner: From `weights_owner`.
         init: The user's function of a module, if any.
-
-    Ranks:
-        Local.
     """
     found: list[Initialiser] = []
     if hasattr(module, "config"):
@@ -367,11 +364,7 @@ def materialize(
 
 
 def allocate(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
-    """Give storage without values to those of the model's `tensors` that stand on meta: the caller writes them all.
-
-    Ranks:
-        Local.
-    """
+    """Give storage without values to those of the model's `tensors` that stand on meta: the caller writes them all."""
     wanted = {id(tensor) for tensor in tensors}
     entries = take_inventory(model)
     pending = [entry for entry in entries if entry.pending and id(entry.tensor) in wanted]

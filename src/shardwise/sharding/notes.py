@@ -37,9 +37,6 @@ def holdings(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> list[Mem
 
     Returns:
         On a GPU the last kind is what else is allocated: activations, buffers of the communication, temporaries.
-
-    Ranks:
-        Local.
     """
     groups = compat.named_groups(model)
     gathered = {name: _bytes(compat.unsharded_parameters(group)) for name, group in groups.items()}
@@ -100,9 +97,6 @@ def annotate(error: BaseException, model: nn.Module) -> None:
     Args:
         error: Raised in a forward, backward or step of `model`; keeps its type and traceback.
         model: Sharded by shardwise or by hand.
-
-    Ranks:
-        Local.
     """
     if any(note.startswith(_MARK) for note in getattr(error, "__notes__", ())):
         return

@@ -66,9 +66,6 @@ def recomputed_modules(model: nn.Module, plan: Plan, translation: Translation) -
 
     Raises:
         ShardError: The model chooses none and the plan has no blocks.
-
-    Ranks:
-        Local.
     """
     asked = {
         "activation_checkpointing": translation.recompute,

@@ -23,11 +23,7 @@ _FOLLOWING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def follow_names(optimizer: Optimizer) -> None:
-    """Let the state dicts of an optimizer of sharded parameters go by names; once is enough.
-
-    Ranks:
-        Local.
-    """
+    """Let the state dicts of an optimizer of sharded parameters go by names; once is enough."""
     if optimizer not in _FOLLOWING:
         _FOLLOWING.add(optimizer)
         optimizer.register_state_dict_post_hook(_order_state)
@@ -87,9 +83,6 @@ def watch_optimizers(model: nn.Module, replaced: Mapping[Any, torch.Tensor | Non
     Args:
         model: The root, with its present parameters.
         replaced: The tensors it had for parameters before, each with the one to step instead; None fails.
-
-    Ranks:
-        Local.
     """
     global _num_watched
     _watch_steps()
@@ -122,11 +115,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def optimizers_of(model: nn.Module) -> list[Optimizer]:
-    """The optimizers that have stepped parameters of `model`.
-
-    Ranks:
-        Local.
-    """
+    """The optimizers that have stepped parameters of `model`."""
     parameters = {id(parameter) for parameter in model.parameters()}
     return [each for each in list(_EXAMINED) if any(id(parameter) in parameters for parameter in _held(each))]
 
@@ -188,11 +177,7 @@ _MARK = "_shardwise_sharded"
 
 
 def watch_assignments(model: nn.Module) -> None:
-    """Make assignments to `.data` of the model's sharded parameters mean what they say.
-
-    Ranks:
-        Local.
-    """
+    """Make assignments to `.data` of the model's sharded parameters mean what they say."""
     _watch_data()
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
@@ -246,9 +231,6 @@ def remember_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> di
     Raises:
         ShardError: An optimizer holds a parameter of another model, holds one twice, or has state that cannot
             be split like its parameter. Nothing has been changed then.
-
-    Ranks:
-        Local.
     """
     name_of: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -279,11 +261,7 @@ def repoint(optimizers: Iterable[Optimizer], name_of: Mapping[int, str], model: 
 
 
 def adopt(optimizer: Optimizer) -> None:
-    """Point an optimizer that was built before FSDP1's wrapping at the sharded parameters; others are left alone.
-
-    Ranks:
-        Local.
-    """
+    """Point an optimizer that was built before FSDP1's wrapping at the sharded parameters; others are left alone."""
     successors: dict[int, torch.Tensor] = {}
     for parameter in filter(_is_replaced, _held(optimizer)):
         reference = _REPLACED[id(parameter)][1]

@@ -43,9 +43,6 @@ def frozen_garbage() -> Iterator[None]:
     """What exists now is not looked at again until the block ends; what is made inside is collected as ever.
 
     A full collection takes longer than a short step, and each rank makes the others wait for its own.
-
-    Ranks:
-        Local.
     """
     gc.collect(1)  # what is young; a look at everything would hold up the first step by a tenth of a second
     gc.freeze()
@@ -69,9 +66,6 @@ def profiled(
 
     Yields:
         A function to call after each step.
-
-    Ranks:
-        Local.
     """
     first, last = config.profile_step or 0, (config.profile_step or 0) + max(1, config.profile_steps) - 1
     if rank != 0 or config.profile_step is None or last <= steps_done:
@@ -116,9 +110,6 @@ def seed_step(seed: int, rank: int, step: int) -> None:
         seed: The run's.
         rank: Among data-parallel ranks; those that share a layer's matrices must drop the same.
         step: From 0.
-
-    Ranks:
-        Local.
     """
     number = seed_for(seed, "step", rank, step)
     torch.default_generator.manual_seed(number)  # torch.manual_seed asks for every kind of device, each time
@@ -137,9 +128,6 @@ def same_bits(wanted: bool) -> Iterator[None]:
 
     Args:
         wanted: False changes nothing.
-
-    Ranks:
-        Local.
     """
     if not wanted:
         yield

@@ -155,9 +155,6 @@ class Metrics:
         Args:
             step: Steps done so far, from 1.
             values: Numbers, strings, None, or 0-d tensors.
-
-        Ranks:
-            Local.
         """
         if self.on_record is not None:
             self.on_record(step, values)
@@ -172,11 +169,7 @@ class Metrics:
             tracker.write(step, plain)
 
     def rewind(self, steps_done: int) -> None:
-        """Forget records of later steps, as when the run goes back to a checkpoint.
-
-        Ranks:
-            Local.
-        """
+        """Forget records of later steps, as when the run goes back to a checkpoint."""
         if self._file is None:
             return
         self._file.close()
@@ -386,9 +379,6 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     Args:
         model: Sharded or not.
         sequence_length: Tokens in a sequence.
-
-    Ranks:
-        Local.
     """
     config = getattr(model, "config", None)
     multiplied = sum(
@@ -399,11 +389,7 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
 
 
 def peak_flops(device: torch.device | str) -> float | None:
-    """What a device can do in a second in bfloat16, if it is a known GPU.
-
-    Ranks:
-        Local.
-    """
+    """What a device can do in a second in bfloat16, if it is a known GPU."""
     device = torch.device(device)
     if device.type != "cuda":
         return None

@@ -214,9 +214,6 @@ def allows_step(optimizer: Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
         optimizer: About to step.
         loss: 0-d, the same on every rank.
         grad_norm: 0-d, the same on every rank; NaN or infinite where any gradient is.
-
-    Ranks:
-        Local.
     """
     is_bad = ~(torch.isfinite(loss.detach()) & torch.isfinite(grad_norm.detach()))
     return (is_bad.is_cuda and compat.hold_back_step(optimizer, is_bad.to(torch.float32))) or not bool(is_bad)
@@ -242,9 +239,6 @@ class BadLosses:
 
         Raises:
             TrainingError: It was, and the policy is to stop, or there were too many.
-
-        Ranks:
-            Local.
         """
         if math.isfinite(reading.loss) and math.isfinite(reading.grad_norm):
             return False

@@ -81,9 +81,6 @@ def check_weights(config: RunConfig) -> None:
 
     Raises:
         ConfigError: They do not.
-
-    Ranks:
-        Local.
     """
     if config.weights not in ("auto", "none") and not Path(config.weights).exists():
         raise ConfigError(
@@ -187,9 +184,6 @@ def check_settings(config: RunConfig, num_data_ranks: int, problems: Problems) -
         config: The run.
         num_data_ranks: Ranks that get batches of their own.
         problems: Gets them.
-
-    Ranks:
-        Local.
     """
     training = config.training
     for path, lowest in _LEAST.items():
@@ -231,9 +225,6 @@ def check_length(model: nn.Module, config: RunConfig) -> None:
 
     Raises:
         ConfigError: They are.
-
-    Ranks:
-        Local.
     """
     longest, length = size_of(model, _LENGTH), config.data.sequence_length
     if longest is not None and length > longest:
@@ -254,9 +245,6 @@ def plan_run(model: nn.Module, config: ShardConfig, mesh: DeviceMesh | MeshConfi
     Raises:
         PlanError: The model cannot be sharded as asked.
         ConfigError: float16 is asked for by name.
-
-    Ranks:
-        Local.
     """
     made = plan(model, config, mesh=mesh)
     if made.grad_scaler and config.precision.param_dtype == "auto":
@@ -280,9 +268,6 @@ def checkpoint_bytes(model: nn.Module, made: Plan, config: RunConfig) -> int:
         model: Not sharded yet.
         made: Its plan.
         config: The run.
-
-    Ranks:
-        Local.
     """
     kinds = parameter_kinds(model)
     total = sum(each.tensor.nbytes for each in model_tensors(model) if not each.is_parameter)

@@ -57,11 +57,7 @@ def with_folder(config: RunConfig, *, reserve: bool = True) -> RunConfig:
 
 
 def give_back(config: RunConfig) -> None:
-    """Remove the run's folder if nothing was ever written into it.
-
-    Ranks:
-        Local.
-    """
+    """Remove the run's folder if nothing was ever written into it."""
     try:
         os.rmdir(config.folder or "")
     except OSError:

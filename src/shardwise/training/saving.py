@@ -51,11 +51,7 @@ class CheckpointRef:
 
 
 def find_checkpoints(folder: Path) -> list[CheckpointRef]:
-    """The whole checkpoints of any kind that lie in `folder`, the newest last; half-written ones are left out.
-
-    Ranks:
-        Local.
-    """
+    """The whole checkpoints of any kind that lie in `folder`, the newest last; half-written ones are left out."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match, kind = _NAME.fullmatch(path.name), kind_of(path)
@@ -206,9 +202,6 @@ def find_resumed(checkpoints: Path, resume: str) -> CheckpointRef | None:
 
     Raises:
         ConfigError: There is none at that path; or there are some here already and the run shall start afresh.
-
-    Ranks:
-        Local.
     """
     own = find_checkpoints(checkpoints)
     if resume == "auto":

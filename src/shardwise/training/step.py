@@ -33,9 +33,6 @@ def collect_gradients(
 
     Raises:
         ShardError: A gradient is placed in another way than its parameter.
-
-    Ranks:
-        Local.
     """
     given = _as_list(parameters)
     found: dict[Spread, list[torch.Tensor]] = {}

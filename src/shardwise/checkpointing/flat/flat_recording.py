@@ -39,9 +39,6 @@ def describe_flat_params(model: nn.Module, optimizer: torch.optim.Optimizer | No
 
     Raises:
         CheckpointError: The model is not wrapped by FSDP1.
-
-    Ranks:
-        Local.
     """
     units, ties = [], {}
     names: dict[int, str] = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}

@@ -39,9 +39,6 @@ def read_dcp(path: str | Path, subfolder: str = "") -> Contents:
 
     Raises:
         CheckpointError: A file is missing, damaged, or asks for what no checkpoint needs.
-
-    Ranks:
-        Local.
     """
     folder = files.place(path)
     if not subfolder and files.size_of(files.join(folder, MANIFEST_NAME)) is not None:

@@ -40,9 +40,6 @@ def read_accelerate(folder: files.Place) -> Contents:
 
     Raises:
         CheckpointError: A part is damaged, or asks for code to be run.
-
-    Ranks:
-        Local.
     """
     merged = Contents(path=folder, format="fsdp1-full", tensors={})
     for sharded, full in _PARTS:

@@ -75,9 +75,6 @@ def layout_of_model(model: nn.Module, contents: Contents) -> FlatLayout:
 
     Raises:
         CheckpointError: The flat parameters are not those of this model.
-
-    Ranks:
-        Local.
     """
     stored = flat_sizes(contents)
     modules = {canonical_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
@@ -108,9 +105,6 @@ def read_layout(folder: files.Place) -> FlatLayout | None:
 
     Raises:
         CheckpointError: It is damaged.
-
-    Ranks:
-        Local.
     """
     place = files.join(folder, LAYOUT_FILE)
     if files.size_of(place) is None:
@@ -236,9 +230,6 @@ def unflatten(contents: Contents, layout: FlatLayout) -> Contents:
 
     Raises:
         CheckpointError: The flat parameters are not those of the layout.
-
-    Ranks:
-        Local.
     """
     tensors: dict[str, StoredTensor] = {}
     values, details = dict(contents.values), dict(contents.details)

@@ -100,9 +100,6 @@ def read_full(path: str | files.Place) -> Contents:
     Raises:
         CheckpointError: The file is damaged, of the format before torch 1.6, would run code, or holds only one
             rank's part.
-
-    Ranks:
-        Local.
     """
     file = read_torch_file(path)
     tensors = {}
@@ -197,9 +194,6 @@ def read_bin_shards(path: files.Place) -> Contents:
 
     Raises:
         CheckpointError: The index is damaged or points outside its folder, a file is missing or damaged.
-
-    Ranks:
-        Local.
     """
     folder, name = files.split(path)
     if not name.endswith(_INDEX_SUFFIX):

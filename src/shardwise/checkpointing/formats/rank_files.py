@@ -32,9 +32,6 @@ def find_series(folder: files.Place) -> list[Series]:
 
     Raises:
         CheckpointError: A rank's file is missing, or there are several checkpoints in the folder.
-
-    Ranks:
-        Local.
     """
     groups: dict[str, list[str]] = {}
     for name in files.names_in(folder):
@@ -176,9 +173,6 @@ def read_rank_files(folder: files.Place) -> Contents:
 
     Raises:
         CheckpointError: A file is missing or damaged, or the files do not belong together.
-
-    Ranks:
-        Local.
     """
     found = find_series(folder)
     if not found:

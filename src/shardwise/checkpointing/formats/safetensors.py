@@ -68,9 +68,6 @@ def read_safetensors(path: str | files.Place) -> Contents:
 
     Raises:
         CheckpointError: Naming the file that is missing, damaged, or not what the index says.
-
-    Ranks:
-        Local.
     """
     place = files.place(path)
     folder, name = files.split(place)

@@ -98,9 +98,6 @@ def write_rank_file(
 
     Raises:
         CheckpointError: The disk is full, or the system refuses otherwise. The unfinished file stays.
-
-    Ranks:
-        Local.
     """
     if isinstance(items, Sequence):
         for item in items:
@@ -303,9 +300,6 @@ def read_manifest(folder: Place) -> Contents:
 
     Raises:
         CheckpointError: It is missing, damaged, or written by a later version.
-
-    Ranks:
-        Local.
     """
     path = join(folder, MANIFEST_NAME)
     data = read_small(path, _MAX_BYTES)

@@ -245,9 +245,6 @@ def load_pickle(
 
     Raises:
         CheckpointError: It names something that is not allowed, is damaged, or is too large.
-
-    Ranks:
-        Local.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         data = data.read(max_bytes + 1)

@@ -52,9 +52,6 @@ def flatten_state(tree: Any, *, where: str = "") -> FlatState:
 
     Raises:
         CheckpointError: It is no dictionary, is nested without end, or two leaves get the same name.
-
-    Ranks:
-        Local.
     """
     if not isinstance(tree, Mapping):
         raise _not_a_state(where, f"it holds a {type(tree).__name__}, not a dictionary of tensors")
@@ -270,9 +267,6 @@ def read_torch_file(path: str | files.Place) -> TorchFile:
 
     Raises:
         CheckpointError: It is missing, damaged, of an old kind, or names something no checkpoint needs.
-
-    Ranks:
-        Local.
     """
     place = files.place(path)
     where = str(place)

@@ -181,19 +181,12 @@ def read_torch_pickle(data: bytes | bytearray | memoryview, *, where: str = "") 
 
     Raises:
         CheckpointError: It names something no checkpoint needs, or is damaged.
-
-    Ranks:
-        Local.
     """
     return load_pickle(data, allowed=_KNOWN, records=_DATA_CLASSES, persistent_load=make_storage, where=where)
 
 
 def read_dcp_pickle(data: bytes, *, where: str, max_bytes: int) -> Any:
-    """Read the `.metadata` of a Distributed Checkpoint as data; see `read_torch_pickle`. It has no tensors.
-
-    Ranks:
-        Local.
-    """
+    """Read the `.metadata` of a Distributed Checkpoint as data; see `read_torch_pickle`. It has no tensors."""
     return load_pickle(data, allowed=_KNOWN, records=_DATA_CLASSES, where=where, max_bytes=max_bytes)
 
 

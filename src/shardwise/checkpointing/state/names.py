@@ -211,9 +211,6 @@ def with_our_names(contents: Contents) -> Contents:
 
     Raises:
         CheckpointError: Two names become the same.
-
-    Ranks:
-        Local.
     """
     if contents.format == "sharded" or contents.details.get("has_our_names"):
         return contents

@@ -162,11 +162,7 @@ def _is_taken_apart(value: Mapping[Any, Any] | Sequence[Any]) -> bool:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Copies of the states of all generators in use, as bytes.
-
-    Ranks:
-        Local.
-    """
+    """Copies of the states of all generators in use, as bytes."""
     states = {"python": _as_bytes(random.getstate()), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = _as_bytes(numpy.random.get_state(legacy=False))
@@ -180,9 +176,6 @@ def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
 
     Raises:
         CheckpointError: A state is not one of its generator.
-
-    Ranks:
-        Local.
     """
     for name, state in states.items():
         try:

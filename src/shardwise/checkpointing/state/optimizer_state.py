@@ -57,9 +57,6 @@ def named_groups(optimizer: Optimizer, names: Mapping[int, str], where: str) -> 
 
     Raises:
         CheckpointError: It holds a parameter of no model, or state of something that is no parameter of it.
-
-    Ranks:
-        Local.
     """
     groups = [tuple(group["params"]) for group in optimizer.param_groups]
     foreign = [p for group in groups for p in group if id(p) not in names]
@@ -166,9 +163,6 @@ def make_state(
         shape: Of the whole tensor.
         parameter: Whose state it is.
         options: Of the parameter's group; `fused` and `capturable` decide where counters live.
-
-    Ranks:
-        Local.
     """
     device = local_tensor(parameter).device
     if key in COUNTERS and not (options.get("capturable") or options.get("fused")):

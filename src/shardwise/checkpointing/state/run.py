@@ -40,11 +40,7 @@ def mark_unusable(model: nn.Module, why: str) -> None:
 
 
 def mark_usable(model: nn.Module) -> None:
-    """Take the mark away: all values were written anew.
-
-    Ranks:
-        Local.
-    """
+    """Take the mark away: all values were written anew."""
     _, handles = model.__dict__.pop(_ATTRIBUTE, ("", ()))
     for handle in handles:
         handle.remove()
@@ -55,9 +51,6 @@ def refuse_unusable(model: nn.Module) -> None:
 
     Raises:
         CheckpointError: With what was found.
-
-    Ranks:
-        Local.
     """
     if _ATTRIBUTE in model.__dict__:
         raise CheckpointError(
@@ -129,9 +122,6 @@ class Run:
 
         Raises:
             CheckpointError: Something cannot be stored, or a model holds corrupt values.
-
-        Ranks:
-            Local.
         """
         found = FlatState()
         tensors = self.tensors()

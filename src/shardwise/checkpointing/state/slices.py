@@ -111,9 +111,6 @@ def parts_of(tensor: torch.Tensor) -> list[Part]:
 
     Raises:
         CheckpointError: The ranks hold partial sums, which are no part of the tensor.
-
-    Ranks:
-        Local.
     """
     memory = local_tensor(tensor)
     if not isinstance(tensor, DTensor):
@@ -143,9 +140,6 @@ def requests_for(tensors: Iterable[ModelTensor], stored_names: Mapping[str, str]
     Args:
         tensors: The model's.
         stored_names: `ModelTensor.name` to the name in the checkpoint; others are left out.
-
-    Ranks:
-        Local.
     """
     from shardwise.checkpointing.reading import Request
 

@@ -160,9 +160,6 @@ def open_token_files(
     Raises:
         ConfigError: A file does not hold whole ids, or the model or the tokenizer does not know some of them. Of
             large files only parts are looked at here; `StreamSamples` looks at what it hands out.
-
-    Ranks:
-        Local.
     """
     dtype = getattr(torch, dtype_name)
     sizes = {file: file.stat().st_size for file in files}
@@ -344,9 +341,6 @@ def open_samples(
     Raises:
         ConfigError: The data is missing, empty, unreadable, too short, or does not fit the model.
         EnvironmentProblem: It needs a library that is not installed.
-
-    Ranks:
-        Local.
     """
     sources = find_sources(names, config.format, where=where)
     tokenizer = open_tokenizer(config.tokenizer)

@@ -54,9 +54,6 @@ class TokenStream:
         Returns:
             The tokens, int64 (rows, length); which of them begin a document inside a row, None: none does; and which
             belong to a prompt, which is not learnt, None: none does.
-
-        Ranks:
-            Local.
         """
         tokens = torch.stack([self._stretch(first, length) for first in firsts.tolist()]).to(torch.int64)
         if self._borders is None:
@@ -184,11 +181,7 @@ Tokenizer = Bytes | TokenizerFile
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, a `tokenizer.json`, or the folder of one.
-
-    Ranks:
-        Local.
-    """
+    """`bytes`, a `tokenizer.json`, or the folder of one."""
     return Bytes() if name == "bytes" else TokenizerFile(name)
 
 
