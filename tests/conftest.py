@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.leaks import leaks_since, restore, take_snapshot
-from tests.ranks import shut_down_pools, start_fork_server
+from tests.ranks import shut_down_pools, start_fork_server, stop_idle_pools
 
 pytest_plugins = ["tests.lanes"]
 
@@ -36,6 +36,12 @@ def leave_nothing_behind() -> Iterator[None]:
 def fork_server() -> None:
     """Start the server as `@ranks` does: a process has one, and whoever starts it first decides its environment."""
     start_fork_server()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave the cores to a test that starts processes of its own."""
+    if not hasattr(getattr(item, "function", None), "on_each_rank"):
+        stop_idle_pools()
 
 
 def pytest_sessionfinish() -> None:

@@ -34,7 +34,9 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHINDUCT
 _START_TIMEOUT_S = 180.0
 _GRACE_S = 5.0  # for the others, once one rank has failed: longer than any honest lag between ranks
 _REPORT_S = 60.0  # for stacks, logs, and the end of the ranks
-_MAX_GROUPS = 60  # meshes never give their groups back, and the threads of each wake up all the time: replace the pool
+# Meshes never give their groups back, and the threads of each group wake up all the time, also in a pool that waits.
+_MAX_GROUPS = 100
+_MAX_IDLE_GROUPS = 20
 _MAX_STACK_LINES = 40
 _MANY_RANKS = 4
 _pools: dict[int, Pool] = {}
@@ -78,7 +80,15 @@ def shut_down_pools() -> None:
     _pools.clear()
 
 
+def stop_idle_pools(busy: int | None = None) -> None:
+    """End the ranks of pools that would take much of a core beside a test on `busy` ranks, or on none."""
+    for pool in _pools.values():
+        if pool.num_ranks != busy and pool.num_groups > _MAX_IDLE_GROUPS:
+            pool.stop()
+
+
 def _pool(num_ranks: int) -> Pool:
+    stop_idle_pools(num_ranks)
     if num_ranks not in _pools:
         _pools[num_ranks] = Pool(num_ranks)
     return _pools[num_ranks]
@@ -92,6 +102,7 @@ class Pool:
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[Connection] = []
         self._folder = Path()
+        self.num_groups = 0
 
     def run(self, test: Callable[..., None], arguments: dict[str, object], timeout_s: float) -> None:
         """Run `test` on every rank; fail, skip or return as the ranks did."""
@@ -109,8 +120,8 @@ class Pool:
             self.stop()
             raise
         same = {(outcome.status, outcome.kind) for outcome in outcomes.values()}
-        num_groups = max((outcome.num_groups for outcome in outcomes.values()), default=0)
-        if trouble or len(same) > 1 or ("leaked", "leak") in same or num_groups > _MAX_GROUPS:
+        self.num_groups = max((outcome.num_groups for outcome in outcomes.values()), default=0)
+        if trouble or len(same) > 1 or ("leaked", "leak") in same or self.num_groups > _MAX_GROUPS:
             self.stop()
         _conclude(outcomes, trouble, report)
 
@@ -126,7 +137,7 @@ class Pool:
             process.close()
         for connection in self._connections:
             connection.close()
-        self.processes, self._connections = [], []
+        self.processes, self._connections, self.num_groups = [], [], 0
         if self._folder != Path():
             shutil.rmtree(self._folder, ignore_errors=True)
 
