@@ -146,6 +146,8 @@ def read_fields(translation: Translation, key: str, given: dict[str, Any]) -> di
     known = (*_DTYPE_KEYS, *_CASTS, "keep_low_precision_grads", "_module_classes_to_ignore")
     dtypes: dict[str, str | None] = {}
     for name, value in given.items():
+        if name == "param_dtype_override_fn" and value is None:
+            continue  # a field that torch 2.15 added
         if name not in known:
             translation.problem(
                 f"{key}.{name}", "is no setting of mixed precision", f"choose among {', '.join(known[:6])}"
