@@ -39,8 +39,8 @@ def fork_server() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave the cores to a test that starts processes of its own."""
-    if not hasattr(getattr(item, "function", None), "on_each_rank"):
+    """Leave the cores to the long tests that start processes of their own; a new pool costs the short ones more."""
+    if item.get_closest_marker("slow") and not hasattr(getattr(item, "function", None), "on_each_rank"):
         stop_idle_pools()
 
 
