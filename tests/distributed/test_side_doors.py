@@ -1,0 +1,154 @@
+"""Backward finds its parameters unsharded by whatever path a tensor left the module that computed it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.config.schema import ShardConfig
+from shardwise.sharding.apply import shard
+from tests.ranks import ranks
+from tests.zoo.checking import mesh_of
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, cache=None):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Keeping(Block):
+    """Keeps a tensor on an attribute, made after its output."""
+
+    def forward(self, x, cache=None):
+        out = super().forward(x)
+        self.kept = self.down(self.up(self.norm(x)).tanh())
+        return out
+
+
+class Caching(Block):
+    """Attends to keys of earlier calls, in an object that it is given and fills."""
+
+    def forward(self, x, cache=None):
+        keys = self.up(self.norm(x))
+        cache.keys.setdefault(id(self), []).append(keys)
+        return x + self.down(sum(cache.keys[id(self)]).relu())
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.keys: dict[int, list[torch.Tensor]] = {}
+
+
+class Capturing(Block):
+    """Hands out a closure over what it computed."""
+
+    def forward(self, x, cache=None):
+        hidden = self.up(self.norm(x))
+        self.penalty = lambda: hidden.square().mean()
+        return x + self.down(hidden.relu())
+
+
+class Scaled(torch.autograd.Function):
+    """Keeps its weight on the context instead of saving it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight, ctx.x = weight, x
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.weight, (gradient * ctx.x).sum(0)
+
+
+class Writing(Block):
+    """Puts a result of an autograd function into a list that outlives the call."""
+
+    def forward(self, x, cache=None):
+        RESULTS.append(Scaled.apply(self.norm(x), self.norm.weight))
+        return super().forward(x)
+
+
+RESULTS: list[torch.Tensor] = []
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[Block], *, recompute: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp, self.blocks, self.out = nn.Linear(8, 8), nn.ModuleList([kind() for _ in range(3)]), nn.Linear(8, 8)
+        self.recompute = recompute
+
+    def forward(self, x, cache=None):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, cache, use_reentrant=False) if self.recompute else block(x, cache)
+        return self.out(x)
+
+
+def loss_of_attribute(model, x):
+    return model(x).square().mean() + model.blocks[1].kept.square().mean()
+
+
+def loss_of_attribute_only(model, x):
+    model(x)
+    return model.blocks[1].kept.square().mean()
+
+
+def loss_of_cache(model, x):
+    """The first call's output is dropped; only its keys matter."""
+    cache = Cache()
+    model(x, cache)
+    return model(x * 2, cache).square().mean()
+
+
+def loss_of_closure(model, x):
+    model(x)
+    return model.blocks[0].penalty() + model.blocks[2].penalty()
+
+
+def loss_of_list(model, x):
+    RESULTS.clear()
+    model(x)
+    return torch.stack(RESULTS).square().mean()
+
+
+CASES = {
+    "attribute": (Keeping, loss_of_attribute),
+    "attribute_only": (Keeping, loss_of_attribute_only),
+    "cache": (Caching, loss_of_cache),
+    "closure": (Capturing, loss_of_closure),
+    "list": (Writing, loss_of_list),
+}
+
+
+def train(model, compute_loss, batches):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for x in batches:
+            (compute_loss(model, x + step) / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+
+
+@ranks(2)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_gradients_flow_by_every_path(rank: int, case: str, recompute: bool):
+    kind, compute_loss = CASES[case]
+    if recompute and kind is Caching:
+        pytest.skip("recomputation would fill the cache twice, in one process too")
+    reference = Model(kind, recompute=recompute)
+    model = shard(Model(kind, recompute=recompute), ShardConfig(reshard_after_forward=True), mesh=mesh_of(2))
+    train(reference, compute_loss, [batch(0), batch(1)])
+    train(model, compute_loss, [batch(rank)])
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q, msg=lambda text, name=name: f"{name}: {text}")
