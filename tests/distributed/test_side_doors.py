@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.config.schema import ShardConfig
+from shardwise.config.schema import PrecisionConfig, ShardConfig
 from shardwise.sharding.apply import shard
 from tests.ranks import ranks
 from tests.zoo.checking import mesh_of
@@ -152,3 +152,38 @@ def test_gradients_flow_by_every_path(rank: int, case: str, recompute: bool):
     train(model, compute_loss, [batch(rank)])
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.full_tensor(), q, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Appending(Block):
+    """Changes what it is given: a list, a dictionary in an object, and a tensor of another dtype."""
+
+    def forward(self, x, notes=None):
+        out = super().forward(x)
+        notes["kept"].append(out)
+        notes["kept"][0] = notes["kept"][0] + out.mean()
+        notes["last"] = notes.pop("first")
+        notes["sums"] += out.sum().detach()
+        return out
+
+
+def notes_of(model, x):
+    notes = {"kept": [model.inp(x)], "first": x.clone().requires_grad_(), "sums": torch.zeros(1)}
+    out = model.out(model.blocks[0](x, notes))
+    return notes, out.square().mean() + torch.stack(notes["kept"]).square().mean()
+
+
+@ranks(2)
+@pytest.mark.parametrize("dtype", ["storage", "bfloat16"])
+def test_changed_arguments_are_changed_for_the_caller(rank: int, dtype: str):
+    config = ShardConfig(precision=PrecisionConfig(param_dtype=dtype), reshard_after_forward=True)
+    reference, model = Model(Appending), shard(Model(Appending), config, mesh=mesh_of(2))
+    (expected, expected_loss), (found, loss) = notes_of(reference, batch(rank)), notes_of(model, batch(rank))
+    close = {"rtol": 0.05, "atol": 0.05} if dtype == "bfloat16" else {}
+    assert found.keys() == expected.keys()
+    assert len(found["kept"]) == 2
+    for key in ("last", "sums"):
+        torch.testing.assert_close(found[key], expected[key], **close)
+    for ours, theirs in zip(found["kept"], expected["kept"], strict=True):
+        torch.testing.assert_close(ours.float(), theirs, **close)
+    torch.testing.assert_close(loss.float(), expected_loss, **close)
+    loss.backward()

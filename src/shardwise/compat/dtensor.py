@@ -9,11 +9,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place."""
-    return tensor._version
-
-
 def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor that `tensor` is a view of, for autograd's purposes."""
     return tensor._base

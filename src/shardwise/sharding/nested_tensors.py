@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from shardwise import compat
-
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 # Never looked into: they hold no inputs, or have an identity that a copy would lose.
@@ -68,7 +66,7 @@ class Arguments:
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             result = tensor.to(dtype) if tensor.is_floating_point() else tensor
             if result is not tensor and not result.is_inference():
-                self._casts.append((tensor, result, compat.version_of(result)))
+                self._casts.append((tensor, result, result._version))
             return result
 
         return self.change_tensors(value, cast)
@@ -85,7 +83,7 @@ class Arguments:
     def write_back(self) -> None:
         """Do to the originals what has been done to their copies since."""
         for original, cast, version in self._casts:
-            if compat.version_of(cast) != version:
+            if cast._version != version:
                 original.copy_(cast)
         for original, copied, before, after in reversed(self._copies):
             if not _is_same(now := _state(copied), after):
