@@ -1,5 +1,7 @@
 """Backward finds its parameters unsharded by whatever path a tensor left the module that computed it."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.config.schema import PrecisionConfig, ShardConfig
 from shardwise.sharding.apply import shard
+from shardwise.sharding.graph_calls import graph_calls
 from tests.ranks import ranks
 from tests.zoo.checking import mesh_of
 
@@ -152,6 +155,30 @@ def test_gradients_flow_by_every_path(rank: int, case: str, recompute: bool):
     train(model, compute_loss, [batch(rank)])
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.full_tensor(), q, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@ranks(2)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_ordinary_graph_is_not_followed(rank: int, recompute: bool):
+    """It costs time for every node."""
+    model = shard(Model(Block, recompute=recompute), ShardConfig(reshard_after_forward=True), mesh=mesh_of(2))
+    for _ in range(2):
+        model(batch(rank)).square().mean().backward()
+        assert not graph_calls()._is_followed
+    sum(model(batch(rank) + step).square().mean() for step in range(2)).backward()
+    assert not graph_calls()._is_followed
+
+
+@ranks(2)
+def test_a_graph_that_is_dropped_is_freed(rank: int):
+    model = shard(Model(Block), ShardConfig(reshard_after_forward=True), mesh=mesh_of(2))
+    x = batch(rank)
+    freed = []
+    out = model(x)
+    weakref.finalize(x, freed.append, True)
+    del x, out
+    assert freed
+    assert sum(call.until >= 0 for call in graph_calls().calls) >= 4  # numbers alone are kept
 
 
 class Appending(Block):
