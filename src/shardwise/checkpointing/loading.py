@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.checkpointing.broadcasting import RequestReader
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.matching import Matched, match
-from shardwise.checkpointing.reading import Request, Verify
+from shardwise.checkpointing.reading import Request, Verify, requests_for
 from shardwise.checkpointing.restoring import RankView, Restoring, new_tensor, plan_object, plan_optimizer, view_for
 from shardwise.checkpointing.staging import wait_for_copies
 from shardwise.checkpointing.state.nested import LAYOUT, derived_state, set_random_state
@@ -25,7 +25,7 @@ from shardwise.checkpointing.state.run import (
     model_path,
     optimizer_path,
 )
-from shardwise.checkpointing.state.slices import model_tensors, requests_for
+from shardwise.checkpointing.state.slices import model_tensors
 from shardwise.distributed.agreement import Channel
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
