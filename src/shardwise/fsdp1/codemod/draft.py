@@ -65,7 +65,7 @@ def finding_at(
     line, column = getattr(node, "lineno", 1), 1
     if isinstance(node, ast.expr | ast.stmt):
         column = file.positions.column(line, file.positions.span(node)[0])
-    more = {"end_line": getattr(node, "end_lineno", 0), "edits": tuple(edits), **status_fields(code, status)}
+    more = {"edits": tuple(edits), **status_fields(code, status)}
     return SourceFinding.at(file.path, line, column, message=message, fix=fix, **more)
 
 
