@@ -33,7 +33,7 @@ def reduce_when_backward_ends(group: Any) -> None:
 
 def before_post_backward(group: Any, callback: Callable[[], None]) -> None:
     """Call `callback` just before a group collects its gradients for reduction."""
-    patch_group(group)  # the mending must see what callbacks add, so it is the innermost
+    patch_group(group)  # the patch must see what callbacks add, so it is the innermost
     post_backward = group.post_backward
 
     def call_then_reduce(*unused: Any) -> None:

@@ -16,16 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from shardwise.config.schema import ShardConfig
 from shardwise.diagnosing import parity_criteria as criteria
-from shardwise.diagnosing.parity_criteria import (
-    Deviation,
-    Difference,
-    Gap,
-    Parity,
-    Quantity,
-    Tolerance,
-    criteria.largest,
-    measure,
-)
+from shardwise.diagnosing.parity_criteria import Deviation, Difference, Gap, Parity, Quantity, Tolerance, measure
 from shardwise.distributed.agreement import agree_on, gather_over_mesh
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, default_mesh
 from shardwise.errors import ConfigError

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import compat
-from shardwise.errors import ShardError, ShardwiseError
+from shardwise.errors import ShardError, ShardwiseError, listed
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -190,12 +190,10 @@ def agree_on(value: str, what: str, *, fix: str = "", group: Ranks = None) -> No
     values = gather_objects(value, group=group)
     theirs = values[differing[0]].splitlines()
     lines = difflib.unified_diff(values[0].splitlines(), theirs, "rank 0", f"rank {differing[0]}", lineterm="", n=1)
-    shown = list(lines)
-    hidden = len(shown) - _MAX_DIFF_LINES
     raise ShardError(
         f"ranks do not hold the same value of {what}",
         where=f"ranks {differing} differ from rank 0",
-        why="\n".join(shown[:_MAX_DIFF_LINES] + ([f"... and {hidden} more lines"] if hidden > 0 else [])),
+        why="\n".join(listed(list(lines), _MAX_DIFF_LINES)),
         fix=fix or "build the model and the config from the same code, files and seeds on every rank",
     )
 
