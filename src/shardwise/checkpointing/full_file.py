@@ -27,6 +27,7 @@ from shardwise.checkpointing.state.run import Run, Stateful
 from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.weights import refuse_remote, stream_gathered
 from shardwise.distributed.agreement import Channel
+from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
 
 Optimizers = Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer]
@@ -112,7 +113,7 @@ def load_full(
         require_names(contents)
         return with_our_names(contents)
 
-    channel = Channel()
+    channel = Channel(CheckpointError)
     try:
         contents = open_on_ranks(open_file, mesh, broadcast=broadcast)
         reader = RequestReader(broadcast, mesh)

@@ -1,6 +1,5 @@
 """prepare_fully_shard(): Composer's one call, on any config its users have."""
 
-import difflib
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
@@ -18,7 +17,7 @@ from shardwise.config.load import load, read_yaml
 from shardwise.config.schema import ROOT_PATTERN, GroupOverride, MeshConfig, PrecisionConfig, ShardConfig
 from shardwise.distributed.agreement import gather_objects, run_on_all
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh, make_mesh, ranks_per_machine
-from shardwise.errors import ConfigError, ShardError
+from shardwise.errors import ConfigError, ShardError, fix_name
 from shardwise.planning.assignment import find_tensors
 from shardwise.planning.calls import has_forward
 from shardwise.planning.groups import is_explicit, name_matcher
@@ -144,8 +143,7 @@ def _read_wrap_value(translation: Translation, name: str, answer: dict[str, Any]
         elif key == "cpu_offload":
             fields["offload"] = bool((given or {"offload_params": value}).get("offload_params"))
         elif key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(_KEYS)}"
+            hint = fix_name(key, _KEYS, f"choose among {', '.join(_KEYS)}")
             translation.problem(where, "is no setting of a single group", hint)
         elif name_of_precision == "FULL":
             fields["param_dtype"] = "storage"
