@@ -114,7 +114,7 @@ def load_full(
         require_names(contents)
         return with_our_names(contents)
 
-    channel = Channel()
+    channel = Channel(CheckpointError)
     try:
         contents = open_on_ranks(open_file, mesh, broadcast=broadcast)
         reader = RequestReader(broadcast, mesh)

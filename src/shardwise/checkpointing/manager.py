@@ -183,8 +183,8 @@ class Checkpointer:
         self._retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best)
         self._metrics: dict[int, float | None] = {}  # those of earlier runs are read from their checkpoints
         self._asynchronous, self._on_busy, self._rng, self._progress = asynchronous, on_busy, rng, progress
-        self._channel = Channel()
-        self._saver = Saver(self._channel, Channel(), fsync=fsync)
+        self._channel = Channel(CheckpointError)
+        self._saver = Saver(self._channel, Channel(CheckpointError), fsync=fsync)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_swept = self._is_closed = False

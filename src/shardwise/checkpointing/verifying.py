@@ -16,7 +16,7 @@ from shardwise.checkpointing.formats.sharded_commit import committed_steps, step
 from shardwise.checkpointing.pickles.zip_files import ZipIndex
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import checksum_of_parts
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, listed
 from shardwise.findings import Finding, Severity
 from shardwise.progress import NoProgress, Progress
 
@@ -57,12 +57,10 @@ def refuse_unsound(contents: Contents) -> None:
     found = list(unsound(contents))
     if not found:
         return
-    lines = [finding.message for finding in found[:_MAX_LISTED]]
-    hidden = len(found) - len(lines)
     raise CheckpointError(
         f"the checkpoint is not whole: {len(found)} problem{'s' if len(found) > 1 else ''}",
         where=str(contents.path),
-        why="\n".join([*lines, *([f"... and {hidden} more"] if hidden else [])]),
+        why="\n".join(listed([finding.message for finding in found], _MAX_LISTED)),
         fix=found[0].fix,
     )
 
