@@ -6,9 +6,7 @@ import gc
 import hashlib
 import math
 import os
-import random
 import shutil
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
@@ -28,6 +26,7 @@ from shardwise.distributed.agreement import gather_objects, on_rank_zero, raise_
 from shardwise.distributed.stop_requests import StopRequest, stop_requests
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.models.modes import evaluation_mode
+from shardwise.models.random_state import seed_everything
 from shardwise.progress import NoProgress, Progress
 from shardwise.sharding.full_params import reshard
 from shardwise.training.ema import EMA
@@ -111,15 +110,7 @@ def seed_step(seed: int, rank: int, step: int) -> None:
         rank: Among data-parallel ranks; those that share a layer's matrices must drop the same.
         step: From 0.
     """
-    number = seed_for(seed, "step", rank, step)
-    torch.default_generator.manual_seed(number)  # torch.manual_seed asks for every kind of device, each time
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(number)
-    elif torch.accelerator.is_available():
-        torch.manual_seed(number)
-    random.seed(number)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(number % 2**32)
+    seed_everything(seed_for(seed, "step", rank, step))
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from shardwise.diagnosing.parity import (
     call_model,
     loss_of_output,
     parity,
-    random_state_kept,
 )
 from shardwise.diagnosing.parity_criteria import (
     Deviation,
@@ -34,6 +33,7 @@ from shardwise.diagnosing.parity_criteria import (
 )
 from shardwise.distributed.mesh import shutdown
 from shardwise.errors import ConfigError
+from shardwise.models.random_state import kept_random_state
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 
 
@@ -249,7 +249,7 @@ def test_rounding_is_suspected_first_in_16_bits():
 def test_random_state_is_kept():
     torch.manual_seed(1)
     random.seed(1)
-    with random_state_kept():
+    with kept_random_state():
         torch.rand(3)
         random.random()
     after = (float(torch.rand(())), random.random())
