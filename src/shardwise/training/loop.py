@@ -38,7 +38,7 @@ from shardwise.training.step import accumulate, clip_grad_norm_, lockstep, scale
 
 
 @contextmanager
-def frozen_garbage() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """What exists now is not looked at again until the block ends; what is made inside is collected as ever.
 
     A full collection takes longer than a short step, and each rank makes the others wait for its own.
@@ -114,7 +114,7 @@ def seed_step(seed: int, rank: int, step: int) -> None:
 
 
 @contextmanager
-def same_bits(wanted: bool) -> Iterator[None]:
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     """Allow only kernels that give the same bits every time, until the block ends.
 
     Args:
@@ -156,7 +156,7 @@ def evaluate(
         batches: Finite, and of the same length on every rank; rows that only fill up have labels of -100.
         objective: Makes losses.
         mesh: Of all ranks.
-        max_batches: At most so many.
+        max_batches: Number of batches at most; None: all.
         ema: Evaluate this average instead of the weights.
 
     Returns:
@@ -232,7 +232,7 @@ EXPORT = "export"
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Whether something that happens every so many steps happens after this one."""
+    """Whether something that happens every `every` steps is due after this one."""
     return every is not None and step % every == 0
 
 
@@ -382,7 +382,7 @@ def fit(
     progress = progress or NoProgress()
     with (
         stop_requests(config.training.stop_signals) as stop,
-        same_bits(config.deterministic),
+        deterministic_algorithms(config.deterministic),
         open_run(config, progress) as run,
     ):
         run.metrics.on_record = on_record
@@ -390,7 +390,7 @@ def fit(
         if config.training.on_bad_loss == "rewind":
             save(run)  # so that there is one to go back to
         raise_together(run.data.fetch_first())
-        with guard(run.model), explained(run.model), frozen_garbage():
+        with guard(run.model), explained(run.model), gc_frozen():
             run.step_metrics.restart_clock()
             train(run, stop)
         progress.finish()
@@ -474,7 +474,7 @@ def log_step(run: TrainingRun, loss: Tensor, norm: Tensor, *, wait: bool) -> lis
     run.step_logger.expect(
         run.step,
         learning_rate=run.schedule.learning_rate,
-        data_wait_s=run.loader.wait_s,
+        data_wait_s=run.loader.take_wait_s(),
         checkpoint_wait_s=run.checkpoints.take_wait_s(),
     )
     readings = run.step_metrics.add(run.step, loss, norm)

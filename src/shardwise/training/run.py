@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from shardwise.distributed.agreement import agree_on, gather_objects, on_rank_ze
 from shardwise.distributed.launchers import read_launch
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, init_distributed
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
+from shardwise.models.described import config_size, max_length
 from shardwise.models.load import load_model
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
@@ -103,9 +104,6 @@ def weights_of(config: RunConfig) -> Path | None:
 
 
 T = TypeVar("T")
-
-_VOCABULARY = ("vocab_size",)
-_LENGTH = ("max_sequence_length", "max_position_embeddings", "n_positions")
 
 
 class Problems:
@@ -226,7 +224,7 @@ def check_length(model: nn.Module, config: RunConfig) -> None:
     Raises:
         ConfigError: They are.
     """
-    longest, length = size_of(model, _LENGTH), config.data.sequence_length
+    longest, length = max_length(model), config.data.sequence_length
     if longest is not None and length > longest:
         raise ConfigError(
             f"sequences of {length} tokens are longer than {config.model} takes: {longest}",
@@ -338,22 +336,6 @@ def _free_bytes(folder: Path) -> int:
     while not existing.exists():
         existing = existing.parent
     return shutil.disk_usage(existing).free + sum(path.stat().st_size for path in leftovers if path.is_file())
-
-
-def vocab_size(model: nn.Module) -> int | None:
-    """How many tokens the model knows; None: it does not say."""
-    return size_of(model, _VOCABULARY)
-
-
-def size_of(model: nn.Module, names: tuple[str, ...]) -> int | None:
-    """A size in the model's config, under any of the names, in its language part too."""
-    config: Any = getattr(model, "config", None)
-    for holder in (config, getattr(config, "text_config", None), getattr(config, "language", None)):
-        for name in names:
-            value = getattr(holder, name, None)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return None
 
 
 _MAX_LINES = 40
@@ -507,7 +489,7 @@ class TrainingRun:
             "batch_size": max(config.training.batch_size // num_ranks, 1) * num_ranks,  # a wrong one is told elsewhere
             "rank": self.rank,
             "num_ranks": num_ranks,
-            "vocab_size": vocab_size(model),
+            "vocab_size": config_size(model, "vocab_size"),
             "device": device,
         }
         self.loader = open_data(config.data, seed=config.seed, **where)
