@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError, did_you_mean, import_optional
+from shardwise.errors import ConfigError, did_you_mean, import_optional, nearest
 from shardwise.models import llama, moe, multimodal, transformer
 
 Builder = Callable[[], nn.Module]
@@ -167,11 +167,12 @@ def _import(library: str, where: str) -> Any:
 
 
 def _unknown(name: str, names: list[str], kind: str, where: str) -> ConfigError:
+    near = nearest(name, names, cutoff=0.5)
     return ConfigError(
         f"there is no {kind} {name!r}{did_you_mean(name, names, cutoff=0.5)}",
         where=where,
         why="MODEL is a reference name, a local Hugging Face folder or config, or `module:callable`",
-        fix=f"use one of {', '.join(names) or 'its functions'}",
+        fix=f"use {near}" if near else f"use one of {', '.join(names) or 'its functions'}",
     )
 
 
