@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from shardwise.config.fsdp1_names import member_name
-from shardwise.findings import Edit, SourceFinding, Status
+from shardwise.findings import Edit, SourceFinding, Status, source_finding
 from shardwise.fsdp1.codemod import framework_settings
 from shardwise.fsdp1.codemod.constructors import read_arguments
 from shardwise.fsdp1.codemod.draft import finding_at, status_fields
@@ -231,7 +231,7 @@ def _yaml_finding(
 ) -> SourceFinding:
     more = {"message": message, "fix": fix, "edits": tuple(edits)}
     mark = node.start_mark
-    return SourceFinding.at(path, mark.line + 1, mark.column + 1, **status_fields(code, status), **more)
+    return source_finding(path, mark.line + 1, mark.column + 1, **status_fields(code, status), **more)
 
 
 _WORDS = ("accelerate", "composer", "lightning", "transformers", "trl")
