@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from shardwise.config.schema import ROOT_PATTERN
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, listed
 from shardwise.units import format_bytes, format_count
 
 DTYPE_BYTES = {
@@ -328,8 +328,7 @@ def _parameter_rows(title: str, parameters: Iterable[PlannedParameter]) -> list[
         names: dict[str, list[str]] = defaultdict(list)
         for parameter in members:
             names[_unnumbered(parameter.fqn)].append(parameter.fqn)
-        shown = [_pattern(fqns) for fqns in names.values()]
-        shown = [*shown[:_MAX_NAMES], f"… and {len(shown) - _MAX_NAMES} more"] if len(shown) > _MAX_NAMES else shown
+        shown = listed([_pattern(fqns) for fqns in names.values()], _MAX_NAMES)
         shapes = {p.shape for p in members}
         sizes = [f"{dtype} {list(shapes.pop())}" if len(shapes) == 1 else dtype]
         sizes += [f"{len(members)} parameters"] if len(members) > 1 else []
