@@ -64,7 +64,8 @@ class Scaled(torch.autograd.Function):
         return x * weight
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
         return gradient * ctx.weight, (gradient * ctx.x).sum(0)
 
 
@@ -184,8 +185,8 @@ def test_a_graph_that_is_dropped_is_freed(rank: int):
 class Appending(Block):
     """Changes what it is given: a list, a dictionary in an object, and a tensor of another dtype."""
 
-    def forward(self, x, notes=None):
-        out = super().forward(x)
+    def forward(self, x, cache=None):
+        notes, out = cache, super().forward(x)
         notes["kept"].append(out)
         notes["kept"][0] = notes["kept"][0] + out.mean()
         notes["last"] = notes.pop("first")

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import compat
-from shardwise.sharding.graph_calls import graph_calls
+from shardwise.sharding.graph_calls import GroupCall, graph_calls
 from shardwise.sharding.nested_tensors import Arguments, cast_floating, change_tensors, find_tensors
 from shardwise.sharding.notes import annotate
 from shardwise.sharding.registry import recover
@@ -38,7 +38,8 @@ class CallOfGroup:
 
     def __init__(self, module: nn.Module, casts: Casts) -> None:
         self.module, self.casts = module, casts
-        self._arguments, self._graph_call = Arguments(), None
+        self._arguments = Arguments()
+        self._graph_call: GroupCall | None = None
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Begin; returns the arguments in the group's compute dtype."""
@@ -65,7 +66,7 @@ class CallOfGroup:
         the graph, so that for a view the hook sits on the operation that made its base.
         """
         call = self._graph_call
-        nodes = []
+        nodes: list[Any] = []
         for tensor in differentiable(output):
             base = compat.base_of_view(tensor)
             maker = None if base is None else base.grad_fn
