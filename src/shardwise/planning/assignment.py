@@ -138,11 +138,12 @@ def _homes(nodes: list[Node], candidates: list[GroupCandidate]) -> list[GroupCan
 def _shared_modules(tree: Tree, candidates: list[GroupCandidate]) -> list[GroupCandidate]:
     """A module object held by several groups is a group itself: each would shard it again otherwise."""
     shared: list[GroupCandidate] = []
+    grouped = by_node(candidates)
     for node in tree.root.walk():
-        if node.keys and node.other_parents and node.has_forward and node.parent is not None:
-            if node not in by_node(candidates) and len(_homes([node.parent, *node.other_parents], candidates)) > 1:
-                reason = f"{node.class_name} shared by {node.parent.fqn or 'the root'} and others, unsharded for all"
-                shared.append(GroupCandidate((node,), "tie", reason, kept_unsharded=True))
+        is_shared = node.keys and node.other_parents and node.has_forward and node not in grouped
+        if is_shared and node.parent is not None and len(_homes([node.parent, *node.other_parents], candidates)) > 1:
+            reason = f"{node.class_name} shared by {node.parent.fqn or 'the root'} and others, unsharded for all"
+            shared.append(GroupCandidate((node,), "tie", reason, kept_unsharded=True))
     return shared
 
 
