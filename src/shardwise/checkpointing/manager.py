@@ -31,7 +31,7 @@ from shardwise.checkpointing.formats.sharded_commit import (
 )
 from shardwise.checkpointing.loading import load_run
 from shardwise.checkpointing.reading import Verify
-from shardwise.checkpointing.saving import Saver, Started, describe_run
+from shardwise.checkpointing.saving import PendingSave, Saver, describe_run
 from shardwise.checkpointing.state.names import with_our_names
 from shardwise.checkpointing.state.nested import FlatState
 from shardwise.checkpointing.state.run import Run, Stateful
@@ -43,7 +43,7 @@ from shardwise.progress import Progress
 _log = logging.getLogger("shardwise.checkpointing")
 
 
-class Leaving:
+class FlushOnExit:
     """Finishes the save in the background when the program ends, by itself or by SIGTERM.
 
     A program that handles SIGTERM itself is left alone: however it ends, the save is finished at its exit.
@@ -183,12 +183,12 @@ class Checkpointer:
         self._retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best)
         self._metrics: dict[int, float | None] = {}  # those of earlier runs are read from their checkpoints
         self._asynchronous, self._on_busy, self._rng, self._progress = asynchronous, on_busy, rng, progress
-        self._channel = Channel()
-        self._saver = Saver(self._channel, Channel(), fsync=fsync)
+        self._channel = Channel(CheckpointError)
+        self._saver = Saver(self._channel, Channel(CheckpointError), fsync=fsync)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_swept = self._is_closed = False
-        self._leaving = Leaving(self)
+        self._flush_on_exit = FlushOnExit(self)
 
     def save(
         self,
@@ -240,17 +240,17 @@ class Checkpointer:
                 found.details["metric"] = float(metric)
             return found
 
-        started = self._saver.start(self.path(step), step, collect, background=self._asynchronous)
+        pending = self._saver.start(self.path(step), step, collect, background=self._asynchronous)
         self._metrics[step] = metric
         if self._asynchronous:
-            thread = threading.Thread(target=self._finish, args=(started,), name=f"checkpoint of step {step}")
+            thread = threading.Thread(target=self._finish, args=(pending,), name=f"checkpoint of step {step}")
             try:
                 thread.start()
                 self._thread = thread
             except RuntimeError:  # no more threads: the other ranks count on us, so it is done here and now
-                self._finish(started)
+                self._finish(pending)
         else:
-            self._finish(started)
+            self._finish(pending)
             self.wait()
         return True
 
@@ -382,7 +382,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._is_closed = True
-            self._leaving.forget()
+            self._flush_on_exit.forget()
             self._saver.close()
 
     def __enter__(self) -> Checkpointer:
@@ -409,9 +409,9 @@ class Checkpointer:
             fix=f"load step {steps[-1]}, the latest" if steps else "check the folder; start afresh where there is none",
         )
 
-    def _finish(self, started: Started) -> None:
+    def _finish(self, pending: PendingSave) -> None:
         try:
-            self._saver.finish(started, retire=partial(self._retire, started.step), progress=self._progress)
+            self._saver.finish(pending, retire=partial(self._retire, pending.step), progress=self._progress)
         except BaseException as error:
             self._error = error
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, coverage_problem
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredTensor, coverage_problem
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.sharded_commit import committed_steps, step_folder
 from shardwise.checkpointing.pickles.zip_files import ZipIndex
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import checksum_of_parts
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, listed
 from shardwise.findings import Finding, Severity
 from shardwise.progress import NoProgress, Progress
 
@@ -57,12 +57,10 @@ def refuse_unsound(contents: Contents) -> None:
     found = list(unsound(contents))
     if not found:
         return
-    lines = [finding.message for finding in found[:_MAX_LISTED]]
-    hidden = len(found) - len(lines)
     raise CheckpointError(
         f"the checkpoint is not whole: {len(found)} problem{'s' if len(found) > 1 else ''}",
         where=str(contents.path),
-        why="\n".join([*lines, *([f"... and {hidden} more"] if hidden else [])]),
+        why="\n".join(listed([finding.message for finding in found], _MAX_LISTED)),
         fix=found[0].fix,
     )
 
@@ -133,7 +131,7 @@ def _listed_parameters(contents: Contents) -> list[tuple[str | None, str, list[s
 
 
 def _problem(tensor: StoredTensor) -> str:
-    return coverage_problem(Box.whole(tensor.shape), (piece.box for piece in tensor.pieces))
+    return coverage_problem(ChunkSpec.whole(tensor.shape), (chunk.spec for chunk in tensor.chunks))
 
 
 def _shared_states(contents: Contents) -> Iterator[Finding]:
@@ -146,10 +144,10 @@ def _shared_states(contents: Contents) -> Iterator[Finding]:
     shared: list[tuple[str, str]] = []
     for name, tensor in contents.tensors.items():
         path = contents.structure.get(name, ())
-        if len(path) < 3 or path[-3] != "state" or tensor.num_bytes <= 8 or len(tensor.pieces) != 1:
+        if len(path) < 3 or path[-3] != "state" or tensor.num_bytes <= 8 or len(tensor.chunks) != 1:
             continue
-        piece = tensor.pieces[0]
-        first = seen.setdefault((path[:-1], piece.file, piece.offset, id(piece.data)), name)
+        chunk = tensor.chunks[0]
+        first = seen.setdefault((path[:-1], chunk.file, chunk.offset, id(chunk.data)), name)
         if first != name:
             shared.append((first, name))
     if shared:
@@ -175,7 +173,7 @@ def wrong_files(contents: Contents) -> Iterator[Finding]:
 
 def file_names(contents: Contents) -> list[str]:
     """Every file that the contents lie in, relative to the folder."""
-    used = (piece.file for tensor in contents.tensors.values() for piece in tensor.pieces if piece.file)
+    used = (chunk.file for tensor in contents.tensors.values() for chunk in tensor.chunks if chunk.file)
     return list(dict.fromkeys([*contents.file_bytes, *used]))
 
 
@@ -217,10 +215,10 @@ def _tensor_checks(contents: Contents) -> Iterator[_Check]:
     """The blocks of tensors, and in our own format the bytes between them, file by file."""
     extents: dict[str, dict[int, tuple[int, str, tuple[int, ...]]]] = {}
     for name, tensor in contents.tensors.items():
-        for piece in tensor.pieces:
-            end = piece.offset + piece.box.numel * ITEM_BYTES[tensor.dtype]
-            if end > piece.offset and piece.checksums:
-                extents.setdefault(piece.file, {}).setdefault(piece.offset, (end, name, piece.checksums))
+        for chunk in tensor.chunks:
+            end = chunk.offset + chunk.spec.numel * ITEM_BYTES[tensor.dtype]
+            if end > chunk.offset and chunk.checksums:
+                extents.setdefault(chunk.file, {}).setdefault(chunk.offset, (end, name, chunk.checksums))
     step, frames = contents.block_bytes, contents.details.get("frames", {})
     for file, size in contents.file_bytes.items():
         between, at = [], 0

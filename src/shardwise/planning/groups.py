@@ -1,6 +1,5 @@
 """Which modules become groups: repeated blocks found in the module tree, or what the config names."""
 
-import difflib
 import inspect
 import re
 from collections import Counter
@@ -12,7 +11,7 @@ from typing import Literal
 from torch import nn
 
 from shardwise.config.schema import ROOT_PATTERN, ShardConfig
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, fix_name
 from shardwise.planning.calls import Calls, has_forward
 
 _RUNS = nn.ModuleList | nn.ModuleDict | nn.Sequential
@@ -473,8 +472,7 @@ def _callable(nodes: Iterable[Node], where: str) -> list[Node]:
 
 
 def _unknown(name: str, known: list[str], where: str, why: str) -> PlanError:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    fix = f"did you mean {', '.join(map(repr, near))}?" if near else f"choose among {', '.join(known[:6])}"
+    fix = fix_name(name, known, f"choose among {', '.join(known[:6])}", cutoff=0.5)
     return PlanError(f"{where} names {name!r}, which matches nothing", where=f"{where}: {name}", why=why, fix=fix)
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from shardwise.config.schema import ROOT_PATTERN
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, listed
 from shardwise.units import format_bytes, format_count
 
 DTYPE_BYTES = {
@@ -322,8 +322,8 @@ def _parameter_rows(title: str, parameters: Iterable[PlannedParameter]) -> list[
         alike[parameter.dtype, parameter.reason].append(parameter)
     rows = []
     for (dtype, reason), members in alike.items():
-        shown = [_pattern(names) for names in numbered_alike(parameter.fqn for parameter in members)]
-        shown = [*shown[:_MAX_NAMES], f"… and {len(shown) - _MAX_NAMES} more"] if len(shown) > _MAX_NAMES else shown
+        names = numbered_alike(parameter.fqn for parameter in members)
+        shown = listed([_pattern(fqns) for fqns in names], _MAX_NAMES)
         shapes = {p.shape for p in members}
         sizes = [f"{dtype} {list(shapes.pop())}" if len(shapes) == 1 else dtype]
         sizes += [f"{len(members)} parameters"] if len(members) > 1 else []

@@ -244,7 +244,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 def _wire(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
     """Put our hooks around FSDP2's: entries, held groups, gradients outside groups, prefetching."""
-    compat.mend_accumulation(model)
+    compat.patch_accumulation(model)
     replicated = _place_outside(model, plan, modules, mesh)
     _wire_entries(model, plan, modules, replicated)
     unused = UnusedParameters([g for group in plan.groups if group.reduce_unused for g in _fsdp_groups(group, modules)])

@@ -1,7 +1,6 @@
 """FSDP1's and Composer's settings, translated into ShardConfig."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config.load import load
 from shardwise.config.schema import PrecisionConfig, ShardConfig
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, fix_name
 
 
 @dataclass(slots=True)
@@ -250,8 +249,7 @@ def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
         elif key in _READERS:
             _READERS[key](translation, key, value, model)
         elif key not in _KNOWN:
-            near = difflib.get_close_matches(str(key), _KNOWN, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]!r}?" if near else "see ShardConfig for what there is"
+            hint = fix_name(str(key), _KNOWN, "see ShardConfig for what there is")
             translation.problem(str(key), "is no setting of ShardConfig, FSDP1 or Composer", hint)
     _check_own(translation, native)
     _check_strategy(translation)

@@ -54,6 +54,29 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return change_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
+def cast_buffers(
+    owner: nn.Module, dtype: torch.dtype, cast: dict[int, tuple[torch.Tensor, torch.Tensor]]
+) -> dict[str, torch.dtype]:
+    """Cast a module's own floating-point buffers.
+
+    Args:
+        owner: Its children's buffers are left alone.
+        dtype: What the buffers become.
+        cast: Before and after, by the id before; shared by the calls for one model, so that tied buffers stay tied.
+
+    Returns:
+        The dtype that each buffer which was cast had before.
+    """
+    before: dict[str, torch.dtype] = {}
+    for name, buffer in owner._buffers.items():
+        if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+            before[name] = buffer.dtype
+            if id(buffer) not in cast:
+                cast[id(buffer)] = (buffer, buffer.to(dtype))
+            owner._buffers[name] = cast[id(buffer)][1]
+    return before
+
+
 def change_tensors(value: Any, change: Change) -> Any:
     """The same containers and dataclasses with changed tensors; parts in which nothing changed are shared."""
     return _Walk(change, objects=0).visit(value)

@@ -27,7 +27,7 @@ from shardwise.diagnosing.check import check, refuse_errors
 from shardwise.distributed.agreement import agree_on, gather_objects, on_rank_zero, raise_together
 from shardwise.distributed.launchers import read_launch
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, init_distributed
-from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
+from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError, listed
 from shardwise.models.load import load_model
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
@@ -396,7 +396,7 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
     notes["model"] = [f"{format_count(sum(p.numel for p in made.parameters))} parameters"]
     notes["mesh"] = [f"{num_ranks} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())]
     notes["mesh.device"] = [f"auto is {_device()} here"] if config.mesh.device == "auto" else []
-    notes["shard"] = _plan_notes(made)
+    notes["shard"] = listed(str(made).splitlines(), _MAX_LINES)
     weights = weights_of(config)
     notes["weights"] = [f"read from {weights}" if weights is not None else "drawn anew, from the seed"]
     used = {path: lines for path, lines in notes.items() if lines}
@@ -417,12 +417,6 @@ def _batch_notes(config: RunConfig, num_ranks: int) -> dict[str, list[str]]:
         "training.batch_size": [f"{rows} sequences on each of {num_ranks} ranks, {format_count(tokens)} tokens a step"],
         "training.micro_batch_size": [micro],
     }
-
-
-def _plan_notes(made: Plan) -> list[str]:
-    lines = str(made).splitlines()
-    hidden = len(lines) - _MAX_LINES
-    return lines[:_MAX_LINES] + ([f"... and {hidden} more lines"] if hidden > 0 else [])
 
 
 def _device() -> str:

@@ -13,9 +13,10 @@ import xxhash
 
 from shardwise.checkpointing.contents import (
     ITEM_BYTES,
-    Box,
+    ChunkSpec,
     Contents,
-    Piece,
+    LocalChunk,
+    StoredChunk,
     StoredTensor,
     TorchStream,
     count_of,
@@ -33,25 +34,6 @@ _BATCH_BUFFERS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A box of a tensor, ready to be written."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    box: Box
-    """Which part of it this is."""
-    memory: Any
-    """Its elements, row-major: a contiguous CPU tensor, or any buffer."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the box."""
-        return self.box.numel * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
 class FileRecord:
     """What one rank wrote: all that the manifest and torch's metadata say about its file. Picklable."""
 
@@ -60,7 +42,7 @@ class FileRecord:
     frame: int
     """The checksum of the bytes that belong to no tensor, in their order."""
     tensors: tuple[tuple[StoredTensor, TorchStream], ...]
-    """Of each tensor the box that is in this file, and its stream for torch's own readers."""
+    """Of each tensor the chunk that is in this file, and its stream for torch's own readers."""
     values: tuple[TorchStream, ...]
     """Plain values, for torch's own readers; ours take them from the manifest."""
     block_bytes: int
@@ -73,7 +55,7 @@ def file_name(rank: int) -> str:
 
 def write_rank_file(
     path: Place,
-    items: Iterable[Item],
+    items: Iterable[LocalChunk],
     values: Mapping[str, bytes] | None = None,
     *,
     fsync: bool = True,
@@ -122,7 +104,7 @@ def write_rank_file(
         for item in items:
             _check(item)
             start = at
-            head, tail = tensor_frame(item.dtype, item.box.sizes, start=start)
+            head, tail = tensor_frame(item.dtype, item.spec.sizes, start=start)
             yield around(head)
             offset, sums, data = at, [], bytes_of(item.memory)
             for begin in range(0, len(data), block_bytes):
@@ -131,7 +113,9 @@ def write_rank_file(
                 yield block
             at += len(data)
             yield around(tail)
-            tensor = StoredTensor(item.name, item.dtype, item.shape, (Piece(item.box, file, offset, tuple(sums)),))
+            tensor = StoredTensor(
+                item.name, item.dtype, item.shape, (StoredChunk(item.spec, file, offset, tuple(sums)),)
+            )
             tensors.append((tensor, TorchStream(file, start, at - start, item.name)))
 
     with FileWriter(path) as writer:
@@ -156,11 +140,11 @@ def _write(writer: FileWriter, buffers: Iterator[memoryview | bytes], count: Cal
             size += len(buffer)
 
 
-def _check(item: Item) -> None:
-    is_inside = item.box.lies_in(item.shape) and item.dtype in ITEM_BYTES
+def _check(item: LocalChunk) -> None:
+    is_inside = item.spec.lies_in(item.shape) and item.dtype in ITEM_BYTES
     if not is_inside or len(bytes_of(item.memory)) != item.num_bytes:
         raise CheckpointError(
-            f"cannot store {item.name}: {item.dtype} of shape {item.shape}, part {item.box}",
+            f"cannot store {item.name}: {item.dtype} of shape {item.shape}, part {item.spec}",
             why="the part must lie in the tensor and fill its memory, and the dtype be one of torch's plain ones",
         )
 
@@ -199,7 +183,7 @@ def torch_metadata(
         for name in (stored, *names.get(stored, ())):
             entries[name] = _tensor_entry([tensor for tensor, _ in written])
             for number, (tensor, stream) in enumerate(written):
-                index = {"fqn": name, "index": number, "offset": _size(tensor.pieces[0].box.starts)}
+                index = {"fqn": name, "index": number, "offset": _size(tensor.chunks[0].spec.starts)}
                 places.append((_instance("MetadataIndex", index), _place(stream)))
     state = {
         "state_dict_metadata": entries,
@@ -212,9 +196,9 @@ def torch_metadata(
 
 
 def _tensor_entry(parts: list[StoredTensor]) -> Instance:
-    boxes = [part.pieces[0].box for part in parts]
+    specs = [part.chunks[0].spec for part in parts]
     chunks = [
-        _instance("ChunkStorageMetadata", {"offsets": _size(box.starts), "sizes": _size(box.sizes)}) for box in boxes
+        _instance("ChunkStorageMetadata", {"offsets": _size(spec.starts), "sizes": _size(spec.sizes)}) for spec in specs
     ]
     # What TensorProperties.__getstate__ gives: dtype, layout, requires_grad, memory format, pinned.
     layout = Call(known_global("torch.serialization", "_get_layout"), ("torch.strided",))
@@ -332,13 +316,13 @@ def _tensors(records: list[FileRecord]) -> dict[str, Any]:
                     f"the ranks do not agree on {part.name}: {part.dtype} {list(part.shape)} "
                     f"against {entry['dtype']} {entry['shape']}"
                 )
-            (piece,) = part.pieces
+            (chunk,) = part.chunks
             entry["pieces"].append({
-                "file": piece.file,
-                "offset": piece.offset,
-                "starts": list(piece.box.starts),
-                "sizes": list(piece.box.sizes),
-                "checksums": to_hex(piece.checksums),
+                "file": chunk.file,
+                "offset": chunk.offset,
+                "starts": list(chunk.spec.starts),
+                "sizes": list(chunk.spec.sizes),
+                "checksums": to_hex(chunk.checksums),
             })  # fmt: skip
     return tensors
 
@@ -368,18 +352,18 @@ def _contents(folder: Place, body: Any, where: str) -> Contents:
 
 def _tensor(name: str, entry: Any, file_bytes: Mapping[str, int], block_bytes: int) -> StoredTensor:
     dtype, item_bytes = entry["dtype"], ITEM_BYTES[entry["dtype"]]
-    shape, pieces = sizes_of(entry["shape"]), []
+    shape, chunks = sizes_of(entry["shape"]), []
     for part in entry["pieces"]:
-        box, sums = Box(sizes_of(part["starts"]), sizes_of(part["sizes"])), from_hex(part["checksums"])
-        offset, num_bytes = count_of(part["offset"]), box.numel * item_bytes
-        if not box.lies_in(shape):
-            raise ValueError(f"{name}: a piece that lies outside the tensor")
+        spec, sums = ChunkSpec(sizes_of(part["starts"]), sizes_of(part["sizes"])), from_hex(part["checksums"])
+        offset, num_bytes = count_of(part["offset"]), spec.numel * item_bytes
+        if not spec.lies_in(shape):
+            raise ValueError(f"{name}: a chunk that lies outside the tensor")
         if offset + num_bytes > file_bytes[part["file"]]:
-            raise ValueError(f"{name}: a piece that lies outside its file")
+            raise ValueError(f"{name}: a chunk that lies outside its file")
         if len(sums) != -(-num_bytes // block_bytes):
             raise ValueError(f"{name}: {len(sums)} checksums for {num_bytes} bytes")
-        pieces.append(Piece(box, part["file"], offset, sums))
-    return StoredTensor(name, dtype, shape, tuple(pieces))
+        chunks.append(StoredChunk(spec, part["file"], offset, sums))
+    return StoredTensor(name, dtype, shape, tuple(chunks))
 
 
 def _value(name: str, encoded: Any) -> Any:

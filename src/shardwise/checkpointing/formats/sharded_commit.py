@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from shardwise.checkpointing.contents import Box, coverage_problem
+from shardwise.checkpointing.contents import ChunkSpec, coverage_problem
 from shardwise.checkpointing.formats.sharded import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -108,14 +108,14 @@ def commit_checkpoint(folder: Place, records: Iterable[FileRecord], header: Head
 
 def _refuse_uncovered(records: Iterable[FileRecord], folder: Place) -> None:
     """Raise unless the ranks have written every element of every tensor exactly once."""
-    boxes: dict[tuple[str, tuple[int, ...]], list[Box]] = {}
+    specs: dict[tuple[str, tuple[int, ...]], list[ChunkSpec]] = {}
     for record in records:
         for tensor, _ in record.tensors:
-            boxes.setdefault((tensor.name, tensor.shape), []).append(tensor.pieces[0].box)
+            specs.setdefault((tensor.name, tensor.shape), []).append(tensor.chunks[0].spec)
     problems = [
         f"{name}: {problem}"
-        for (name, shape), held in boxes.items()
-        if (problem := coverage_problem(Box.whole(shape), held))
+        for (name, shape), held in specs.items()
+        if (problem := coverage_problem(ChunkSpec.whole(shape), held))
     ]
     if problems:
         raise CheckpointError(

@@ -25,7 +25,7 @@ class FlatState:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """The live ones."""
-    steady: set[str] = field(default_factory=set)
+    unchanged_until_step: set[str] = field(default_factory=set)
     """Tensors that nothing changes before the next optimizer step, so that copying them may take until then."""
     values: dict[str, Any] = field(default_factory=dict)
     """Encoded, hence snapshots: what changes in the object later does not change them."""
@@ -36,7 +36,7 @@ class FlatState:
     details: dict[str, Any] = field(default_factory=dict)
     """What the manifest says of the run besides; JSON."""
 
-    def add(self, path: Path, value: Any, *, steady: bool = False) -> str:
+    def add(self, path: Path, value: Any, *, unchanged_until_step: bool = False) -> str:
         """Add a tensor or an encoded value; return its name.
 
         Raises:
@@ -53,15 +53,15 @@ class FlatState:
         self.paths[name] = path
         if isinstance(value, torch.Tensor):
             self.tensors[name] = value
-            if steady:
-                self.steady.add(name)
+            if unchanged_until_step:
+                self.unchanged_until_step.add(name)
         else:
             self.values[name] = value
         return name
 
-    def add_object(self, state: object, path: Path, *, steady: bool = False) -> None:
+    def add_object(self, state: object, path: Path, *, unchanged_until_step: bool = False) -> None:
         """Add an object's state, and its layout beside it."""
-        self.add((*path, LAYOUT), flatten(state, path, self, steady=steady)[1])
+        self.add((*path, LAYOUT), flatten(state, path, self, unchanged_until_step=unchanged_until_step)[1])
 
 
 def dotted(path: Path) -> str:
@@ -70,7 +70,7 @@ def dotted(path: Path) -> str:
 
 
 def flatten(
-    nested: object, path: Path, into: FlatState | None = None, *, steady: bool = False
+    nested: object, path: Path, into: FlatState | None = None, *, unchanged_until_step: bool = False
 ) -> tuple[FlatState, Any]:
     """Take `nested` apart.
 
@@ -90,7 +90,7 @@ def flatten(
 
     def take(value: object, path: Path) -> Any:
         if isinstance(value, torch.Tensor):
-            return {"tensor": flat.add(path, value, steady=steady)}
+            return {"tensor": flat.add(path, value, unchanged_until_step=unchanged_until_step)}
         if isinstance(value, Mapping) and _is_taken_apart(value):
             pairs = [[encode_value(key, dotted(path)), take(item, (*path, str(key)))] for key, item in value.items()]
             return {"mapping": pairs}

@@ -101,7 +101,9 @@ def collect_optimizer(found: FlatState, optimizer: Optimizer, groups: list[Named
     kinds: dict[str, Kind] = {}
     for index, group in enumerate(groups):
         options = {key: value for key, value in group.options.items() if key != "params"}
-        flatten({**options, "params": list(group.names)}, (*path, "param_groups", index), found, steady=True)
+        flatten(
+            {**options, "params": list(group.names)}, (*path, "param_groups", index), found, unchanged_until_step=True
+        )
         for name, parameter in zip(group.names, group.parameters, strict=True):
             start = (*path, "state", name)
             for keys, value in _leaves(optimizer.state.get(parameter) or {}, start):
@@ -112,7 +114,7 @@ def collect_optimizer(found: FlatState, optimizer: Optimizer, groups: list[Named
                         kinds[f"{name}.{key}"] = kind
                     if kind == "local":
                         value = compat.dtensor_like(value, parameter)  # pyrefly: ignore[bad-argument-type]
-                found.add(keys, value, steady=True)
+                found.add(keys, value, unchanged_until_step=True)
     if kinds:
         found.add((*path, KINDS), kinds)
 

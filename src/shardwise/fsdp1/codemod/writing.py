@@ -228,7 +228,7 @@ def _write_as_told(wrap: Wrap) -> None:
     for name, argument in wrap.by_name.items():
         if argument.name not in ("", "*", "**", name):
             wrap.list.rename(argument, name)
-    _finish(wrap, wrap.draft.helper("_shard_as_told", *FEATURES), "settings arrive at run time")
+    _finish(wrap, wrap.draft.helper("_fully_shard_like_fsdp1", *FEATURES), "settings arrive at run time")
     wrap.draft.reported(
         "SW128",
         wrap.call,
@@ -369,7 +369,7 @@ def _rewrite_chosen_class(draft: FileDraft, call: ast.Call) -> None:
         raise Blocked("the class is chosen at run time", "call fully_shard in the branch that means FSDP")
     for node in found:
         if node not in draft.taken:
-            draft.replace(node, draft.helper("_shard_as_told", *FEATURES))
+            draft.replace(node, draft.helper("_fully_shard_like_fsdp1", *FEATURES))
     draft.taken.add(call)
     draft.rewritten(CODE, call, "where FSDP is chosen, a function now shards with fully_shard and returns the module")
 
@@ -383,7 +383,7 @@ def rewrite_enable_wrap(draft: FileDraft) -> None:
         if wrapper is None or "mixed_precision" in given or None in given:
             continue
         if draft.program.origins(draft.context, wrapper) == {FSDP1}:
-            draft.replace(wrapper, draft.helper("_shard_as_told", *FEATURES))
+            draft.replace(wrapper, draft.helper("_fully_shard_like_fsdp1", *FEATURES))
             draft.taken.update([call, *draft.context.calls_to(WRAP)])
             draft.rewritten("SW103", call, "wrap now calls a function that shards with fully_shard")
 
