@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from shardwise.errors import SourceError
-from shardwise.findings import Safety, Severity, SourceFinding
+from shardwise.findings import Safety, Severity, SourceFinding, unreadable_source
 from shardwise.linting.files import (
     RELEVANT,
     LintSettings,
@@ -162,4 +162,4 @@ def _unreadable(path: str, error: SourceError, settings: LintSettings) -> list[S
     if not settings.enables(UNREADABLE) or settings.ignores_in(path, UNREADABLE):
         return []
     fields = {"code": UNREADABLE, "name": "unreadable-source", "severity": Severity.ERROR}
-    return [SourceFinding.of_error(path, error, message=error.what, **fields)]
+    return [unreadable_source(path, error, message=error.what, **fields)]

@@ -1,7 +1,6 @@
 """Follow a forward pass on fake tensors to see which modules it calls."""
 
 import dataclasses
-import random
 import sys
 import types
 from collections import Counter, OrderedDict
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.compat import fake_tensor_mode, watch_operators
+from shardwise.models.random_state import kept_random_state
 from shardwise.planning.calls import Calls, CallTable, Places, Use, has_forward, has_parameters
 from shardwise.planning.source.functions import underlying
 
@@ -41,7 +41,7 @@ def trace_calls(model: nn.Module, example_inputs: Any) -> Calls:
     elif type(example_inputs) is dict:
         args, kwargs = (), example_inputs
     try:
-        with fake_tensor_mode() as mode, _preserved(model):
+        with _preserved(model), fake_tensor_mode() as mode:
             fake = _faker(model, (args, kwargs), mode)
             watch.parameters = _swap_tensors(model, fake)
             args, kwargs = _map_tensors((args, kwargs), fake)
@@ -73,19 +73,14 @@ def _preserved(model: nn.Module) -> Iterator[None]:
     # The modules' own lists, dictionaries and sets, hooks and parameter tables among them.
     held = [value for _, attributes in before for value in attributes.values()]
     before += [(value, value.copy()) for value in held if type(value) in (list, dict, set, OrderedDict)]
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:
-        with torch.random.fork_rng(devices=()):
+        with kept_random_state():
             yield
     finally:
         for holder, content in before:
             if holder or content:
                 holder.clear()
                 holder.extend(content) if isinstance(holder, list) else holder.update(content)
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 def _running_methods(places: Places, entered: nn.Module | None) -> list[tuple[nn.Module, str]]:

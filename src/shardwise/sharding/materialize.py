@@ -1,7 +1,6 @@
 """materialize(): from meta to the device, every module initialised once, the same on any number of ranks."""
 
 import inspect
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from shardwise import compat
 from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.distributed.mesh import default_mesh, latest_mesh
 from shardwise.errors import ShardError
+from shardwise.models.random_state import kept_random_state, seed_everything
 from shardwise.planning.plan import numbered_alike
 from shardwise.sharding.inventory import (
     Place,
@@ -253,21 +253,9 @@ def same_random_stream(device: torch.device, mesh: DeviceMesh | None) -> Iterato
     """
     drawn = int(torch.randint(2**62, (), device="cpu"))
     seed = gather_over_mesh(mesh, drawn)[0]
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy else None
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if numpy:
-            numpy.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)
+    with kept_random_state(device):
+        seed_everything(seed)
+        yield
 
 
 def refuse_unwritten(model: nn.Module, entries: Sequence[TensorEntry], mesh: DeviceMesh | None) -> None:

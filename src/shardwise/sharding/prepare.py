@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwise import compat
+from shardwise.config.fsdp1_names import HYBRID
 from shardwise.config.load import load, read_yaml
 from shardwise.config.schema import ROOT_PATTERN, GroupOverride, MeshConfig, PrecisionConfig, ShardConfig
 from shardwise.distributed.agreement import gather_objects, run_on_all
@@ -27,7 +28,7 @@ from shardwise.planning.planner import plan as make_plan
 from shardwise.planning.settings import choose_compute, dtype_name
 from shardwise.sharding.apply import shard
 from shardwise.sharding.blocks import Mode, change_activations, find_blocks
-from shardwise.sharding.fsdp1_keys import HYBRID, NAMED, Translation, fields_of, read_fields, resolve_named, translate
+from shardwise.sharding.fsdp1_keys import NAMED, Translation, fields_of, read_fields, resolve_named, translate
 from shardwise.sharding.materialize import materialize
 from shardwise.sharding.nested_tensors import cast_buffers
 

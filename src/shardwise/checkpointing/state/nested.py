@@ -13,6 +13,7 @@ import torch
 
 from shardwise.checkpointing.formats.values import decode_value, encode_value
 from shardwise.errors import CheckpointError
+from shardwise.models.random_state import random_state, set_random_state
 
 LAYOUT = "__layout__"
 """Under `<object>.__layout__` stands how the names of an object fit together."""
@@ -161,17 +162,13 @@ def _is_taken_apart(value: Mapping[Any, Any] | Sequence[Any]) -> bool:
     return (isinstance(value, list) and any(isinstance(item, Mapping) for item in value)) or _has_tensor(value)
 
 
-def random_state() -> dict[str, torch.Tensor]:
+def encoded_random_state() -> dict[str, torch.Tensor]:
     """Copies of the states of all generators in use, as bytes."""
-    states = {"python": _as_bytes(random.getstate()), "torch": torch.get_rng_state()}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        states["numpy"] = _as_bytes(numpy.random.get_state(legacy=False))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    states = random_state().items()
+    return {name: state if isinstance(state, torch.Tensor) else _as_bytes(state) for name, state in states}
 
 
-def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
+def set_encoded_random_state(states: Mapping[str, torch.Tensor]) -> None:
     """Put states back, as far as this process has the generators.
 
     Raises:
@@ -179,14 +176,7 @@ def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
     """
     for name, state in states.items():
         try:
-            if name == "torch":
-                torch.set_rng_state(state)
-            elif name == "python":
-                random.setstate(_from_bytes(state))
-            elif name == "numpy" and (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.set_state(_from_bytes(state))
-            elif name == "cuda" and torch.cuda.is_available():
-                torch.cuda.set_rng_state(state)
+            set_random_state({name: _from_bytes(state) if name in ("python", "numpy") else state})
         except (ValueError, TypeError, RuntimeError, KeyError) as error:
             raise CheckpointError(
                 f"the state of {name}'s random numbers cannot be set",

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.state.names import canonical_name
-from shardwise.checkpointing.state.nested import FlatState, Path, dotted, random_state
+from shardwise.checkpointing.state.nested import FlatState, Path, dotted, encoded_random_state
 from shardwise.checkpointing.state.optimizer_state import NamedGroup, collect_optimizer, named_groups, parameter_names
 from shardwise.checkpointing.state.slices import ModelTensor, model_tensors
 from shardwise.errors import CheckpointError, ConfigError
@@ -136,7 +136,7 @@ class Run:
             )
         if extra is not None:
             found.add_object(dict(extra), ("extra",))
-        for name, state in random_state().items() if rng_rank is not None else ():
+        for name, state in encoded_random_state().items() if rng_rank is not None else ():
             found.add(("rng", str(rng_rank), name), state)
         return found
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from shardwise.errors import SourceError
-from shardwise.findings import Edit, Severity, SourceFinding, Status
+from shardwise.findings import Edit, Severity, SourceFinding, Status, source_finding
 from shardwise.fsdp1.codemod.emitted import functions, is_ours, origins
 from shardwise.fsdp1.codemod.program import Holds, Program, Sharded
 from shardwise.pages import read_pages
@@ -66,7 +66,7 @@ def finding_at(
     if isinstance(node, ast.expr | ast.stmt):
         column = file.positions.column(line, file.positions.span(node)[0])
     more = {"edits": tuple(edits), **status_fields(code, status)}
-    return SourceFinding.at(file.path, line, column, message=message, fix=fix, **more)
+    return source_finding(file.path, line, column, message=message, fix=fix, **more)
 
 
 @dataclass(slots=True)

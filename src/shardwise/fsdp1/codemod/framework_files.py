@@ -9,22 +9,12 @@ from typing import Any
 
 import yaml
 
-from shardwise.findings import Edit, SourceFinding, Status
+from shardwise.config.fsdp1_names import member_name
+from shardwise.findings import Edit, SourceFinding, Status, source_finding
+from shardwise.fsdp1.codemod import framework_settings
 from shardwise.fsdp1.codemod.constructors import read_arguments
 from shardwise.fsdp1.codemod.draft import finding_at, status_fields
-from shardwise.fsdp1.codemod.framework_settings import (
-    ACCELERATE_KEYS,
-    COMPOSER_FSDP2_KEYS,
-    COMPOSER_KEYS,
-    COMPUTED,
-    Become,
-    ConfigConversion,
-    Drop,
-    Undecided,
-    convert_accelerate,
-    convert_composer,
-    strategy_name,
-)
+from shardwise.fsdp1.codemod.framework_settings import COMPUTED, Become, ConfigConversion, Drop, Undecided
 from shardwise.source.edits import apply, change
 from shardwise.source.syntax import FileContext
 
@@ -116,20 +106,22 @@ def _yaml_config(
     has_prefix = any(key.startswith("fsdp_") for key in settings)
     is_fsdp2 = str(bare.get("version", 1)) == "2"
     if str(around.get("distributed_type")).upper() == "FSDP" and not is_fsdp2:
-        conversion = convert_accelerate(bare, launched=True, around=around)
+        conversion = framework_settings.convert_accelerate(bare, launched=True, around=around)
         if "parallelism_config" in around and conversion.beside:
             conversion.beside.clear()
             conversion.notes.append("parallelism_config is there already; check its sizes")
         return _yaml_converted(text, path, ACCELERATE, node, config, conversion, "fsdp_" if has_prefix else "")
     if "distributed_type" in around:  # accelerate's, for FSDP2 or for something other than FSDP
         return []
-    if has_prefix and "fsdp" in around and bare.keys() <= ACCELERATE_KEYS:
+    if has_prefix and "fsdp" in around and bare.keys() <= framework_settings.ACCELERATE_KEYS:
         message = "fsdp_config of a trainer that hands it to accelerate: FSDP1 unless it says fsdp_version: 2"
         return [] if is_fsdp2 else [_yaml_finding(path, TRANSFORMERS, config, message, DECIDE, TRANSFORMERS_FIX)]
-    is_composers = "sharding_strategy" in settings and settings.keys() & COMPOSER_KEYS - {"sharding_strategy"}
-    if not is_composers or settings.keys() & COMPOSER_FSDP2_KEYS:
+    is_composers = "sharding_strategy" in settings and settings.keys() & framework_settings.COMPOSER_KEYS - {
+        "sharding_strategy"
+    }
+    if not is_composers or settings.keys() & framework_settings.COMPOSER_FSDP2_KEYS:
         return []
-    conversion = convert_composer(settings, around=_plain(root))
+    conversion = framework_settings.convert_composer(settings, around=_plain(root))
     return _yaml_converted(text, path, COMPOSER, node, config, conversion, "")
 
 
@@ -231,7 +223,7 @@ def _yaml_lightning(path: str, node: yaml.MappingNode) -> Iterator[SourceFinding
 
 
 def _lightning_fix(strategy: object) -> str:
-    return LIGHTNING_FIX + _LIGHTNING_MORE.get(strategy_name(strategy) or "", "")
+    return LIGHTNING_FIX + _LIGHTNING_MORE.get(member_name(strategy) or "", "")
 
 
 def _yaml_finding(
@@ -239,7 +231,7 @@ def _yaml_finding(
 ) -> SourceFinding:
     more = {"message": message, "fix": fix, "edits": tuple(edits)}
     mark = node.start_mark
-    return SourceFinding.at(path, mark.line + 1, mark.column + 1, **status_fields(code, status), **more)
+    return source_finding(path, mark.line + 1, mark.column + 1, **status_fields(code, status), **more)
 
 
 _WORDS = ("accelerate", "composer", "lightning", "transformers", "trl")
@@ -288,7 +280,7 @@ def _plugin(file: FileContext, call: ast.Call, given: dict[str | None, ast.expr]
         fix = "set fsdp_version: 2 in the launcher's config (`shardwise migrate` converts it), or pass fsdp_version=2"
         yield finding_at(file, call, ACCELERATE, message, Status.REPORTED, fix)
         return
-    conversion = convert_accelerate(settings, launched=False, around={})
+    conversion = framework_settings.convert_accelerate(settings, launched=False, around={})
     for key, block in conversion.blocked:
         node = given.get(key) or given.get(f"fsdp_{key}") or call
         yield finding_at(file, node, ACCELERATE, _reason(key, block), DECIDE, block.fix)
@@ -337,9 +329,9 @@ def _composer(file: FileContext, given: dict[str | None, ast.expr]) -> Iterator[
     else:
         written_config = written
     settings = {key: _value(file, value) for key, value in config.items()}
-    if settings.keys() & COMPOSER_FSDP2_KEYS:
+    if settings.keys() & framework_settings.COMPOSER_FSDP2_KEYS:
         return
-    conversion = convert_composer(settings, around={})
+    conversion = framework_settings.convert_composer(settings, around={})
     for key, block in conversion.blocked:
         at = _resolved(file, written_config)
         yield finding_at(file, at, COMPOSER, _reason(key, block), DECIDE, block.fix)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.errors import SourceError
-from shardwise.findings import SourceFinding, Status
+from shardwise.findings import SourceFinding, Status, unreadable_source
 from shardwise.fsdp1.codemod.draft import status_fields
 from shardwise.fsdp1.codemod.framework_files import convert_yaml, may_hold_config
 from shardwise.fsdp1.codemod.program import Program
@@ -164,5 +164,5 @@ def _unreadable(path: str, error: SourceError, text: str = "") -> MigratedFile:
     message = f"the file is left alone: it {error.what}"
     fix = "make it a file that Python can read, and run migrate again"
     fields = status_fields("SW180", Status.NEEDS_DECISION)
-    finding = SourceFinding.of_error(path, error, message=message, fix=fix, **fields)
+    finding = unreadable_source(path, error, message=message, fix=fix, **fields)
     return MigratedFile(path=path, before=text, output=text, findings=(finding,))
