@@ -213,6 +213,11 @@ def coverage_problem(wanted: ChunkSpec, chunks: Iterable[ChunkSpec]) -> str:
     return ""
 
 
+def tensor_problem(tensor: StoredTensor) -> str:
+    """Why its chunks do not hold every element of a tensor exactly once; empty when they do."""
+    return coverage_problem(ChunkSpec.whole(tensor.shape), (chunk.spec for chunk in tensor.chunks))
+
+
 def chunks_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[ChunkSpec, int]]:
     """Cut the elements `[start, end)` of a row-major tensor into chunks whose elements are consecutive.
 

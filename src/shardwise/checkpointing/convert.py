@@ -56,7 +56,11 @@ def _write_dcp(contents: Contents, dst: files.Place, infos: Mapping[str, StoredT
         world_size=contents.world_size,
         values={name: encode_value(value, name) for name, value in contents.values.items()},
         aliases=aliases,
-        structure=contents.structure,
+        structure={
+            name: path
+            for name, path in contents.structure.items()
+            if name in contents.tensors or name in contents.values
+        },
         details=_details(contents),
     )
     streams = {name: value_stream(value) for name, value in contents.values.items()}
