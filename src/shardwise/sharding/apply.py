@@ -33,8 +33,9 @@ from shardwise.sharding.forward_hooks import (
     register_post_backward,
 )
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_zero_grad
+from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, forget_when_recovered, remember
-from shardwise.sharding.repointing import remember_parameters, repoint, watch_assignments, watch_optimizers
+from shardwise.sharding.repointing import remember_parameters, repoint, watch_optimizers
 
 _SAMPLES = 64
 """Elements compared of each parameter: enough to tell two random draws apart, cheap for any size."""
@@ -193,7 +194,7 @@ def shard(
     remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
-    watch_assignments(model)
+    watch_writes(model)
     watch_zero_grad()
     return model
 
