@@ -86,7 +86,7 @@ def around_unsharded(group: Any, after_unshard: Callable[[Any], None], before_re
 
     def calling_first(reshard: Callable[[], None]) -> Callable[[], None]:
         def call() -> None:
-            if group.is_unsharded:
+            if not (group.is_sharded or group.is_sharded_post_forward):
                 before_reshard(group)
             reshard()
 

@@ -25,7 +25,7 @@ NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules",
     f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info device device_handle "
     "comm_ctx reduce_grads all_reduce_grads "
-    "is_sharded is_unsharded unshard wait_for_unshard post_backward _to_sharded= _to_unsharded= "
+    "is_sharded is_sharded_post_forward unshard wait_for_unshard post_backward _to_sharded= _to_unsharded= "
     "_to_sharded_post_forward= _init_mp_dtypes _record_post_forward "
     "_training_state= _register_post_backward_hook _partial_reduce_output= _all_gather_result _all_gather_comm "
     "_reduce_scatter_comm _partial_reduce_output_layout? reduce_scatter_unused_params? finalize_backward? "

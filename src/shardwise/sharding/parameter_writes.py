@@ -112,7 +112,7 @@ def _refuse_other_kind(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 class LocalValue(torch.autograd.Function):
-    """The local tensor of a replicated DTensor, to be written to in place; `to_local` returns a view that may not be."""
+    """The local tensor of a replicated DTensor, which may be written to in place; the view of `to_local` may not."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
