@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import compat
-from shardwise.diagnosing.guard import paused
 from shardwise.distributed.agreement import gather_objects, on_rank_zero
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.sharding.registry import recover
+from shardwise.sharding.watching import paused
 from shardwise.training.data.samples import Batch
 
 T = TypeVar("T")
