@@ -1,4 +1,4 @@
-"""A script whose last rank does something else in step 2, on a plain `shard`: `python -m tests.faults.skipping CASE RANKS [MACHINES]`.
+"""A plain `shard` whose last rank leaves the others in step 2: `python -m tests.faults.skipping CASE RANKS [MACHINES]`.
 
 `repaired` is `tower` with the fix that the error names. Prints one JSON line a rank: how its loop ended, and how often
 the optimizer changed its weights. Machines are told apart by name only.
