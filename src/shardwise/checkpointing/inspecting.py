@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, portions
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, portions
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.fsdp1 import needs_model
 from shardwise.checkpointing.formats.values import encode_value
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.state.names import find_sections, with_our_names
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import bytes_of, counting
@@ -145,7 +145,7 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None) -> I
                 dtype=tensor.dtype,
                 shape=tensor.shape,
                 num_bytes=tensor.num_bytes,
-                num_pieces=len(tensor.pieces),
+                num_pieces=len(tensor.chunks),
             )
             for name, tensor in contents.tensors.items()
         ),
@@ -161,7 +161,7 @@ def _num_elements(contents: Contents) -> int:
     seen: set[object] = set()
     total = 0
     for name, tensor in contents.tensors.items():
-        place = (tensor.shape, *((piece.file, piece.offset, id(piece.data)) for piece in tensor.pieces))
+        place = (tensor.shape, *((chunk.file, chunk.offset, id(chunk.data)) for chunk in tensor.chunks))
         if contents.structure.get(name, (name,))[:-1] == root and place not in seen:
             seen.add(place)
             total += math.prod(tensor.shape)
@@ -297,8 +297,8 @@ def _tensor_differences(left: Contents, right: Contents, name: str) -> Iterator[
     if one.dtype != other.dtype:
         yield TensorDifference(name=name, what="dtype", a=one.dtype, b=other.dtype)
     largest, count = 0.0, 0
-    for box in portions(Box.whole(one.shape), ITEM_BYTES[one.dtype]):
-        most, differing = _compare_parts(read_box(left, one, box), read_box(right, other, box))
+    for spec in portions(ChunkSpec.whole(one.shape), ITEM_BYTES[one.dtype]):
+        most, differing = _compare_parts(read_chunk(left, one, spec), read_chunk(right, other, spec))
         largest = most if most != most or most > largest else largest
         count += differing
     if count:

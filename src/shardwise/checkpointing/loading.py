@@ -12,10 +12,10 @@ from torch import nn
 from shardwise.checkpointing.broadcasting import RequestReader
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.matching import Matched, match
-from shardwise.checkpointing.reading import Request, Verify
+from shardwise.checkpointing.reading import Request, Verify, requests_for
 from shardwise.checkpointing.restoring import RankView, Restoring, new_tensor, plan_object, plan_optimizer, view_for
 from shardwise.checkpointing.staging import wait_for_copies
-from shardwise.checkpointing.state.nested import LAYOUT, derived_state, set_random_state
+from shardwise.checkpointing.state.nested import LAYOUT, derived_state, set_encoded_random_state
 from shardwise.checkpointing.state.run import (
     EXTRA_STATE,
     Run,
@@ -25,7 +25,7 @@ from shardwise.checkpointing.state.run import (
     model_path,
     optimizer_path,
 )
-from shardwise.checkpointing.state.slices import model_tensors, requests_for
+from shardwise.checkpointing.state.slices import model_tensors
 from shardwise.distributed.agreement import Channel
 from shardwise.errors import CheckpointError, listed
 from shardwise.progress import Progress
@@ -218,7 +218,7 @@ def load_run(
             materialize(model)  # tables that the model computes itself, and with strict=False what was not stored
     if plan.random_numbers:
         is_own = bool(view.names_under(f"rng.{channel.rank}."))
-        set_random_state(plan.random_numbers if is_own else derived_state(plan.random_numbers, channel.rank))
+        set_encoded_random_state(plan.random_numbers if is_own else derived_state(plan.random_numbers, channel.rank))
     return Loaded(contents.step or 0, plan.extra, tuple(plan.restoring.notes))
 
 

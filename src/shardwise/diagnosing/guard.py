@@ -16,7 +16,7 @@ from shardwise import compat
 from shardwise.diagnosing.check import mesh_of
 from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
-from shardwise.sharding.forward_hooks import differentiable, wanting_gradient
+from shardwise.sharding.forward_hooks import KeptUnsharded, wanting_gradient
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
 from shardwise.sharding.nested_tensors import change_tensors
 from shardwise.sharding.notes import annotate
@@ -68,11 +68,10 @@ def repair_towers(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> 
     done: set[int] = model.__dict__.setdefault(_REPAIRED, set())
     first_time, groups = not done, compat.named_groups(model)
     held = {name: group for name, group in groups.items() if _is_within(name, towers) and id(group) not in done}
-    for name, group in held.items():
+    for name in held:
         model.get_submodule(name.partition(" [")[0]).set_reshard_after_forward(False, recurse=False)  # pyrefly: ignore[not-callable]
-        compat.reduce_when_backward_ends(group)
     if held:
-        _hold(model, list(held.values()))
+        _keep_unsharded(model, list(held.values()))
     done.update({0}, map(id, held.values()))
     if first_time:
         _reduce_unused(model, mesh, list(groups.values()))
@@ -102,28 +101,17 @@ def _is_within(name: str, towers: Sequence[str]) -> bool:
     return any(name.partition(" [")[0] == tower or name.startswith(f"{tower}.") for tower in towers)
 
 
-def _hold(model: nn.Module, groups: list[Any]) -> None:
-    """Gather the groups on every rank when the root is entered, and free them when the pass is over."""
-
-    def gather(*_: Any) -> None:
-        for group in groups:
-            compat.unshard_group(group)
+def _keep_unsharded(model: nn.Module, groups: list[Any]) -> None:
+    """Unshard the groups on every rank when the root is entered, and free them when the pass is over."""
+    kept = KeptUnsharded(groups)
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        gather()
+        kept.unshard()
         # When a group outside the towers reduces must not depend on whether a tower made its input.
         return change_tensors((args, kwargs), wanting_gradient) if torch.is_grad_enabled() else None
 
-    def leave(_: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            for tensor in differentiable(output):
-                tensor.register_hook(gather)  # an earlier backward may have freed them
-        elif not compat.in_backward():
-            for group in groups:
-                compat.reshard_group(group)
-
     model.register_forward_pre_hook(enter, with_kwargs=True)
-    model.register_forward_hook(leave)
+    model.register_forward_hook(lambda _, args, output: kept.leave(output))
 
 
 def _reduce_unused(model: nn.Module, mesh: DeviceMesh, groups: list[Any]) -> None:

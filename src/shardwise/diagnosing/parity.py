@@ -2,8 +2,6 @@
 
 import inspect
 import math
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from shardwise.diagnosing.parity_criteria import Deviation, Difference, Gap, Par
 from shardwise.distributed.agreement import agree_on, gather_over_mesh
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, default_mesh
 from shardwise.errors import ConfigError
+from shardwise.models.random_state import kept_random_state, seed_everything
 from shardwise.planning.plan import Plan
 from shardwise.sharding.apply import shard
 from shardwise.sharding.inventory import fingerprint, local_part, local_tensor
@@ -63,26 +62,6 @@ class Task:
                 fix="return the loss with its graph: no .item(), no torch.no_grad(), not all frozen",
             )
         return loss
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch's generators and Python's."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Restore the random state of torch, Python and numpy at the end of the block, also after an exception."""
-    numpy: Any = sys.modules.get("numpy.random")
-    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.set_state(numpy_state)
 
 
 def bind_batch(make_batch: Callable[..., Any]) -> Callable[[int, int, int], Any]:
@@ -539,7 +518,7 @@ def parity(
     target = torch.device(device or mesh.device_type)
     task = Task(make_batch=make_batch, loss=loss_of, seed=seed, num_ranks=ranks.size(), device=target)
     make_optimizer = optimizer or _adamw
-    with random_state_kept():
+    with kept_random_state(target):
         unsharded, model = _build_twice(build_model, seed, target)
         model = _materialized(shard(model, config, mesh=mesh), seed)
         state = sharded_state(model)
@@ -588,7 +567,7 @@ def _build_twice(build_model: Callable[[], nn.Module], seed: int, device: torch.
         raise ConfigError(
             "build_model makes different weights each time",
             where="parity(build_model=...)",
-            why="only torch's and Python's generators are seeded before each call",
+            why="only torch's, Python's and NumPy's generators are seeded before each call",
             fix="draw weights from torch's generator, or load the same ones in both calls",
         )
     agree_on(weights[0], "the weights that build_model makes")

@@ -132,6 +132,12 @@ def gather_over_mesh(mesh: DeviceMesh | None, value: T) -> list[T]:
     return [value] if mesh is None else gather_objects(value, group=mesh)
 
 
+def is_first(mesh: DeviceMesh | None) -> bool:
+    """Whether this rank is the mesh's first."""
+    coordinate = mesh.get_coordinate() if mesh is not None else []
+    return coordinate is not None and not any(coordinate)
+
+
 def on_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | DeviceMesh | None = None) -> T:
     """Run `work` on rank 0 and return its result, or raise its error, on every rank.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError, EnvironmentProblem, did_you_mean, nearest
+from shardwise.errors import ConfigError, did_you_mean, import_optional, nearest
 from shardwise.models import llama, moe, multimodal, transformer
 
 Builder = Callable[[], nn.Module]
@@ -163,15 +163,7 @@ def _class(library: Any, name: str, file: Path) -> Any:
 
 
 def _import(library: str, where: str) -> Any:
-    try:
-        return importlib.import_module(library)
-    except ModuleNotFoundError:
-        raise EnvironmentProblem(
-            f"{library} is not installed",
-            where=where,
-            why=f"the config is one of {library}'s",
-            fix=f"pip install {library}",
-        ) from None
+    return import_optional(library, where=where, why=f"the config is one of {library}'s", fix=f"pip install {library}")
 
 
 def _unknown(name: str, names: list[str], kind: str, where: str) -> ConfigError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise import compat
-from shardwise.errors import ShardError
+from shardwise.errors import ShardError, ShardwiseError
 from shardwise.sharding.inventory import class_name, local_part, local_tensor, unwrapped_name
 from shardwise.sharding.nested_tensors import find_tensors
 from shardwise.sharding.registry import sharded_roots
@@ -169,6 +169,25 @@ def _left_behind(optimizer: Optimizer, stale: Iterable[int], model: str, *, why:
     )
 
 
+def refuse_foreign(
+    parameters: Sequence[torch.Tensor],
+    names: Container[int],
+    owner: str,
+    *,
+    where: str,
+    kind: type[ShardwiseError] = ShardError,
+) -> None:
+    """Raise if an optimizer holds parameters whose `id` is not in `names`: those of `owner`."""
+    if foreign := [parameter for parameter in parameters if id(parameter) not in names]:
+        raise kind(
+            f"{len(foreign)} of {len(parameters)} parameters are not parameters of {owner}: {_shapes(foreign)}",
+            where=where,
+            why="an optimizer and its state follow the names that parameters have in the model",
+            fix="pass the optimizer with every model whose parameters it holds; build it after sharding, or give it to "
+            "shard()",
+        )
+
+
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join([*(str(tuple(tensor.shape)) for tensor in tensors[:3]), *(["…"] if len(tensors) > 3 else [])])
 
@@ -301,15 +320,7 @@ def shard_like(full: torch.Tensor, parameter: DTensor) -> DTensor:
 def _check_optimizer(optimizer: Optimizer, where: str, name_of: Mapping[int, str], model: nn.Module) -> None:
     seen: set[str] = set()
     for number, group in enumerate(optimizer.param_groups):
-        foreign = [p for p in group["params"] if id(p) not in name_of]
-        if foreign:
-            raise ShardError(
-                f"{len(foreign)} of {len(group['params'])} parameters are not parameters of {type(model).__name__}: "
-                f"{_shapes(foreign)}",
-                where=f"{where}, param_groups[{number}]",
-                why="an optimizer is re-pointed by the names its parameters have in the model",
-                fix="pass the optimizer with its own model, or build it after sharding",
-            )
+        refuse_foreign(group["params"], name_of, type(model).__name__, where=f"{where}, param_groups[{number}]")
         for parameter in group["params"]:
             name = name_of[id(parameter)]
             if name in seen:

@@ -65,10 +65,34 @@ def test_what_is_kept_over_saves(tmp_path: Path, settings: dict[str, Any], kept:
     assert names(tmp_path) == folders(*kept)
 
 
-def test_metrics_of_an_earlier_run_count(tmp_path: Path):
+def test_metrics_of_the_run_that_is_resumed_count(tmp_path: Path):
     saves(tmp_path, {1: 0.25, 2: 0.75, 3: math.inf, 4: None}, keep_last=None)
-    saves(tmp_path, {5: 0.5}, keep_last=1, keep_best=2)
+    model, _ = a_run()
+    with Checkpointer(tmp_path, asynchronous=False, keep_last=1, keep_best=2) as checkpointer:
+        checkpointer.load(model=model)
+        checkpointer.save(5, model=model, metric=0.5)
     assert names(tmp_path) == folders(1, 5)
+
+
+def test_checkpoints_of_another_run_are_never_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    saves(tmp_path, {10: None, 20: None})
+    saves(tmp_path, {1: None, 2: None, 3: None}, keep_last=1)
+    assert names(tmp_path) == folders(3, 10, 20)
+    (record,) = caplog.records
+    assert "neither saved nor loaded the checkpoints of steps [10, 20]; they are kept" in record.getMessage()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(path: Path) -> None:
+        raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    saves(tmp_path, {1: None, 2: None}, keep_last=1)
+    assert "step-00000002" in names(tmp_path)
+    assert "could not be removed" in caplog.text
+    assert "Directory not empty" in caplog.text
 
 
 def test_a_newest_checkpoint_that_is_not_whole_costs_no_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -85,14 +85,14 @@ def test_large_tensors_are_copied_in_parts(source_folder: Path, tmp_path: Path, 
     """Of no more than the bound, rows too long for it included."""
     monkeypatch.setattr(convert, "_CHUNK_BYTES", 40)
     sizes: list[int] = []
-    read_box = convert.read_box
+    read_chunk = convert.read_chunk
 
-    def recorded(contents: Any, tensor: Any, box: Any) -> torch.Tensor:
-        part = read_box(contents, tensor, box)
+    def recorded(contents: Any, tensor: Any, spec: Any) -> torch.Tensor:
+        part = read_chunk(contents, tensor, spec)
         sizes.append(part.numel() * part.element_size())
         return part
 
-    monkeypatch.setattr(convert, "read_box", recorded)
+    monkeypatch.setattr(convert, "read_chunk", recorded)
     tensors = {"rows": torch.randn(9, 2, 3), "long": torch.randn(2, 33), "line": torch.arange(40)}
     torch.save(tensors, source_folder / "x.pt")
     for target, name in TARGETS.items():

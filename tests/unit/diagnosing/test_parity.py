@@ -22,7 +22,6 @@ from shardwise.diagnosing.parity import (
     call_model,
     loss_of_output,
     parity,
-    random_state_kept,
 )
 from shardwise.diagnosing.parity_criteria import (
     Deviation,
@@ -35,6 +34,7 @@ from shardwise.diagnosing.parity_criteria import (
 )
 from shardwise.distributed.mesh import shutdown
 from shardwise.errors import ConfigError
+from shardwise.models.random_state import kept_random_state
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 
 
@@ -256,7 +256,7 @@ def test_random_state_is_kept_also_after_an_error():
         numpy.random.seed(1)
 
     seed()
-    with suppress(ZeroDivisionError), random_state_kept():
+    with suppress(ZeroDivisionError), kept_random_state():
         draw()
         raise ZeroDivisionError
     after = draw()

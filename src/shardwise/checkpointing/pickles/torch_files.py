@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Piece
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, StoredChunk
 from shardwise.checkpointing.pickles.machine import MAX_PICKLE_BYTES, Record, Symbol
 from shardwise.checkpointing.pickles.torch_objects import (
     DTensorRef,
@@ -216,8 +216,8 @@ class TorchFile:
         """In its folder."""
         return files.split(self.place)[1]
 
-    def piece(self, tensor: TensorRef, box: Box) -> Piece:
-        """The tensor's elements as the `box` of a larger tensor.
+    def chunk(self, tensor: TensorRef, spec: ChunkSpec) -> StoredChunk:
+        """The tensor's elements as the chunk `spec` of a larger tensor.
 
         Raises:
             CheckpointError: The file does not hold its storage, or not all of it.
@@ -228,10 +228,10 @@ class TorchFile:
             why = f"a tensor needs {storage.num_bytes:,} bytes, the file has {max(stored_bytes, 0):,}"
             raise files.damaged(f"the storage {storage.key[:40]!r} is missing or cut short", self.place, why)
         if not tensor.is_contiguous:
-            return Piece(box, data=self._in_order(tensor, start))
-        offset, num_bytes = tensor.offset * ITEM_BYTES[tensor.dtype], box.numel * ITEM_BYTES[tensor.dtype]
+            return StoredChunk(spec, data=self._in_order(tensor, start))
+        offset, num_bytes = tensor.offset * ITEM_BYTES[tensor.dtype], spec.numel * ITEM_BYTES[tensor.dtype]
         is_whole = offset == 0 and num_bytes == stored_bytes
-        return Piece(box, self.name, start + offset, self.checksums.get(storage.key, ()) if is_whole else ())
+        return StoredChunk(spec, self.name, start + offset, self.checksums.get(storage.key, ()) if is_whole else ())
 
     def _in_order(self, tensor: TensorRef, start: int) -> memoryview:
         import torch

@@ -256,6 +256,16 @@ def size_of(path: Place) -> int | None:
     return None
 
 
+def size_problem(path: Place, expected: int | None, least: int = 0) -> str:
+    """Why a file is not as large as it must be, as the rest of a sentence that begins with it; empty when it is."""
+    found = size_of(path)
+    if found is None:
+        return "is missing"
+    if expected is not None and found != expected:
+        return f"has {found:,} bytes, but {expected:,} were written"
+    return f"has {found:,} bytes, but its tensors end at {least:,}" if found < least else ""
+
+
 def exists(path: Place) -> bool:
     """Whether there is a file or folder, or a link of that name."""
     with os_errors("look at the folder", path):

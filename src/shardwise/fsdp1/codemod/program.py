@@ -11,13 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwise.config.fsdp1_names import STRATEGIES
 from shardwise.errors import SourceError
 from shardwise.source.syntax import FSDP1, FileContext, Function, all_parameters, canonical, checked_types
 
 _FSDP = "torch.distributed.fsdp."
 _CLASS = "FullyShardedDataParallel"
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 Key = tuple[object, str]
 """A variable: its scope and name, or its class and attribute."""
 _T = TypeVar("_T")
