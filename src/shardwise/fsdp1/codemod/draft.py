@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from shardwise.errors import SourceError
 from shardwise.findings import Edit, Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod.emitted import functions, is_ours, origins
-from shardwise.fsdp1.codemod.program import Holds, Program, Sharded
+from shardwise.fsdp1.codemod.flow import Holds, Sharded, flow_of
+from shardwise.fsdp1.codemod.program import Program
 from shardwise.source.edits import apply, change
 from shardwise.source.syntax import FileContext
 
@@ -145,7 +146,7 @@ class FileDraft:
     @property
     def sharded(self) -> Sharded:
         """Which variables hold a wrapped model."""
-        return self.program.sharded(self.context)
+        return flow_of(self.program).file(self.context)
 
     def holds(self, node: ast.expr) -> Holds:
         """Whether an expression is a wrapped model."""

@@ -6,7 +6,8 @@ import ast
 
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
 from shardwise.fsdp1.codemod.emitted import functions
-from shardwise.fsdp1.codemod.program import Holds, given_by_name, is_constant, is_none
+from shardwise.fsdp1.codemod.flow import Holds
+from shardwise.fsdp1.codemod.program import given_by_name, is_constant, is_none
 from shardwise.fsdp1.codemod.state_calls import (
     DEFAULT,
     FULL,
