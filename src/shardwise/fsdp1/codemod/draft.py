@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from shardwise.errors import SourceError
 from shardwise.findings import Edit, Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod.emitted import functions, is_ours, origins
-from shardwise.fsdp1.codemod.flow import Holds, Sharded, flow_of
+from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.program import Program
+from shardwise.fsdp1.codemod.sharded import Holds, Sharded
 from shardwise.source.edits import apply, change
 from shardwise.source.syntax import FileContext
 
