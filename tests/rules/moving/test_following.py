@@ -25,7 +25,7 @@ def codes(findings: list[SourceFinding], status: Status | None = None) -> list[s
 
 
 LOADS = {
-    "before": "def run():\n    model = build()\n    model.load_state_dict(s)\n    model = FSDP(model)\n    return model\n",
+    "before": "def run():\n    model = make()\n    model.load_state_dict(s)\n    model = FSDP(model)\n",
     "before_a_check": "def run(model):\n    model.load_state_dict(s)\n    if sharded:\n        model = FSDP(model)\n"
     "    if isinstance(model, FSDP):\n        print(model)\n    return model\n",
     "in_a_helper_called_before": "def load(model):\n    model.load_state_dict(s)\n\n\ndef run():\n    model = build()\n"
