@@ -73,11 +73,11 @@ def ahead_of_the_step(folder: Path, num_steps: int) -> list[Result]:
             next(loader)
             if workers == 0:
                 step_s = 1.5 * (time.perf_counter() - start)
-            _ = loader.wait_s
+            _ = loader.take_wait_s()
             for _ in range(num_steps):
                 time.sleep(step_s)  # a GPU's step: the CPU has nothing to do
                 next(loader)
-            waited[workers] = loader.wait_s / num_steps
+            waited[workers] = loader.take_wait_s() / num_steps
     return [
         Result(
             case=f"data-bound step: share of the time that it waits, {workers} worker(s), against none",

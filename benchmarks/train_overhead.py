@@ -32,7 +32,7 @@ from shardwise.models.load import load_model
 from shardwise.progress import NoProgress
 from shardwise.sharding.apply import shard
 from shardwise.sharding.materialize import materialize
-from shardwise.training.loop import frozen_garbage, train
+from shardwise.training.loop import gc_frozen, train
 from shardwise.training.metrics import flops_per_token, mfu, peak_flops
 from shardwise.training.run import TrainingRun, open_run
 from shardwise.training.step import mean_over_ranks
@@ -153,7 +153,7 @@ def measure(setup: Setup, folder: Path) -> Measured:
         losses = (mean_over_ranks(bare.loss, mesh=mesh).item(), _last_loss(run))
         bare.steps(2)
         steps_of(run, 2)
-        with frozen_garbage():  # as `fit` does; here both have it
+        with gc_frozen():  # as `fit` does; here both have it
             steps = time_pairs(
                 lambda: bare.steps(setup.num_steps),
                 lambda: steps_of(run, setup.num_steps),
@@ -213,9 +213,10 @@ def _waiting(folder: Path, workers: int) -> float:
     config = replace(config, data=data, folder=str(folder / f"workers-{workers}"))
     with open_run(config, NoProgress()) as run:
         steps_of(run, 5)
-        seconds, waited = run.step_logger.seconds, run.step_logger.data_wait_s
+        seconds, waits = run.step_logger.seconds, []
+        run.metrics.on_record = lambda _, values: waits.append(values["data_wait_s"])
         steps_of(run, 40)
-        return (run.step_logger.data_wait_s - waited) / (run.step_logger.seconds - seconds)
+        return sum(waits) / (run.step_logger.seconds - seconds)
 
 
 def write_data(folder: Path) -> None:

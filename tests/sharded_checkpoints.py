@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.formats.sharded import FileRecord, Header, Item, file_name, write_rank_file
+from shardwise.checkpointing.contents import ChunkSpec, LocalChunk
+from shardwise.checkpointing.formats.sharded import FileRecord, Header, file_name, write_rank_file
 from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, commit_checkpoint, partial_of
 from shardwise.checkpointing.formats.values import encode_value
 from shardwise.checkpointing.pickles.zip_files import value_stream
@@ -20,15 +20,15 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def parts_along(tensor: torch.Tensor, dim: int, num_parts: int) -> list[tuple[Box, torch.Tensor]]:
+def parts_along(tensor: torch.Tensor, dim: int, num_parts: int) -> list[tuple[ChunkSpec, torch.Tensor]]:
     """The tensor cut along a dimension as torch cuts a shard: the first parts full, the last ones short or empty."""
     if tensor.dim() == 0 or tensor.numel() == 0:
-        return [(Box.whole(tuple(tensor.shape)), tensor)]
+        return [(ChunkSpec.whole(tuple(tensor.shape)), tensor)]
     parts = []
     for index, part in enumerate(tensor.chunk(num_parts, dim)):
         starts = [0] * tensor.dim()
         starts[dim] = index * -(-tensor.shape[dim] // num_parts)
-        parts.append((Box(tuple(starts), tuple(part.shape)), part.contiguous()))
+        parts.append((ChunkSpec(tuple(starts), tuple(part.shape)), part.contiguous()))
     return parts
 
 
@@ -53,8 +53,8 @@ def write_checkpoint(
         for name, tensor in tensors.items():
             parts = parts_along(tensor, (dims or {}).get(name, 0), num_files)
             if rank < len(parts):
-                box, memory = parts[rank]
-                items.append(Item(name, dtype_name(tensor), tuple(tensor.shape), box, memory))
+                spec, memory = parts[rank]
+                items.append(LocalChunk(name, dtype_name(tensor), tuple(tensor.shape), spec, memory))
         streams = {name: value_stream(value) for name, value in values.items()} if rank == 0 else {}
         place = join(partial, file_name(rank))
         records.append(write_rank_file(place, items, streams, fsync=fsync, block_bytes=block_bytes))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from shardwise.checkpointing.contents import TensorInfo
+from shardwise.checkpointing.contents import StoredTensor
 from shardwise.checkpointing.formats.full import tensors_in, write_full
 from shardwise.checkpointing.storage.memory import bytes_of
 from tests.sharded_checkpoints import dtype_name, write_checkpoint
@@ -47,7 +47,7 @@ def write_all(folder: Path) -> None:
         dcp.save({"model": tensors(), "extra": VALUES}, checkpoint_id=folder / "dcp")
     torch.save({"model": tensors(), "extra": VALUES}, folder / "full.pt")
     save_file(tensors(), folder / "weights.safetensors")
-    infos = {name: TensorInfo(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors().items()}
+    infos = {name: StoredTensor(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors().items()}
     tree = {"model": infos, "extra": VALUES}
     write_full(folder / "our-full.pt", tree, ((info, bytes_of(tensors()[info.name])) for info in tensors_in(tree)))
 

@@ -80,8 +80,12 @@ def raise_listed(
         kind: Class of the error.
     """
     if problems:
-        more = [f"... and {len(problems) - most} more"] if len(problems) > most else []
-        raise kind(what.format(num=len(problems)), where="\n".join([*problems[:most], *more]), why=why, fix=fix)
+        raise kind(what.format(num=len(problems)), where="\n".join(listed(problems, most)), why=why, fix=fix)
+
+
+def listed(lines: Sequence[str], most: int = 10) -> list[str]:
+    """The first `most` lines, and one that counts the others if there are any."""
+    return [*lines[:most], *([f"... and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def import_optional(module: str, *, where: str, why: str, fix: str) -> Any:
@@ -96,10 +100,20 @@ def import_optional(module: str, *, where: str, why: str, fix: str) -> Any:
         raise EnvironmentProblem(f"{module} is not installed ({error})", where=where, why=why, fix=fix) from None
 
 
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The known name that is most like `name`; empty if none is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), "")
+
+
 def did_you_mean(name: str, known: Iterable[str], default: str = "", *, cutoff: float = 0.6) -> str:
     """` (did you mean 'x'?)` for the nearest known name, else the default."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f" (did you mean {near[0]!r}?)" if near else default
+    near = nearest(name, known, cutoff=cutoff)
+    return f" (did you mean {near!r}?)" if near else default
+
+
+def fix_name(name: str, known: Iterable[str], default: str, *, cutoff: float = 0.6) -> str:
+    """`did you mean 'x'?` for the nearest known name, as a fix; else the default."""
+    return did_you_mean(name, known, cutoff=cutoff).strip(" ()") or default
 
 
 def _row(name: str, text: str) -> str:

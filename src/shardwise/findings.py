@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import SourceError
 
 
 class Severity(enum.StrEnum):
@@ -88,3 +92,15 @@ class SourceFinding(Finding):
     """For `migrate`: what became of the code."""
     edits: tuple[Edit, ...] = ()
     """What `--fix` would do; applied all together or not at all."""
+
+
+def source_finding(path: str, line: int, column: int, **fields: Any) -> SourceFinding:
+    """A finding at a place of a file, with the other fields as given."""
+    return SourceFinding(where=f"{path}:{line}:{column}", path=path, line=line, column=column, **fields)
+
+
+def unreadable_source(path: str, error: SourceError, **fields: Any) -> SourceFinding:
+    """A finding about a file that cannot be read, at the place that the error names; else at its start."""
+    place = re.search(r":(\d+)(?::(\d+))?$", error.where)
+    line, column = (int(place[1]), int(place[2] or 1)) if place else (1, 1)
+    return source_finding(path, line, column, **fields)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
 
-from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.contents import ChunkSpec
 from shardwise.checkpointing.convert import convert_checkpoint
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.reading import read_chunk
 from tests.unit.checkpointing.every_format import FORMATS, model_state, run_state, save_full
 
 Files = dict[str, bytes]
@@ -74,7 +74,9 @@ def pristine(format: str) -> tuple[str, Files, dict[str, torch.Tensor]]:
 def read_all(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor, read as loading reads it."""
     contents = open_checkpoint(path)
-    return {name: read_box(contents, tensor, Box.whole(tensor.shape)) for name, tensor in contents.tensors.items()}
+    return {
+        name: read_chunk(contents, tensor, ChunkSpec.whole(tensor.shape)) for name, tensor in contents.tensors.items()
+    }
 
 
 @contextmanager

@@ -94,9 +94,9 @@ def test_a_checkpoint_with_a_flipped_weight_is_not_converted(format: str, tmp_pa
     with written(original, path) as place:
         contents = open_checkpoint(place)
         tensor = next(contents.tensors[name] for name in contents.tensors if name.endswith("embed.weight"))
-        file = Path(contents.folder) / tensor.pieces[0].file
+        file = Path(contents.folder) / tensor.chunks[0].file
         data = bytearray(file.read_bytes())
-        data[tensor.pieces[0].offset + 5] ^= 1
+        data[tensor.chunks[0].offset + 5] ^= 1
         file.write_bytes(data)
         with pytest.raises(CheckpointError, match="damaged") as error:
             convert_checkpoint(place, tmp_path / "out", "safetensors")

@@ -97,14 +97,14 @@ def test_a_manifest_cannot_point_outside_its_folder(name: str, tmp_path: Path):
 
 
 MANIFEST_LIES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "a piece beyond its file": lambda body: piece(body).update(offset=1 << 40),
-    "a piece before its file": lambda body: piece(body).update(offset=-8),
-    "a piece of no integer": lambda body: piece(body).update(offset=1e3),
-    "a piece outside the tensor": lambda body: piece(body).update(starts=[100, 0]),
-    "a piece of another shape": lambda body: piece(body).update(sizes=[1]),
-    "too few checksums": lambda body: piece(body).update(checksums=""),
-    "checksums that are none": lambda body: piece(body).update(checksums="zz" * 8),
-    "a file that is not listed": lambda body: piece(body).update(file="other"),
+    "a chunk beyond its file": lambda body: chunk(body).update(offset=1 << 40),
+    "a chunk before its file": lambda body: chunk(body).update(offset=-8),
+    "a chunk of no integer": lambda body: chunk(body).update(offset=1e3),
+    "a chunk outside the tensor": lambda body: chunk(body).update(starts=[100, 0]),
+    "a chunk of another shape": lambda body: chunk(body).update(sizes=[1]),
+    "too few checksums": lambda body: chunk(body).update(checksums=""),
+    "checksums that are none": lambda body: chunk(body).update(checksums="zz" * 8),
+    "a file that is not listed": lambda body: chunk(body).update(file="other"),
     "a shape of 2**62": lambda body: tensor(body).update(shape=[1 << 62, 4]),
     "a negative shape": lambda body: tensor(body).update(shape=[-1, 5]),
     "a shape of true": lambda body: tensor(body).update(shape=[True, 5]),
@@ -122,7 +122,7 @@ def tensor(body: dict[str, Any]) -> dict[str, Any]:
     return body["tensors"]["model.embed.weight"]
 
 
-def piece(body: dict[str, Any]) -> dict[str, Any]:
+def chunk(body: dict[str, Any]) -> dict[str, Any]:
     return tensor(body)["pieces"][0]
 
 
@@ -191,7 +191,7 @@ def test_a_compressed_record_is_refused_before_it_is_unpacked(tmp_path: Path):
     path = save_full(tmp_path)
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("run/data/99", bytes(64 << 20))
-    refused(path, path, "no torch.save file, or a damaged one")
+    refused(path, path, "not a torch.save file, or a damaged one")
 
 
 def test_two_records_of_one_name_are_refused(tmp_path: Path):

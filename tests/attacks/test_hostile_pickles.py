@@ -62,14 +62,14 @@ def in_dcp_metadata(folder: Path, pickled: bytes) -> Path:
 def in_a_dcp_tensor(folder: Path, pickled: bytes) -> Path:
     """The item's stream replaced by one of the same length, so that `.metadata` stays right."""
     path = save_dcp(folder)
-    piece = open_checkpoint(path).tensors["model.embed.weight"].pieces[0]
-    file = path / piece.file
+    chunk = open_checkpoint(path).tensors["model.embed.weight"].chunks[0]
+    file = path / chunk.file
     data = bytearray(file.read_bytes())
-    start = data.rfind(b"PK\x03\x04", 0, data.rfind(b"data.pkl", 0, piece.offset))
+    start = data.rfind(b"PK\x03\x04", 0, data.rfind(b"data.pkl", 0, chunk.offset))
     original = io.BytesIO()
     with zipfile.ZipFile(original, "w") as archive:
         archive.writestr("archive/data.pkl", pickled)
-    end = data.find(b"PK\x05\x06", piece.offset) + 22
+    end = data.find(b"PK\x05\x06", chunk.offset) + 22
     stream = original.getvalue()
     room = end - start - len(stream)
     assert room >= 0, "the exploit is longer than the item"

@@ -12,11 +12,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from shardwise.checkpointing.contents import LocalChunk
 from shardwise.checkpointing.formats.dcp import read_dcp
-from shardwise.checkpointing.formats.sharded import Header, Item, file_name, write_rank_file
+from shardwise.checkpointing.formats.sharded import Header, file_name, write_rank_file
 from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, commit_checkpoint, partial_of
 from shardwise.checkpointing.reading import Request, check_requests, read_requests
-from shardwise.checkpointing.state.slices import dtype_name, parts_of
+from shardwise.checkpointing.state.slices import dtype_name, local_chunks
 from shardwise.checkpointing.storage.files import join
 from shardwise.distributed.agreement import on_rank_zero
 from tests.ranks import ranks
@@ -54,9 +55,10 @@ def save(folder: Path, state: Mapping[str, DTensor], rank: int, num_ranks: int) 
                 place for place, at in zip(tensor.placements, coordinate, strict=True) if at and place.is_replicate()
             ]
             if not replicated:
-                for part in parts_of(tensor):
-                    memory = part.memory.contiguous()
-                    items.append(Item(name, dtype_name(tensor.dtype), tuple(tensor.shape), part.box, memory))
+                for spec, memory in local_chunks(tensor):
+                    items.append(
+                        LocalChunk(name, dtype_name(tensor.dtype), tuple(tensor.shape), spec, memory.contiguous())
+                    )
         record = write_rank_file(join(partial_of(folder), file_name(rank)), items, fsync=False, block_bytes=32)
     dist.all_gather_object(records, record)
     header = Header(step=1, world_size=num_ranks, structure={name: tuple(name.split(".", 1)) for name in state})
@@ -65,7 +67,7 @@ def save(folder: Path, state: Mapping[str, DTensor], rank: int, num_ranks: int) 
 
 def load(folder: Path, state: Mapping[str, DTensor]) -> None:
     contents = read_dcp(folder)
-    requests = [Request(name, part.memory, part.box) for name, tensor in state.items() for part in parts_of(tensor)]
+    requests = [Request(name, memory, spec) for name, tensor in state.items() for spec, memory in local_chunks(tensor)]
     assert not check_requests(contents, requests)
     read_requests(contents, requests)
 
@@ -140,14 +142,14 @@ def test_a_flipped_byte_is_caught_where_dcp_takes_it(rank: int, tmp_path: Path):
     mesh, placements, _ = layouts(2)["shard 2"]
     state = {"model.even": placed(torch.ones(12, 4), mesh, placements)}
     save(tmp_path / "step-00000001", state, rank, 2)
-    piece = read_dcp(tmp_path / "step-00000001").tensors["model.even"].pieces[rank]
-    path = tmp_path / "step-00000001" / piece.file
+    chunk = read_dcp(tmp_path / "step-00000001").tensors["model.even"].chunks[rank]
+    path = tmp_path / "step-00000001" / chunk.file
     data = bytearray(path.read_bytes())
-    data[piece.offset + 5] ^= 64
+    data[chunk.offset + 5] ^= 64
     path.write_bytes(data)
     dist.barrier()
     blank = copy.deepcopy(state)
     dcp.load({"model": {"even": blank["model.even"]}}, checkpoint_id=tmp_path / "step-00000001")
     assert not torch.equal(blank["model.even"].to_local(), state["model.even"].to_local())
-    with pytest.raises(Exception, match=r"model\.even.*\n.*" + piece.file):
+    with pytest.raises(Exception, match=r"model\.even.*\n.*" + chunk.file):
         load(tmp_path / "step-00000001", copy.deepcopy(state))

@@ -38,7 +38,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 def test_an_error_is_ones_own_or_that_of_the_rank_it_names(rank: int, bad_rank: int, tmp_path: Path):
     model = shard_by_hand(tiny(), mesh_1d(2))
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(3))] if rank == bad_rank else trainable(model), lr=0.1)
-    told = "the optimizer holds 1 parameters that are in none of the models: (3,)"
+    told = "1 of 1 parameters are not parameters of the saved models: (3,)"
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(CheckpointError) as caught:
             checkpointer.save(1, model=model, optimizers=foreign)

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpointing import staging
-from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.contents import ChunkSpec
 from shardwise.checkpointing.formats.sharded import read_manifest
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.reading import read_chunk
 from shardwise.errors import CheckpointError
 from tests.by_hand import mesh_1d, mesh_2d
 from tests.distributed.checkpointed_run import Training, assert_equal, everything
@@ -37,7 +37,7 @@ def pid_of_writer(checkpointer: Checkpointer) -> int:
 def stored(folder: Path, step: int, name: str) -> torch.Tensor:
     contents = read_manifest(folder / f"step-{step:08d}")
     tensor = contents.tensors[name]
-    return read_box(contents, tensor, Box.whole(tensor.shape))
+    return read_chunk(contents, tensor, ChunkSpec.whole(tensor.shape))
 
 
 @contextmanager
@@ -219,9 +219,9 @@ def test_replicas_share_the_writing(rank: int, tmp_path: Path):
     for name, tensor in contents.tensors.items():
         if name not in contents.details["aliases"]:
             item = tensor.num_bytes // max(1, torch.Size(tensor.shape).numel())
-            assert sum(piece.box.numel for piece in tensor.pieces) == torch.Size(tensor.shape).numel(), name
-            for piece in tensor.pieces:
-                per_file[piece.file] = per_file.get(piece.file, 0) + piece.box.numel * item
+            assert sum(chunk.spec.numel for chunk in tensor.chunks) == torch.Size(tensor.shape).numel(), name
+            for chunk in tensor.chunks:
+                per_file[chunk.file] = per_file.get(chunk.file, 0) + chunk.spec.numel * item
     assert len(per_file) == 4
     assert max(per_file.values()) < 1.3 * min(per_file.values()), per_file
 

@@ -24,10 +24,10 @@ from tests.distributed.checkpointed_run import Training, assert_equal, everythin
 from tests.ranks import ranks
 
 
-def flip(folder: Path, tensor: str, piece: int) -> str:
+def flip(folder: Path, tensor: str, chunk: int) -> str:
     """Turn one bit of a stored tensor; return its file's name."""
     contents = read_manifest(folder)
-    place = contents.tensors[tensor].pieces[piece]
+    place = contents.tensors[tensor].chunks[chunk]
     with open(folder / place.file, "r+b") as file:
         file.seek(place.offset)
         byte = file.read(1)[0]

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.config.schema import PrecisionConfig, PrefetchConfig
-from shardwise.diagnosing.parity import Task, bind_batch, bind_loss, seed_everything
+from shardwise.diagnosing.parity import Task, bind_batch, bind_loss
+from shardwise.models.random_state import seed_everything
 from tests.ranks import ranks
 from tests.zoo import Case, cases
 from tests.zoo.checking import check_parity, mesh_of, sharded

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise import compat, shard
-from shardwise.checkpointing.state.slices import parts_of
+from shardwise.checkpointing.state.slices import local_chunks
 from shardwise.checkpointing.weights import load_weights
 from shardwise.errors import CheckpointError
 from tests.ranks import ranks
@@ -192,10 +192,10 @@ def test_parts_are_the_rows_that_torch_gives_each_rank(rank: int):
         [Shard(1), Replicate()], [Replicate(), Replicate()], [Shard(-1), Shard(-2)],
     ):  # fmt: skip
         tensor = distribute_tensor(whole, mesh, placements)
-        for part in parts_of(tensor):
-            rows, columns = part.box.starts
-            height, width = part.box.sizes
-            assert torch.equal(part.memory, whole[rows : rows + height, columns : columns + width]), placements
+        for spec, memory in local_chunks(tensor):
+            rows, columns = spec.starts
+            height, width = spec.sizes
+            assert torch.equal(memory, whole[rows : rows + height, columns : columns + width]), placements
 
 
 @ranks(2)
@@ -205,11 +205,11 @@ def test_rows_that_are_dealt_out_in_turn_are_several_parts(rank: int):
     whole = torch.arange(9 * 2, dtype=torch.float32).view(9, 2)
     rows = [[0, 1, 2, 5, 6], [3, 4, 7, 8]][rank]
     like = DTensor.from_local(whole, mesh, [_StridedShard(0, split_factor=2)], shape=whole.shape, stride=(2, 1))
-    parts = parts_of(compat.dtensor_like(whole[rows].clone(), like))
-    assert [(part.box.starts[0], part.box.sizes[0]) for part in parts] == [[(0, 3), (5, 2)], [(3, 2), (7, 2)]][rank]
-    for part in parts:
-        start, count = part.box.starts[0], part.box.sizes[0]
-        assert torch.equal(part.memory, whole[start : start + count])
+    parts = local_chunks(compat.dtensor_like(whole[rows].clone(), like))
+    assert [(spec.starts[0], spec.sizes[0]) for spec, _ in parts] == [[(0, 3), (5, 2)], [(3, 2), (7, 2)]][rank]
+    for spec, memory in parts:
+        start, count = spec.starts[0], spec.sizes[0]
+        assert torch.equal(memory, whole[start : start + count])
 
 
 @ranks(2)
@@ -217,7 +217,7 @@ def test_partial_sums_are_refused(rank: int):
     mesh = init_device_mesh("cpu", (2,))
     tensor = DTensor.from_local(torch.ones(3), mesh, [Partial()])
     with pytest.raises(CheckpointError, match="partial sums"):
-        parts_of(tensor)
+        local_chunks(tensor)
 
 
 @ranks(2)

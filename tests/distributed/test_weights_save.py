@@ -214,4 +214,4 @@ def test_what_we_write_carries_checksums(rank: int, tmp_path: Path):
     dist.barrier()
     contents = read_safetensors(tmp_path / "w.safetensors")
     assert contents.block_bytes
-    assert all(tensor.pieces[0].checksums for tensor in contents.tensors.values())
+    assert all(tensor.chunks[0].checksums for tensor in contents.tensors.values())

@@ -1,4 +1,4 @@
-"""Checkpoints of GPU training: copied beside the training, exact, pinned; large tensors in pieces."""
+"""Checkpoints of GPU training: copied beside the training, exact, pinned; large tensors in chunks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from shardwise.checkpointing import staging
-from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.contents import ChunkSpec, LocalChunk
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.sharing import HeldBox
 from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.distributed.local_ranks import start_local
 
@@ -40,7 +39,7 @@ def test_large_tensor_that_changes_right_after_the_save(
     """The step waits on the GPU, not in Python, or not at all; the copy holds what was there before it."""
     if not has_room:
         monkeypatch.setattr(staging, "_MARGIN_BYTES", 1 << 60)
-    model = nn.Linear(8192, 8192, bias=False, device="cuda")  # 256 MiB: several pieces
+    model = nn.Linear(8192, 8192, bias=False, device="cuda")  # 256 MiB: several chunks
     expected = model.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with Checkpointer(tmp_path) as checkpointer:
@@ -54,10 +53,10 @@ def test_large_tensor_that_changes_right_after_the_save(
     assert torch.equal(model.weight, expected)
 
 
-def held(tensor: torch.Tensor, name: str = "t") -> staging.Holding:
+def held(tensor: torch.Tensor, name: str = "t") -> staging.StagedTensor:
     shape = tuple(tensor.shape)
-    box = HeldBox(name, dtype_name(tensor.dtype), shape, Box.whole(shape))
-    return staging.Holding(box, tensor, tensor, "plain", True)
+    spec = LocalChunk(name, dtype_name(tensor.dtype), shape, ChunkSpec.whole(shape))
+    return staging.StagedTensor(spec, tensor, tensor, "plain", True)
 
 
 def test_copies_on_the_gpu_lie_as_in_the_arena_and_their_memory_goes_back():

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.diagnosing.parity import bind_batch, bind_loss, parity, seed_everything
+from shardwise.diagnosing.parity import bind_batch, bind_loss, parity
 from shardwise.diagnosing.parity_criteria import Parity
+from shardwise.models.random_state import seed_everything
 from shardwise.planning.plan import Group, Plan
 from shardwise.sharding.apply import shard
 from shardwise.sharding.materialize import materialize

@@ -19,11 +19,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES
-from shardwise.checkpointing.formats.sharded import FileRecord, Header, Item, write_rank_file
+from shardwise.checkpointing.contents import LocalChunk
+from shardwise.checkpointing.formats.sharded import FileRecord, Header, value_streams, write_rank_file
 from shardwise.checkpointing.formats.sharded_commit import commit_checkpoint
-from shardwise.checkpointing.formats.values import decode_value
-from shardwise.checkpointing.pickles.zip_files import value_stream
 from shardwise.checkpointing.storage.files import Place
 from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.errors import CheckpointError, EnvironmentProblem, ShardwiseError
@@ -42,7 +40,7 @@ _WATCH_S = 0.2
 
 
 def write_items(
-    path: Place, items: Sequence[Item], values: dict[str, Any], fsync: bool, memory: memoryview, progress: Any
+    path: Place, items: Sequence[LocalChunk], values: dict[str, Any], fsync: bool, memory: memoryview, progress: Any
 ) -> FileRecord:
     """Write one rank's file.
 
@@ -54,20 +52,14 @@ def write_items(
         memory: Shared with the training process.
         progress: Is told the bytes as they are written.
     """
-    streams = {}
-    for name, encoded in values.items():
-        try:
-            streams[name] = value_stream(decode_value(encoded))
-        except (CheckpointError, TypeError, ImportError):
-            streams[name] = value_stream(encoded)
     placed = [replace(item, memory=bytes_of_item(item, memory)) for item in items]
-    return write_rank_file(path, placed, streams, fsync=fsync, progress=progress)
+    return write_rank_file(path, placed, value_streams(values), fsync=fsync, progress=progress)
 
 
-def bytes_of_item(item: Item, memory: memoryview) -> memoryview:
+def bytes_of_item(item: LocalChunk, memory: memoryview) -> memoryview:
     """An item's bytes, which may lie in shared memory."""
     if isinstance(item.memory, int):
-        return memory[item.memory : item.memory + item.box.numel * ITEM_BYTES[item.dtype]]
+        return memory[item.memory : item.memory + item.num_bytes]
     return bytes_of(item.memory)
 
 

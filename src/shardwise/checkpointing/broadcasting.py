@@ -10,8 +10,7 @@ from typing import TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.checkpointing.agreement import is_first, on_first, raise_over, together
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, portions
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, portions
 from shardwise.checkpointing.reading import (
     Request,
     check_requests,
@@ -20,7 +19,8 @@ from shardwise.checkpointing.reading import (
     verify_requests,
 )
 from shardwise.checkpointing.storage.memory import counting
-from shardwise.distributed.agreement import gather_over_mesh
+from shardwise.distributed.agreement import gather_over_mesh, is_first, on_rank_zero, raise_together, run_on_all
+from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import broadcast_from_first
 
@@ -44,10 +44,10 @@ def open_on_ranks(open_here: Callable[[], Contents], mesh: DeviceMesh | None, *,
     def work() -> Contents:
         contents = open_here()
         opened.append(contents)
-        tensors = {name: replace(tensor, pieces=()) for name, tensor in contents.tensors.items()}
+        tensors = {name: replace(tensor, chunks=()) for name, tensor in contents.tensors.items()}
         return replace(contents, tensors=tensors, streams=())
 
-    described = on_first(work, mesh) if broadcast else together(work, mesh)
+    described = on_rank_zero(work, group=mesh) if broadcast else run_on_all(work, mesh, CheckpointError)
     return opened[0] if opened else described
 
 
@@ -83,34 +83,34 @@ def read_and_broadcast(
     with counting(progress, sum(contents.tensors[name].num_bytes for name in names), "loading") as count:
         for name in names:
             stored = contents.tensors[name]
-            for box in portions(Box.whole(stored.shape), ITEM_BYTES[stored.dtype], _PORTION_BYTES):
-                num_bytes = box.numel * ITEM_BYTES[stored.dtype]
+            for spec in portions(ChunkSpec.whole(stored.shape), ITEM_BYTES[stored.dtype], _PORTION_BYTES):
+                num_bytes = spec.numel * ITEM_BYTES[stored.dtype]
                 data = torch.empty(num_bytes + 1, dtype=torch.uint8)  # the last byte says whether the first rank failed
-                error = _read(contents, name, box, data[:-1], verify) if is_first(mesh) else None
+                error = _read(contents, name, spec, data[:-1], verify) if is_first(mesh) else None
                 data[-1] = error is not None
                 data = data.to(device)
                 if mesh is not None:
                     broadcast_from_first(data, mesh, range(mesh.ndim))
                 if bool(data[-1]):
-                    raise_over(mesh, error)
+                    raise_together(error, group=mesh, kind=CheckpointError)
                 for request in wanted[name]:
-                    _copy_overlap(request, box, data[:-1].view(getattr(torch, stored.dtype)).view(box.sizes))
+                    _copy_overlap(request, spec, data[:-1].view(getattr(torch, stored.dtype)).view(spec.sizes))
                 count(num_bytes)
 
 
-def _read(contents: Contents, name: str, box: Box, data: torch.Tensor, verify: bool) -> BaseException | None:
-    target = data.view(getattr(torch, contents.tensors[name].dtype)).view(box.sizes)
+def _read(contents: Contents, name: str, spec: ChunkSpec, data: torch.Tensor, verify: bool) -> BaseException | None:
+    target = data.view(getattr(torch, contents.tensors[name].dtype)).view(spec.sizes)
     try:
-        read_requests(contents, [Request(name, target, box)], verify=verify)
+        read_requests(contents, [Request(name, target, spec)], verify=verify)
     except BaseException as error:
         return error
     return None
 
 
 @torch.no_grad()
-def _copy_overlap(request: Request, box: Box, rows: torch.Tensor) -> None:
-    if (shared := request.box.overlap(box)) is not None:
-        part_of(request.target, request.box, shared).copy_(part_of(rows, box, shared))
+def _copy_overlap(request: Request, spec: ChunkSpec, rows: torch.Tensor) -> None:
+    if (shared := request.spec.overlap(spec)) is not None:
+        part_of(request.target, request.spec, shared).copy_(part_of(rows, spec, shared))
 
 
 class RequestReader:
@@ -150,8 +150,10 @@ class RequestReader:
         if not self._broadcast:
             return work(contents, own)
         shapes = {name: contents.tensors[name].shape if name in contents.tensors else () for name in self._names(own)}
-        whole = [Request(name, torch.empty(shape, device="meta"), Box.whole(shape)) for name, shape in shapes.items()]
-        return on_first(lambda: work(contents, whole), self._mesh)
+        whole = [
+            Request(name, torch.empty(shape, device="meta"), ChunkSpec.whole(shape)) for name, shape in shapes.items()
+        ]
+        return on_rank_zero(lambda: work(contents, whole), group=self._mesh)
 
     def _names(self, requests: Sequence[Request]) -> list[str]:
         """What any rank asks for, in one order on all: a rank may hold no part of a tensor."""

@@ -41,10 +41,10 @@ def count_of(value: Any) -> int:
     """A size or offset that a file gives, checked.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not one.
     """
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r:.60} is no size")
+        raise ValueError(f"{value!r:.60} is not a size")
     return value
 
 
@@ -55,39 +55,39 @@ def sizes_of(values: Any) -> tuple[int, ...]:
         ValueError: It is none.
     """
     if not isinstance(values, (tuple, list)) or len(values) > 64:
-        raise ValueError(f"{values!r:.60} is no shape")
+        raise ValueError(f"{values!r:.60} is not a shape")
     return tuple(map(count_of, values))
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class ChunkSpec:
     """A rectangular part of a tensor: from `starts`, `sizes` elements along each dimension."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @staticmethod
-    def whole(shape: tuple[int, ...]) -> Box:
-        """The box that is all of a tensor."""
-        return Box((0,) * len(shape), shape)
+    def whole(shape: tuple[int, ...]) -> ChunkSpec:
+        """The chunk that is all of a tensor."""
+        return ChunkSpec((0,) * len(shape), shape)
 
     @property
     def numel(self) -> int:
-        """Elements in the box; a scalar has one."""
+        """Elements in the chunk; a scalar has one."""
         return math.prod(self.sizes)
 
-    def overlap(self, other: Box) -> Box | None:
-        """The part that both boxes share, or None when they share no element."""
+    def overlap(self, other: ChunkSpec) -> ChunkSpec | None:
+        """The part that both chunks share, or None when they share no element."""
         starts = tuple(map(max, self.starts, other.starts))
         ends = [
             min(a + size_a, b + size_b)
             for a, size_a, b, size_b in zip(self.starts, self.sizes, other.starts, other.sizes, strict=True)
         ]
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return None if any(size <= 0 for size in sizes) else Box(starts, sizes)
+        return None if any(size <= 0 for size in sizes) else ChunkSpec(starts, sizes)
 
     def lies_in(self, shape: tuple[int, ...]) -> bool:
-        """Whether the box is a part of a tensor of this shape."""
+        """Whether the chunk is a part of a tensor of this shape."""
         return len(shape) == len(self.starts) == len(self.sizes) and all(
             start >= 0 and size >= 0 and start + size <= length
             for start, size, length in zip(self.starts, self.sizes, shape, strict=True)
@@ -95,10 +95,10 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box whose elements lie one after another (row-major) in a file, or in memory where no file has them so."""
+class StoredChunk:
+    """A chunk whose elements lie one after another (row-major) in a file, or in memory where no file has them so."""
 
-    box: Box
+    spec: ChunkSpec
     file: str = ""
     """Relative to the checkpoint's folder, with `/`. Empty when `data` is set."""
     offset: int = 0
@@ -111,17 +111,37 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint and where its parts lie."""
+    """One tensor of a checkpoint, and where its chunks lie."""
 
     name: str
     dtype: str
+    """As in `float32`."""
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    chunks: tuple[StoredChunk, ...] = ()
+    """None of them where the tensor is still to be written."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalChunk:
+    """A chunk of a tensor that this rank holds and may write."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    spec: ChunkSpec
+    memory: Any = field(default=None, compare=False)
+    """Its elements, row-major: a contiguous CPU tensor, a buffer, or their offset in the arena."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the chunk."""
+        return self.spec.numel * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +170,7 @@ class Contents:
     """`sharded` (ours), `dcp` (torch's), `full`, `safetensors`, `fsdp1-full`, `fsdp1-sharded`, `fsdp1-local`."""
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Everything that is no tensor, by the same flat names, as plain Python values."""
+    """Everything but tensors, by the same flat names, as plain Python values."""
     file_bytes: Mapping[str, int] = field(default_factory=dict)
     """How large each file must be, where the format says so."""
     block_bytes: int = 0
@@ -166,7 +186,7 @@ class Contents:
 
     @property
     def folder(self) -> Path | str:
-        """What `Piece.file` is relative to."""
+        """What `StoredChunk.file` is relative to."""
         return self.path if isinstance(self.path, str) or self.path.is_dir() else self.path.parent
 
     @property
@@ -175,70 +195,60 @@ class Contents:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor that will be written."""
-
-    name: str
-    dtype: str
-    """As in `float32`."""
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the tensor."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-def coverage_problem(wanted: Box, pieces: Iterable[Box]) -> str:
-    """Why the pieces do not hold every element of `wanted` exactly once; empty when they do."""
+def coverage_problem(wanted: ChunkSpec, chunks: Iterable[ChunkSpec]) -> str:
+    """Why the chunks do not hold every element of `wanted` exactly once; empty when they do."""
     parts = sorted(
-        (part for piece in pieces if (part := piece.overlap(wanted)) is not None), key=lambda part: part.starts
+        (part for chunk in chunks if (part := chunk.overlap(wanted)) is not None), key=lambda part: part.starts
     )
-    num_held = sum(part.numel for part in parts)
-    active: list[Box] = []
+    num_stored = sum(part.numel for part in parts)
+    active: list[ChunkSpec] = []
     for part in parts:
-        # Sorted by start along dim 0: only boxes that reach this far can still meet it.
+        # Sorted by start along dim 0: only chunks that reach this far can still meet it.
         active = [other for other in active if not part.starts or other.starts[0] + other.sizes[0] > part.starts[0]]
         if any(part.overlap(other) is not None for other in active):
             return "some elements are stored twice"
         active.append(part)
-    if num_held != wanted.numel:
-        return f"{wanted.numel - num_held:,} of {wanted.numel:,} elements are not stored"
+    if num_stored != wanted.numel:
+        return f"{wanted.numel - num_stored:,} of {wanted.numel:,} elements are not stored"
     return ""
 
 
-def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[Box, int]]:
-    """Cut the elements `[start, end)` of a row-major tensor into boxes whose elements are consecutive.
+def tensor_problem(tensor: StoredTensor) -> str:
+    """Why its chunks do not hold every element of a tensor exactly once; empty when they do."""
+    return coverage_problem(ChunkSpec.whole(tensor.shape), (chunk.spec for chunk in tensor.chunks))
+
+
+def chunks_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[ChunkSpec, int]]:
+    """Cut the elements `[start, end)` of a row-major tensor into chunks whose elements are consecutive.
 
     Yields:
-        Each box and how many of the range's elements come before it. At most two boxes a dimension, less one.
+        Each chunk and how many of the range's elements come before it. At most two chunks a dimension, less one.
     """
     if start >= end:
         return
     if len(shape) <= 1:
-        yield Box((start,) * len(shape), (end - start,) * len(shape)), 0
+        yield ChunkSpec((start,) * len(shape), (end - start,) * len(shape)), 0
         return
     row = math.prod(shape[1:])
     first, last = start // row, (end - 1) // row
     done = 0
     if first != last and start % row:
-        for box, before in boxes_of_range(shape[1:], start % row, row):
-            yield Box((first, *box.starts), (1, *box.sizes)), before
+        for spec, before in chunks_of_range(shape[1:], start % row, row):
+            yield ChunkSpec((first, *spec.starts), (1, *spec.sizes)), before
         done, first = row - start % row, first + 1
     full_rows = (end - first * row) // row if start + done == first * row else 0
     if full_rows:
         rest = tuple(shape[1:])
-        yield Box((first, *(0 for _ in rest)), (full_rows, *rest)), done
+        yield ChunkSpec((first, *(0 for _ in rest)), (full_rows, *rest)), done
         done, first = done + full_rows * row, first + full_rows
     if start + done < end:
         begin = start + done - first * row
-        for box, before in boxes_of_range(shape[1:], begin, end - first * row):
-            yield Box((first, *box.starts), (1, *box.sizes)), done + before
+        for spec, before in chunks_of_range(shape[1:], begin, end - first * row):
+            yield ChunkSpec((first, *spec.starts), (1, *spec.sizes)), done + before
 
 
-def rows_of(chunk: Box, wanted: Box, along: int, max_elements: int) -> Iterator[Box]:
-    """Boxes of consecutive elements of the chunk that hold all wanted ones: whole rows below the dimension `along`."""
+def rows_of(chunk: ChunkSpec, wanted: ChunkSpec, along: int, max_elements: int) -> Iterator[ChunkSpec]:
+    """Chunks of consecutive elements of the chunk that hold all wanted ones: whole rows below the dimension `along`."""
     if not chunk.sizes:
         yield chunk
         return
@@ -249,10 +259,10 @@ def rows_of(chunk: Box, wanted: Box, along: int, max_elements: int) -> Iterator[
     for place in itertools.product(*outer):
         for begin in range(wanted.starts[along], end, count):
             starts = (*place, begin, *chunk.starts[along + 1 :])
-            yield Box(starts, (*(1,) * along, min(count, end - begin), *inner))
+            yield ChunkSpec(starts, (*(1,) * along, min(count, end - begin), *inner))
 
 
-def row_dim(chunk: Box, wanted: Box, max_elements: int) -> int:
+def row_dim(chunk: ChunkSpec, wanted: ChunkSpec, max_elements: int) -> int:
     """The first dimension of which whole rows fit into so many elements."""
     dim = 0
     while dim < len(chunk.sizes) - 1 and (wanted.sizes[dim] == 1 or math.prod(chunk.sizes[dim + 1 :]) > max_elements):
@@ -260,7 +270,7 @@ def row_dim(chunk: Box, wanted: Box, max_elements: int) -> int:
     return dim
 
 
-def portions(box: Box, item_bytes: int, max_bytes: int = 64 << 20) -> Iterator[Box]:
-    """The box in parts of at most `max_bytes` that follow each other in row-major order: whole rows where they fit."""
+def portions(spec: ChunkSpec, item_bytes: int, max_bytes: int = 64 << 20) -> Iterator[ChunkSpec]:
+    """The chunk in parts of at most `max_bytes`, one after another in row-major order: whole rows where they fit."""
     count = max_bytes // item_bytes
-    return iter([box]) if box.numel <= count else rows_of(box, box, row_dim(box, box, count), count)
+    return iter([spec]) if spec.numel <= count else rows_of(spec, spec, row_dim(spec, spec, count), count)

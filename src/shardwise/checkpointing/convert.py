@@ -11,29 +11,28 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, TensorInfo, portions
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, LocalChunk, StoredTensor, portions
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import NOTES, make_notes, plain_values, tensors_in, write_full
 from shardwise.checkpointing.formats.safetensors import DEFAULT_SHARD_BYTES, Chunks, distribute, write_safetensors
-from shardwise.checkpointing.formats.sharded import Header, Item, file_name, write_rank_file
+from shardwise.checkpointing.formats.sharded import Header, file_name, value_streams, write_rank_file
 from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, commit_checkpoint, partial_of
 from shardwise.checkpointing.formats.values import encode_value
-from shardwise.checkpointing.hugging_face import read_companions
-from shardwise.checkpointing.pickles.zip_files import value_stream
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.hugging_face import read_sidecar_files
+from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.state.names import only_model, with_our_names
 from shardwise.checkpointing.state.nested import put_together
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import bytes_of, counting
 from shardwise.checkpointing.verifying import refuse_damaged, refuse_unsound
-from shardwise.checkpointing.weights import float_dtype, refuse_remote
+from shardwise.checkpointing.weights import float_dtype, refuse_remote, refuse_suffix
 from shardwise.errors import ConfigError
 from shardwise.progress import NoProgress, Progress
 
 _CHUNK_BYTES = 64 << 20
 
 
-def _copy(contents: Contents, infos: Iterable[TensorInfo], count: Callable[[int], None]) -> Chunks:
+def _copy(contents: Contents, infos: Iterable[StoredTensor], count: Callable[[int], None]) -> Chunks:
     """The bytes of these tensors, cast to the dtypes that the infos say."""
     for info in infos:
         for _, part in _parts(contents, info):
@@ -42,24 +41,28 @@ def _copy(contents: Contents, infos: Iterable[TensorInfo], count: Callable[[int]
             yield info, data
 
 
-def _write_dcp(contents: Contents, dst: files.Place, infos: Mapping[str, TensorInfo], progress: Progress) -> None:
+def _write_dcp(contents: Contents, dst: files.Place, infos: Mapping[str, StoredTensor], progress: Progress) -> None:
     """Copy everything into a sharded checkpoint of one file."""
     aliases = _aliases(contents)
     stored = {name: info for name, info in infos.items() if name not in aliases}
     items = (
-        Item(name, info.dtype, info.shape, box, part)
+        LocalChunk(name, info.dtype, info.shape, spec, part)
         for name, info in stored.items()
-        for box, part in _parts(contents, info)
+        for spec, part in _parts(contents, info)
     )
     header = Header(
         step=contents.step,
         world_size=contents.world_size,
         values={name: encode_value(value, name) for name, value in contents.values.items()},
         aliases=aliases,
-        structure=contents.structure,
+        structure={
+            name: path
+            for name, path in contents.structure.items()
+            if name in contents.tensors or name in contents.values
+        },
         details=_details(contents),
     )
-    streams = {name: value_stream(value) for name, value in contents.values.items()}
+    streams = value_streams(header.values)
     partial = begin_checkpoint(dst)
     try:
         total = sum(info.num_bytes for info in stored.values())
@@ -84,21 +87,21 @@ def _aliases(contents: Contents) -> dict[str, str]:
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in contents.tensors.items():
-        if not name.startswith("model.") or not tensor.pieces or any(piece.data is not None for piece in tensor.pieces):
+        if not name.startswith("model.") or not tensor.chunks or any(chunk.data is not None for chunk in tensor.chunks):
             continue
-        key = (tensor.dtype, tensor.shape, tuple((piece.box, piece.file, piece.offset) for piece in tensor.pieces))
+        key = (tensor.dtype, tensor.shape, tuple((chunk.spec, chunk.file, chunk.offset) for chunk in tensor.chunks))
         if tensor.num_bytes and first.setdefault(key, name) != name:
             aliases[name] = first[key]
     return aliases
 
 
-def _parts(contents: Contents, info: TensorInfo) -> Iterator[tuple[Box, torch.Tensor]]:
+def _parts(contents: Contents, info: StoredTensor) -> Iterator[tuple[ChunkSpec, torch.Tensor]]:
     tensor = contents.tensors[info.name]
-    for box in portions(Box.whole(tensor.shape), ITEM_BYTES[tensor.dtype], _CHUNK_BYTES):
-        yield box, read_box(contents, tensor, box).to(getattr(torch, info.dtype)).contiguous()
+    for spec in portions(ChunkSpec.whole(tensor.shape), ITEM_BYTES[tensor.dtype], _CHUNK_BYTES):
+        yield spec, read_chunk(contents, tensor, spec).to(getattr(torch, info.dtype)).contiguous()
 
 
-def _nested(contents: Contents, infos: Mapping[str, TensorInfo]) -> dict[str, Any]:
+def _nested(contents: Contents, infos: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """The dictionary that was flattened, with what stands for each tensor in its place."""
     encoded = {name: encode_value(value, name) for name, value in contents.values.items()}
     tensors = {**infos, **{alias: infos[name] for alias, name in _aliases(contents).items()}}
@@ -164,7 +167,8 @@ def convert_checkpoint(
         Local: one process, no process group. The number of ranks that wrote the source does not matter.
     """
     if format not in ("dcp", "full", "safetensors"):
-        raise ConfigError(f"{format!r} is no format to write", where="format", fix="choose dcp, full or safetensors")
+        raise ConfigError(f"{format!r} is not a format to write", where="format", fix="choose dcp, full or safetensors")
+    refuse_suffix(dst, format, 'format="full"')
     if format != "dcp":
         refuse_remote(dst)
     listener = progress or NoProgress()
@@ -181,12 +185,12 @@ def convert_checkpoint(
         with counting(progress, sum(info.num_bytes for info in order), "converting") as count:
             write_full(Path(dst), tree, _copy(contents, order, count), overwrite=overwrite)
     else:
-        companions = read_companions(Path(config) if config is not None else source.folder)
+        sidecars = read_sidecar_files(Path(config) if config is not None else source.folder)
         tensors = list(infos.values())
         order = itertools.chain(*distribute(tensors, Path(dst), max_shard_bytes))
         with counting(progress, sum(info.num_bytes for info in tensors), "converting") as count:
             chunks = _copy(contents, order, count)
-            options = {"max_shard_bytes": max_shard_bytes, "companions": companions, "overwrite": overwrite}
+            options = {"max_shard_bytes": max_shard_bytes, "sidecars": sidecars, "overwrite": overwrite}
             write_safetensors(Path(dst), tensors, chunks, **options)
     return Conversion(
         path=files.place(dst),
@@ -211,11 +215,11 @@ def _what_to_write(source: Contents, format: Format) -> tuple[Contents, dict[str
     return contents, left_out
 
 
-def _infos(contents: Contents, dtype: str | torch.dtype | None, *, bare: bool) -> dict[str, TensorInfo]:
+def _infos(contents: Contents, dtype: str | torch.dtype | None, *, bare: bool) -> dict[str, StoredTensor]:
     """What each tensor is written as."""
     wanted = float_dtype(dtype, "dtype")
     infos = {}
     for name, tensor in contents.tensors.items():
         is_cast = tensor.dtype.startswith(("float", "bfloat")) and (bare or name.startswith("model."))
-        infos[name] = TensorInfo(name, wanted if wanted and is_cast else tensor.dtype, tensor.shape)
+        infos[name] = StoredTensor(name, wanted if wanted and is_cast else tensor.dtype, tensor.shape)
     return infos

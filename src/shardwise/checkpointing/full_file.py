@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardwise.checkpointing.agreement import mesh_of_model, on_first, together
 from shardwise.checkpointing.broadcasting import RequestReader, open_on_ranks
-from shardwise.checkpointing.contents import Contents, TensorInfo
+from shardwise.checkpointing.contents import Contents, StoredTensor
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import NOTES, make_notes, plain_values, tensors_in, write_full
 from shardwise.checkpointing.formats.safetensors import refuse_overwrite
@@ -26,8 +25,11 @@ from shardwise.checkpointing.state.nested import FlatState, put_together
 from shardwise.checkpointing.state.run import Run, Stateful
 from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.weights import refuse_remote, stream_gathered
-from shardwise.distributed.agreement import Channel
+from shardwise.distributed.agreement import Channel, on_rank_zero, run_on_all
+from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
+from shardwise.sharding.inventory import take_inventory
+from shardwise.sharding.materialize import mesh_of
 
 Optimizers = Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer]
 
@@ -64,9 +66,9 @@ def save_full(
     """
     run = Run(model, optimizers, objects)
     mesh = _mesh(run)
-    together(lambda: refuse_remote(path), mesh)
-    on_first(lambda: refuse_overwrite(Path(path), overwrite, is_file=True), mesh)
-    tree, named = together(lambda: _as_tree(run.collect(extra=extra)), mesh)
+    run_on_all(lambda: refuse_remote(path), mesh, CheckpointError)
+    on_rank_zero(lambda: refuse_overwrite(Path(path), overwrite, is_file=True), group=mesh)
+    tree, named = run_on_all(lambda: _as_tree(run.collect(extra=extra)), mesh, CheckpointError)
     order = [(info, named[id(info)]) for info in tensors_in(tree)]
     stream_gathered(order, lambda chunks: write_full(Path(path), tree, chunks, overwrite=overwrite), mesh, progress)
 
@@ -112,7 +114,7 @@ def load_full(
         require_names(contents)
         return with_our_names(contents)
 
-    channel = Channel()
+    channel = Channel(CheckpointError)
     try:
         contents = open_on_ranks(open_file, mesh, broadcast=broadcast)
         reader = RequestReader(broadcast, mesh)
@@ -126,10 +128,10 @@ def load_full(
 
 def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[int, Any]]:
     """The nested dictionary with infos in place of tensors, and the tensor of each info."""
-    infos: dict[str, TensorInfo] = {}
+    infos: dict[str, StoredTensor] = {}
     tensors: dict[int, Any] = {}
     for name, tensor in found.tensors.items():
-        infos[name] = TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        infos[name] = StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
         tensors[id(infos[name])] = tensor
     parts: dict[tuple[str | int, ...], Any] = {found.paths[name]: info for name, info in infos.items()}
     parts |= {found.paths[alias]: infos[name] for alias, name in found.aliases.items()}
@@ -138,5 +140,5 @@ def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[int, Any]]:
 
 
 def _mesh(run: Run) -> DeviceMesh | None:
-    meshes = [mesh for model in run.models.values() if (mesh := mesh_of_model(model)) is not None]
+    meshes = [mesh for model in run.models.values() if (mesh := mesh_of(model, take_inventory(model))) is not None]
     return max(meshes, key=lambda mesh: mesh.size(), default=None)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredChunk, StoredTensor
+from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import bytes_of
@@ -33,11 +33,11 @@ def stack(tensors: Sequence[StoredTensor], dim: int) -> StoredTensor:
     """
     widened = []
     for tensor in tensors:
-        pieces = tuple(
-            replace(piece, box=Box(_insert(piece.box.starts, dim, 0), _insert(piece.box.sizes, dim, 1)))
-            for piece in tensor.pieces
+        chunks = tuple(
+            replace(chunk, spec=ChunkSpec(_insert(chunk.spec.starts, dim, 0), _insert(chunk.spec.sizes, dim, 1)))
+            for chunk in tensor.chunks
         )
-        widened.append(replace(tensor, shape=_insert(tensor.shape, dim, 1), pieces=pieces))
+        widened.append(replace(tensor, shape=_insert(tensor.shape, dim, 1), chunks=chunks))
     return concatenate(widened, dim)
 
 
@@ -52,32 +52,32 @@ def concatenate(tensors: Sequence[StoredTensor], dim: int) -> StoredTensor:
     others = {(tensor.dtype, tensor.shape[:dim], tensor.shape[dim + 1 :]) for tensor in tensors}
     if len(others) > 1 or any(len(tensor.shape) != len(first.shape) for tensor in tensors):
         raise ValueError(f"{first.name} and what it is joined with do not have the same shape and dtype")
-    pieces: list[Piece] = []
+    chunks: list[StoredChunk] = []
     end = 0
     for tensor in tensors:
-        for piece in tensor.pieces:
-            starts = list(piece.box.starts)
+        for chunk in tensor.chunks:
+            starts = list(chunk.spec.starts)
             starts[dim] += end
-            pieces.append(replace(piece, box=Box(tuple(starts), piece.box.sizes)))
+            chunks.append(replace(chunk, spec=ChunkSpec(tuple(starts), chunk.spec.sizes)))
         end += tensor.shape[dim]
     shape = (*first.shape[:dim], end, *first.shape[dim + 1 :])
     name = first.name if len(tensors) == 1 else f"{first.name} … {tensors[-1].name}"
-    return StoredTensor(name, first.dtype, shape, tuple(pieces))
+    return StoredTensor(name, first.dtype, shape, tuple(chunks))
 
 
 def chunk_rows(tensor: StoredTensor, num_chunks: int) -> list[StoredTensor] | None:
     """As `torch.chunk` along dimension 0; None unless the tensor lies in one place of a file."""
-    if len(tensor.pieces) != 1 or tensor.pieces[0].data is not None:
+    if len(tensor.chunks) != 1 or tensor.chunks[0].data is not None:
         return None
     rows, shape = tensor.shape[0], tensor.shape[1:]
     row_bytes, count = tensor.num_bytes // max(rows, 1), -(-rows // num_chunks)
-    chunks = []
+    parts = []
     for start in range(0, rows, count):
         whole = (min(count, rows - start), *shape)
         # The checksums are of blocks of the whole tensor, in which a chunk may begin anywhere.
-        piece = Piece(Box.whole(whole), tensor.pieces[0].file, tensor.pieces[0].offset + start * row_bytes)
-        chunks.append(StoredTensor(tensor.name, tensor.dtype, whole, (piece,)))
-    return chunks
+        chunk = StoredChunk(ChunkSpec.whole(whole), tensor.chunks[0].file, tensor.chunks[0].offset + start * row_bytes)
+        parts.append(StoredTensor(tensor.name, tensor.dtype, whole, (chunk,)))
+    return parts
 
 
 def _insert(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ _MAX_HELD = 2  # readers go through a checkpoint in order, a few threads at a ti
 
 
 class ComputedBytes:
-    """What a `Piece` holds in place of bytes.
+    """What a `StoredChunk` holds in place of bytes.
 
     Args:
         compute: Makes this tensor, and perhaps others; holds the last outcomes.
@@ -112,7 +112,7 @@ _NAMES = re.compile(
 )
 
 
-def read_companions(place: files.Place) -> dict[str, bytes]:
+def read_sidecar_files(place: files.Place) -> dict[str, bytes]:
     """The files beside weights that transformers looks for, by name.
 
     Args:
@@ -215,7 +215,7 @@ class _Layout:
     def _step(
         self, operation: Any, found: dict[str, list[StoredTensor]], converter: Any, name: str
     ) -> dict[str, list[StoredTensor]] | None:
-        """One operation on boxes; None when it takes more than that."""
+        """One operation on chunks; None when it takes more than that."""
         kind, targets = type(operation).__name__, converter.target_patterns
         if kind == "MergeModulelist":
             single = targets[0] if len(found) == 1 else None
@@ -225,8 +225,8 @@ class _Layout:
             return {targets[0]: [concatenate(parts, operation.dim)]}
         if kind == "Chunk" and operation.dim == 0 and len(found) == 1 and len(targets) > 1:
             (tensor,) = next(iter(found.values()))
-            if (chunks := chunk_rows(tensor, len(targets))) is not None:
-                return {target: [part] for target, part in zip(targets, chunks, strict=True)}
+            if (parts := chunk_rows(tensor, len(targets))) is not None:
+                return {target: [part] for target, part in zip(targets, parts, strict=True)}
         return None
 
     def _target(self, name: str, key: str, converter: Any) -> str:
@@ -240,7 +240,9 @@ class _Layout:
             if held is None:
                 while len(self._held) >= _MAX_HELD:
                     del self._held[next(iter(self._held))]
-                made = self._run(name, group, lambda source: read_box(contents, source, Box.whole(source.shape)))
+                made = self._run(
+                    name, group, lambda source: read_chunk(contents, source, ChunkSpec.whole(source.shape))
+                )
                 held = {key: bytes_of(tensor.contiguous()) for key, tensor in made.items()}
             self._held[compute] = held  # the latest last
             return held
@@ -249,8 +251,8 @@ class _Layout:
         for key, made in self._run(name, group, _on_meta).items():
             # The label keeps the reads of one group together: they are sorted by file.
             data = ComputedBytes(compute, key, self._lock)
-            piece = Piece(Box.whole(tuple(made.shape)), file=f"computed {name}", data=data)  # pyrefly: ignore
-            tensors[key] = StoredTensor(key, dtype_name(made.dtype), tuple(made.shape), (piece,))
+            chunk = StoredChunk(ChunkSpec.whole(tuple(made.shape)), file=f"computed {name}", data=data)  # pyrefly: ignore
+            tensors[key] = StoredTensor(key, dtype_name(made.dtype), tuple(made.shape), (chunk,))
         return tensors
 
     def _run(self, name: str, group: _Group, read: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -12,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, portions
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, portions
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.fsdp1 import needs_model
 from shardwise.checkpointing.formats.values import encode_value
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.state.names import find_sections, with_our_names
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import bytes_of, counting
@@ -26,7 +28,9 @@ from shardwise.findings import Finding, Severity
 from shardwise.progress import Progress
 from shardwise.units import format_bytes, format_count
 
+_log = logging.getLogger("shardwise.checkpointing")
 _MAX_VALUE_CHARACTERS = 200
+_RANDOM_STATE = re.compile(r"rng\.\d+\.(python|numpy)")
 _NEEDS_MODEL = "SW336"
 _INTERNAL = ("left_out", "flat_starts", "unnamed", "frames", "has_our_names")
 
@@ -145,7 +149,7 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None) -> I
                 dtype=tensor.dtype,
                 shape=tensor.shape,
                 num_bytes=tensor.num_bytes,
-                num_pieces=len(tensor.pieces),
+                num_pieces=len(tensor.chunks),
             )
             for name, tensor in contents.tensors.items()
         ),
@@ -161,7 +165,7 @@ def _num_elements(contents: Contents) -> int:
     seen: set[object] = set()
     total = 0
     for name, tensor in contents.tensors.items():
-        place = (tensor.shape, *((piece.file, piece.offset, id(piece.data)) for piece in tensor.pieces))
+        place = (tensor.shape, *((chunk.file, chunk.offset, id(chunk.data)) for chunk in tensor.chunks))
         if contents.structure.get(name, (name,))[:-1] == root and place not in seen:
             seen.add(place)
             total += math.prod(tensor.shape)
@@ -238,7 +242,8 @@ def diff_checkpoints(
 ) -> Difference:
     """Compare two checkpoints, of any formats and any numbers of ranks.
 
-    A checkpoint that holds weights alone is compared with the weights of the other.
+    A checkpoint that holds weights alone is compared with the weights of the other. Where the random states of
+    Python or NumPy differ, that is logged and not counted: programs often seed torch alone.
 
     Args:
         a: One of them.
@@ -258,7 +263,14 @@ def diff_checkpoints(
         for name in shared:
             found += _tensor_differences(left, right, name)
             count(left.tensors[name].num_bytes)
-    names, others = ({**contents.tensors, **contents.values} for contents in (left, right))
+    unseeded = [each.name for each in found if _RANDOM_STATE.fullmatch(each.name)]
+    found = [each for each in found if each.name not in unseeded]
+    opaque, others_opaque = (contents.details.get("left_out", {}) for contents in (left, right))
+    for name in unseeded:
+        _log.warning("%s differs; not counted: a program that does not seed it starts each time with another", name)
+    for name in opaque.keys() & others_opaque.keys():
+        _log.warning("%s is in both, but not compared: %s", name, opaque[name])
+    names, others = {**left.tensors, **left.values, **opaque}, {**right.tensors, **right.values, **others_opaque}
     return Difference(
         a=str(a),
         b=str(b),
@@ -268,7 +280,7 @@ def diff_checkpoints(
         values=tuple(
             name for name, value in left.values.items() if name in right.values and _differ(value, right.values[name])
         ),
-        num_equal=len(shared) - len({difference.name for difference in found}),
+        num_equal=len(shared) - len({difference.name for difference in found}) - len(unseeded),
     )
 
 
@@ -286,7 +298,7 @@ def _only_weights(contents: Contents) -> bool:
 
 def _weights(contents: Contents) -> Contents:
     tensors = {name: tensor for name, tensor in contents.tensors.items() if name.startswith("model.")}
-    return replace(contents, tensors=tensors, values={})
+    return replace(contents, tensors=tensors, values={}, details={})
 
 
 def _tensor_differences(left: Contents, right: Contents, name: str) -> Iterator[TensorDifference]:
@@ -297,8 +309,8 @@ def _tensor_differences(left: Contents, right: Contents, name: str) -> Iterator[
     if one.dtype != other.dtype:
         yield TensorDifference(name=name, what="dtype", a=one.dtype, b=other.dtype)
     largest, count = 0.0, 0
-    for box in portions(Box.whole(one.shape), ITEM_BYTES[one.dtype]):
-        most, differing = _compare_parts(read_box(left, one, box), read_box(right, other, box))
+    for spec in portions(ChunkSpec.whole(one.shape), ITEM_BYTES[one.dtype]):
+        most, differing = _compare_parts(read_chunk(left, one, spec), read_chunk(right, other, spec))
         largest = most if most != most or most > largest else largest
         count += differing
     if count:

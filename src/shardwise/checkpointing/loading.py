@@ -12,10 +12,10 @@ from torch import nn
 from shardwise.checkpointing.broadcasting import RequestReader
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.matching import Matched, match
-from shardwise.checkpointing.reading import Request, Verify
+from shardwise.checkpointing.reading import Request, Verify, requests_for
 from shardwise.checkpointing.restoring import RankView, Restoring, new_tensor, plan_object, plan_optimizer, view_for
 from shardwise.checkpointing.staging import wait_for_copies
-from shardwise.checkpointing.state.nested import LAYOUT, derived_state, set_random_state
+from shardwise.checkpointing.state.nested import LAYOUT, derived_state, set_encoded_random_state
 from shardwise.checkpointing.state.run import (
     EXTRA_STATE,
     Run,
@@ -25,9 +25,9 @@ from shardwise.checkpointing.state.run import (
     model_path,
     optimizer_path,
 )
-from shardwise.checkpointing.state.slices import model_tensors, requests_for
+from shardwise.checkpointing.state.slices import model_tensors
 from shardwise.distributed.agreement import Channel
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, listed
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import take_inventory
 from shardwise.sharding.materialize import allocate, materialize
@@ -64,7 +64,7 @@ class LoadPlan:
         if problems := self.restoring.problems:
             raise CheckpointError(
                 f"the checkpoint does not fit this run: {len(problems)} problems",
-                where="\n".join([str(view.contents.path), *_shortened(problems)]),
+                where="\n".join([str(view.contents.path), *listed(problems, _MAX_LINES)]),
                 why="everything that is stored of an object must find its place"
                 if strict
                 else "what is loaded must be there, and of the right shape",
@@ -218,7 +218,7 @@ def load_run(
             materialize(model)  # tables that the model computes itself, and with strict=False what was not stored
     if plan.random_numbers:
         is_own = bool(view.names_under(f"rng.{channel.rank}."))
-        set_random_state(plan.random_numbers if is_own else derived_state(plan.random_numbers, channel.rank))
+        set_encoded_random_state(plan.random_numbers if is_own else derived_state(plan.random_numbers, channel.rank))
     return Loaded(contents.step or 0, plan.extra, tuple(plan.restoring.notes))
 
 
@@ -259,7 +259,7 @@ def load_requests(
         if problems := reader.check(contents, planned):
             raise CheckpointError(
                 f"the checkpoint cannot be loaded: {len(problems)} problems",
-                where="\n".join([str(contents.path), *_shortened(problems)]),
+                where="\n".join([str(contents.path), *listed(problems, _MAX_LINES)]),
                 why="every byte must be there before the first is written into the model",
                 fix="copy the checkpoint again, or load another one",
             )
@@ -278,8 +278,3 @@ def load_requests(
         raise
     for model in models:
         mark_usable(model)
-
-
-def _shortened(lines: list[str]) -> list[str]:
-    hidden = len(lines) - _MAX_LINES
-    return lines[:_MAX_LINES] + ([f"... and {hidden} more"] if hidden > 0 else [])

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,15 +15,16 @@ import torch
 
 from shardwise.checkpointing.contents import (
     ITEM_BYTES,
-    Box,
+    ChunkSpec,
     Contents,
-    Piece,
+    StoredChunk,
     StoredTensor,
     coverage_problem,
     row_dim,
     rows_of,
 )
-from shardwise.checkpointing.storage.files import COPY_AGAIN, FileReader, damaged, join, size_of
+from shardwise.checkpointing.state.slices import ModelTensor, local_chunks
+from shardwise.checkpointing.storage.files import COPY_AGAIN, FileReader, damaged, join, size_problem
 from shardwise.checkpointing.storage.memory import bytes_of, checksum_of_parts, counting
 from shardwise.progress import Progress
 
@@ -35,12 +36,12 @@ _NUM_PINNED = 2  # one is read into while the other is copied to the device
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Read a box of the tensor `name` into `target`."""
+    """Read a chunk of the tensor `name` into `target`."""
 
     name: str
     target: torch.Tensor
-    """This rank's own memory for that box: its shape is the box's sizes; any device, dtype and strides."""
-    box: Box
+    """This rank's own memory for that chunk: its shape is the chunk's sizes; any device, dtype and strides."""
+    spec: ChunkSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,15 @@ class Range:
     """One read of at most `CHUNK_BYTES` of consecutive bytes of a stored chunk."""
 
     tensor: StoredTensor
-    piece: Piece
+    chunk: StoredChunk
     start: int
     """The first byte, counted from the chunk's own first."""
     num_bytes: int
     request: Request
     memory: memoryview | None = None
     """What the bytes are read into, where they lie in the target as they lie in the file."""
-    stored: Box | None = None
-    """Else the box of the tensor that is read into a buffer, of which what the request wants is copied on."""
+    stored: ChunkSpec | None = None
+    """Else the chunk of the tensor that is read into a buffer, of which what the request wants is copied on."""
 
 
 def ranges_of(tensor: StoredTensor, request: Request, verify: bool) -> Iterator[Range]:
@@ -64,54 +65,73 @@ def ranges_of(tensor: StoredTensor, request: Request, verify: bool) -> Iterator[
     item_bytes = ITEM_BYTES[tensor.dtype]
     target = request.target.detach()
     in_place = target.device.type == "cpu" and target.dtype == getattr(torch, tensor.dtype)
-    for piece in tensor.pieces:
-        wanted = piece.box.overlap(request.box)
+    for chunk in tensor.chunks:
+        wanted = chunk.spec.overlap(request.spec)
         if wanted is None:
             continue
         # Along this dimension, and within one row of those before it, wanted elements lie one after another.
-        along = max((dim for dim, size in enumerate(wanted.sizes) if size != piece.box.sizes[dim]), default=0)
+        along = max((dim for dim, size in enumerate(wanted.sizes) if size != chunk.spec.sizes[dim]), default=0)
         is_one_run = math.prod(wanted.sizes[:along]) == 1
         run_bytes = math.prod(wanted.sizes[along:]) * item_bytes
-        is_free = piece.data is None and not (verify and piece.checksums)  # to read just what is wanted
+        is_free = chunk.data is None and not (verify and chunk.checksums)  # to read just what is wanted
         if not is_one_run and not (is_free and run_bytes >= _MIN_RUN_BYTES):
-            along = row_dim(piece.box, wanted, CHUNK_BYTES // item_bytes)
-            yield from _buffered(tensor, piece, request, wanted, along)
+            along = row_dim(chunk.spec, wanted, CHUNK_BYTES // item_bytes)
+            yield from _buffered(tensor, chunk, request, wanted, along)
             continue
-        for run in rows_of(piece.box, wanted, along, wanted.numel):
-            place = part_of(target, request.box, run)
-            if in_place and piece.data is None and place.is_contiguous() and not (place.is_conj() or place.is_neg()):
-                yield from _direct(tensor, piece, request, _first(piece.box, run) * item_bytes, bytes_of(place))
+        for run in rows_of(chunk.spec, wanted, along, wanted.numel):
+            place = part_of(target, request.spec, run)
+            if in_place and chunk.data is None and place.is_contiguous() and not (place.is_conj() or place.is_neg()):
+                yield from _direct(tensor, chunk, request, _first(chunk.spec, run) * item_bytes, bytes_of(place))
             else:
-                yield from _buffered(tensor, piece, request, run, row_dim(piece.box, run, CHUNK_BYTES // item_bytes))
+                yield from _buffered(tensor, chunk, request, run, row_dim(chunk.spec, run, CHUNK_BYTES // item_bytes))
 
 
-def part_of(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
-    """The view of `part` in a tensor that holds `box`; the tensor itself when that is all of it."""
+def requests_for(tensors: Iterable[ModelTensor], stored_names: Mapping[str, str]) -> list[Request]:
+    """Read requests for this rank's chunks of each tensor that has a stored name.
+
+    Args:
+        tensors: The model's.
+        stored_names: `ModelTensor.name` to the name in the checkpoint; others are left out.
+    """
+    return [
+        Request(stored_names[tensor.name], memory, spec)
+        for tensor in tensors
+        if tensor.name in stored_names
+        for spec, memory in local_chunks(tensor.tensor)
+    ]
+
+
+def part_of(tensor: torch.Tensor, spec: ChunkSpec, part: ChunkSpec) -> torch.Tensor:
+    """The view of `part` in a tensor that holds `spec`; the tensor itself when that is all of it."""
     for dim, (start, size) in enumerate(zip(part.starts, part.sizes, strict=True)):
         if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start - box.starts[dim], size)
+            tensor = tensor.narrow(dim, start - spec.starts[dim], size)
     return tensor
 
 
-def _direct(tensor: StoredTensor, piece: Piece, request: Request, start: int, place: memoryview) -> Iterator[Range]:
+def _direct(
+    tensor: StoredTensor, chunk: StoredChunk, request: Request, start: int, place: memoryview
+) -> Iterator[Range]:
     begin, stop = start, start + len(place)
     while begin < stop:
         end = min((begin // CHUNK_BYTES + 1) * CHUNK_BYTES, stop)  # cut between blocks, not within
-        yield Range(tensor, piece, begin, end - begin, request, memory=place[begin - start : end - start])
+        yield Range(tensor, chunk, begin, end - begin, request, memory=place[begin - start : end - start])
         begin = end
 
 
-def _buffered(tensor: StoredTensor, piece: Piece, request: Request, wanted: Box, along: int) -> Iterator[Range]:
+def _buffered(
+    tensor: StoredTensor, chunk: StoredChunk, request: Request, wanted: ChunkSpec, along: int
+) -> Iterator[Range]:
     item_bytes = ITEM_BYTES[tensor.dtype]
-    for stored in rows_of(piece.box, wanted, along, CHUNK_BYTES // item_bytes):
-        start = _first(piece.box, stored) * item_bytes
-        yield Range(tensor, piece, start, stored.numel * item_bytes, request, stored=stored)
+    for stored in rows_of(chunk.spec, wanted, along, CHUNK_BYTES // item_bytes):
+        start = _first(chunk.spec, stored) * item_bytes
+        yield Range(tensor, chunk, start, stored.numel * item_bytes, request, stored=stored)
 
 
-def _first(chunk: Box, box: Box) -> int:
-    """The index in the chunk of the first element of a box in it."""
+def _first(outer: ChunkSpec, inner: ChunkSpec) -> int:
+    """The index in a chunk of the first element of a smaller one in it."""
     index = 0
-    for start, origin, size in zip(box.starts, chunk.starts, chunk.sizes, strict=True):
+    for start, origin, size in zip(inner.starts, outer.starts, outer.sizes, strict=True):
         index = index * size + start - origin
     return index
 
@@ -144,10 +164,10 @@ class RangeReader(contextlib.ExitStack):
         buffer = self._buffer(target.device)
         self._read(item, bytes_of(buffer)[: item.num_bytes])
         assert item.stored is not None
-        wanted = item.stored.overlap(item.request.box)
+        wanted = item.stored.overlap(item.request.spec)
         assert wanted is not None
         stored = buffer[: item.num_bytes].view(getattr(torch, item.tensor.dtype)).view(item.stored.sizes)
-        place, source = part_of(target, item.request.box, wanted), part_of(stored, item.stored, wanted)
+        place, source = part_of(target, item.request.spec, wanted), part_of(stored, item.stored, wanted)
         if target.device.type != "cuda":
             place.copy_(source)
             return
@@ -193,29 +213,29 @@ class RangeReader(contextlib.ExitStack):
         Raises:
             CheckpointError: The file is missing, short or damaged.
         """
-        piece, start = item.piece, item.start
-        if piece.data is not None:
-            buffer[:] = piece.data[start : start + len(buffer)]
+        chunk, start = item.chunk, item.start
+        if chunk.data is not None:
+            buffer[:] = chunk.data[start : start + len(buffer)]
             return
-        if not self._verify or not piece.checksums:
-            self._open(piece.file).read_into(piece.offset + start, [buffer])
+        if not self._verify or not chunk.checksums:
+            self._open(chunk.file).read_into(chunk.offset + start, [buffer])
             return
         block, stop = self._contents.block_bytes, start + len(buffer)
         begin = start // block * block
-        end = min(-(-stop // block) * block, piece.box.numel * ITEM_BYTES[item.tensor.dtype])
+        end = min(-(-stop // block) * block, chunk.spec.numel * ITEM_BYTES[item.tensor.dtype])
         if (start > begin or end > stop) and not self._before:
             self._before, self._after = (memoryview(bytearray(block)) for _ in range(2))
         before, after = self._before[: start - begin], self._after[: end - stop]
-        self._open(piece.file).read_into(piece.offset + begin, [before, buffer, after])
+        self._open(chunk.file).read_into(chunk.offset + begin, [before, buffer, after])
         for first in range(begin, end, block):
             last = min(first + block, end)
             parts = [buffer[max(first - start, 0) : last - start]]
             parts = ([before] if first < start else []) + parts + ([after] if last > stop else [])
-            if checksum_of_parts(parts) != piece.checksums[first // block]:
-                file = join(self._contents.folder, piece.file)
+            if checksum_of_parts(parts) != chunk.checksums[first // block]:
+                file = join(self._contents.folder, chunk.file)
                 raise damaged(
                     f"the checkpoint is damaged: bytes of {item.tensor.name} are not those that were saved",
-                    f"{file}, bytes {piece.offset + first:,} to {piece.offset + last:,}",
+                    f"{file}, bytes {chunk.offset + first:,} to {chunk.offset + last:,}",
                     "their checksum differs: the disk, the network or a program has changed the file",
                     COPY_AGAIN + "; `shardwise ckpt verify` lists all damage",
                 )
@@ -282,7 +302,7 @@ _MAX_THREADS = 8  # a thread copies 5 to 10 GB/s from the page cache; more than 
 def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]:
     """What is wrong with the requests or the checkpoint's files, found before anything is written.
 
-    Every tensor is there, every element of each box is stored exactly once, and every file needed is there and as
+    Every tensor is there, every element of each chunk is stored exactly once, and every file needed is there and as
     large as it should be.
     """
     problems: list[str] = []
@@ -294,28 +314,23 @@ def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]
             continue
         if problem := _problem(tensor, request):
             problems.append(f"{request.name}: {problem}")
-        for piece in tensor.pieces:
-            if piece.data is None and piece.box.overlap(request.box) is not None:
-                end = piece.offset + piece.box.numel * ITEM_BYTES[tensor.dtype]
-                needed[piece.file] = max(needed.get(piece.file, 0), end)
+        for chunk in tensor.chunks:
+            if chunk.data is None and chunk.spec.overlap(request.spec) is not None:
+                end = chunk.offset + chunk.spec.numel * ITEM_BYTES[tensor.dtype]
+                needed[chunk.file] = max(needed.get(chunk.file, 0), end)
     for file, least in sorted(needed.items()):
-        found, expected = size_of(join(contents.folder, file)), contents.file_bytes.get(file)
-        if found is None:
-            problems.append(f"{file}: is missing")
-        elif expected is not None and found != expected:
-            problems.append(f"{file}: has {found:,} bytes, but {expected:,} were written")
-        elif found < least:
-            problems.append(f"{file}: has {found:,} bytes, but its tensors end at {least:,}")
+        if problem := size_problem(join(contents.folder, file), contents.file_bytes.get(file), least):
+            problems.append(f"{file}: {problem}")
     return problems
 
 
 def _problem(tensor: StoredTensor, request: Request) -> str:
     """Why a request cannot be served; empty when it can."""
-    if not request.box.lies_in(tensor.shape):
-        return f"has shape {list(tensor.shape)}, in which {request.box} does not lie"
-    if tuple(request.target.shape) != request.box.sizes:
-        return f"is to be read into memory of shape {list(request.target.shape)}, which {request.box} does not fit"
-    return coverage_problem(request.box, (piece.box for piece in tensor.pieces))
+    if not request.spec.lies_in(tensor.shape):
+        return f"has shape {list(tensor.shape)}, in which {request.spec} does not lie"
+    if tuple(request.target.shape) != request.spec.sizes:
+        return f"is to be read into memory of shape {list(request.target.shape)}, which {request.spec} does not fit"
+    return coverage_problem(request.spec, (chunk.spec for chunk in tensor.chunks))
 
 
 def read_requests(
@@ -361,18 +376,18 @@ def verify_requests(contents: Contents, requests: Iterable[Request], *, progress
     Ranks:
         Local. Callers make the ranks fail together.
     """
-    ranges = [item for item in _all_ranges(contents, requests, True) if item.piece.checksums]
+    ranges = [item for item in _all_ranges(contents, requests, True) if item.chunk.checksums]
     with counting(progress, _num_bytes(ranges), "verifying") as count:
         read_ranges(contents, ranges, _num_threads(), verify=True, write=False, count=count)
 
 
-def read_box(contents: Contents, tensor: StoredTensor, box: Box, *, verify: bool = True) -> torch.Tensor:
+def read_chunk(contents: Contents, tensor: StoredTensor, spec: ChunkSpec, *, verify: bool = True) -> torch.Tensor:
     """A part of a stored tensor, as a new CPU tensor.
 
     Raises:
         CheckpointError: The part is not stored, or its file is missing, short or damaged.
     """
-    request = Request(tensor.name, torch.empty(box.sizes, dtype=getattr(torch, tensor.dtype)), box)
+    request = Request(tensor.name, torch.empty(spec.sizes, dtype=getattr(torch, tensor.dtype)), spec)
     if problem := _problem(tensor, request):
         why = "the checkpoint's index does not fit its files: a part is missing, or the index is damaged"
         raise damaged(f"cannot read {tensor.name}: {problem}", contents.path, why)
@@ -382,7 +397,7 @@ def read_box(contents: Contents, tensor: StoredTensor, box: Box, *, verify: bool
 
 def _all_ranges(contents: Contents, requests: Iterable[Request], verify: bool) -> list[Range]:
     ranges = [item for request in requests for item in ranges_of(contents.tensors[request.name], request, verify)]
-    ranges.sort(key=lambda item: (item.piece.file, item.piece.offset + item.start))  # the order on the disk
+    ranges.sort(key=lambda item: (item.chunk.file, item.chunk.offset + item.start))  # the order on the disk
     return ranges
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import compat
-from shardwise.checkpointing.contents import Box, Contents, StoredTensor
+from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredTensor
 from shardwise.checkpointing.reading import Request
 from shardwise.checkpointing.sharing import PER_RANK
 from shardwise.checkpointing.state.names import canonical_name
@@ -27,7 +27,7 @@ from shardwise.checkpointing.state.optimizer_state import (
     kind_of,
     make_state,
 )
-from shardwise.checkpointing.state.slices import dtype_name, parts_of
+from shardwise.checkpointing.state.slices import dtype_name, local_chunks
 from shardwise.checkpointing.verifying import USE_THE_MODEL, mixed_order, unsure_order
 from shardwise.errors import CheckpointError
 from shardwise.sharding.inventory import local_tensor
@@ -113,9 +113,9 @@ class Restoring:
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
         """Ask for this rank's part of a tensor."""
         if isinstance(tensor, DTensor):
-            self.requests += [Request(name, part.memory, part.box) for part in parts_of(tensor)]
+            self.requests += [Request(name, memory, spec) for spec, memory in local_chunks(tensor)]
         else:
-            self.requests.append(Request(name, tensor.detach(), Box.whole(tuple(tensor.shape))))
+            self.requests.append(Request(name, tensor.detach(), ChunkSpec.whole(tuple(tensor.shape))))
 
 
 def plan_object(

@@ -15,23 +15,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpointing.background_writer import Work, WriterProcess, bytes_of_item, commit, write_items
-from shardwise.checkpointing.contents import ITEM_BYTES, Box
-from shardwise.checkpointing.formats.sharded import FileRecord, Header, Item, file_name
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, LocalChunk, StoredChunk, StoredTensor
+from shardwise.checkpointing.formats.sharded import FileRecord, Header, file_name
 from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, partial_of
 from shardwise.checkpointing.sharing import (
     PER_RANK,
-    HeldBox,
-    HeldTensor,
+    dedup_chunks,
+    dedup_tensors,
     digest,
+    merge_values,
     ranks_without_state,
-    share_boxes,
-    share_tensors,
-    share_values,
 )
-from shardwise.checkpointing.staging import Arena, Copying, Holding
+from shardwise.checkpointing.staging import Arena, AsyncCopy, StagedTensor
 from shardwise.checkpointing.state.nested import FlatState, Path
 from shardwise.checkpointing.state.run import Run
-from shardwise.checkpointing.state.slices import dtype_name, parts_of
+from shardwise.checkpointing.state.slices import dtype_name, local_chunks
 from shardwise.checkpointing.storage.files import Place, join, remove_tree
 from shardwise.checkpointing.storage.memory import checksum
 from shardwise.distributed.agreement import Channel, as_shardwise_error, first_error, run_and_gather
@@ -86,8 +84,8 @@ def _path(name: str, paths: Mapping[str, Path]) -> Path:
     return tuple(name.split("."))  # other ranks' random numbers
 
 
-def _holdings(name: str, tensor: torch.Tensor, *, is_steady: bool) -> list[Holding]:
-    """This rank's boxes of a tensor."""
+def _staged_tensors(name: str, tensor: torch.Tensor, *, unchanged_until_step: bool) -> list[StagedTensor]:
+    """This rank's chunks of a tensor."""
     local = local_tensor(tensor)
     shape, dtype = tuple(tensor.shape), dtype_name(local.dtype)
     plain_types = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -99,26 +97,29 @@ def _holdings(name: str, tensor: torch.Tensor, *, is_steady: bool) -> list[Holdi
             fix="leave it out, or store what it is made of in a state_dict() of your own",
         )
     if isinstance(tensor, DTensor) and tensor.numel():
-        kind, boxes = "box", [(part.box, part.memory) for part in parts_of(tensor)]
+        kind, chunks = "sharded", local_chunks(tensor)
     elif isinstance(tensor, DTensor):  # no rank has a part of it, yet it must be in the checkpoint
-        kind, boxes = "box", [(Box.whole(shape), torch.empty(shape, dtype=local.dtype, device="cpu"))]
+        kind, chunks = "sharded", [(ChunkSpec.whole(shape), torch.empty(shape, dtype=local.dtype, device="cpu"))]
     else:
-        kind, boxes = "own" if name.startswith(_RNG) else "plain", [(Box.whole(shape), local)]
-    return [Holding(HeldBox(name, dtype, shape, box), memory, tensor, kind, is_steady) for box, memory in boxes]
+        kind, chunks = "own" if name.startswith(_RNG) else "plain", [(ChunkSpec.whole(shape), local)]
+    return [
+        StagedTensor(LocalChunk(name, dtype, shape, spec), memory, tensor, kind, unchanged_until_step)
+        for spec, memory in chunks
+    ]
 
 
 @dataclass(slots=True)
-class Started:
+class PendingSave:
     """A save whose state is fixed: the ranks agree on it, and it is copied or being copied."""
 
     step: int
     folder: Place
     collected: FlatState
-    items: list[Item] = field(default_factory=list)
+    items: list[LocalChunk] = field(default_factory=list)
     """What this rank may have to write; the memory of each is a tensor, or a place in the arena."""
     plain: frozenset[str] = frozenset()
     """Those of them that every rank holds whole, and that may differ between ranks."""
-    copying: Copying | None = None
+    copy: AsyncCopy | None = None
     """None: the tensors are written from where they are."""
     error: Exception | None = None
     """Why this rank has nothing to write; the others learn it when they finish."""
@@ -140,17 +141,17 @@ class Saver:
         self._front, self._back, self._fsync = front, back, fsync
         self._arena = Arena()
         self._writer: WriterProcess | None = None
-        self._marks: list[int] = []
+        self._layouts: list[int] = []
         self._chosen: list[int] = []
 
     def prepare(self, collect: Callable[[], FlatState]) -> None:
         """Do now what the first save in the background would else do: start the writer, get the memory."""
-        holdings, _ = self._share(0, collect, self._ensure_writer)
-        self._arena.place(holdings)
+        staged_tensors, _ = self._share(0, collect, self._ensure_writer)
+        self._arena.place(staged_tensors)
         self._arena.touch()
 
     @torch.no_grad()  # a switch that thousands of small calls would else flip one by one
-    def start(self, folder: Place, step: int, collect: Callable[[], FlatState], *, background: bool) -> Started:
+    def start(self, folder: Place, step: int, collect: Callable[[], FlatState], *, background: bool) -> PendingSave:
         """Fix the state that is saved. Training waits for this, and for no more.
 
         Args:
@@ -169,20 +170,20 @@ class Saver:
             if self._front.rank == 0:
                 begin_checkpoint(folder)
 
-        holdings, collected = self._share(step, collect, begin)
-        started = Started(step, folder, collected)
+        staged_tensors, collected = self._share(step, collect, begin)
+        pending = PendingSave(step, folder, collected)
         try:  # from here on the others count on this rank to take part in `finish`
-            if background or any(holding.memory.device.type != "cpu" for holding in holdings):
-                self._arena.place(holdings)
-                started.copying = Copying(holdings, self._arena)
+            if background or any(staged.memory.device.type != "cpu" for staged in staged_tensors):
+                self._arena.place(staged_tensors)
+                pending.copy = AsyncCopy(staged_tensors, self._arena)
                 collected.tensors.clear()  # what is written is the copy; the run's own tensors must be free to go
-            started.items = [self._item(holding, started.copying is not None) for holding in holdings]
-            started.plain = frozenset(holding.held.name for holding in holdings if holding.kind == "plain")
+            pending.items = [self._item(staged, pending.copy is not None) for staged in staged_tensors]
+            pending.plain = frozenset(staged.chunk.name for staged in staged_tensors if staged.kind == "plain")
         except Exception as caught:
-            started.error = caught
-        return started
+            pending.error = caught
+        return pending
 
-    def finish(self, started: Started, *, retire: Retire, progress: Progress | None = None) -> None:
+    def finish(self, pending: PendingSave, *, retire: Retire, progress: Progress | None = None) -> None:
         """Write and commit; on the thread that `back` belongs to.
 
         Args:
@@ -193,15 +194,15 @@ class Saver:
         Raises:
             ShardwiseError: The same on every rank. Nothing is committed then, unless `retire` raised it.
         """
-        back, values = self._back, started.collected.values
-        plain: dict[str, HeldTensor] = {}
+        back, values = self._back, pending.collected.values
+        plain: dict[str, StoredTensor] = {}
         error: Exception | None = None
         try:
-            if started.error is not None:
-                raise started.error
-            if started.copying is not None:
-                started.copying.run()
-            plain = self._plain_tensors(started)
+            if pending.error is not None:
+                raise pending.error
+            if pending.copy is not None:
+                pending.copy.run()
+            plain = self._plain_tensors(pending)
         except Exception as caught:
             error = caught
         told = back.all_gather((_portable(error), digest(plain), digest(values)))
@@ -210,9 +211,9 @@ class Saver:
         if failed is None:  # where the ranks' tables are equal, nothing is sent
             tables = [plain] * back.size if len({each[1] for each in told}) == 1 else back.all_gather(plain)
             values_of_ranks = [values] if len({each[2] for each in told}) == 1 else back.gather(values)
-            values = share_values(values_of_ranks) if back.rank == 0 else {}
+            values = merge_values(values_of_ranks) if back.rank == 0 else {}
             try:
-                record = self._write(started, share_tensors(tables)[back.rank], values, progress)
+                record = self._write(pending, dedup_tensors(tables)[back.rank], values, progress)
             except Exception as caught:
                 error = caught
         outcomes = back.gather((_portable(error), record))
@@ -220,7 +221,7 @@ class Saver:
         if back.rank == 0:
             verdict = failed or first_error([outcome[0] for outcome in outcomes])
             records = [outcome[1] for outcome in outcomes if outcome[1] is not None]
-            verdict = self._conclude(started, records, values, verdict, retire)
+            verdict = self._conclude(pending, records, values, verdict, retire)
         verdict = back.all_gather(verdict)[0]
         if verdict is not None:
             raise verdict
@@ -243,67 +244,67 @@ class Saver:
 
     def _share(
         self, step: int, collect: Callable[[], FlatState], begin: Callable[[], None]
-    ) -> tuple[list[Holding], FlatState]:
+    ) -> tuple[list[StagedTensor], FlatState]:
         """Agree with the other ranks; return what this one may have to write, of what `collect` finds."""
 
-        def work() -> tuple[tuple[FlatState, list[Holding]], tuple[int, int]]:
+        def work() -> tuple[tuple[FlatState, list[StagedTensor]], tuple[int, int]]:
             collected = collect()
-            holdings = [
-                holding
+            staged_tensors = [
+                staged
                 for name, tensor in collected.tensors.items()
-                for holding in _holdings(name, tensor, is_steady=name in collected.steady)
+                for staged in _staged_tensors(name, tensor, unchanged_until_step=name in collected.unchanged_until_step)
             ]
             begin()
-            # Another number when the boxes are not those of the last time; only this process understands it.
-            return (collected, holdings), (step, hash(tuple(each.held for each in holdings if each.kind == "box")))
+            # Another number when the chunks are not those of the last time; only this process understands it.
+            layout = hash(tuple(staged.chunk for staged in staged_tensors if staged.kind == "sharded"))
+            return (collected, staged_tensors), (step, layout)
 
-        (collected, holdings), told = run_and_gather(work, self._front, CheckpointError)
-        if len({each[0] for each in told}) > 1:
+        (collected, staged_tensors), of_ranks = run_and_gather(work, self._front, CheckpointError)
+        steps, layouts = [step for step, _ in of_ranks], [layout for _, layout in of_ranks]
+        if len(set(steps)) > 1:
             raise CheckpointError(
-                f"ranks save different steps: {[each[0] for each in told]}",
+                f"ranks save different steps: {steps}",
                 where="Checkpointer.save(step)",
                 why="a checkpoint is of one step of the whole run",
                 fix="call save with the same step on every rank",
             )
-        boxes = [holding for holding in holdings if holding.kind == "box"]
-        marks = [each[1] for each in told]
-        if marks != self._marks:  # as a rule only the first time
-            tables = self._front.all_gather([holding.held for holding in boxes])
+        sharded = [staged for staged in staged_tensors if staged.kind == "sharded"]
+        if layouts != self._layouts:  # as a rule only the first time
+            tables = self._front.all_gather([staged.chunk for staged in sharded])
             refuse_missing(ranks_without_state(tables))
-            self._chosen, self._marks = share_boxes(tables)[self._front.rank], marks
-        chosen = {id(boxes[index]) for index in self._chosen}
-        return [holding for holding in holdings if holding.kind != "box" or id(holding) in chosen], collected
+            self._chosen, self._layouts = dedup_chunks(tables)[self._front.rank], layouts
+        chosen = {id(sharded[index]) for index in self._chosen}
+        return [staged for staged in staged_tensors if staged.kind != "sharded" or id(staged) in chosen], collected
 
-    def _item(self, holding: Holding, is_copied: bool) -> Item:
-        held = holding.held
-        memory = holding.offset if is_copied else holding.memory.resolve_conj().resolve_neg().contiguous()
-        return Item(held.name, held.dtype, held.shape, held.box, memory)
+    def _item(self, staged: StagedTensor, is_copied: bool) -> LocalChunk:
+        memory = staged.offset if is_copied else staged.memory.resolve_conj().resolve_neg().contiguous()
+        return replace(staged.chunk, memory=memory)
 
-    def _plain_tensors(self, started: Started) -> dict[str, HeldTensor]:
-        is_alone = self._back.size == 1  # nobody to differ from
+    def _plain_tensors(self, pending: PendingSave) -> dict[str, StoredTensor]:
         memory = self._arena.view()
-        return {
-            item.name: HeldTensor(item.dtype, item.shape, 0 if is_alone else checksum(bytes_of_item(item, memory)))
-            for item in started.items
-            if item.name in started.plain
-        }
+
+        def identified(chunk: LocalChunk) -> StoredTensor:  # where there is only one rank, by anything
+            checksums = (checksum(bytes_of_item(chunk, memory)),) if self._back.size > 1 else ()
+            return StoredTensor(chunk.name, chunk.dtype, chunk.shape, (StoredChunk(chunk.spec, checksums=checksums),))
+
+        return {chunk.name: identified(chunk) for chunk in pending.items if chunk.name in pending.plain}
 
     def _write(
-        self, started: Started, names: Mapping[str, str], values: dict[str, Any], progress: Progress | None
+        self, pending: PendingSave, names: Mapping[str, str], values: dict[str, Any], progress: Progress | None
     ) -> FileRecord:
-        path = join(partial_of(started.folder), file_name(self._back.rank))
-        items = [item for item in started.items if item.name not in started.plain or item.name in names]
+        path = join(partial_of(pending.folder), file_name(self._back.rank))
+        items = [item for item in pending.items if item.name not in pending.plain or item.name in names]
         renamed = [replace(item, name=names.get(item.name, item.name)) for item in items]
-        return self._run(started, partial(write_items, path, renamed, values, self._fsync), progress)
+        return self._run(pending, partial(write_items, path, renamed, values, self._fsync), progress)
 
-    def _run(self, started: Started, work: Work, progress: Progress | None = None) -> Any:
-        if started.copying is not None and self._writer is not None:
+    def _run(self, pending: PendingSave, work: Work, progress: Progress | None = None) -> Any:
+        if pending.copy is not None and self._writer is not None:
             return self._writer.run(work, self._arena, progress)
         return work(self._arena.view(), progress)
 
     def _conclude(
         self,
-        started: Started,
+        pending: PendingSave,
         records: Sequence[FileRecord],
         values: dict[str, Any],
         error: ShardwiseError | None,
@@ -313,11 +314,11 @@ class Saver:
         try:
             if error is not None:
                 raise error
-            header = self._header(started, records, values)
-            self._run(started, partial(commit, started.folder, records, header, self._fsync))
+            header = self._header(pending, records, values)
+            self._run(pending, partial(commit, pending.folder, records, header, self._fsync))
         except Exception as caught:
             with contextlib.suppress(ShardwiseError):
-                remove_tree(partial_of(started.folder))
+                remove_tree(partial_of(pending.folder))
             return _portable(caught)
         try:
             retire(records)
@@ -325,20 +326,17 @@ class Saver:
             return _portable(caught)
         return None
 
-    def _header(self, started: Started, records: Iterable[FileRecord], values: dict[str, Any]) -> Header:
+    def _header(self, pending: PendingSave, records: Iterable[FileRecord], values: dict[str, Any]) -> Header:
         """The head of the manifest; rank 0's state knows how names came about."""
-        collected = started.collected
-        names = {tensor.name for record in records for tensor, _ in record.tensors} | {*values, *collected.aliases}
-        if lost := sorted(collected.paths.keys() - names):
-            raise CheckpointError(
-                f"no rank has written {len(lost)} entries of the run's state; nothing was committed",
-                where="\n".join([str(started.folder), *lost[:10]]),
-                why="everything that rank 0 holds must be stored under its name",
-                fix="report this with the text above: the ranks did not agree on who writes what",
-            )
+        collected = pending.collected
+        names = {tensor.name for record in records for tensor, _ in record.tensors} | {
+            *values,
+            *collected.paths,
+            *collected.aliases,
+        }
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return Header(
-            step=started.step,
+            step=pending.step,
             world_size=self._back.size,
             values=values,
             aliases=collected.aliases,

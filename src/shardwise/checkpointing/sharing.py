@@ -5,44 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box
+from shardwise.checkpointing.contents import ChunkSpec, LocalChunk, StoredTensor
 from shardwise.errors import CheckpointError
 
 PER_RANK = "per_rank"
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBox:
-    """A box of a tensor that a rank holds."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the box."""
-        return self.box.numel * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """A plain tensor that a rank holds: what tells it from other ranks' of the same name."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    checksum: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the tensor."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def name_of_rank(rank: int, name: str) -> str:
@@ -50,8 +20,8 @@ def name_of_rank(rank: int, name: str) -> str:
     return f"{PER_RANK}.{rank}.{name}"
 
 
-def share_boxes(tables: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
-    """For each rank, which of its boxes it writes: places in its table, ascending.
+def dedup_chunks(tables: Sequence[Sequence[LocalChunk]]) -> list[list[int]]:
+    """For each rank, which of its chunks it writes: places in its table, ascending.
 
     Args:
         tables: What each rank holds. All ranks must call it with the same.
@@ -59,7 +29,7 @@ def share_boxes(tables: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
     Raises:
         CheckpointError: Ranks hold tensors of one name that are not parts of the same tensor.
     """
-    holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
+    holders: dict[tuple[str, ChunkSpec], list[tuple[int, int]]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for rank, table in enumerate(tables):
         for index, held in enumerate(table):
@@ -72,7 +42,7 @@ def share_boxes(tables: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
                     why="ranks hold parts of one tensor under one name",
                     fix="build the same model on every rank; name the models where ranks have different ones",
                 )
-            holders.setdefault((held.name, held.box), []).append((rank, index))
+            holders.setdefault((held.name, held.spec), []).append((rank, index))
     chosen: list[list[int]] = [[] for _ in tables]
     loads = [0] * len(tables)
     # What only one rank has comes first; then the large ones, to whoever has least so far.
@@ -84,7 +54,7 @@ def share_boxes(tables: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
     return [sorted(indices) for indices in chosen]
 
 
-def share_tensors(tables: Sequence[Mapping[str, HeldTensor]]) -> list[dict[str, str]]:
+def dedup_tensors(tables: Sequence[Mapping[str, StoredTensor]]) -> list[dict[str, str]]:
     """For each rank, which of its plain tensors it writes, and under which name.
 
     Args:
@@ -105,7 +75,7 @@ def share_tensors(tables: Sequence[Mapping[str, HeldTensor]]) -> list[dict[str, 
     return written
 
 
-def share_values(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_values(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """All ranks' values: rank 0's under their names, those of ranks that differ under names of their own.
 
     Args:
@@ -121,21 +91,21 @@ def share_values(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def digest(held: Mapping[str, Any]) -> int:
     """A number that differs when plain tensors, or encoded values, differ."""
-    texts = {name: repr(value) if isinstance(value, HeldTensor) else value for name, value in held.items()}
+    texts = {name: repr(value) if isinstance(value, StoredTensor) else value for name, value in held.items()}
     return xxhash.xxh3_64_intdigest(json.dumps(texts, sort_keys=True).encode())
 
 
-def ranks_without_state(tables: Sequence[Sequence[HeldBox]]) -> dict[str, set[int]]:
+def ranks_without_state(tables: Sequence[Sequence[LocalChunk]]) -> dict[str, set[int]]:
     """By name of an optimizer state, the ranks that hold a part of its parameter and should hold one of it.
 
     They should where the parts of all ranks do not make up the whole; and where another rank has the same part of
     the parameter, a replica of theirs, and does hold one.
     """
-    held: dict[str, dict[int, set[Box]]] = {}
+    held: dict[str, dict[int, set[ChunkSpec]]] = {}
     numels: dict[str, int] = {}
     for rank, table in enumerate(tables):
         for each in table:
-            held.setdefault(each.name, {}).setdefault(rank, set()).add(each.box)
+            held.setdefault(each.name, {}).setdefault(rank, set()).add(each.spec)
             numels[each.name] = math.prod(each.shape)
     lacking: dict[str, set[int]] = {}
     for name, holders in held.items():
@@ -146,7 +116,7 @@ def ranks_without_state(tables: Sequence[Sequence[HeldBox]]) -> dict[str, set[in
             parameter = parameter.rpartition(".")[0]
         parts = held.get(f"model.{parameter}", {})
         others = parts.keys() - holders.keys()
-        if others and sum(box.numel for box in set().union(*holders.values())) >= numels[name]:
+        if others and sum(spec.numel for spec in set().union(*holders.values())) >= numels[name]:
             replicated = [parts[rank] for rank in holders if rank in parts]
             others = {rank for rank in others if parts[rank] in replicated}
         if others:

@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise import compat
-from shardwise.checkpointing.sharing import HeldBox
+from shardwise.checkpointing.contents import LocalChunk
 from shardwise.errors import CheckpointError
 
 _ALIGNMENT = 64  # no dtype is wider, and a cache line is never shared
@@ -26,23 +26,23 @@ _CHUNK_BYTES = 64 << 20  # a copy that training waits for (a loss) must not stan
 _POLL_S = 0.002
 _SMALL_BYTES = 4096  # step counts lie on the CPU even where all else is on a GPU
 _lock = threading.Lock()
-_active: set[Copying] = set()
+_active: set[AsyncCopy] = set()
 _is_hooked = False
 
 
 @dataclass(eq=False, slots=True)
-class Holding:
-    """A box of a tensor in this rank's memory."""
+class StagedTensor:
+    """A chunk of a tensor in this rank's memory."""
 
-    held: HeldBox
+    chunk: LocalChunk
     memory: torch.Tensor
     """This rank's part, on any device, of any strides."""
     owner: torch.Tensor
     """The tensor it is a part of, whose count of changes tells whether somebody wrote to it."""
-    kind: Literal["box", "plain", "own"]
-    """`box`: of a DTensor, equal on all ranks that hold it. `plain`: whole on each rank, which may differ. `own`: of
-    this rank alone."""
-    is_steady: bool
+    kind: Literal["sharded", "plain", "own"]
+    """`sharded`: of a DTensor, equal on all ranks that hold it. `plain`: whole on each rank, which may
+    differ. `own`: of this rank alone."""
+    unchanged_until_step: bool
     """Only an optimizer step changes it."""
     offset: int = 0
     """Where its copy lies in the arena."""
@@ -50,7 +50,7 @@ class Holding:
     @property
     def end(self) -> int:
         """Where the next one's copy may begin."""
-        return self.offset + -(-self.held.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return self.offset + -(-self.chunk.num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def version(self) -> tuple[int, ...]:
         """Another one after every change that torch counts; it does not count fused steps, but those wait."""
@@ -70,13 +70,13 @@ class Arena:
         self._map: mmap.mmap | None = None
         self._is_pinned = False
 
-    def place(self, holdings: Sequence[Holding]) -> None:
-        """Give every holding its place, and make room for them. What the arena held is lost if it must grow."""
+    def place(self, staged_tensors: Sequence[StagedTensor]) -> None:
+        """Give every tensor its place, and make room for them. What the arena held is lost if it must grow."""
         end = 0
         # What a GPU copies in one go lies together.
-        for holding in sorted(holdings, key=lambda each: (not each.is_steady, str(each.memory.device))):
-            holding.offset = end
-            end = holding.end
+        for staged in sorted(staged_tensors, key=lambda each: (not each.unchanged_until_step, str(each.memory.device))):
+            staged.offset = end
+            end = staged.end
         if end > self.num_bytes or self._map is None:
             self.close()
             size = max(-(-end // _GRAIN), 1) * _GRAIN
@@ -88,7 +88,7 @@ class Arena:
             self.generation += 1
             with contextlib.suppress(OSError, AttributeError):  # fewer, larger pages where the system has them
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        if not self._is_pinned and any(holding.memory.device.type == "cuda" for holding in holdings):
+        if not self._is_pinned and any(staged.memory.device.type == "cuda" for staged in staged_tensors):
             self._is_pinned = compat.pin_host_memory(self._address(), self.num_bytes)
 
     def touch(self) -> None:
@@ -125,29 +125,29 @@ def wait_for_copies() -> None:
 
     Optimizer steps and `EMA.update` do so themselves. Almost free when nothing is being saved.
     """
-    for copying in list(_active):
-        copying.gate()
+    for copy in list(_active):
+        copy.gate()
 
 
-class Copying:
-    """One copy of holdings into an arena, from the moment it is made until `run` returns.
+class AsyncCopy:
+    """One copy of staged tensors into an arena, from the moment it is made until `run` returns.
 
     Args:
-        holdings: What to copy; the arena has placed them.
+        staged tensors: What to copy; the arena has placed them.
         arena: Nobody else writes to it meanwhile.
     """
 
-    def __init__(self, holdings: Sequence[Holding], arena: Arena) -> None:
+    def __init__(self, staged_tensors: Sequence[StagedTensor], arena: Arena) -> None:
         self._arena = arena
         self._is_copied = threading.Event()  # what lies in CPU memory; a GPU makes its own streams wait
         self._events: list[Any] = []
         self._gates: list[Any] = []  # those of them that come before the sources may change
         self._aside: list[Any] = []  # memory pools, each with the copies in it
-        self._later: list[Holding] = []
-        self._pending: list[tuple[Holding, tuple[int, ...]]] = []
+        self._later: list[StagedTensor] = []
+        self._pending: list[tuple[StagedTensor, tuple[int, ...]]] = []
         self._changed: list[str] | None = None
         with torch.no_grad():
-            self._start(holdings)
+            self._start(staged_tensors)
         with _lock:
             _install_hook()
             _active.add(self)
@@ -160,8 +160,8 @@ class Copying:
         """
         try:
             with torch.no_grad():
-                for holding in self._later:
-                    _copy_now(holding.memory, self._arena.tensor(holding.offset, holding.memory))
+                for staged in self._later:
+                    _copy_now(staged.memory, self._arena.tensor(staged.offset, staged.memory))
             self._is_copied.set()
             for event in self._events:
                 while not event.query():  # synchronize() would keep a core busy with asking
@@ -192,55 +192,55 @@ class Copying:
         for event in self._gates:
             event.wait()  # the current stream waits, not this thread
 
-    def _start(self, holdings: Sequence[Holding]) -> None:
-        steady_by_device: dict[torch.device, list[Holding]] = {}
-        for holding in holdings:
-            memory = holding.memory
+    def _start(self, staged_tensors: Sequence[StagedTensor]) -> None:
+        steady_by_device: dict[torch.device, list[StagedTensor]] = {}
+        for staged in staged_tensors:
+            memory = staged.memory
             is_on_cpu = memory.device.type == "cpu"
             if not is_on_cpu:
                 steady_by_device.setdefault(memory.device, [])
-            if not holding.is_steady or (is_on_cpu and memory.nbytes <= _SMALL_BYTES):
+            if not staged.unchanged_until_step or (is_on_cpu and memory.nbytes <= _SMALL_BYTES):
                 # On a GPU this is queued on the current stream: what comes after it there may change the source.
                 copy = _copy_now if is_on_cpu else _copy_in_chunks
-                copy(memory, self._arena.tensor(holding.offset, memory))
+                copy(memory, self._arena.tensor(staged.offset, memory))
             elif is_on_cpu:
-                self._pending.append((holding, holding.version()))
-                self._later.append(holding)
+                self._pending.append((staged, staged.version()))
+                self._later.append(staged)
             else:
-                steady_by_device[memory.device].append(holding)
-        for device, steady in steady_by_device.items():
-            self._start_on(device, sorted(steady, key=lambda holding: holding.offset))
+                steady_by_device[memory.device].append(staged)
+        for device, unchanged_until_step in steady_by_device.items():
+            self._start_on(device, sorted(unchanged_until_step, key=lambda staged: staged.offset))
 
-    def _start_on(self, device: torch.device, holdings: Sequence[Holding]) -> None:
+    def _start_on(self, device: torch.device, staged_tensors: Sequence[StagedTensor]) -> None:
         """Queue the copies from one accelerator to the host, on a stream of their own."""
-        aside = copy_on_device(holdings)
+        aside = copy_on_device(staged_tensors)
         stream: Any = torch.Stream(device, priority=0)
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             if aside:
-                _copy_in_chunks(aside[-1], self._arena.tensor(holdings[0].offset, aside[-1]))
+                _copy_in_chunks(aside[-1], self._arena.tensor(staged_tensors[0].offset, aside[-1]))
             else:
-                for holding in holdings:
-                    _copy_in_chunks(holding.memory, self._arena.tensor(holding.offset, holding.memory))
+                for staged in staged_tensors:
+                    _copy_in_chunks(staged.memory, self._arena.tensor(staged.offset, staged.memory))
         copied = stream.record_event()
         self._events += [copied, torch.accelerator.current_stream(device).record_event()]
         self._aside += aside
         if not aside:
             self._gates.append(copied)
-            self._pending += [(holding, holding.version()) for holding in holdings]
+            self._pending += [(staged, staged.version()) for staged in staged_tensors]
 
     def _judge(self) -> None:
         """See whether anything was changed so far; once, because after the gate it may be."""
         with _lock:
             if self._changed is None:
-                self._changed = [each.held.name for each, version in self._pending if each.version() != version]
+                self._changed = [each.chunk.name for each, version in self._pending if each.version() != version]
 
 
-def copy_on_device(holdings: Sequence[Holding]) -> list[Any]:
-    """Queue a copy of holdings on their GPU, laid out as in the arena, so that the next step need not wait.
+def copy_on_device(staged_tensors: Sequence[StagedTensor]) -> list[Any]:
+    """Queue a copy of staged tensors on their GPU, laid out as in the arena, so that the next step need not wait.
 
     Args:
-        holdings: All on one device, in the order of the arena.
+        staged tensors: All on one device, in the order of the arena.
 
     Returns:
         The memory pool and the copy as bytes; nothing where the driver has too little memory that training has not
@@ -249,10 +249,10 @@ def copy_on_device(holdings: Sequence[Holding]) -> list[Any]:
     Ranks:
         Local. Ranks may decide differently: what is saved is the same.
     """
-    if not holdings or holdings[0].memory.device.type != "cuda":
+    if not staged_tensors or staged_tensors[0].memory.device.type != "cuda":
         return []
-    device, base = holdings[0].memory.device, holdings[0].offset
-    num_bytes = holdings[-1].end - base
+    device, base = staged_tensors[0].memory.device, staged_tensors[0].offset
+    num_bytes = staged_tensors[-1].end - base
     if torch.cuda.mem_get_info(device)[0] < num_bytes + _MARGIN_BYTES:
         return []
     pool: Any = torch.cuda.MemPool()  # its own: training's cache neither grows by it nor is cut up
@@ -262,8 +262,8 @@ def copy_on_device(holdings: Sequence[Holding]) -> list[Any]:
     except torch.OutOfMemoryError:
         return []  # another process took it meanwhile
     by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for holding in holdings:
-        memory, start = holding.memory, holding.offset - base
+    for staged in staged_tensors:
+        memory, start = staged.memory, staged.offset - base
         targets, sources = by_dtype.setdefault(memory.dtype, ([], []))
         targets.append(copies[start : start + memory.nbytes].view(memory.dtype).view(memory.shape))
         sources.append(memory)
@@ -289,7 +289,7 @@ def _copy_now(memory: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _copy_in_chunks(memory: torch.Tensor, target: torch.Tensor) -> None:
-    """Queue the copy of GPU memory, in pieces between which other copies find room."""
+    """Queue the copy of GPU memory, in chunks between which other copies find room."""
     if not memory.is_contiguous() or memory.nbytes <= _CHUNK_BYTES:
         target.copy_(memory, non_blocking=True)
         return

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, coverage_problem
+from shardwise.checkpointing.contents import ITEM_BYTES, Contents, tensor_problem
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.sharded_commit import committed_steps, step_folder
 from shardwise.checkpointing.pickles.zip_files import ZipIndex
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import checksum_of_parts
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, listed
 from shardwise.findings import Finding, Severity
 from shardwise.progress import NoProgress, Progress
 
@@ -42,7 +42,7 @@ def unsound(contents: Contents) -> Iterator[Finding]:
     for name, tensor in contents.tensors.items():
         if name.startswith(tuple(f"{prefix}.state." for prefix in mixed)):
             continue
-        if problem := _problem(tensor):
+        if problem := tensor_problem(tensor):
             fix = "copy the checkpoint again with the files of all ranks, or use another"
             yield _error(INCOMPLETE, f"{name} is not stored whole: {problem}", contents.path, fix)
     yield from _shared_states(contents)
@@ -57,12 +57,10 @@ def refuse_unsound(contents: Contents) -> None:
     found = list(unsound(contents))
     if not found:
         return
-    lines = [finding.message for finding in found[:_MAX_LISTED]]
-    hidden = len(found) - len(lines)
     raise CheckpointError(
         f"the checkpoint is not whole: {len(found)} problem{'s' if len(found) > 1 else ''}",
         where=str(contents.path),
-        why="\n".join([*lines, *([f"... and {hidden} more"] if hidden else [])]),
+        why="\n".join(listed([finding.message for finding in found], _MAX_LISTED)),
         fix=found[0].fix,
     )
 
@@ -86,7 +84,7 @@ def mixed_order(contents: Contents) -> dict[str, str]:
             continue
         start = f"{prefix}.state."
         stored = [name for name in contents.tensors if name.startswith(start)]
-        twice = [name for name in stored if _problem(contents.tensors[name])]
+        twice = [name for name in stored if tensor_problem(contents.tensors[name])]
         keys = {name.rpartition(".")[2] for name in twice}
         having = {name.removeprefix(start).rpartition(".")[0] for name in stored}
         wanted = [f"{start}{name}.{key}" for name in first if name in having for key in keys]
@@ -132,10 +130,6 @@ def _listed_parameters(contents: Contents) -> list[tuple[str | None, str, list[s
     ]
 
 
-def _problem(tensor: StoredTensor) -> str:
-    return coverage_problem(Box.whole(tensor.shape), (piece.box for piece in tensor.pieces))
-
-
 def _shared_states(contents: Contents) -> Iterator[Finding]:
     """Two states of one parameter that are the same bytes: the later one overwrote the earlier.
 
@@ -146,10 +140,10 @@ def _shared_states(contents: Contents) -> Iterator[Finding]:
     shared: list[tuple[str, str]] = []
     for name, tensor in contents.tensors.items():
         path = contents.structure.get(name, ())
-        if len(path) < 3 or path[-3] != "state" or tensor.num_bytes <= 8 or len(tensor.pieces) != 1:
+        if len(path) < 3 or path[-3] != "state" or tensor.num_bytes <= 8 or len(tensor.chunks) != 1:
             continue
-        piece = tensor.pieces[0]
-        first = seen.setdefault((path[:-1], piece.file, piece.offset, id(piece.data)), name)
+        chunk = tensor.chunks[0]
+        first = seen.setdefault((path[:-1], chunk.file, chunk.offset, id(chunk.data)), name)
         if first != name:
             shared.append((first, name))
     if shared:
@@ -167,15 +161,13 @@ def wrong_files(contents: Contents) -> Iterator[Finding]:
     """Files that are missing, or not as large as they were."""
     for file in file_names(contents):
         path = files.join(contents.folder, file)
-        size, expected = files.size_of(path), contents.file_bytes.get(file)
-        if size is None or (expected is not None and size != expected):
-            state = "is missing" if size is None else f"has {size:,} bytes, but {expected:,} were written"
-            yield _error(WRONG_FILE, f"the file {state}", path)
+        if problem := files.size_problem(path, contents.file_bytes.get(file)):
+            yield _error(WRONG_FILE, f"the file {problem}", path)
 
 
 def file_names(contents: Contents) -> list[str]:
     """Every file that the contents lie in, relative to the folder."""
-    used = (piece.file for tensor in contents.tensors.values() for piece in tensor.pieces if piece.file)
+    used = (chunk.file for tensor in contents.tensors.values() for chunk in tensor.chunks if chunk.file)
     return list(dict.fromkeys([*contents.file_bytes, *used]))
 
 
@@ -217,10 +209,10 @@ def _tensor_checks(contents: Contents) -> Iterator[_Check]:
     """The blocks of tensors, and in our own format the bytes between them, file by file."""
     extents: dict[str, dict[int, tuple[int, str, tuple[int, ...]]]] = {}
     for name, tensor in contents.tensors.items():
-        for piece in tensor.pieces:
-            end = piece.offset + piece.box.numel * ITEM_BYTES[tensor.dtype]
-            if end > piece.offset and piece.checksums:
-                extents.setdefault(piece.file, {}).setdefault(piece.offset, (end, name, piece.checksums))
+        for chunk in tensor.chunks:
+            end = chunk.offset + chunk.spec.numel * ITEM_BYTES[tensor.dtype]
+            if end > chunk.offset and chunk.checksums:
+                extents.setdefault(chunk.file, {}).setdefault(chunk.offset, (end, name, chunk.checksums))
     step, frames = contents.block_bytes, contents.details.get("frames", {})
     for file, size in contents.file_bytes.items():
         between, at = [], 0

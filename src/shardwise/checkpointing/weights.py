@@ -16,9 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.checkpointing.agreement import is_first, mesh_of_model, on_first, raise_over, together, together_with
 from shardwise.checkpointing.broadcasting import RequestReader, open_on_ranks
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, StoredTensor, TensorInfo, portions
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredTensor, portions
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import tensors_in, write_full
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
@@ -33,22 +32,23 @@ from shardwise.checkpointing.formats.safetensors import (
 from shardwise.checkpointing.hugging_face import in_model_layout
 from shardwise.checkpointing.loading import load_requests
 from shardwise.checkpointing.matching import Matched, match, rename_contents
-from shardwise.checkpointing.reading import Verify, read_box
+from shardwise.checkpointing.reading import Verify, read_chunk, requests_for
 from shardwise.checkpointing.state.names import KeyReport, Rename, canonical_name
 from shardwise.checkpointing.state.run import refuse_unusable
-from shardwise.checkpointing.state.slices import ModelTensor, dtype_name, model_tensors, parts_of, requests_for
+from shardwise.checkpointing.state.slices import ModelTensor, dtype_name, local_chunks, model_tensors
 from shardwise.checkpointing.storage.files import is_remote
-from shardwise.checkpointing.storage.memory import bytes_of, counting, give_back_freed
+from shardwise.checkpointing.storage.memory import bytes_of, counting, trim_malloc
+from shardwise.distributed.agreement import is_first, on_rank_zero, raise_together, run_and_gather, run_on_all
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.models.described import hugging_face_config
 from shardwise.progress import Progress
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order
 from shardwise.sharding.inventory import class_name, is_meta, take_inventory
-from shardwise.sharding.materialize import allocate, materialize
+from shardwise.sharding.materialize import allocate, materialize, mesh_of
 from shardwise.units import parse_bytes
 
 
-def companions_of(model: Any, dtype: str | None = None) -> dict[str, bytes]:
+def sidecar_files(model: Any, dtype: str | None = None) -> dict[str, bytes]:
     """The small files that transformers or diffusers needs to open a folder of this model's weights.
 
     Args:
@@ -125,11 +125,13 @@ def save_weights(
     Ranks:
         Collective over the ranks that hold the model; the first writes. Every rank raises.
     """
-    mesh = mesh_of_model(model)
-    tensors = together(lambda: _check(model, path, format), mesh)
+    mesh = mesh_of(model, take_inventory(model))
+    tensors = run_on_all(lambda: _check(model, path, format), mesh, CheckpointError)
     target = float_dtype(dtype, "save_weights(dtype=...)")
     infos = [
-        TensorInfo(tensor.name, target if target and tensor.tensor.is_floating_point() else tensor.dtype, tensor.shape)
+        StoredTensor(
+            tensor.name, target if target and tensor.tensor.is_floating_point() else tensor.dtype, tensor.shape
+        )
         for tensor in tensors
     ]
     target_path = Path(path)
@@ -144,17 +146,17 @@ def save_weights(
         check = partial(check_target, target_path, infos, overwrite)
 
         def write(chunks: Chunks) -> None:
-            companions = companions_of(model, target) if not target_path.name.endswith(".safetensors") else {}
-            names = {"stem": weights_stem(model), "companions": companions}
+            sidecars = sidecar_files(model, target) if not target_path.name.endswith(".safetensors") else {}
+            names = {"stem": weights_stem(model), "sidecars": sidecars}
             write_safetensors(target_path, infos, chunks, max_shard_bytes=limit, overwrite=overwrite, **names)
 
-    on_first(check, mesh)  # before anything is gathered
+    on_rank_zero(check, group=mesh)  # before anything is gathered
     by_name = {tensor.name: tensor.tensor for tensor in tensors}
     stream_gathered([(info, by_name[info.name]) for info in order], write, mesh, progress)
 
 
 def stream_gathered(
-    named: Sequence[tuple[TensorInfo, torch.Tensor]],
+    named: Sequence[tuple[StoredTensor, torch.Tensor]],
     write: Callable[[Chunks], None],
     mesh: DeviceMesh | None,
     progress: Progress | None = None,
@@ -176,7 +178,7 @@ def stream_gathered(
     """
     infos = {info.name: info for info, _ in named}
     ordered = [
-        (infos.get(name) or TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
+        (infos.get(name) or StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
         for name, tensor in in_first_rank_order([(info.name, tensor) for info, tensor in named], mesh)
     ]
     writes, error = is_first(mesh), None
@@ -192,12 +194,12 @@ def stream_gathered(
                 pass
         except Exception as caught:
             error = error or caught
-    raise_over(mesh, error)
+    raise_together(error, group=mesh, kind=CheckpointError)
 
 
 def _gathered(
-    named: Sequence[tuple[TensorInfo, torch.Tensor]], keep: bool, count: Callable[[int], None]
-) -> Iterator[tuple[TensorInfo, memoryview]]:
+    named: Sequence[tuple[StoredTensor, torch.Tensor]], keep: bool, count: Callable[[int], None]
+) -> Iterator[tuple[StoredTensor, memoryview]]:
     passed = 0
     # Runs of one dtype: the cast happens before the tensors travel.
     for dtype, group in itertools.groupby(named, key=lambda pair: pair[0].dtype):
@@ -210,7 +212,33 @@ def _gathered(
             passed += info.num_bytes
             if passed >= _TRIM_BYTES:
                 passed = 0
-                give_back_freed()
+                trim_malloc()
+
+
+def refuse_suffix(path: str | Path, format: str, torch_format: str) -> None:
+    """Refuse a path that ends as files of another format do.
+
+    Args:
+        path: Where to write.
+        format: What to write.
+        torch_format: What the caller's users pass for a `torch.save` file.
+
+    Raises:
+        ConfigError: It does.
+    """
+    is_torch = str(path).endswith(TORCH_SUFFIXES)
+    if format in ("safetensors", "dcp") and is_torch:
+        fix = f"pass {torch_format}, or name a folder" + (" or a file that ends in .safetensors" * (format != "dcp"))
+    elif format != "safetensors" and str(path).endswith(".safetensors"):
+        fix = 'pass format="safetensors", or name ' + ("a folder" if format == "dcp" else "a file that ends in .pt")
+    else:
+        return
+    raise ConfigError(
+        f"format is {format!r}, but the path ends in {Path(path).suffix}",
+        where=str(path),
+        why="programs that read weights go by the ending",
+        fix=fix,
+    )
 
 
 def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]:
@@ -220,17 +248,7 @@ def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]
             where="save_weights(format=...)",
             fix='pass "safetensors" or "torch"; for sharded checkpoints use shardwise.Checkpointer',
         )
-    if str(path).endswith(TORCH_SUFFIXES if format == "safetensors" else ".safetensors"):
-        fixes = {
-            "safetensors": 'pass format="torch", or name a folder or a file that ends in .safetensors',
-            "torch": 'pass format="safetensors", or name a file that ends in .pt',
-        }
-        raise ConfigError(
-            f"format is {format!r}, but the path ends in {Path(path).suffix}",
-            where=str(path),
-            why="programs that read weights go by the ending",
-            fix=fixes[format],
-        )
+    refuse_suffix(path, format, 'format="torch"')
     refuse_remote(path)
     refuse_unusable(model)
     tensors = model_tensors(model)
@@ -263,7 +281,7 @@ def float_dtype(dtype: torch.dtype | str | None, where: str) -> str | None:
     """The name of a floating-point dtype; None for none.
 
     Raises:
-        ConfigError: It is no such dtype.
+        ConfigError: It is not one.
     """
     if dtype is None:
         return None
@@ -271,7 +289,7 @@ def float_dtype(dtype: torch.dtype | str | None, where: str) -> str | None:
     name = _SHORT_NAMES.get(name, name)
     if name not in ITEM_BYTES or not name.startswith(("float", "bfloat")):
         raise ConfigError(
-            f"{name!r} is no floating-point dtype",
+            f"{name!r} is not a floating-point dtype",
             where=where,
             why="floating-point tensors are cast to it",
             fix="pass one such as torch.bfloat16 or 'float32'",
@@ -330,8 +348,8 @@ def load_weights(
         Collective over the ranks that hold the model. Every rank raises.
     """
     _check_verify(verify)
-    mesh = mesh_of_model(model)
-    tensors = together(lambda: model_tensors(model), mesh)
+    mesh = mesh_of(model, take_inventory(model))
+    tensors = run_on_all(lambda: model_tensors(model), mesh, CheckpointError)
     contents = open_on_ranks(lambda: _open(model, tensors, path, rename), mesh, broadcast=broadcast)
     matched = _match(model, tensors, contents, mesh, strict)
 
@@ -350,7 +368,7 @@ def load_weights(
         [model],
         contents,
         lambda: requests_for(tensors, matched.stored_names),
-        lambda work: together(work, mesh),
+        lambda work: run_on_all(work, mesh, CheckpointError),
         RequestReader(broadcast, mesh),
         allocate=allocate_wanted,
         check=check_copies,
@@ -385,7 +403,7 @@ def _match(
         described = repr([(name, tensor.name, tensor.dtype, tensor.shape) for name, tensor in stored.items()])
         return matched, hashlib.sha256(described.encode()).hexdigest()
 
-    matched, digests = together_with(work, mesh)
+    matched, digests = run_and_gather(work, mesh, CheckpointError)
     if len(set(digests)) > 1:  # a stale copy on one machine is easily missed
         differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
         raise CheckpointError(
@@ -405,8 +423,8 @@ def _refuse_differing_copies(
         for other in matched.copies.get(tensor.name, ()):
             name = matched.stored_names[tensor.name]
             first, copy = contents.tensors[name], contents.tensors[other]
-            boxes = [Box.whole(tensor.shape)] if whole else [part.box for part in parts_of(tensor.tensor)]
-            if copy.pieces and _differ(contents, first, copy, boxes):  # without pieces: a rank that reads nothing
+            specs = [ChunkSpec.whole(tensor.shape)] if whole else [spec for spec, _ in local_chunks(tensor.tensor)]
+            if copy.chunks and _differ(contents, first, copy, specs):  # without chunks: a rank that reads nothing
                 raise CheckpointError(
                     f"{name!r} and {other!r} are stored with different values",
                     where=str(contents.path),
@@ -415,18 +433,18 @@ def _refuse_differing_copies(
                 )
 
 
-def _differ(contents: Contents, first: StoredTensor, copy: StoredTensor, boxes: Iterable[Box]) -> bool:
-    """Whether two stored tensors differ within the boxes; they are read only where places and checksums do not tell."""
+def _differ(contents: Contents, first: StoredTensor, copy: StoredTensor, specs: Iterable[ChunkSpec]) -> bool:
+    """Whether two stored tensors differ within the chunks; read only where places and checksums do not tell."""
     if (copy.shape, copy.dtype) != (first.shape, first.dtype):
         return True
     known = [
-        [(piece.box, piece.checksums or (piece.file, piece.offset, id(piece.data))) for piece in tensor.pieces]
+        [(chunk.spec, chunk.checksums or (chunk.file, chunk.offset, id(chunk.data))) for chunk in tensor.chunks]
         for tensor in (first, copy)
     ]
     return known[0] != known[1] and any(
-        bytes_of(read_box(contents, first, part)) != bytes_of(read_box(contents, copy, part))
-        for box in boxes
-        for part in portions(box, ITEM_BYTES[first.dtype], _BUCKET_BYTES)
+        bytes_of(read_chunk(contents, first, part)) != bytes_of(read_chunk(contents, copy, part))
+        for spec in specs
+        for part in portions(spec, ITEM_BYTES[first.dtype], _BUCKET_BYTES)
     )
 
 

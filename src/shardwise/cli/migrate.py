@@ -44,7 +44,7 @@ def _show(migration: Migration, format: SourceFormat, *, written: bool) -> None:
     from rich.console import Console
 
     from shardwise import __version__
-    from shardwise.fsdp1.codemod.draft import KINDS
+    from shardwise.fsdp1.codemod.draft import finding_kinds
     from shardwise.report.migration import print_migration
     from shardwise.report.source import findings_github, findings_sarif
 
@@ -52,7 +52,7 @@ def _show(migration: Migration, format: SourceFormat, *, written: bool) -> None:
         case SourceFormat.JSON:
             typer.echo(json.dumps(migration.to_dict(), indent=2))
         case SourceFormat.SARIF:
-            typer.echo(findings_sarif(migration.findings, KINDS.values(), version=__version__))
+            typer.echo(findings_sarif(migration.findings, finding_kinds().values(), version=__version__))
         case SourceFormat.GITHUB:
             typer.echo(findings_github(migration.findings))
         case SourceFormat.TEXT:

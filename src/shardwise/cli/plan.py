@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import traceback
 from dataclasses import asdict, replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.options import Format, FormatOption, SetOption
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError, nearest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -136,12 +135,12 @@ def _find(made: Plan, name: str) -> Group:
         if len(found) == 1:
             return found[0]
     names = [group.name for group in made.groups]
-    near = [group.name for group in below] or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = below[0].name if below else nearest(name, names, cutoff=0.5)
     raise ConfigError(
-        f"there is no group {name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""),
+        f"there is no group {name!r}" + (f" (did you mean {near!r}?)" if near else ""),
         where="--explain",
         why="a group is named as the plan prints it, or by a module or parameter that no other group has",
-        fix=f"--explain '{near[0] if near else names[-1]}'; without --explain, the plan lists every group",
+        fix=f"--explain '{near or names[-1]}'; without --explain, the plan lists every group",
     )
 
 

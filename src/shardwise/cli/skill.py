@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from shardwise.cli.options import Format, FormatOption
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError, fix_name
 from shardwise.pages import page_folder
 
 SKILL = "shardwise-fsdp2"
@@ -137,6 +137,6 @@ def show(
     pages = {Path(name).stem: data.decode() for name, data in skill_files().items()}
     name = topic or "SKILL"
     if name not in pages:
-        fix = did_you_mean(name, pages).strip(" ()") or "choose one of the topics"
+        fix = fix_name(name, pages, "choose one of the topics")
         raise ConfigError(f"the skill has no topic {name!r}", where="TOPIC", why=f"topics: {', '.join(pages)}", fix=fix)
     typer.echo(json.dumps({"topic": name, "page": pages[name]}) if format is Format.JSON else pages[name].rstrip())

@@ -46,7 +46,7 @@ def train(
 def _train(config: RunConfig, nproc: int | None) -> Training | None:
     from shardwise.cli.running import run_on_ranks
     from shardwise.distributed.launchers import read_launch
-    from shardwise.training.run_folder import give_back, with_folder
+    from shardwise.training.run_folder import remove_if_empty, with_folder
 
     if read_launch().source == "single":
         config = with_folder(config)  # before the ranks start: after a restart they look there for their checkpoints
@@ -60,7 +60,7 @@ def _train(config: RunConfig, nproc: int | None) -> Training | None:
             everywhere=True,
         )
     finally:
-        give_back(config)  # if it is empty still
+        remove_if_empty(config)  # if it is empty still
 
 
 def train_on_rank(config: RunConfig) -> Training:

@@ -23,21 +23,21 @@ from shardwise.compat.fsdp import param_groups, unsharded_parameters
 _HAS_GRAD_DTYPE = not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 
 
-def mend_accumulation(model: nn.Module) -> None:
+def patch_accumulation(model: nn.Module) -> None:
     """Make the sums right in the whole tree; repeatable."""
     for group in param_groups(model):
-        mend_group(group)
+        patch_group(group)
 
 
-def mend_group(group: Any) -> None:
+def patch_group(group: Any) -> None:
     """The same for one group."""
-    if hasattr(group, "_shardwise_mended"):
+    if hasattr(group, "_shardwise_patched"):
         return
-    group._shardwise_mended = True
+    group._shardwise_patched = True
     if _HAS_GRAD_DTYPE:
         group.wait_for_unshard = functools.partial(_wait_and_widen, group, group.wait_for_unshard)
     else:
-        group.post_backward = functools.partial(_mended_post_backward, group, group.post_backward)
+        group.post_backward = functools.partial(_patched_post_backward, group, group.post_backward)
 
 
 def _wait_and_widen(group: Any, wait_for_unshard: Callable[[], None]) -> None:
@@ -74,18 +74,18 @@ def lay_out_partial_sums(group: Any, params: Iterable[Any]) -> None:
     group._partial_reduce_output_layout = after
 
 
-def _mended_post_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+def _patched_post_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
     gathered = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
     if not gathered and not group.reduce_grads:
         group._training_state = type(group._training_state).POST_BACKWARD
         return
     if group.reduce_grads:
-        _give_one_dtype(group, gathered)
+        _unify_dtype(group, gathered)
         _complete_partial_sums(group, gathered)
     post_backward(*unused)
 
 
-def _give_one_dtype(group: Any, gathered: list[Any]) -> None:
+def _unify_dtype(group: Any, gathered: list[Any]) -> None:
     """Where some gradients wait in the reduce dtype, bring the others to it."""
     if all(param.unsharded_accumulated_grad is None for param in gathered):
         return

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBa
 from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from shardwise.compat.accumulation import lay_out_partial_sums, mend_group, partial_sums, zero_gradient
+from shardwise.compat.accumulation import lay_out_partial_sums, partial_sums, patch_group, zero_gradient
 from shardwise.compat.fsdp import fsdp_modules, fsdp_state, groups_of, param_groups
 
 
@@ -33,7 +33,7 @@ def reduce_when_backward_ends(group: Any) -> None:
 
 def before_post_backward(group: Any, callback: Callable[[], None]) -> None:
     """Call `callback` just before a group collects its gradients for reduction."""
-    mend_group(group)  # the mending must see what callbacks add, so it is the innermost
+    patch_group(group)  # the patch must see what callbacks add, so it is the innermost
     post_backward = group.post_backward
 
     def call_then_reduce(*unused: Any) -> None:
@@ -175,12 +175,12 @@ def has_fused_kernels(parameters: Iterable[torch.Tensor]) -> bool:
     return all(p.is_floating_point() and p.device.type in devices for p in parameters)
 
 
-def allow_holding_back(optimizer: torch.optim.Optimizer, allowed: bool) -> None:
-    """Mark an optimizer as one that heeds what `hold_back_step` sets."""
+def set_supports_found_inf(optimizer: torch.optim.Optimizer, allowed: bool) -> None:
+    """Mark an optimizer as one that heeds what `set_found_inf` sets."""
     optimizer._step_supports_amp_scaling = allowed  # pyrefly: ignore[missing-attribute]
 
 
-def hold_back_step(optimizer: torch.optim.Optimizer, is_bad: torch.Tensor) -> bool:
+def set_found_inf(optimizer: torch.optim.Optimizer, is_bad: torch.Tensor) -> bool:
     """Let the next step change nothing where `is_bad` is 1, decided on the device; False where it cannot be."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):  # fused kernels take what GradScaler sets
         return False

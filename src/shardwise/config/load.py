@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError, did_you_mean, raise_listed
 
 C = TypeVar("C")
 _FIX = "shardwise train --print-config shows every setting with its default"
@@ -50,11 +50,30 @@ def load(cls: type[C], source: str | Path | Mapping[str, Any] | None = None, ove
     try:
         config = TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
-        problems += _explain(error, cls)
+        problems += _explain(error.errors(), cls)
     num = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     if problems or config is None:
         raise ConfigError(f"{num} in {name}", where="\n".join(problems), fix=_FIX)
     return config
+
+
+def check_ranges(config: object, section: str = "") -> None:
+    """Raise where a setting is out of the range of its type; `load` has checked what comes from files.
+
+    Args:
+        config: A dataclass of settings, made in Python.
+        section: Its path in a run file, as in `optimizer`.
+
+    Raises:
+        ConfigError: With one line for each setting.
+    """
+    try:
+        TypeAdapter(type(config)).validate_python(_plain(config))
+    except ValidationError as error:
+        items = [item for item in error.errors() if item["type"].startswith(("greater_than", "less_than"))]
+        prefix = f"{section}." if section else ""
+        problems = [prefix + line for line in _explain(items, type(config))]
+        raise_listed(problems, "{num} setting(s) out of range", fix="set them in range", most=len(problems))
 
 
 def to_yaml(config: object, notes: Mapping[str, Iterable[str]] | None = None) -> str:
@@ -131,10 +150,10 @@ def _is_index(items: list[Any], key: str) -> bool:
     return key.isdigit() and int(key) < len(items)
 
 
-def _explain(error: ValidationError, cls: type) -> Iterator[str]:
+def _explain(items: Iterable[Mapping[str, Any]], cls: type) -> Iterator[str]:
     """One line a field: pydantic reports each branch of a union by itself."""
     by_path: dict[tuple[str | int, ...], list[str]] = {}
-    for item in error.errors():
+    for item in items:
         path, owner = _locate(cls, item["loc"])
         text = item["msg"][0].lower() + item["msg"][1:]
         if item["type"] == "unexpected_keyword_argument":

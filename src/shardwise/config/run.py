@@ -1,9 +1,15 @@
 """Every setting of a training run, as frozen dataclasses: what `shardwise train RUN.yaml` reads. No torch, no I/O."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from shardwise.config.schema import MeshConfig, ShardConfig, Strict
+from annotated_types import Ge, Interval
+
+from shardwise.config.schema import MeshConfig, NonNegativeInt, PositiveInt, ShardConfig, Strict
+
+NonNegativeFloat = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Interval(ge=0, lt=1)]
+UnitFloat = Annotated[float, Interval(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,11 +22,11 @@ class DataConfig(Strict):
     """`auto` goes by the name: .jsonl, .bin (tokens), a folder written by `datasets`, else text."""
     evaluation: str | tuple[str, ...] | None = None
     """Held-out data, read like `source`. None: see `evaluation_fraction`."""
-    evaluation_fraction: float = 0.0
+    evaluation_fraction: Fraction = 0.0
     """Fraction of `source` held out for evaluation when `evaluation` is None."""
     tokenizer: str = "bytes"
     """`bytes` (256 bytes and an end-of-document token), a `tokenizer.json` of the tokenizers library, or its folder."""
-    sequence_length: int = 128
+    sequence_length: PositiveInt = 128
     """Number of tokens in a sequence."""
     pack: bool = True
     """Pack several documents into a sequence. False: one document per sequence, truncated or padded."""
@@ -37,9 +43,9 @@ class DataConfig(Strict):
     """Dtype of the tokens in .bin files."""
     shuffle: bool = True
     """Shuffle the samples in every epoch. False: in the order of the source."""
-    workers: int = 1
+    workers: NonNegativeInt = 1
     """Number of threads that prepare batches ahead of the step; 0 prepares them on demand."""
-    prefetch: int = 2
+    prefetch: PositiveInt = 2
     """Number of batches prefetched by each worker."""
 
 
@@ -49,21 +55,21 @@ class OptimizerConfig(Strict):
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     """`muon` updates the matrices of the blocks with Muon, everything else with AdamW."""
-    learning_rate: float = 6e-3
+    learning_rate: NonNegativeFloat = 6e-3
     """Peak learning rate; the schedule scales it."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """Weight decay of matrices; vectors (norms, biases) and embeddings are not decayed."""
     decay_everything: bool = False
     """Apply weight decay to vectors and embeddings too."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Coefficients of AdamW's running averages."""
-    eps: float = 1e-8
+    eps: NonNegativeFloat = 1e-8
     """Term added to AdamW's denominator."""
-    momentum: float = 0.95
+    momentum: Fraction = 0.95
     """Momentum of SGD and Muon."""
     nesterov: bool = True
     """Use Nesterov momentum in SGD and Muon."""
-    muon_learning_rate: float = 0.02
+    muon_learning_rate: NonNegativeFloat = 0.02
     """Peak learning rate of the matrices that Muon updates."""
     fused: Literal["auto"] | bool = "auto"
     """Use the fused optimizer kernel; `auto`: where the device has one."""
@@ -75,11 +81,11 @@ class ScheduleConfig(Strict):
 
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """Schedule after the warm-up; `wsd` (warm-up, stable, decay) stays at the peak and decays at the end."""
-    warmup_steps: int = 20
+    warmup_steps: NonNegativeInt = 20
     """Number of steps in which the learning rate rises from 0 to the peak."""
     decay_steps: int | None = None
     """Number of decay steps at the end of `wsd`; None: a fifth of all steps."""
-    final_ratio: float = 0.1
+    final_ratio: UnitFloat = 0.1
     """Final learning rate as a fraction of the peak."""
 
 
@@ -87,38 +93,38 @@ class ScheduleConfig(Strict):
 class TrainingConfig(Strict):
     """The training loop."""
 
-    steps: int = 700
+    steps: PositiveInt = 700
     """Total number of optimizer steps, including those before a resume."""
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Number of sequences per optimizer step over all ranks; independent of the number of ranks."""
-    micro_batch_size: int | None = None
+    micro_batch_size: PositiveInt | None = None
     """Number of sequences that a rank runs at once; None: all of its part of the batch, halved on all ranks until the
     first steps fit into memory. To find that out, the first three steps run once more, without communication."""
     accumulation: Literal["comm", "memory", "hsdp"] = "comm"
     """When the gradients of micro-batches are communicated; see `accumulate`."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Clip gradients to this norm; 0: no clipping."""
     objective: str = "auto"
     """`auto`: next token where batches have labels, else the loss that the model returns; or `module:callable`,
     called with model and batch, which returns the loss summed over the tokens and their number."""
-    ema_decay: float | None = None
+    ema_decay: UnitFloat | None = None
     """Decay of a moving average of the weights, which is evaluated in their place; None: no average."""
-    evaluate_every: int | None = None
+    evaluate_every: PositiveInt | None = None
     """Number of steps between evaluations; None: only at the end, if there is held-out data."""
-    evaluation_batches: int | None = None
+    evaluation_batches: PositiveInt | None = None
     """Maximum number of held-out batches per evaluation; None: all."""
     on_bad_loss: Literal["stop", "skip", "rewind"] = "stop"
     """Action when a loss or gradient is NaN or infinite: stop, skip the step, or return to the last checkpoint and skip
     the batch."""
-    max_bad_steps: int = 10
+    max_bad_steps: NonNegativeInt = 10
     """Maximum number of such steps in a run; one more stops it, whatever `on_bad_loss` is."""
-    max_restarts: int = 3
+    max_restarts: NonNegativeInt = 3
     """Maximum number of times that local ranks are restarted from the last checkpoint after one of them died."""
     stop_signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGUSR1")
     """Signals on which the run saves a checkpoint and exits with status 4; a second SIGINT ends it at once."""
     sample: str | None = "def "
     """Prompt to generate a sample from after training; null: no sample."""
-    sample_tokens: int = 200
+    sample_tokens: NonNegativeInt = 200
     """Number of tokens to generate."""
 
 
@@ -126,18 +132,18 @@ class TrainingConfig(Strict):
 class CheckpointConfig(Strict):
     """Checkpoints of the run."""
 
-    every: int | None = 100
+    every: PositiveInt | None = 100
     """Number of steps between checkpoints; None: only at the end."""
     format: Literal["sharded", "full", "dcp"] = "sharded"
     """`sharded`: each rank writes its shards, in the background. `full`: one file of unsharded tensors, written by
     rank 0. `dcp`: the same as `sharded`, which torch's Distributed Checkpoint reads; older folders resume."""
     resume: Literal["auto", "never"] | str = "auto"
     """`auto`: the newest checkpoint in the run's folder, if there is one; `never`; or the path of a checkpoint."""
-    keep_last: int | None = 2
+    keep_last: PositiveInt | None = 2
     """Number of most recent checkpoints to keep; None: all."""
-    keep_every: int | None = None
+    keep_every: PositiveInt | None = None
     """Also keep checkpoints whose step is a multiple of this."""
-    keep_best: int | None = None
+    keep_best: PositiveInt | None = None
     """Also keep this number of checkpoints with the lowest evaluation loss."""
     asynchronous: bool = True
     """Write in the background; `full` blocks training."""
@@ -149,7 +155,7 @@ class CheckpointConfig(Strict):
 class MetricsConfig(Strict):
     """Metrics and trackers; metrics.jsonl in the run's folder is always written."""
 
-    every: int = 1
+    every: PositiveInt = 1
     """Number of steps between records."""
     tensorboard: bool = False
     """Write TensorBoard events too."""

@@ -1,9 +1,12 @@
-"""How a model is sharded and ranks are laid out, as frozen dataclasses. Plain Python: no torch, no I/O."""
+"""How a model is sharded and ranks are laid out, as frozen dataclasses. No torch, no I/O."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge
+
+from shardwise.config.load import check_ranges
 from shardwise.errors import ConfigError, PlanError
 
 
@@ -14,6 +17,8 @@ class Strict:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
 
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
 ROOT_PATTERN = "(root)"  # what a plan calls the root's own group
@@ -49,11 +54,11 @@ def refuse_model_parallel(axes: Mapping[str, int], *, where: str, fix: str) -> N
 class MeshConfig(Strict):
     """How ranks are laid out: `replicate` groups of `shard` ranks."""
 
-    shard: int | None = None
+    shard: PositiveInt | None = None
     """Number of ranks that share one copy of the parameters; None: all remaining ranks."""
-    replicate: int = 1
+    replicate: PositiveInt = 1
     """Number of copies of the parameters; more than one is hybrid sharding (HSDP)."""
-    tensor: int = 1
+    tensor: PositiveInt = 1
     """Number of tensor-parallel ranks; must be 1: tensor parallelism is not supported."""
     device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mtia", "npu"] = "auto"
     """Device of the shards; `auto` takes the accelerator when there is one."""
@@ -65,10 +70,7 @@ class MeshConfig(Strict):
             ConfigError: A size is not positive, or they do not multiply to `num_ranks`.
             PlanError: `tensor` is more than 1.
         """
-        for name in ("replicate", "tensor"):
-            _check_positive(f"mesh.{name}", getattr(self, name))
-        if self.shard is not None:
-            _check_positive("mesh.shard", self.shard)
+        check_ranges(self, "mesh")
         wider = "" if self.shard is None else f" and mesh.shard = {self.shard * self.tensor}"
         refuse_model_parallel({"tensor": self.tensor}, where="mesh.tensor", fix=f"set mesh.tensor = 1{wider}")
         shard = self.shard if self.shard is not None else max(num_ranks // self.replicate, 1)
@@ -107,9 +109,9 @@ class PrecisionConfig(Strict):
 class PrefetchConfig(Strict):
     """Number of groups to prefetch explicitly; 0 uses FSDP2's implicit prefetch."""
 
-    forward: int = 0
+    forward: NonNegativeInt = 0
     """Number of groups all-gathered ahead of the running one in forward."""
-    backward: int = 0
+    backward: NonNegativeInt = 0
     """Number of groups all-gathered ahead of the running one in backward."""
     early_root: bool = False
     """Unshard the root's parameters when `optimizer.step()` ends instead of when `model(...)` starts."""
@@ -134,9 +136,9 @@ class GroupOverride(Strict):
     """As in `ShardConfig.reshard_after_forward`."""
     offload: bool | None = None
     """As in `ShardConfig.offload`."""
-    forward_prefetch: int | None = None
+    forward_prefetch: NonNegativeInt | None = None
     """As in `prefetch.forward`."""
-    backward_prefetch: int | None = None
+    backward_prefetch: NonNegativeInt | None = None
     """As in `prefetch.backward`."""
 
 
@@ -186,10 +188,3 @@ class ShardConfig(Strict):
     unused_parameters: Literal["auto", "reduce", "skip"] = "auto"
     """Parameters without a gradient on some rank: `reduce` sends zeros so that ranks stay in lockstep, `skip` skips
     them (torch's behaviour), `auto` reduces where the model's code can leave one out."""
-
-
-def _check_positive(where: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(
-            f"{where} is {value}", where=where, why="a mesh axis has at least one rank", fix=f"set {where} = 1 or more"
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import statistics
 from collections import Counter
@@ -388,8 +387,8 @@ def across_ranks(subject: Subject) -> Iterator[Finding]:
     name_of = {id(parameter): name for name, parameter in subject.parameters.items()}
     facts = {
         "device": _device(mesh.device_type),
-        "buffers": {name: _digest(b) for name, b in subject.model.named_buffers() if not b.is_meta},
-        "plain": {name: _digest(p) for name, p in plain.items()},
+        "buffers": {name: int(fingerprint(b)) for name, b in subject.model.named_buffers() if not b.is_meta},
+        "plain": {name: int(fingerprint(p)) for name, p in plain.items()},
         "replicas": _replica_digests(subject),
         "groups": [  # parameters of other models have no name
             [frozenset(name_of[id(p)] for p in group["params"] if id(p) in name_of) for group in optimizer.param_groups]
@@ -407,7 +406,7 @@ def across_ranks(subject: Subject) -> Iterator[Finding]:
     yield from _groups([each["groups"] for each in told])
 
 
-def _replica_digests(subject: Subject) -> dict[str, str]:
+def _replica_digests(subject: Subject) -> dict[str, int]:
     """Fingerprints of shards of which other ranks hold copies (HSDP), by their place along the other axes."""
     digests = {}
     for name, parameter in subject.parameters.items():
@@ -417,12 +416,12 @@ def _replica_digests(subject: Subject) -> dict[str, str]:
         copies = [isinstance(placement, Replicate) for placement in parameter.placements]
         if coordinate is not None and any(copies):
             place = [str(part) for part, copied in zip(coordinate, copies, strict=True) if not copied]
-            digests[f"{name} [{','.join(place)}]"] = _digest(parameter.to_local())
+            digests[f"{name} [{','.join(place)}]"] = int(fingerprint(parameter.to_local()))
     return digests
 
 
-def _replicas(told: list[dict[str, str]]) -> Iterator[Finding]:
-    first: dict[str, tuple[str, int]] = {}
+def _replicas(told: list[dict[str, int]]) -> Iterator[Finding]:
+    first: dict[str, tuple[int, int]] = {}
     found: dict[str, tuple[int, int]] = {}
     for rank, digests in enumerate(told):
         for place, digest in digests.items():
@@ -461,10 +460,6 @@ def _device(device_type: str) -> str:
         return ""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return f"{socket.gethostname()} {getattr(properties, 'uuid', torch.cuda.current_device())}"
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.blake2b(str(fingerprint(tensor.detach()).tolist()).encode(), digest_size=8).hexdigest()
 
 
 _CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,28 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from shardwise.config.schema import ShardConfig
-from shardwise.diagnosing.parity_criteria import (
-    GRADIENT_FLOOR,
-    ORDER,
-    Deviation,
-    Difference,
-    Evidence,
-    Gap,
-    Parity,
-    Quantity,
-    Tolerance,
-    largest,
-    likely_cause,
-    measure,
-    step_slack,
-    tolerance_for,
-)
+from shardwise.diagnosing import parity_criteria as criteria
+from shardwise.diagnosing.parity_criteria import Deviation, Difference, Gap, Parity, Quantity, Tolerance, measure
 from shardwise.distributed.agreement import agree_on, gather_over_mesh
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, default_mesh
 from shardwise.errors import ConfigError
+from shardwise.models.random_state import kept_random_state, seed_everything
 from shardwise.planning.plan import Plan
 from shardwise.sharding.apply import shard
-from shardwise.sharding.inventory import local_part, local_tensor
+from shardwise.sharding.inventory import fingerprint, local_part, local_tensor
 from shardwise.sharding.materialize import materialize
 from shardwise.sharding.nested_tensors import cast_inputs, find_tensors
 from shardwise.sharding.registry import sharded_state
@@ -76,21 +62,6 @@ class Task:
                 fix="return the loss with its graph: no .item(), no torch.no_grad(), not all frozen",
             )
         return loss
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch's generators and Python's."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Give the process its random state back afterwards."""
-    python_state = random.getstate()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python_state)
 
 
 def bind_batch(make_batch: Callable[..., Any]) -> Callable[[int, int, int], Any]:
@@ -318,24 +289,17 @@ Tensors = Mapping[str, Tensor | None]
 
 
 @dataclass(slots=True)
-class Findings:
-    """What this rank saw: the worst of each quantity and the first difference."""
-
-    worst: dict[Quantity, Deviation] = field(default_factory=dict)
-    first: Difference | None = None
-    losses: list[float] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class Comparison:
-    """The sharded model next to the one process."""
+    """The sharded model next to the one process, and what this rank saw of their differences."""
 
     reference: ReferenceRun
     model: nn.Module
     optimizer: Optimizer
     tolerance: Tolerance
     mesh: DeviceMesh
-    found: Findings = field(default_factory=Findings)
+    worst: dict[Quantity, Deviation] = field(default_factory=dict)
+    first: Difference | None = None
+    losses: list[float] = field(default_factory=list)
     reference_losses: list[float] = field(default_factory=list)
     slack: dict[str, Tensor] = field(default_factory=dict)
     """How far optimizer steps may have driven each entry apart, given the gradients so far."""
@@ -371,7 +335,7 @@ class Comparison:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _compare_loss(self, ours: float, theirs: list[float], step: int) -> None:
-        self.found.losses.append(ours)
+        self.losses.append(ours)
         self.reference_losses.append(sum(theirs) / len(theirs))
         mine = torch.tensor(theirs[self.reference.rank], dtype=torch.float64)
         scale = max(abs(loss) for loss in theirs)
@@ -381,15 +345,15 @@ class Comparison:
     def _compare_gradients(self, expected: ReferenceStep, before: dict[str, Tensor], step: int) -> None:
         """Compare gradients, and note how far the coming optimizer step may drive parameters apart."""
         ours = {name: parameter.grad for name, parameter in self._parameters().items()}
-        floor = GRADIENT_FLOOR * max(map(largest, expected.gradients.values()), default=0.0)
+        floor = criteria.GRADIENT_FLOOR * max(map(criteria.largest, expected.gradients.values()), default=0.0)
         mistaken = expected.own_gradients
         self._compare("gradient", step, ours, expected.gradients, floor=floor, mistaken=mistaken)
-        changes = (largest(p.detach() - before[name]) for name, p in self.reference.model.named_parameters())
+        changes = (criteria.largest(p.detach() - before[name]) for name, p in self.reference.model.named_parameters())
         update = max(changes, default=0.0)
         for name, theirs in expected.gradients.items():
             mine, part = own_part(ours[name], theirs)
             if mine is not None and part is not None and mine.shape == part.shape:
-                self.slack[name] = self.slack.get(name, 0.0) + step_slack(mine, part, update)
+                self.slack[name] = self.slack.get(name, 0.0) + criteria.step_slack(mine, part, update)
 
     def _compare(
         self,
@@ -408,7 +372,7 @@ class Comparison:
         allowed = self.tolerance.at(step)
         gaps = {}
         for name, value in theirs.items():
-            scale = max(floor, largest(value))
+            scale = max(floor, criteria.largest(value))
             mine, part = own_part(ours.get(name), value)
             gaps[name] = measure(mine, part, allowed, floor=scale, slack=self._slack(quantity, name))
         wrong = [name for name, gap in gaps.items() if not gap.within]
@@ -440,25 +404,21 @@ class Comparison:
             gap = gaps[name]
             seen = {"sharded": gap.sharded, "reference": gap.reference, "relative": gap.relative, "within": gap.within}
             deviations.append(Deviation(name=name, **same, **seen))
-        ranked = [*filter(None, [self.found.worst.get(quantity)]), *deviations]
+        ranked = [*filter(None, [self.worst.get(quantity)]), *deviations]
         if ranked:
-            self.found.worst[quantity] = max(ranked, key=lambda deviation: deviation.relative)
+            self.worst[quantity] = max(ranked, key=lambda deviation: deviation.relative)
         wrong = [deviation for deviation in deviations if not deviation.within]
-        if wrong and self.found.first is None:
-            evidence = Evidence(
-                deviations=wrong,
+        if wrong and self.first is None:
+            cause = criteria.likely_cause(
+                wrong,
                 num_compared=num_compared,
                 world_size=self.reference.task.num_ranks,
                 tied=frozenset(ties(self.reference.model)),
                 low_precision=self.tolerance.low_precision,
                 usual_mistake=usual_mistake,
             )
-            self.found.first = Difference(
-                deviation=wrong[0],
-                module=_owner(self.reference.model, wrong[0].name),
-                num_others=len(wrong) - 1,
-                cause=likely_cause(evidence),
-            )
+            module = _owner(self.reference.model, wrong[0].name)
+            self.first = Difference(deviation=wrong[0], module=module, num_others=len(wrong) - 1, cause=cause)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters(remove_duplicate=False))
@@ -469,7 +429,7 @@ def earliest(differences: list[Difference], order: Mapping[str, int]) -> Differe
 
     def moment(difference: Difference) -> tuple[int, int, int]:
         seen = difference.deviation
-        return seen.step, ORDER.index(seen.quantity), order.get(seen.name, 0)
+        return seen.step, criteria.ORDER.index(seen.quantity), order.get(seen.name, 0)
 
     return min(differences, key=moment, default=None)
 
@@ -558,14 +518,14 @@ def parity(
     target = torch.device(device or mesh.device_type)
     task = Task(make_batch=make_batch, loss=loss_of, seed=seed, num_ranks=ranks.size(), device=target)
     make_optimizer = optimizer or _adamw
-    with random_state_kept():
+    with kept_random_state(target):
         unsharded, model = _build_twice(build_model, seed, target)
         model = _materialized(shard(model, config, mesh=mesh), seed)
         state = sharded_state(model)
         assert state is not None
         _upcast(unsharded, state.plan)
         reference = ReferenceRun(unsharded, make_optimizer(unsharded.parameters()), task, data_parallel_rank(mesh))
-        accuracy = tolerance_for(state.plan, tolerance)
+        accuracy = criteria.tolerance_for(state.plan, tolerance)
         comparison = Comparison(reference, model, make_optimizer(model.parameters()), accuracy, ranks)
         comparison.compare_start()
         for step in range(steps):
@@ -607,7 +567,7 @@ def _build_twice(build_model: Callable[[], nn.Module], seed: int, device: torch.
         raise ConfigError(
             "build_model makes different weights each time",
             where="parity(build_model=...)",
-            why="only torch's and Python's generators are seeded before each call",
+            why="only torch's, Python's and NumPy's generators are seeded before each call",
             fix="draw weights from torch's generator, or load the same ones in both calls",
         )
     agree_on(weights[0], "the weights that build_model makes")
@@ -635,14 +595,11 @@ def _has_meta(model: nn.Module) -> bool:
 
 
 def _checksums(model: nn.Module) -> str:
-    """A line for each parameter and buffer, equal only if the values are."""
-    lines = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        flat = flat.to(torch.float64).reshape(-1) if not tensor.is_meta else torch.zeros(0)
-        weighted = flat @ torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
-        lines.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {float(flat.sum())!r} {float(weighted)!r}")
-    return "\n".join(lines)
+    """A line for each parameter and buffer, which changes with its values."""
+    return "\n".join(
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} {'meta' if tensor.is_meta else int(fingerprint(tensor))}"
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    )
 
 
 def _verdict(comparison: Comparison, plan: Plan) -> Parity:
@@ -651,15 +608,16 @@ def _verdict(comparison: Comparison, plan: Plan) -> Parity:
     Ranks:
         Collective.
     """
-    seen: list[Findings] = gather_over_mesh(comparison.mesh, comparison.found)
-    first = earliest([f.first for f in seen if f.first is not None], comparison.reference.parameter_order)
-    worst = [[found.worst[quantity] for found in seen if quantity in found.worst] for quantity in ORDER]
+    seen = gather_over_mesh(comparison.mesh, (comparison.first, comparison.worst, comparison.losses))
+    differences, worst_by_rank, losses = zip(*seen, strict=True)
+    first = earliest([each for each in differences if each is not None], comparison.reference.parameter_order)
+    worst = [[rank[quantity] for rank in worst_by_rank if quantity in rank] for quantity in criteria.ORDER]
     mesh = " x ".join(f"{name} {size}" for name, size in plan.axes) or "one rank"
     return Parity(
         equal=first is None,
         steps=len(comparison.reference_losses),
         world_size=comparison.reference.task.num_ranks,
-        losses=tuple(sum(column) / len(column) for column in zip(*[f.losses for f in seen], strict=True)),
+        losses=tuple(sum(column) / len(column) for column in zip(*losses, strict=True)),
         reference_losses=tuple(comparison.reference_losses),
         tolerance=comparison.tolerance.relative,
         tolerance_reason=comparison.tolerance.reason,

@@ -121,23 +121,6 @@ def _value(value: float | None) -> str:
 SCALE_TOLERANCE = 0.02
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
-    """What is known on the rank that saw the difference, besides the difference."""
-
-    deviations: Sequence[Deviation]
-    """Everything of the same quantity that differs in the same step, first by forward order first."""
-    num_compared: int
-    """How many tensors of that quantity were compared."""
-    world_size: int
-    tied: frozenset[str]
-    """Names of parameters that have several."""
-    low_precision: bool
-    """Whether the sharded run computes in fewer bits than one process."""
-    usual_mistake: bool = False
-    """A gradient equals this rank's own, not averaged; a parameter is what it was before the step."""
-
-
 _CAUSES = {
     "weight": "the two models started from different weights: build_model() draws from something other than torch's "
     "and Python's generators, or sharding changed a value",
@@ -147,32 +130,52 @@ _CAUSES = {
     "loss": "gradients and parameters agreed until now, so this forward used other values than the optimizer wrote: a "
     "gathered copy that outlived optimizer.step(), or state kept on the module outside its buffers",
     "untouched": "gradients agree but the optimizer did not change it: the optimizer holds other tensors than the "
-    "model (built before sharding, or while the model stood gathered)",
+    "model (built before sharding, or while the model was unsharded)",
     "parameter": "gradients agree and the update does not: an optimizer that looks at whole tensors (norms, factored "
     "or orthogonalised updates) saw only this rank's shard",
     "buffer": "a buffer is each rank's own: it was synchronised, cast, or updated more or less often",
 }
 
 
-def likely_cause(evidence: Evidence) -> str:
-    """What to look at first."""
-    first = evidence.deviations[0]
+def likely_cause(
+    deviations: Sequence[Deviation],
+    *,
+    num_compared: int,
+    world_size: int,
+    tied: frozenset[str],
+    low_precision: bool,
+    usual_mistake: bool = False,
+) -> str:
+    """What to look at first.
+
+    Args:
+        deviations: Everything of one quantity that differs in one step, in the order of forward.
+        num_compared: Number of tensors of that quantity that were compared.
+        world_size: Number of ranks.
+        tied: Names of parameters that have several.
+        low_precision: Whether the sharded run computes in fewer bits than one process.
+        usual_mistake: A gradient equals this rank's own, not averaged; a parameter is what it was before the step.
+    """
+    first = deviations[0]
     if first.quantity == "gradient":
-        cause = _of_gradient(first, evidence)
+        cause = _cause_in_gradient(deviations, num_compared, world_size, tied, is_local=usual_mistake)
     elif first.quantity == "loss" and first.step == 1:
         cause = _CAUSES["first loss"]
-    elif first.quantity == "parameter" and evidence.usual_mistake:
+    elif first.quantity == "parameter" and usual_mistake:
         cause = _CAUSES["untouched"]
     else:
         cause = _CAUSES[first.quantity]
     is_slight = math.isfinite(first.relative) and first.relative < 0.5 and first.quantity not in ("weight", "tie")
-    if evidence.low_precision and is_slight:
+    if low_precision and is_slight:
         rounding = "possibly nothing but rounding: the sharded run computes in 16 bits (pass tolerance=...)"
         return f"{rounding}; else {cause}"
     return cause
 
 
-def _of_gradient(first: Deviation, evidence: Evidence) -> str:
+def _cause_in_gradient(
+    deviations: Sequence[Deviation], num_compared: int, world_size: int, tied: frozenset[str], *, is_local: bool
+) -> str:
+    first = deviations[0]
     if first.sharded is None:
         return (
             "the gradient never reached the shard: the module's parameters were used without calling the module, so "
@@ -183,18 +186,18 @@ def _of_gradient(first: Deviation, evidence: Evidence) -> str:
             "one process has no gradient here, the sharded run has one: zeros were reduced for a parameter nobody "
             'used, which weight decay then shrinks (unused_parameters="skip" keeps them at None)'
         )
-    if evidence.usual_mistake and evidence.world_size > 1:
+    if is_local and world_size > 1:
         return "it is this rank's own gradient, not averaged over ranks: the parameter was left out of sharding"
-    ratio, world_size = _common_ratio(evidence.deviations), evidence.world_size
+    ratio = _common_ratio(deviations)
     if ratio is not None and world_size > 1:
         if abs(ratio / world_size - 1) < SCALE_TOLERANCE:
             return f"gradients are {world_size} times too large: summed over ranks instead of averaged"
         if abs(ratio * world_size - 1) < SCALE_TOLERANCE:
             return f"gradients are {world_size} times too small: divided by the number of ranks twice"
         return f"gradients are {ratio:.4g} times those of one process: a wrong divisor (micro-steps, tokens)"
-    if {deviation.name for deviation in evidence.deviations} <= evidence.tied:
+    if {deviation.name for deviation in deviations} <= tied:
         return "only parameters with several names differ: a use of a tied weight missed the shared gradient"
-    if len(evidence.deviations) < evidence.num_compared:
+    if len(deviations) < num_compared:
         return (
             "some gradients agree: the ones that do not belong to modules that ran another number of times, were "
             "freed and gathered in between, or were changed in place"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import compat
-from shardwise.errors import CheckpointError, ShardError, ShardwiseError
+from shardwise.errors import ShardError, ShardwiseError, listed
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -29,17 +29,20 @@ class Channel:
 
     One thread at a time may use it. Messages are pickled and trusted: they come from the ranks of this run.
 
+    Args:
+        kind: Raised when a rank cannot be reached, and on other ranks for an error that is not a `ShardwiseError`.
+
     Ranks:
         Collective, and so is every method but `close`. Every rank must make its channels in the same order.
     """
 
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
+    def __init__(self, kind: type[ShardwiseError] = ShardError) -> None:
+        self.rank, self.size, self._kind = 0, 1, kind
         self._group: Any = None
         if dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake":
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if self.size > 1:
-            self._group = compat.private_gloo_group("shardwise/checkpoints", _TIMEOUT)
+            self._group = compat.private_gloo_group("shardwise/channels", _TIMEOUT)
 
     def all_gather(self, value: T) -> list[T]:
         """The value of every rank, by rank."""
@@ -51,7 +54,7 @@ class Channel:
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; if it fails on one, raise on all. `work` must not communicate."""
-        return run_on_all(work, self, CheckpointError)
+        return run_on_all(work, self, self._kind)
 
     def close(self) -> None:
         """Leave. The other ranks may stay a moment longer."""
@@ -61,7 +64,7 @@ class Channel:
         if self._group is None:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        with _unreachable_ranks():
+        with self._named_failures():
             lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
             self._group.allgather([lengths], [torch.tensor([len(data)], device="cpu")]).wait()
             # On the CPU whatever the default device is; zeros, so that no memory of ours travels as padding.
@@ -77,18 +80,17 @@ class Channel:
             for rank, (part, length) in enumerate(zip(parts, lengths, strict=False))
         ]
 
-
-@contextmanager
-def _unreachable_ranks() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise CheckpointError(
-            "the ranks cannot reach each other for a checkpoint",
-            where=str(error).splitlines()[0][:200],
-            why="a rank has ended, or was killed, before the save or load that needed it",
-            fix="see the first error of the other ranks; committed checkpoints are intact",
-        ) from error
+    @contextmanager
+    def _named_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._kind(
+                "the ranks cannot reach each other",
+                where=str(error).splitlines()[0][:200],
+                why="a rank has ended, or was killed, before all ranks had finished this call",
+                fix="see the first error of the other ranks",
+            ) from error
 
 
 Ranks = dist.ProcessGroup | DeviceMesh | Channel | None
@@ -128,6 +130,12 @@ def gather_over_mesh(mesh: DeviceMesh | None, value: T) -> list[T]:
         Collective over the mesh.
     """
     return [value] if mesh is None else gather_objects(value, group=mesh)
+
+
+def is_first(mesh: DeviceMesh | None) -> bool:
+    """Whether this rank is the mesh's first."""
+    coordinate = mesh.get_coordinate() if mesh is not None else []
+    return coordinate is not None and not any(coordinate)
 
 
 def on_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | DeviceMesh | None = None) -> T:
@@ -188,12 +196,10 @@ def agree_on(value: str, what: str, *, fix: str = "", group: Ranks = None) -> No
     values = gather_objects(value, group=group)
     theirs = values[differing[0]].splitlines()
     lines = difflib.unified_diff(values[0].splitlines(), theirs, "rank 0", f"rank {differing[0]}", lineterm="", n=1)
-    shown = list(lines)
-    hidden = len(shown) - _MAX_DIFF_LINES
     raise ShardError(
         f"ranks do not hold the same value of {what}",
         where=f"ranks {differing} differ from rank 0",
-        why="\n".join(shown[:_MAX_DIFF_LINES] + ([f"... and {hidden} more lines"] if hidden > 0 else [])),
+        why="\n".join(listed(list(lines), _MAX_DIFF_LINES)),
         fix=fix or "build the model and the config from the same code, files and seeds on every rank",
     )
 

@@ -9,8 +9,7 @@ from typing import Literal
 
 import yaml
 
-from shardwise.errors import ConfigError
-from shardwise.pages import page_folder
+from shardwise.pages import read_pages
 
 _PAGE = re.compile(r"\A---\n(?P<head>.*?)^---\n# [^\n]*\n\n(?P<body>.*)\Z", re.DOTALL | re.MULTILINE)
 _SECTION = re.compile(r"^## (?P<title>[^\n]+)\n\n(?P<text>.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
@@ -48,15 +47,7 @@ class Failure:
 @functools.cache
 def catalogue() -> dict[str, Failure]:
     """Every known failure by its code."""
-    pages = sorted(page_folder("docs/errors").glob("SW*.md"))
-    if not pages:
-        raise ConfigError(
-            "the pages about errors are missing",
-            where=str(page_folder("docs/errors")),
-            why="they are part of the package",
-            fix="install shardwise again",
-        )
-    failures = [_read(page.read_text(encoding="utf-8"), page.name) for page in pages]
+    failures = [_read(text, name) for name, text in read_pages("docs/errors").items()]
     return {failure.code: failure for failure in failures}
 
 

@@ -249,7 +249,7 @@ def _cast_buffers(modules, dtype):
             one.register_state_dict_post_hook(restore)
 
 
-def _shard_as_told(
+def _fully_shard_like_fsdp1(
     module,
     process_group=None,
     sharding_strategy=None,
@@ -379,8 +379,8 @@ def _no_sync(model):
 
 
 @contextlib.contextmanager
-def _gathered(model, recurse=True):
-    """Units stand gathered, in the dtype they compute in; a forward inside works as always."""
+def _unsharded(model, recurse=True):
+    """Units are unsharded, in the dtype they compute in; a forward inside works as always."""
     units = [one for one in model.modules() if isinstance(one, FSDPModule) and (recurse or one is model)]
     for unit in units:
         unit.unshard()
@@ -436,11 +436,16 @@ def _on_rank0(state):
     return state if dist.get_rank() == 0 else {}
 
 
-def _as_asked(get, kind, offload, rank0_only):
-    """A state dict as FSDP1's type and config ask for it."""
+def _is_full(kind):
+    """Whether an FSDP1 state dict type means whole tensors."""
     if kind == StateDictType.LOCAL_STATE_DICT:
         raise ValueError("LOCAL_STATE_DICT: fully_shard has no flat parameters, use SHARDED_STATE_DICT")
-    if kind == StateDictType.SHARDED_STATE_DICT:
+    return kind == StateDictType.FULL_STATE_DICT
+
+
+def _get_state_dict(get, kind, offload, rank0_only):
+    """A state dict as FSDP1's type and config ask for it."""
+    if not _is_full(kind):
         return get(StateDictOptions(cpu_offload=offload))
     if offload and rank0_only:
         return get(StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -452,15 +457,12 @@ def _as_asked(get, kind, offload, rank0_only):
 def _model_state(model, kind, config=None):
     """What model.state_dict() gave under FSDP1's state_dict_type."""
     offload, rank0_only = getattr(config, "offload_to_cpu", False), getattr(config, "rank0_only", False)
-    return _as_asked(lambda options: get_model_state_dict(model, options=options), kind, offload, rank0_only)
+    return _get_state_dict(lambda options: get_model_state_dict(model, options=options), kind, offload, rank0_only)
 
 
 def _load_model_state(model, state, kind, strict=True):
     """What model.load_state_dict(state) did under FSDP1's state_dict_type."""
-    if kind == StateDictType.LOCAL_STATE_DICT:
-        raise ValueError("LOCAL_STATE_DICT: fully_shard has no flat parameters, use SHARDED_STATE_DICT")
-    is_full = kind == StateDictType.FULL_STATE_DICT
-    return set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=is_full, strict=strict))
+    return set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=_is_full(kind), strict=strict))
 
 
 def _optimizer_state(model, optimizer, kind, config=None):
@@ -470,14 +472,12 @@ def _optimizer_state(model, optimizer, kind, config=None):
     def get(options):
         return get_optimizer_state_dict(model, optimizer, options=options)
 
-    return _as_asked(get, kind, offload, rank0_only)
+    return _get_state_dict(get, kind, offload, rank0_only)
 
 
 def _load_optimizer_state(model, optimizer, state, kind, config=None):
     """Load what FSDP.optim_state_dict_to_load(...) was given under FSDP1's state_dict_type."""
-    if kind == StateDictType.LOCAL_STATE_DICT:
-        raise ValueError("LOCAL_STATE_DICT: fully_shard has no flat parameters, use SHARDED_STATE_DICT")
-    is_full = kind == StateDictType.FULL_STATE_DICT
+    is_full = _is_full(kind)
     from_rank0 = is_full and getattr(config, "rank0_only", False)
     options = StateDictOptions(full_state_dict=is_full, broadcast_from_rank0=from_rank0)
     set_optimizer_state_dict(model, optimizer, state, options=options)

@@ -229,7 +229,7 @@ class FullyShardedDataParallel(OptimizerStates):
         # FSDP2 gives the object a class of its own; scripts, printed models and messages know the old name.
         type(self).__name__ = type(self).__name__.removeprefix("FSDP")
         UnitForwardHooks(self)
-        compat.mend_accumulation(self)
+        compat.patch_accumulation(self)
         watch_optimizers(self, {old: owners[0][0]._parameters[owners[0][1]] for old, owners in places.items()})
 
     @property

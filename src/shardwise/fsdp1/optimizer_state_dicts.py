@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.distributed.agreement import on_rank_zero
-from shardwise.errors import ConfigError, ShardError
+from shardwise.errors import ConfigError
 from shardwise.fsdp1.state_dicts import BUCKET_BYTES, StateDicts, copy_sharded, laid_out
 from shardwise.fsdp1.units import clean_name, first_unit
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order, reshard
 from shardwise.sharding.inventory import broadcast_from_first, local_tensor
-from shardwise.sharding.repointing import adopt
+from shardwise.sharding.repointing import adopt, refuse_foreign
 
 StateDict = dict[str, Any]
 
@@ -78,17 +78,10 @@ def _in_first_rank_order(groups: list[StateDict], mesh: DeviceMesh) -> list[Stat
 
 def _numbered_names(model: nn.Module, groups: Iterable[StateDict]) -> list[str]:
     """Names of the optimizer's parameters, in the order in which its state dict numbers them."""
-    name_of = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    name_of = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     held = [parameter for group in groups for parameter in group["params"]]
-    foreign = [parameter for parameter in held if parameter not in name_of]
-    if foreign:
-        raise ShardError(
-            f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's",
-            where="optim_state_dict",
-            why="state is saved under the names that parameters have in the model",
-            fix="pass the model and the optimizer that belong together",
-        )
-    return [name_of[parameter] for parameter in held]
+    refuse_foreign(held, name_of, type(model).__name__, where="optim_state_dict")
+    return [name_of[id(parameter)] for parameter in held]
 
 
 def _copied(

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise.errors import ConfigError, ShardError
+from shardwise.sharding import nested_tensors
 
 WRAPPED = "_fsdp_wrapped_module"
 PREFIX = f"{WRAPPED}."
@@ -133,17 +134,7 @@ def cast_buffers(units: list[Any]) -> None:
                 continue
             done.add(owner)
             if dtype is not None and owner not in unit._ignored_modules:
-                _cast_own(owner, dtype, cast)
-
-
-def _cast_own(owner: nn.Module, dtype: torch.dtype, cast: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for name, buffer in owner._buffers.items():
-        if buffer is None or not buffer.is_floating_point() or buffer.dtype == dtype:
-            continue
-        owner.__dict__.setdefault(_BEFORE, {})[name] = buffer.dtype
-        if id(buffer) not in cast:  # a buffer under two names stays one; the old one is held so that ids stay apart
-            cast[id(buffer)] = (buffer, buffer.to(dtype))
-        owner._buffers[name] = cast[id(buffer)][1]
+                owner.__dict__.setdefault(_BEFORE, {}).update(nested_tensors.cast_buffers(owner, dtype, cast))
 
 
 def dtypes_before(module: nn.Module) -> dict[str, torch.dtype]:

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, did_you_mean, raise_listed
+from shardwise.errors import ConfigError, did_you_mean, fix_name, raise_listed
 from shardwise.linting.registry import UNREADABLE, all_rules
 
 _CODES = r"(?P<codes>[A-Z]+[0-9]*(?:[,\s]+[A-Z]+[0-9]+)*)"
@@ -163,7 +163,7 @@ def check_codes(codes: Iterable[str], *, where: str) -> None:
             f"no rule has the code {', '.join(wrong)}",
             where=where,
             why=f"codes are {known[0]} to {known[-1]}, or the start of one, such as SW2",
-            fix=did_you_mean(wrong[0], known).strip(" ()") or "shardwise lint --help",
+            fix=fix_name(wrong[0], known, "shardwise lint --help"),
         )
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from shardwise.errors import SourceError
-from shardwise.findings import Safety, Severity, SourceFinding
+from shardwise.findings import Safety, Severity, SourceFinding, unreadable_source
 from shardwise.linting.files import (
     RELEVANT,
     LintSettings,
@@ -19,7 +19,7 @@ from shardwise.linting.files import (
     with_codes,
 )
 from shardwise.linting.registry import UNREADABLE, LintContext, all_rules
-from shardwise.progress import NoProgress, Progress
+from shardwise.progress import Progress
 from shardwise.source.edits import apply, choose
 from shardwise.source.files import STDIN, find_files, map_files, read_bytes, write_bytes
 from shardwise.source.syntax import FileContext, decode
@@ -96,14 +96,9 @@ def lint_files(
         SourceError: A path does not exist, or a fixed file cannot be written.
     """
     files = find_files(paths, _SUFFIXES, partial(is_excluded, settings=settings))
-    heard = progress or NoProgress()
-    heard.start(len(files), "lint")
     all_rules()  # loaded before worker processes are, so that each has them
-    found: list[Linted | None] = []
-    for file in map_files(partial(lint_file, settings=settings, fixes=fixes), files):
-        heard.advance()
-        found.append(file)
-    heard.finish()
+    work = partial(lint_file, settings=settings, fixes=fixes)
+    found = map_files(work, files, progress=progress, label="lint")
     return [file for file in found if file is not None]
 
 
@@ -166,15 +161,5 @@ def _find(text: str, path: str, settings: LintSettings) -> list[SourceFinding]:
 def _unreadable(path: str, error: SourceError, settings: LintSettings) -> list[SourceFinding]:
     if not settings.enables(UNREADABLE) or settings.ignores_in(path, UNREADABLE):
         return []
-    _, line, column = error.where.rsplit(":", 2)
-    finding = SourceFinding(
-        code=UNREADABLE,
-        name="unreadable-source",
-        message=error.what,
-        where=error.where,
-        severity=Severity.ERROR,
-        path=path,
-        line=int(line),
-        column=int(column),
-    )
-    return [finding]
+    fields = {"code": UNREADABLE, "name": "unreadable-source", "severity": Severity.ERROR}
+    return [unreadable_source(path, error, message=error.what, **fields)]

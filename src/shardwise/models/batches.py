@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
+from shardwise.models.described import config_size
 
 
 def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int = 2, sequence_length: int = 16) -> Any:
@@ -51,25 +52,24 @@ def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int 
 
 
 def _tokens(model: nn.Module, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    config = getattr(model, "config", None)
-    vocab_size = _setting(model, "vocab_size", config, getattr(config, "text_config", None))
+    vocab_size = config_size(model, "vocab_size")
+    if vocab_size is None:
+        raise _missing(model, "vocab_size")
     return torch.randint(0, vocab_size, shape, generator=generator)
 
 
 def _pixels(model: nn.Module, batch_size: int, generator: torch.Generator) -> Tensor:
     config = getattr(model, "config", None)
     config = getattr(config, "vision_config", None) or config
-    size = _setting(model, "image_size", config)
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise _missing(model, "image_size")
     height, width = (size, size) if isinstance(size, int) else size
     return torch.randn(batch_size, getattr(config, "num_channels", 3), height, width, generator=generator)
 
 
-def _setting(model: nn.Module, name: str, *configs: Any) -> Any:
-    """The value of the first config that has it."""
-    for config in configs:
-        if (value := getattr(config, name, None)) is not None:
-            return value
-    raise ConfigError(
+def _missing(model: nn.Module, name: str) -> ConfigError:
+    return ConfigError(
         f"{type(model).__name__} has no config.{name}",
         where=type(model).__name__,
         why="the batch's values and shape come from it",

@@ -1,8 +1,10 @@
-"""Reference models in the words of transformers' `config.json`, so that it can open their exported weights."""
+"""What a model's config says, and reference models in the words of transformers' `config.json`."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from torch import nn
 
 from shardwise.models.llama import ORIGINAL_LENGTH, LlamaConfig
 from shardwise.models.moe import MoeConfig
@@ -49,3 +51,19 @@ def hugging_face_config(config: Any) -> dict[str, Any] | None:
             "original_max_position_embeddings": ORIGINAL_LENGTH,
         }
     return _KINDS[type(config)] | described
+
+
+def config_size(model: nn.Module, *names: str) -> int | None:
+    """A size in the model's config, or in its language part's, under the first of `names` that is a positive int."""
+    config: Any = getattr(model, "config", None)
+    for holder in (config, getattr(config, "text_config", None), getattr(config, "language", None)):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def max_length(model: nn.Module) -> int | None:
+    """The longest sequence that the model has positions for; None: its config does not say."""
+    return config_size(model, "max_sequence_length", "max_position_embeddings", "n_positions")

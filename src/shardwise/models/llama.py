@@ -95,12 +95,7 @@ SHAPES: dict[str, LlamaConfig] = {
     "llama3-8b": LlamaConfig(hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8),
     "llama3-70b": LlamaConfig(hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64, num_kv_heads=8),
     "llama3-405b": LlamaConfig(
-        hidden_size=16_384,
-        intermediate_size=53_248,
-        num_layers=126,
-        num_heads=128,
-        num_kv_heads=8,
-        rope_factor=8.0,
+        hidden_size=16_384, intermediate_size=53_248, num_layers=126, num_heads=128, num_kv_heads=8, rope_factor=8.0
     ),
 }
 

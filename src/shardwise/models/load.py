@@ -5,7 +5,6 @@ Nothing is fetched from a network, and weights are not read: the model is built 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import json
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError, EnvironmentProblem
+from shardwise.errors import ConfigError, did_you_mean, import_optional, nearest
 from shardwise.models import llama, moe, multimodal, transformer
 
 Builder = Callable[[], nn.Module]
@@ -164,30 +163,17 @@ def _class(library: Any, name: str, file: Path) -> Any:
 
 
 def _import(library: str, where: str) -> Any:
-    try:
-        return importlib.import_module(library)
-    except ModuleNotFoundError:
-        raise EnvironmentProblem(
-            f"{library} is not installed",
-            where=where,
-            why=f"the config is one of {library}'s",
-            fix=f"pip install {library}",
-        ) from None
+    return import_optional(library, where=where, why=f"the config is one of {library}'s", fix=f"pip install {library}")
 
 
 def _unknown(name: str, names: list[str], kind: str, where: str) -> ConfigError:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = nearest(name, names, cutoff=0.5)
     return ConfigError(
-        f"there is no {kind} {name!r}{_suggestion(name, names)}",
+        f"there is no {kind} {name!r}{did_you_mean(name, names, cutoff=0.5)}",
         where=where,
         why="MODEL is a reference name, a local Hugging Face folder or config, or `module:callable`",
-        fix=f"use {near[0]}" if near else f"use one of {', '.join(names) or 'its functions'}",
+        fix=f"use {near}" if near else f"use one of {', '.join(names) or 'its functions'}",
     )
-
-
-def _suggestion(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _with_arguments(build: Callable[..., nn.Module], options: Mapping[str, Any], name: str) -> Builder:
@@ -220,7 +206,7 @@ def _check_names(options: Mapping[str, Any], names: Iterable[str], where: str) -
 
 
 def _no_option(name: str, names: Iterable[str], where: str) -> str:
-    return f"{where}.{name}: there is no such option{_suggestion(name, names)}"
+    return f"{where}.{name}: there is no such option{did_you_mean(name, names, cutoff=0.5)}"
 
 
 def _reshape(shape: Any, options: Mapping[str, Any]) -> Any:

@@ -1,7 +1,6 @@
 """A language model whose every matrix exists twice: for what it understands, and for the picture it makes.
 
-The language part of `multimodal`. As in BAGEL, `forward` of the decoder and of its layers only chooses between
-`forward_train` and `forward_inference`; the second also takes and returns keys and values of earlier calls.
+The language part of `multimodal`. In evaluation mode it also takes and returns keys and values of earlier calls.
 """
 
 from __future__ import annotations
@@ -58,24 +57,7 @@ class MixedLayer(nn.Module):
         num_generated: int,
         past: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """One layer; only inference hands keys and values on."""
-        if self.training:
-            return self.forward_train(x, rotary, mask, num_generated), None
-        return self.forward_inference(x, rotary, mask, num_generated, past)
-
-    def forward_train(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, num_generated: int) -> Tensor:
-        """One layer over a whole sequence."""
-        return self.forward_inference(x, rotary, mask, num_generated, None)[0]
-
-    def forward_inference(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor,
-        num_generated: int,
-        past: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """One layer over a sequence that continues another; also the keys and values of both."""
+        """One layer over a sequence that continues `past`; keys and values of both in evaluation mode only."""
         normal = self.input_layernorm(x, num_generated)
         query, key, value = (
             proj(normal, num_generated).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -88,7 +70,7 @@ class MixedLayer(nn.Module):
         mixed = F.scaled_dot_product_attention(query, all_keys, all_values, attn_mask=mask)
         x = x + self.o_proj(mixed.transpose(1, 2).flatten(2), num_generated)
         x = x + self.mlp(self.post_attention_layernorm(x, num_generated), num_generated)
-        return x, (key, value)
+        return x, None if self.training else (key, value)
 
 
 class MixedDecoder(nn.Module):
@@ -104,38 +86,22 @@ class MixedDecoder(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, num_generated: int, cache: Cache | None = None
     ) -> tuple[Tensor, Cache | None]:
-        """Vectors (batch, length, hidden) to hidden states; only inference hands a cache on.
+        """Vectors (batch, length, hidden) to hidden states; a cache only in evaluation mode.
 
         Args:
             x: Text, pictures, or both.
             positions: Of each vector (length). It sees those at its own position and before it: the parts of a picture
                 share one and see each other, words have one each.
-            num_generated: How many vectors at the end belong to a picture being made.
-            cache: What came before, from an earlier call.
+            num_generated: Number of vectors at the end that belong to a picture being made.
+            cache: Keys and values of an earlier call, which this one continues.
         """
-        if self.training:
-            return self.forward_train(x, positions, num_generated), None
-        return self.forward_inference(x, positions, num_generated, cache)
-
-    def forward_train(self, x: Tensor, positions: Tensor, num_generated: int) -> Tensor:
-        """Over a whole sequence."""
-        rotary = self.rotary_emb(x.shape[1], positions[None])
-        mask = _visible(positions, 0)
-        for layer in self.layers:
-            x, _ = layer(x, rotary, mask, num_generated)
-        return self.norm(x, num_generated)
-
-    def forward_inference(
-        self, x: Tensor, positions: Tensor, num_generated: int, cache: Cache | None = None
-    ) -> tuple[Tensor, Cache]:
-        """Over a sequence that continues the one in `cache`."""
         rotary = self.rotary_emb(x.shape[1], positions[None])
         mask = _visible(positions, cache[0][0].shape[2] if cache else 0)
         grown: Cache = []
         for index, layer in enumerate(self.layers):
             x, kept = layer(x, rotary, mask, num_generated, cache[index] if cache else None)
             grown.append(kept)
-        return self.norm(x, num_generated), grown
+        return self.norm(x, num_generated), None if self.training else grown
 
 
 def _visible(positions: Tensor, num_before: int) -> Tensor:
@@ -145,15 +111,9 @@ def _visible(positions: Tensor, num_before: int) -> Tensor:
 
 
 class MixedLanguageModel(nn.Module):
-    """The decoder and its output matrix."""
+    """The decoder and its output matrix, called one by one: not all hidden states become words."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.model = MixedDecoder(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
-
-    def forward(
-        self, x: Tensor, positions: Tensor, num_generated: int, cache: Cache | None = None
-    ) -> tuple[Tensor, Cache | None]:
-        """See `MixedDecoder.forward`; hidden states, as not all of them become words."""
-        return self.model(x, positions, num_generated, cache)

@@ -133,7 +133,7 @@ class Multimodal(nn.Module):
         num_seen, num_words, num_drawn = seen.shape[1], text.shape[1], drawn.shape[1]
         words = torch.arange(1, num_words + 1, device=text.device)
         positions = torch.cat([words.new_zeros(num_seen), words, words.new_full((num_drawn,), num_words + 1)])
-        hidden, _ = self.language_model(torch.cat([seen, text, drawn], 1), positions, num_drawn)
+        hidden, _ = self.language_model.model(torch.cat([seen, text, drawn], 1), positions, num_drawn)
         logits = self.language_model.lm_head(hidden[:, num_seen : num_seen + num_words - 1])
         text_loss = F.cross_entropy(logits.flatten(0, 1).float(), input_ids[:, 1:].flatten())
         image_loss = F.mse_loss(self.llm2vae(hidden[:, -num_drawn:]).float(), (noise - latents).float())
@@ -146,7 +146,7 @@ class Multimodal(nn.Module):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device) + context.position
         with evaluation_mode(self):
             embedded = self.language_model.model.embed_tokens(input_ids)
-            _, cache = self.language_model(embedded, positions, 0, context.cache)
+            _, cache = self.language_model.model(embedded, positions, 0, context.cache)
         return Context(cache=cache, position=context.position + input_ids.shape[1])
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class Multimodal(nn.Module):
         with evaluation_mode(self):
             seen = self.connector(self.vit_model(pixel_values))
             positions = torch.full((seen.shape[1],), context.position, device=seen.device)
-            _, cache = self.language_model(seen, positions, 0, context.cache)
+            _, cache = self.language_model.model(seen, positions, 0, context.cache)
         return Context(cache=cache, position=context.position + 1)
 
     @torch.no_grad()
@@ -165,7 +165,7 @@ class Multimodal(nn.Module):
         with evaluation_mode(self):
             drawn = self._embed_latents(latents, times)
             positions = torch.full((drawn.shape[1],), context.position, device=drawn.device)
-            hidden, _ = self.language_model(drawn, positions, drawn.shape[1], context.cache)
+            hidden, _ = self.language_model.model(drawn, positions, drawn.shape[1], context.cache)
             return self.llm2vae(hidden)
 
     @torch.no_grad()

@@ -1,6 +1,5 @@
 """Which modules become groups: repeated blocks found in the module tree, or what the config names."""
 
-import difflib
 import inspect
 import re
 from collections import Counter
@@ -12,7 +11,7 @@ from typing import Literal
 from torch import nn
 
 from shardwise.config.schema import ROOT_PATTERN, ShardConfig
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, fix_name
 from shardwise.planning.calls import Calls, has_forward
 
 _RUNS = nn.ModuleList | nn.ModuleDict | nn.Sequential
@@ -154,7 +153,7 @@ BIG_LEAF_SHARE = 0.25
 """A leaf at least this large, compared with the largest block, is gathered on its own."""
 TINY_BLOCK_SHARE = 0.02
 """A block smaller than this, compared with the largest one, is not worth a collective."""
-DRESSED_LEAF_SHARE = 0.8
+MOSTLY_ONE_LEAF_SHARE = 0.8
 """A module of which one leaf is at least this much counts as that leaf."""
 
 Kind = Literal["block", "leaf", "tie", "island", "storage", "part", "root"]
@@ -169,7 +168,7 @@ class GroupCandidate:
     reason: str
     explicit: bool = False
     """Asked for by the user."""
-    held: bool = False
+    kept_unsharded: bool = False
     """Gathered from the root's entry to the end of backward, because code outside reads its parameters."""
 
     @property
@@ -182,18 +181,23 @@ class GroupCandidate:
         return any(mine.contains(node) for mine in self.nodes)
 
 
-def find_units(tree: Tree, calls: Calls) -> list[GroupCandidate]:
+def by_node(candidates: Iterable[GroupCandidate]) -> dict[Node, GroupCandidate]:
+    """The modules of the candidates, each with its candidate."""
+    return {node: candidate for candidate in candidates for node in candidate.nodes}
+
+
+def find_candidates(tree: Tree, calls: Calls) -> list[GroupCandidate]:
     """Groups for a model about which the user said nothing; the root takes what is left.
 
     Returns:
-        Units in tree order: repeated blocks, then leaves as large as a good part of a block, then pieces taken
+        Candidates in tree order: repeated blocks, then leaves as large as a good part of a block, then pieces taken
         out of the root until it is no larger than the largest of the others.
     """
     search = _Search(tree, calls)
-    units = search.blocks()
-    units += search.big_leaves(units)
-    units += search.relieve_root(units)
-    return [around_calls(unit, calls) for unit in units]
+    candidates = search.blocks()
+    candidates += search.big_leaves(candidates)
+    candidates += search.relieve_root(candidates)
+    return [around_calls(candidate, calls) for candidate in candidates]
 
 
 class _Search:
@@ -219,10 +223,10 @@ class _Search:
             if self.tree.size(node) >= TINY_BLOCK_SHARE * largest
         ]
 
-    def big_leaves(self, units: list[GroupCandidate]) -> list[GroupCandidate]:
+    def big_leaves(self, candidates: list[GroupCandidate]) -> list[GroupCandidate]:
         """Embeddings, heads and other single modules that weigh as much as a good part of a block."""
-        leaves = [node for node in self._free_nodes(units) if node.is_atom and self._may_stand_alone(node)]
-        blocks = [self.tree.size(unit.nodes[0]) for unit in units]
+        leaves = [node for node in self._free_nodes(candidates) if node.is_atom and self._may_stand_alone(node)]
+        blocks = [self.tree.size(candidate.nodes[0]) for candidate in candidates]
         reference = max(blocks or [self.tree.size(leaf) for leaf in leaves], default=0)
         what = "block" if blocks else "leaf"
         return [
@@ -231,14 +235,14 @@ class _Search:
             if (size := self.tree.size(leaf)) >= BIG_LEAF_SHARE * reference
         ]
 
-    def relieve_root(self, units: list[GroupCandidate]) -> list[GroupCandidate]:
+    def relieve_root(self, candidates: list[GroupCandidate]) -> list[GroupCandidate]:
         """Pieces of the root, largest first, until the root is no larger than the largest other group."""
         taken: list[GroupCandidate] = []
         while True:
-            everything = units + taken
-            grouped = frozenset[int]().union(*(node.keys for unit in everything for node in unit.nodes))
-            left = self.tree.root.keys - grouped
-            limit = max((self.tree.size(node) for unit in everything for node in unit.nodes), default=0)
+            everything = candidates + taken
+            grouped = by_node(everything)
+            left = self.tree.root.keys.difference(*(node.keys for node in grouped))
+            limit = max(map(self.tree.size, grouped), default=0)
             pieces = [
                 (self.tree.size(node.keys & left), node)
                 for node in self._free_nodes(everything)
@@ -279,32 +283,29 @@ class _Search:
         for node in stage.walk():
             if node.is_atom:
                 continue
-            elements = Counter(
-                type(child.module)
-                for child in node.children
-                if child.is_composite and not self._is_dressed_leaf(child) and child.fqn not in self.calls.conditional
-            )
+            parts = [child for child in node.children if child.is_composite and not self._is_mostly_one_leaf(child)]
+            elements = Counter(type(part.module) for part in parts if part.fqn not in self.calls.conditional)
             # Two attentions side by side are one block's parts; three of a class are a run even without a list.
             if max(elements.values(), default=0) >= (2 if isinstance(node.module, _RUNS) else 3):
                 return True
         return False
 
-    def _is_dressed_leaf(self, node: Node) -> bool:
+    def _is_mostly_one_leaf(self, node: Node) -> bool:
         """Whether one leaf is nearly all of it: a convolution with its norm is no block yet."""
         largest = max((self.tree.size(below) for below in node.walk() if below.is_atom), default=0)
-        return largest >= DRESSED_LEAF_SHARE * self.tree.size(node)
+        return largest >= MOSTLY_ONE_LEAF_SHARE * self.tree.size(node)
 
-    def _free_nodes(self, units: list[GroupCandidate]) -> list[Node]:
-        """Nodes below the root that no unit contains."""
+    def _free_nodes(self, candidates: list[GroupCandidate]) -> list[Node]:
+        """Nodes below the root that no candidate contains."""
         free: list[Node] = []
+        grouped = by_node(candidates)
 
         def collect(node: Node) -> None:
             for child in node.children:
-                if any(child is mine for unit in units for mine in unit.nodes):
-                    continue
-                free.append(child)
-                if not child.is_atom:
-                    collect(child)
+                if child not in grouped:
+                    free.append(child)
+                    if not child.is_atom:
+                        collect(child)
 
         collect(self.tree.root)
         return free
@@ -316,19 +317,21 @@ class _Search:
         return bool(node.keys) and node.has_forward and wanted and entered and node.fqn not in self.calls.conditional
 
 
-def around_calls(unit: GroupCandidate, calls: Calls) -> GroupCandidate:
-    """Fit a unit to how its modules are really entered: by their parts, or held because others read them."""
-    node = unit.nodes[0]
-    if len(unit.nodes) == 1 and not node.is_atom and (inner := calls.bypassed.get(node.fqn)):
+def around_calls(candidate: GroupCandidate, calls: Calls) -> GroupCandidate:
+    """Fit a candidate to how its modules are really entered: by their parts, or unsharded because others read them."""
+    node = candidate.nodes[0]
+    if len(candidate.nodes) == 1 and not node.is_atom and (inner := calls.bypassed.get(node.fqn)):
         parts = tuple(part for part in _parts(node, inner) if not is_read_outside(part, node, calls))
         if parts:
-            why = f"{unit.reason}; its parts are called directly ({_some(inner, node)}), so the hooks sit on them"
-            return replace(unit, nodes=parts, kind="part", reason=why)
-    why = why_held(unit.nodes, calls, only_atoms=True)
-    return replace(unit, held=True, reason=f"{unit.reason}; kept unsharded, because {why}") if why else unit
+            why = f"{candidate.reason}; its parts are called directly ({_some(inner, node)}), so the hooks sit on them"
+            return replace(candidate, nodes=parts, kind="part", reason=why)
+    why = why_kept_unsharded(candidate.nodes, calls, only_atoms=True)
+    if not why:
+        return candidate
+    return replace(candidate, kept_unsharded=True, reason=f"{candidate.reason}; kept unsharded, because {why}")
 
 
-def why_held(nodes: tuple[Node, ...], calls: Calls, *, only_atoms: bool = False) -> str:
+def why_kept_unsharded(nodes: tuple[Node, ...], calls: Calls, *, only_atoms: bool = False) -> str:
     """Why hooks on these modules cannot be relied on to run on every rank and before every use; "" if they can."""
     if any(node.fqn in calls.conditional for node in nodes):
         return "the data of a rank decide whether it runs"
@@ -354,12 +357,12 @@ def _parts(node: Node, inner: frozenset[str]) -> list[Node]:
     return parts
 
 
-def is_read_outside(node: Node, unit: Node, calls: Calls) -> bool:
-    """Whether a parameter at or below `node` is read by code that runs outside `unit`."""
+def is_read_outside(node: Node, outer: Node, calls: Calls) -> bool:
+    """Whether a parameter at or below `node` is read by code that runs outside `outer`."""
     prefix = node.fqn + "." if node.fqn else ""
-    inside = unit.fqn + "." if unit.fqn else ""
+    inside = outer.fqn + "." if outer.fqn else ""
     return any(
-        reader != unit.fqn and not reader.startswith(inside)
+        reader != outer.fqn and not reader.startswith(inside)
         for parameter, readers in calls.foreign_reads.items()
         if parameter.startswith(prefix)
         for reader in readers
@@ -377,8 +380,8 @@ def is_explicit(config: ShardConfig) -> bool:
     return bool(named) or config.group_by != "auto"
 
 
-def named_units(tree: Tree, config: ShardConfig) -> list[GroupCandidate]:
-    """The units a config asks for, each once, in tree order.
+def named_candidates(tree: Tree, config: ShardConfig) -> list[GroupCandidate]:
+    """The candidates a config asks for, each once, in tree order.
 
     Raises:
         PlanError: A name matches nothing, or a container that has no `forward`.
@@ -469,8 +472,7 @@ def _callable(nodes: Iterable[Node], where: str) -> list[Node]:
 
 
 def _unknown(name: str, known: list[str], where: str, why: str) -> PlanError:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    fix = f"did you mean {', '.join(map(repr, near))}?" if near else f"choose among {', '.join(known[:6])}"
+    fix = fix_name(name, known, f"choose among {', '.join(known[:6])}", cutoff=0.5)
     return PlanError(f"{where} names {name!r}, which matches nothing", where=f"{where}: {name}", why=why, fix=fix)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from shardwise.config.load import check_ranges
 from shardwise.config.schema import GroupOverride, PrecisionConfig, ShardConfig
-from shardwise.errors import ConfigError, PlanError
+from shardwise.errors import PlanError
 from shardwise.planning.plan import DTYPE_BYTES
 
 FLOATING = ("float64", "float32", "bfloat16", "float16")
@@ -134,11 +135,4 @@ def check_config(config: ShardConfig, axes: dict[str, int]) -> None:
                 why="parameters are kept over that many ranks until backward, so it must divide the axis, without rest",
                 fix=f"choose one of {factors}, True or False" if factors else "use True or False on this mesh",
             )
-    for name in ("forward", "backward"):
-        if getattr(config.prefetch, name) < 0:
-            raise ConfigError(
-                f"prefetch.{name} is {getattr(config.prefetch, name)}",
-                where=f"prefetch.{name}",
-                why="it counts groups gathered ahead",
-                fix=f"set prefetch.{name} = 0 or more",
-            )
+    check_ranges(config.prefetch, "prefetch")

@@ -1,7 +1,6 @@
 """FSDP1's and Composer's settings, translated into ShardConfig."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +8,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.config.fsdp1_names import KEEPS_UNSHARDED, NOT_NEEDED, STRATEGIES, member_name
 from shardwise.config.load import load
 from shardwise.config.schema import PrecisionConfig, ShardConfig
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, fix_name
 
 
 @dataclass(slots=True)
@@ -84,16 +84,6 @@ def as_bool(translation: Translation, key: str, value: Any) -> bool | None:
         return value
     translation.problem(key, f"is {value!r}", "give True or False")
     return None
-
-
-def member_name(value: Any, members: Iterable[str], numbers_from: int = 1) -> str | None:
-    """The name of an enum member given as the member, its name in any case, or its number."""
-    names = list(members)
-    text = str(getattr(value, "name", value)).strip().upper().rpartition(".")[2]
-    if text.isdigit() and not isinstance(value, bool):
-        index = int(text) - numbers_from
-        return names[index] if 0 <= index < len(names) else None
-    return next((name for name in names if name.lstrip("_") == text.lstrip("_")), None)
 
 
 NAMED = ("PURE", "DEFAULT", "FULL")
@@ -223,10 +213,6 @@ def resolve_named(translation: Translation, compute_dtype: str | None) -> None:
 
 KeyReader = Callable[[Translation, str, Any, nn.Module], None]
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")  # in FSDP1's order
-HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-KEEPS_GATHERED = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
-
 
 def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
     """Read every key of a dictionary; problems are collected, not raised.
@@ -241,17 +227,16 @@ def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
     for key, value in settings.items():
         if key in _OWN and not (key == "precision" and not isinstance(value, Mapping | PrecisionConfig)):
             native[key] = value
+        elif key in _READERS:
+            _READERS[key](translation, key, value, model)
+        elif key in _FLAGS:
+            setattr(translation, _FLAGS[key], bool(as_bool(translation, key, value)))
         elif key in _EXPLAINED:
             translation.note(key, _EXPLAINED[key])
         elif key in _REFUSED and value:
             translation.problem(key, *_REFUSED[key])
-        elif key in _FLAGS:
-            setattr(translation, _FLAGS[key], bool(as_bool(translation, key, value)))
-        elif key in _READERS:
-            _READERS[key](translation, key, value, model)
         elif key not in _KNOWN:
-            near = difflib.get_close_matches(str(key), _KNOWN, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]!r}?" if near else "see ShardConfig for what there is"
+            hint = fix_name(str(key), _KNOWN, "see ShardConfig for what there is")
             translation.problem(str(key), "is no setting of ShardConfig, FSDP1 or Composer", hint)
     _check_own(translation, native)
     _check_strategy(translation)
@@ -323,7 +308,7 @@ def _check_own(translation: Translation, native: dict[str, Any]) -> None:
 
 def _check_strategy(translation: Translation) -> None:
     strategy, reshard = translation.strategy, translation.settings.get("reshard_after_forward")
-    if strategy in KEEPS_GATHERED:
+    if strategy in KEEPS_UNSHARDED and strategy != "NO_SHARD":
         translation.put("sharding_strategy", "reshard_after_forward", False)
     elif strategy is not None and reshard is False:
         translation.problem(
@@ -339,7 +324,7 @@ def _check_strategy(translation: Translation) -> None:
 
 
 def _strategy(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-    name = member_name(value, STRATEGIES)
+    name = member_name(value)
     if name is None:
         translation.problem(key, f"is {value!r}", f"choose among {', '.join(STRATEGIES)}")
     else:
@@ -483,14 +468,11 @@ _FLAGS = {
 }
 """Settings that are on or off, and the field of `Translation` that they set."""
 _EXPLAINED = {
-    "limit_all_gathers": "FSDP2 never gathers further ahead than the prefetch says",
+    **NOT_NEEDED,
     "backward_prefetch_limit": "FSDP2 gathers one group ahead; prefetch.backward asks for more",
     "forward_prefetch_limit": "prefetch.forward says how many groups are gathered ahead",
-    "use_orig_params": "parameters always keep their own names and shapes",
-    "flatten_parameters": "parameters are never flattened",
     "device_id": "shards live on the device of the mesh",
     "verbose": "print(shardwise.plan(model)) shows what is done and why",
-    "activation_checkpointing_reentrant": "recomputation is never reentrant",
     "state_dict_type": _NOT_HERE,
     "load_monolith_rank0_only": _NOT_HERE,
     "load_fsdp_monolith_rank0_only": _NOT_HERE,

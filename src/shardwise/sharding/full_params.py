@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.distributed.agreement import gather_over_mesh, raise_together
-from shardwise.errors import CheckpointError, ConfigError, ShardError
+from shardwise.errors import CheckpointError, ConfigError, ShardError, listed
 from shardwise.sharding.inventory import (
     ShardLayout,
     broadcast_from_first,
@@ -27,7 +27,6 @@ from shardwise.sharding.inventory import (
     unwrapped_name,
 )
 
-_MAX_NAMED = 10
 _ALIGNMENT_BYTES = 16  # no dtype is wider, so every tensor in a bucket can be viewed where it lies
 
 
@@ -137,9 +136,7 @@ def refuse_missing(lacking: Mapping[str, set[int]]) -> None:
     have = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
     raise CheckpointError(
         f"{have} no part of {len(names)} tensor{'s' if len(names) > 1 else ''} that other ranks have a part of",
-        where="\n".join(
-            [*names[:_MAX_NAMED], *([f"... and {len(names) - _MAX_NAMED} more"] if names[_MAX_NAMED:] else [])]
-        ),
+        where="\n".join(listed(names)),
         why="each rank holds a shard of the tensor; without one of them it is not whole",
         fix="keep the same state on every rank: an optimizer that skips a parameter on one rank (no gradient there, "
         "its state deleted) must skip it on all",

@@ -1,6 +1,5 @@
 """prepare_fully_shard(): Composer's one call, on any config its users have."""
 
-import difflib
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
@@ -14,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwise import compat
+from shardwise.config.fsdp1_names import HYBRID
 from shardwise.config.load import load, read_yaml
 from shardwise.config.schema import ROOT_PATTERN, GroupOverride, MeshConfig, PrecisionConfig, ShardConfig
 from shardwise.distributed.agreement import gather_objects, run_on_all
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh, make_mesh, ranks_per_machine
-from shardwise.errors import ConfigError, ShardError
+from shardwise.errors import ConfigError, ShardError, fix_name
 from shardwise.planning.assignment import find_tensors
 from shardwise.planning.calls import has_forward
 from shardwise.planning.groups import is_explicit, name_matcher
@@ -28,8 +28,9 @@ from shardwise.planning.planner import plan as make_plan
 from shardwise.planning.settings import choose_compute, dtype_name
 from shardwise.sharding.apply import shard
 from shardwise.sharding.blocks import Mode, change_activations, find_blocks
-from shardwise.sharding.fsdp1_keys import HYBRID, NAMED, Translation, fields_of, read_fields, resolve_named, translate
+from shardwise.sharding.fsdp1_keys import NAMED, Translation, fields_of, read_fields, resolve_named, translate
 from shardwise.sharding.materialize import materialize
+from shardwise.sharding.nested_tensors import cast_buffers
 
 _PLAIN = ("reshard_after_forward", "offload", "forward_prefetch", "backward_prefetch")
 _KEYS = (*_PLAIN, "cpu_offload", "mixed_precision", "mp_policy")
@@ -143,8 +144,7 @@ def _read_wrap_value(translation: Translation, name: str, answer: dict[str, Any]
         elif key == "cpu_offload":
             fields["offload"] = bool((given or {"offload_params": value}).get("offload_params"))
         elif key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(_KEYS)}"
+            hint = fix_name(key, _KEYS, f"choose among {', '.join(_KEYS)}")
             translation.problem(where, "is no setting of a single group", hint)
         elif name_of_precision == "FULL":
             fields["param_dtype"] = "storage"
@@ -227,7 +227,9 @@ def prepare_fully_shard(
     if translation.sync_from_rank_zero:
         _sync_from_rank_zero(model)
     if translation.buffer_dtype is not None:
-        _cast_buffers(model, getattr(torch, translation.buffer_dtype))
+        cast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for module in model.modules():
+            cast_buffers(module, getattr(torch, translation.buffer_dtype), cast)
     optimizers = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     mode: Mode = "full" if translation.recompute else "none"
     change_activations(recomputed, [mode] * len(recomputed), offload=translation.offload_activations)
@@ -372,12 +374,3 @@ def _sync_from_rank_zero(model: nn.Module) -> None:
         tensor = tensors[name]
         compat.replace_in_place(tensor, torch.empty_like(tensor, device="cpu"))
     materialize(model, sync_from_rank_zero=True)
-
-
-def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """As FSDP1 did, once; ties between buffers are kept."""
-    cast: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = cast.setdefault(id(buffer), buffer.to(dtype))

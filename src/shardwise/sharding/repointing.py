@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise import compat
-from shardwise.errors import ShardError
-from shardwise.sharding.inventory import class_name, local_part, local_tensor, unwrapped_name
+from shardwise.errors import ShardError, ShardwiseError
+from shardwise.sharding.inventory import class_name, local_part, unwrapped_name
 from shardwise.sharding.nested_tensors import find_tensors
 from shardwise.sharding.registry import sharded_roots
 
@@ -169,51 +169,27 @@ def _left_behind(optimizer: Optimizer, stale: Iterable[int], model: str, *, why:
     )
 
 
+def refuse_foreign(
+    parameters: Sequence[torch.Tensor],
+    names: Container[int],
+    owner: str,
+    *,
+    where: str,
+    kind: type[ShardwiseError] = ShardError,
+) -> None:
+    """Raise if an optimizer holds parameters whose `id` is not in `names`: those of `owner`."""
+    if foreign := [parameter for parameter in parameters if id(parameter) not in names]:
+        raise kind(
+            f"{len(foreign)} of {len(parameters)} parameters are not parameters of {owner}: {_shapes(foreign)}",
+            where=where,
+            why="an optimizer and its state follow the names that parameters have in the model",
+            fix="pass the optimizer with every model whose parameters it holds; build it after sharding, or give it to "
+            "shard()",
+        )
+
+
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join([*(str(tuple(tensor.shape)) for tensor in tensors[:3]), *(["…"] if len(tensors) > 3 else [])])
-
-
-_MARK = "_shardwise_sharded"
-
-
-def watch_assignments(model: nn.Module) -> None:
-    """Make assignments to `.data` of the model's sharded parameters mean what they say."""
-    _watch_data()
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            parameter.__dict__[_MARK] = True
-
-
-@functools.cache
-def _watch_data() -> None:
-    compat.watch_data_assignment(_assign)
-
-
-def _assign(parameter: DTensor, value: torch.Tensor) -> bool:
-    """Copy the values in place; False leaves a tensor that is not ours to torch."""
-    if _MARK not in parameter.__dict__:
-        return False
-    local = local_tensor(parameter)
-    if value.shape != parameter.shape or value.dtype != parameter.dtype:
-        raise ShardError(
-            f"`.data` of a sharded parameter, {list(parameter.shape)} {parameter.dtype}, was assigned "
-            f"{list(value.shape)} {value.dtype}",
-            where="parameter.data = ...",
-            why="its group gathers the shard it was made with; torch would ignore the assignment",
-            fix="change shape or dtype before sharding; ShardConfig.precision sets the dtype of computation",
-        )
-    own = local_tensor(value) if isinstance(value, DTensor) else local_part(value, parameter)
-    if isinstance(value, DTensor) and value.placements != parameter.placements:
-        raise ShardError(
-            f"`.data` of a parameter laid out as {parameter.placements} was assigned one of {value.placements}",
-            where="parameter.data = ...",
-            why="ranks would keep each other's parts",
-            fix="assign a tensor of the same layout, or the whole tensor",
-        )
-    if not local.is_meta and own.data_ptr() != local.data_ptr():
-        with torch.no_grad():
-            local.copy_(own)
-    return True
 
 
 # Counters that torch's optimizers keep per parameter. They stay plain tensors even for a parameter that is
@@ -301,15 +277,7 @@ def shard_like(full: torch.Tensor, parameter: DTensor) -> DTensor:
 def _check_optimizer(optimizer: Optimizer, where: str, name_of: Mapping[int, str], model: nn.Module) -> None:
     seen: set[str] = set()
     for number, group in enumerate(optimizer.param_groups):
-        foreign = [p for p in group["params"] if id(p) not in name_of]
-        if foreign:
-            raise ShardError(
-                f"{len(foreign)} of {len(group['params'])} parameters are not parameters of {type(model).__name__}: "
-                f"{_shapes(foreign)}",
-                where=f"{where}, param_groups[{number}]",
-                why="an optimizer is re-pointed by the names its parameters have in the model",
-                fix="pass the optimizer with its own model, or build it after sharding",
-            )
+        refuse_foreign(group["params"], name_of, type(model).__name__, where=f"{where}, param_groups[{number}]")
         for parameter in group["params"]:
             name = name_of[id(parameter)]
             if name in seen:

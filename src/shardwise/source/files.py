@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.errors import SourceError
+from shardwise.progress import NoProgress, Progress
 
 STDIN = "-"
 _EXCLUDED_FOLDERS = frozenset(
@@ -98,14 +99,33 @@ def write_bytes(path: str, data: bytes) -> None:
 _work: list[Callable[[str], Any]] = []  # of a worker process
 
 
-def map_files(work: Callable[[str], _T], files: Sequence[str], *, num_processes: int | None = None) -> Iterator[_T]:
+def map_files(
+    work: Callable[[str], _T],
+    files: Sequence[str],
+    *,
+    num_processes: int | None = None,
+    progress: Progress | None = None,
+    label: str = "files",
+) -> list[_T]:
     """The results of `work` in the order of the files; by several processes where that is faster and safe.
 
     Args:
         work: Inherited by the processes, so that it is not pickled.
         files: Paths.
         num_processes: Else one for each core, if the files are large enough.
+        progress: Told about each file.
+        label: What `progress` calls the work.
     """
+    progress, results = progress or NoProgress(), []
+    progress.start(len(files), label)
+    for result in _results(work, files, num_processes):
+        progress.advance()
+        results.append(result)
+    progress.finish()
+    return results
+
+
+def _results(work: Callable[[str], _T], files: Sequence[str], num_processes: int | None) -> Iterator[_T]:
     wanted = num_processes or min(os.cpu_count() or 1, 16)
     if wanted == 1 or not can_fork() or (num_processes is None and not _are_large(files)):
         yield from map(work, files)

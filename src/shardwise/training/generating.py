@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise import compat
 from shardwise.distributed.agreement import on_rank_zero
 from shardwise.errors import ConfigError
+from shardwise.models.described import max_length
 from shardwise.models.modes import evaluation_mode
 from shardwise.sharding.full_params import reshard
 from shardwise.training.objective import logits_of
@@ -58,7 +58,7 @@ def generate(
     ids = prompt.reshape(-1, prompt.shape[-1])
     generator = torch.Generator().manual_seed(seed)
     ended = torch.zeros(len(ids), dtype=torch.bool)
-    window = min(_window(model), window or _NO_LIMIT)
+    window = min(max_length(model) or _NO_LIMIT, window or _NO_LIMIT)
     with evaluation_mode(model), contextlib.ExitStack() as leaving:
         leaving.callback(reshard, model)
         for _ in range(max_new_tokens):
@@ -89,15 +89,6 @@ def _device(model: nn.Module) -> torch.device:
     if isinstance(model, FSDPModule):
         return compat.compute_device(model)
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def _window(model: nn.Module) -> int:
-    """How many tokens the model can look at."""
-    config: Any = getattr(model, "config", None)
-    for name in ("max_sequence_length", "max_position_embeddings", "n_positions"):
-        if isinstance(size := getattr(config, name, None), int):
-            return size
-    return _NO_LIMIT
 
 
 def _check(prompt_ids: Tensor, temperature: float) -> None:

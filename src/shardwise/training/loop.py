@@ -6,9 +6,7 @@ import gc
 import hashlib
 import math
 import os
-import random
 import shutil
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
@@ -28,6 +26,7 @@ from shardwise.distributed.agreement import gather_objects, on_rank_zero, raise_
 from shardwise.distributed.stop_requests import StopRequest, stop_requests
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.models.modes import evaluation_mode
+from shardwise.models.random_state import seed_everything
 from shardwise.progress import NoProgress, Progress
 from shardwise.sharding.full_params import reshard
 from shardwise.training.ema import EMA
@@ -39,7 +38,7 @@ from shardwise.training.step import accumulate, clip_grad_norm_, lockstep, scale
 
 
 @contextmanager
-def frozen_garbage() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """What exists now is not looked at again until the block ends; what is made inside is collected as ever.
 
     A full collection takes longer than a short step, and each rank makes the others wait for its own.
@@ -111,19 +110,11 @@ def seed_step(seed: int, rank: int, step: int) -> None:
         rank: Among data-parallel ranks; those that share a layer's matrices must drop the same.
         step: From 0.
     """
-    number = seed_for(seed, "step", rank, step)
-    torch.default_generator.manual_seed(number)  # torch.manual_seed asks for every kind of device, each time
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(number)
-    elif torch.accelerator.is_available():
-        torch.manual_seed(number)
-    random.seed(number)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(number % 2**32)
+    seed_everything(seed_for(seed, "step", rank, step))
 
 
 @contextmanager
-def same_bits(wanted: bool) -> Iterator[None]:
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     """Allow only kernels that give the same bits every time, until the block ends.
 
     Args:
@@ -165,7 +156,7 @@ def evaluate(
         batches: Finite, and of the same length on every rank; rows that only fill up have labels of -100.
         objective: Makes losses.
         mesh: Of all ranks.
-        max_batches: At most so many.
+        max_batches: Number of batches at most; None: all.
         ema: Evaluate this average instead of the weights.
 
     Returns:
@@ -241,7 +232,7 @@ EXPORT = "export"
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Whether something that happens every so many steps happens after this one."""
+    """Whether something that happens every `every` steps is due after this one."""
     return every is not None and step % every == 0
 
 
@@ -391,7 +382,7 @@ def fit(
     progress = progress or NoProgress()
     with (
         stop_requests(config.training.stop_signals) as stop,
-        same_bits(config.deterministic),
+        deterministic_algorithms(config.deterministic),
         open_run(config, progress) as run,
     ):
         run.metrics.on_record = on_record
@@ -399,7 +390,7 @@ def fit(
         if config.training.on_bad_loss == "rewind":
             save(run)  # so that there is one to go back to
         raise_together(run.data.fetch_first())
-        with guard(run.model), explained(run.model), frozen_garbage():
+        with guard(run.model), explained(run.model), gc_frozen():
             run.step_metrics.restart_clock()
             train(run, stop)
         progress.finish()
@@ -483,7 +474,7 @@ def log_step(run: TrainingRun, loss: Tensor, norm: Tensor, *, wait: bool) -> lis
     run.step_logger.expect(
         run.step,
         learning_rate=run.schedule.learning_rate,
-        data_wait_s=run.loader.wait_s,
+        data_wait_s=run.loader.take_wait_s(),
         checkpoint_wait_s=run.checkpoints.take_wait_s(),
     )
     readings = run.step_metrics.add(run.step, loss, norm)

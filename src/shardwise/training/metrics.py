@@ -23,6 +23,7 @@ from shardwise.config.run import MetricsConfig, RunConfig
 from shardwise.distributed.agreement import raise_together
 from shardwise.distributed.mesh import data_parallel_mesh
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError, import_optional
+from shardwise.models.described import config_size
 from shardwise.progress import Progress
 from shardwise.training.optimizers import parameter_kinds
 from shardwise.units import format_bytes, format_count, format_seconds
@@ -380,11 +381,10 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
         model: Sharded or not.
         sequence_length: Tokens in a sequence.
     """
-    config = getattr(model, "config", None)
     multiplied = sum(
-        parameter.numel() * share * (6 if parameter.requires_grad else 4) for parameter, share in _met(model, config)
+        parameter.numel() * share * (6 if parameter.requires_grad else 4) for parameter, share in _met(model)
     )
-    layers, width = _first(config, _NUM_LAYERS) or 0, _first(config, _WIDTH) or 0
+    layers, width = config_size(model, *_NUM_LAYERS) or 0, config_size(model, *_WIDTH) or 0
     return multiplied + 12.0 * layers * width * sequence_length
 
 
@@ -409,9 +409,9 @@ def mfu(tokens_per_s: float, flops_of_token: float, num_devices: int, peak: floa
     return tokens_per_s * flops_of_token / (num_devices * peak) if peak else None
 
 
-def _met(model: nn.Module, config: Any) -> Iterator[tuple[nn.Parameter, float]]:
+def _met(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
     """Parameters that are multiplied with a token's vector, and which part of each."""
-    num_experts, chosen = _first(config, _NUM_EXPERTS) or 0, _first(config, _EXPERTS_PER_TOKEN) or 0
+    num_experts, chosen = config_size(model, *_NUM_EXPERTS) or 0, config_size(model, *_EXPERTS_PER_TOKEN) or 0
     share = chosen / num_experts if num_experts > 1 and chosen else 1.0
     experts = {
         id(parameter)
@@ -425,11 +425,6 @@ def _met(model: nn.Module, config: Any) -> Iterator[tuple[nn.Parameter, float]]:
         if kind == "vectors" or (kind == "embeddings" and id(parameter) not in as_output):
             continue
         yield parameter, share if is_stack or id(parameter) in experts else 1.0
-
-
-def _first(config: Any, names: tuple[str, ...]) -> int | None:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int)), None)
 
 
 _SMOOTHING = 0.9
@@ -461,13 +456,10 @@ class StepLogger:
     ) -> None:
         self.first_loss: float | None = None
         self.last_loss: float | None = None
-        self.evaluation_loss: float | None = None
         self.tokens = 0
         """Learnt by this process's steps, over all ranks."""
         self.seconds = 0.0
         """Of this process's steps, without evaluations."""
-        self.data_wait_s = 0.0
-        """Of them, waiting for batches."""
         self._metrics, self._progress, self._device = metrics, progress, device
         self._flops = flops_per_token(model, config.data.sequence_length)
         self._num_ranks, self._num_steps = dist.get_world_size(), config.training.steps
@@ -486,7 +478,6 @@ class StepLogger:
         for reading in readings:
             self._count(reading)
             values = self._pending.pop(reading.step, {})
-            self.data_wait_s += values.get("data_wait_s", 0.0)
             rate = self._unrecorded_tokens / self._unrecorded_s if self._unrecorded_s else 0.0
             memory = self._used_memory()
             if reading.step % max(1, self._metrics.config.every) == 0 or reading.step == self._num_steps:
@@ -506,7 +497,6 @@ class StepLogger:
 
     def log_evaluation(self, step: int, loss: float) -> None:
         """Record an evaluation."""
-        self.evaluation_loss = loss
         self._metrics.record(step, evaluation_loss=loss)
 
     def go_back(self, step: int, to_step: int) -> None:

@@ -6,17 +6,18 @@ import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import compat
-from shardwise.diagnosing.guard import paused
 from shardwise.distributed.agreement import gather_objects, on_rank_zero
 from shardwise.errors import ConfigError, TrainingError
+from shardwise.models.random_state import random_state, set_random_state
 from shardwise.sharding.registry import recover
+from shardwise.sharding.watching import paused
 from shardwise.training.data.samples import Batch
 
 T = TypeVar("T")
@@ -195,24 +196,19 @@ def _read(record: Path) -> int | None:
         return None
 
 
-def _volatile_state(model: nn.Module) -> list[tuple[torch.Generator | Tensor, Tensor]]:
-    """Copies of what a forward changes: random numbers and buffers."""
-    generators = [torch.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    return [*((generator, generator.get_state()) for generator in generators), *buffers]
+def _volatile_state(model: nn.Module) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
+    """What a forward changes: random numbers, and buffers with a copy of each."""
+    return random_state(), [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
 
-def _forget(model: nn.Module, state: list[tuple[torch.Generator | Tensor, Tensor]]) -> None:
+def _forget(model: nn.Module, state: tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]) -> None:
     """Undo a step that failed or was a trial, and free its memory."""
     recover(model)
+    random_numbers, buffers = state
+    set_random_state(random_numbers)
     with torch.no_grad():
-        for holder, value in state:
-            if isinstance(holder, torch.Generator):
-                holder.set_state(value)
-            else:
-                holder.copy_(value)
+        for buffer, value in buffers:
+            buffer.copy_(value)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

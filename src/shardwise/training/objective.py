@@ -216,7 +216,7 @@ def allows_step(optimizer: Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
         grad_norm: 0-d, the same on every rank; NaN or infinite where any gradient is.
     """
     is_bad = ~(torch.isfinite(loss.detach()) & torch.isfinite(grad_norm.detach()))
-    return (is_bad.is_cuda and compat.hold_back_step(optimizer, is_bad.to(torch.float32))) or not bool(is_bad)
+    return (is_bad.is_cuda and compat.set_found_inf(optimizer, is_bad.to(torch.float32))) or not bool(is_bad)
 
 
 class BadLosses:

@@ -221,7 +221,7 @@ class Muon(Optimizer):
         adamw = {"betas": betas, "eps": eps, "fused": fused}
         groups = [{**(muon if group["kind"] == "blocks" else adamw), **group} for group in groups]
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
-        compat.allow_holding_back(self, all(group.get("fused", True) for group in self.param_groups))
+        compat.set_supports_found_inf(self, all(group.get("fused", True) for group in self.param_groups))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -6,10 +6,10 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,8 @@ from shardwise.diagnosing.check import check, refuse_errors
 from shardwise.distributed.agreement import agree_on, gather_objects, on_rank_zero, raise_together
 from shardwise.distributed.launchers import read_launch
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, init_distributed
-from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
+from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError, listed
+from shardwise.models.described import config_size, max_length
 from shardwise.models.load import load_model
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
@@ -103,9 +104,6 @@ def weights_of(config: RunConfig) -> Path | None:
 
 
 T = TypeVar("T")
-
-_VOCABULARY = ("vocab_size",)
-_LENGTH = ("max_sequence_length", "max_position_embeddings", "n_positions")
 
 
 class Problems:
@@ -226,7 +224,7 @@ def check_length(model: nn.Module, config: RunConfig) -> None:
     Raises:
         ConfigError: They are.
     """
-    longest, length = size_of(model, _LENGTH), config.data.sequence_length
+    longest, length = max_length(model), config.data.sequence_length
     if longest is not None and length > longest:
         raise ConfigError(
             f"sequences of {length} tokens are longer than {config.model} takes: {longest}",
@@ -340,20 +338,70 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing).free + sum(path.stat().st_size for path in leftovers if path.is_file())
 
 
-def vocab_size(model: nn.Module) -> int | None:
-    """How many tokens the model knows; None: it does not say."""
-    return size_of(model, _VOCABULARY)
+@dataclass(slots=True)
+class Examined:
+    """What `examine` found; None where it could not be made."""
+
+    config: RunConfig
+    """The run, with its folder on the first rank."""
+    model: nn.Module | None = None
+    """On meta."""
+    plan: Plan | None = None
+    objective: Objective | None = None
+    resumed: CheckpointRef | None = None
+    """The checkpoint that the run starts from."""
+    disk_notes: list[str] = field(default_factory=list)
+    """From `check_disk`."""
 
 
-def size_of(model: nn.Module, names: tuple[str, ...]) -> int | None:
-    """A size in the model's config, under any of the names, in its language part too."""
-    config: Any = getattr(model, "config", None)
-    for holder in (config, getattr(config, "text_config", None), getattr(config, "language", None)):
-        for name in names:
-            value = getattr(holder, name, None)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return None
+def examine(
+    config: RunConfig,
+    mesh: DeviceMesh | MeshConfig | None,
+    num_data_ranks: int,
+    problems: Problems,
+    *,
+    starts: bool = False,
+    is_first: bool = True,
+) -> Examined:
+    """Check all of a run but its data, before anything heavy is made.
+
+    Args:
+        config: The run.
+        mesh: What the model is planned for; None: there is none, and so no plan.
+        num_data_ranks: Ranks that get batches of their own.
+        problems: Gets what is wrong.
+        starts: Make the run's folder, as the run is about to start.
+        is_first: Look at the folder, as only rank 0 does.
+    """
+    examined = Examined(config)
+    check_settings(config, num_data_ranks, problems)
+    with problems.collecting():
+        check_weights(config)
+    examined.model = model = problems.result_of(lambda: load_model(config.model, options=config.model_options))
+    if model is not None:
+        examined.objective = problems.result_of(lambda: Objective(model, config.training.objective))
+        if mesh is not None:
+            examined.plan = problems.result_of(lambda: plan_run(model, config.shard, mesh))
+        with problems.collecting():
+            check_length(model, config)
+    if is_first:
+        with problems.collecting():
+            _examine_folder(examined, starts)
+    return examined
+
+
+def _examine_folder(examined: Examined, starts: bool) -> None:
+    config = examined.config = with_folder(examined.config, reserve=starts)
+    folder, model = Path(config.folder or ""), examined.model
+    if starts:
+        prepare_folder(folder)
+    found = examined.resumed = find_resumed(folder / CHECKPOINTS, config.checkpoint.resume)
+    if found is not None:
+        refuse_other_model(folder, config)
+        if model is not None:
+            refuse_other_weights(found, model)
+    if model is not None and examined.plan is not None:
+        examined.disk_notes = check_disk(config, checkpoint_bytes(model, examined.plan, config), found)
 
 
 _MAX_LINES = 40
@@ -372,35 +420,26 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
     Ranks:
         Local. Nothing is written, no rank is started.
     """
+    sizes = config.mesh.sizes(num_ranks)
     problems = Problems()
-    with problems.collecting():
-        sizes = config.mesh.sizes(num_ranks)
+    examined = examine(config, replace(config.mesh, shard=sizes["shard"]), num_ranks, problems)
     problems.raise_any(is_joined=False)
-    check_settings(config, num_ranks, problems)
-    with problems.collecting():
-        model = load_model(config.model, options=config.model_options)
-        check_length(model, config)
-        shape = replace(config.mesh, shard=sizes["shard"])
-        made = plan_run(model, config.shard, shape)
-    notes: dict[str, list[str]] = {}
-    with problems.collecting():
-        resolved = with_folder(config, reserve=False)
-        found = find_resumed(Path(resolved.folder or "") / CHECKPOINTS, config.checkpoint.resume)
-        start = f"goes on from step {found.step}: {found.path}" if found is not None else "starts afresh"
-        notes["checkpoint.resume"] = [start]
-        if config.folder is None:
-            notes["folder"] = ["the next free name in `runs`; chosen anew for every run"]
-    problems.raise_any(is_joined=False)
-    notes["checkpoint"] = check_disk(resolved, checkpoint_bytes(model, made, config), found)
-    notes |= _batch_notes(config, num_ranks)
+    made, found = examined.plan, examined.resumed
+    assert made is not None
+    notes = _batch_notes(config, num_ranks)
+    start = f"goes on from step {found.step}: {found.path}" if found is not None else "starts afresh"
+    notes["checkpoint.resume"] = [start]
+    notes["checkpoint"] = examined.disk_notes
+    if config.folder is None:
+        notes["folder"] = ["the next free name in `runs`; chosen anew for every run"]
     notes["model"] = [f"{format_count(sum(p.numel for p in made.parameters))} parameters"]
     notes["mesh"] = [f"{num_ranks} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())]
     notes["mesh.device"] = [f"auto is {_device()} here"] if config.mesh.device == "auto" else []
-    notes["shard"] = _plan_notes(made)
+    notes["shard"] = listed(str(made).splitlines(), _MAX_LINES)
     weights = weights_of(config)
     notes["weights"] = [f"read from {weights}" if weights is not None else "drawn anew, from the seed"]
     used = {path: lines for path, lines in notes.items() if lines}
-    return to_yaml(resolved, used)
+    return to_yaml(examined.config, used)
 
 
 def _batch_notes(config: RunConfig, num_ranks: int) -> dict[str, list[str]]:
@@ -417,12 +456,6 @@ def _batch_notes(config: RunConfig, num_ranks: int) -> dict[str, list[str]]:
         "training.batch_size": [f"{rows} sequences on each of {num_ranks} ranks, {format_count(tokens)} tokens a step"],
         "training.micro_batch_size": [micro],
     }
-
-
-def _plan_notes(made: Plan) -> list[str]:
-    lines = str(made).splitlines()
-    hidden = len(lines) - _MAX_LINES
-    return lines[:_MAX_LINES] + ([f"... and {hidden} more lines"] if hidden > 0 else [])
 
 
 def _device() -> str:
@@ -447,7 +480,7 @@ class TrainingRun:
 
     def __init__(self, config: RunConfig, progress: Progress, stack: ExitStack) -> None:
         self.config = config
-        made = self._look(stack)
+        made = self._validate(stack)
         self.num_params = sum(parameter.numel() for parameter in self.model.parameters())
         self.folder = Path(self.config.folder or "")
         self._build(made, stack)
@@ -463,7 +496,7 @@ class TrainingRun:
         """Where the model computes."""
         return torch.device(self.mesh.device_type)
 
-    def _look(self, stack: ExitStack) -> Plan:
+    def _validate(self, stack: ExitStack) -> Plan:
         """Join the ranks, and find all that is wrong before anything heavy is made."""
         config, problems = self.config, Problems()
         mesh = problems.result_of(lambda: init_distributed(config.mesh))
@@ -471,25 +504,11 @@ class TrainingRun:
         """Rank among those that have batches of their own."""
         self.num_data_ranks = data_parallel_mesh(mesh).size() if mesh is not None else 1
         is_first = (dist.get_rank() if dist.is_initialized() else read_launch().rank) == 0
-        check_settings(config, self.num_data_ranks, problems)
-        model = problems.result_of(lambda: load_model(config.model, options=config.model_options))
-        made = objective = None
-        with problems.collecting():
-            check_weights(config)
+        examined = examine(config, mesh, self.num_data_ranks, problems, starts=True, is_first=is_first)
+        model, made, objective = examined.model, examined.plan, examined.objective
         if model is not None:
-            objective = problems.result_of(lambda: Objective(model, config.training.objective))
-            if mesh is not None:
-                made = problems.result_of(lambda: plan_run(model, config.shard, mesh))
-            with problems.collecting():
-                check_length(model, config)
             with problems.collecting():
                 self._open_data(model, mesh.device_type if mesh is not None else "cpu", stack)
-        if is_first:
-            with problems.collecting():
-                self.config = with_folder(config)
-                found = _look_at_folder(self.config, model)
-                if model is not None and made is not None:
-                    check_disk(self.config, checkpoint_bytes(model, made, config), found)
         problems.raise_any(is_joined=mesh is not None)
         assert mesh is not None
         assert model is not None
@@ -498,7 +517,7 @@ class TrainingRun:
         self.mesh, self.model, self.objective = mesh, model, objective
         same_files = "copy the same files to every machine"
         agree_on(json.dumps(self.loader.fingerprint, indent=1, default=str), "the data", fix=same_files)
-        self.config = replace(config, folder=on_rank_zero(lambda: self.config.folder))
+        self.config = replace(config, folder=on_rank_zero(lambda: examined.config.folder))
         return made
 
     def _open_data(self, model: nn.Module, device: str, stack: ExitStack) -> None:
@@ -507,7 +526,7 @@ class TrainingRun:
             "batch_size": max(config.training.batch_size // num_ranks, 1) * num_ranks,  # a wrong one is told elsewhere
             "rank": self.rank,
             "num_ranks": num_ranks,
-            "vocab_size": vocab_size(model),
+            "vocab_size": config_size(model, "vocab_size"),
             "device": device,
         }
         self.loader = open_data(config.data, seed=config.seed, **where)
@@ -549,17 +568,6 @@ def open_run(config: RunConfig, progress: Progress) -> Iterator[TrainingRun]:
     """
     with ExitStack() as stack:
         yield TrainingRun(config, progress, stack)
-
-
-def _look_at_folder(config: RunConfig, model: nn.Module | None) -> CheckpointRef | None:
-    folder = Path(config.folder or "")
-    prepare_folder(folder)
-    found = find_resumed(folder / CHECKPOINTS, config.checkpoint.resume)
-    if found is not None:
-        refuse_other_model(folder, config)
-        if model is not None:
-            refuse_other_weights(found, model)
-    return found
 
 
 def _error_of_check(model: nn.Module, optimizer: Optimizer) -> ShardwiseError | None:

@@ -56,7 +56,7 @@ def with_folder(config: RunConfig, *, reserve: bool = True) -> RunConfig:
     raise AssertionError("there is always another number")
 
 
-def give_back(config: RunConfig) -> None:
+def remove_if_empty(config: RunConfig) -> None:
     """Remove the run's folder if nothing was ever written into it."""
     try:
         os.rmdir(config.folder or "")

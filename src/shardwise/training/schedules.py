@@ -12,7 +12,7 @@ from shardwise.config.run import ScheduleConfig
 from shardwise.errors import raise_listed
 
 _WSD_PART = 5
-"""Without `decay_steps`, `wsd` falls in the last one of so many parts of the run."""
+"""Without `decay_steps`, `wsd` decays in the last fifth of the run."""
 
 
 def learning_rate_factor(config: ScheduleConfig, total_steps: int, step: int) -> float:

@@ -240,7 +240,7 @@ def accumulate(
     """
     _check_accumulation(micro_step, num_micro_steps, mode)
     is_last = micro_step == num_micro_steps - 1
-    compat.mend_accumulation(model)
+    compat.patch_accumulation(model)
     with compat.gradient_sync(
         model, reduce=is_last or mode != "comm", all_reduce=is_last or mode != "hsdp", is_last=is_last
     ):

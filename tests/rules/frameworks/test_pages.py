@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from shardwise.findings import SourceFinding, Status
-from shardwise.fsdp1.codemod.framework_files import NAMES, convert_yaml, framework_findings
+from shardwise.fsdp1.codemod.framework_files import convert_yaml, framework_findings
 from shardwise.source.edits import apply
 from shardwise.source.syntax import FileContext
 
 PAGES = Path(__file__).parents[3] / "docs" / "rules"
 _BLOCK = re.compile(r"^```(yaml|python) (before|after|decide)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-BLOCKS = [(code, *block) for code in NAMES for block in _BLOCK.findall((PAGES / f"{code}.md").read_text())]
+CODES = ("SW181", "SW182", "SW183", "SW184")
+BLOCKS = [(code, *block) for code in CODES for block in _BLOCK.findall((PAGES / f"{code}.md").read_text())]
 
 
 def convert(language: str, text: str) -> tuple[str, list[SourceFinding]]:
@@ -24,9 +25,8 @@ def convert(language: str, text: str) -> tuple[str, list[SourceFinding]]:
     return apply(text, [edit for finding in found for edit in finding.edits]), found
 
 
-@pytest.mark.parametrize("code", NAMES)
-def test_page_names_the_rule(code: str):
-    assert (PAGES / f"{code}.md").read_text().startswith(f"# {code} {NAMES[code]}\n\n")
+@pytest.mark.parametrize("code", CODES)
+def test_page_shows_what_a_person_decides(code: str):
     assert any(block[0] == code and block[2] == "decide" for block in BLOCKS)
 
 

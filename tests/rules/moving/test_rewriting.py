@@ -81,7 +81,7 @@ def test_other_things_of_that_name_are_left_alone(imports: str):
             "FSDP(model, sharding_strategy=args.strategy)",
             "fully_shard(model, **_placement(args.strategy))",
         ),
-        ("FSDP(model, **settings)", "_shard_as_told(model, **settings)"),
+        ("FSDP(model, **settings)", "_fully_shard_like_fsdp1(model, **settings)"),
     ],
 )
 def test_call_in_plain_torch(call: str, expected: str):
@@ -153,7 +153,7 @@ def test_methods_stay_where_the_constructor_stays():
 
 def test_class_chosen_at_run_time_is_a_function_now():
     text, findings = moved("wrapper = FSDP if sharded else plain\nmodel = wrapper(model)\n")
-    assert "wrapper = _shard_as_told if sharded else plain\nmodel = wrapper(model)\n" in text
+    assert "wrapper = _fully_shard_like_fsdp1 if sharded else plain\nmodel = wrapper(model)\n" in text
     assert status_of(findings) == [Status.REWRITTEN]
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.contents import ChunkSpec, LocalChunk
 from shardwise.checkpointing.formats.dcp import read_dcp
-from shardwise.checkpointing.formats.sharded import Header, Item, file_name, read_manifest, write_rank_file
+from shardwise.checkpointing.formats.sharded import Header, file_name, read_manifest, write_rank_file
 from shardwise.checkpointing.formats.sharded_commit import (
     begin_checkpoint,
     commit_checkpoint,
@@ -23,7 +23,7 @@ from shardwise.checkpointing.formats.sharded_commit import (
     step_folder,
     sweep,
 )
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.storage.files import Place, join, names_in
 from shardwise.errors import CheckpointError
 from tests.faults.kill_points import POINTS, watch
@@ -33,16 +33,16 @@ SAVE = """
 import sys
 from pathlib import Path
 from shardwise.checkpointing.formats.sharded_commit import *
-from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.contents import ChunkSpec, LocalChunk
 from shardwise.checkpointing.formats.sharded import Header
-from shardwise.checkpointing.formats.sharded import Item, file_name, write_rank_file
+from shardwise.checkpointing.formats.sharded import file_name, write_rank_file
 from tests.faults.kill_points import kill_at
 root, step, point = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if point:
     kill_at(point)
 data = bytes([step]) * (20 << 20)
 partial = begin_checkpoint(step_folder(root, step))
-item = Item("x", "uint8", (len(data),), Box.whole((len(data),)), data)
+item = LocalChunk("x", "uint8", (len(data),), ChunkSpec.whole((len(data),)), data)
 record = write_rank_file(partial / file_name(0), [item])
 commit_checkpoint(step_folder(root, step), [record], Header(step=step, world_size=1))
 for old in committed_steps(root)[:-1]:
@@ -59,7 +59,7 @@ def save_in_another_process(root: Path, step: int, kill_at: str = "") -> int:
 def first_byte(folder: Place) -> int:
     contents = read_manifest(folder)
     (size,) = contents.tensors["x"].shape
-    whole = read_box(contents, contents.tensors["x"], Box((0,), (size,)))
+    whole = read_chunk(contents, contents.tensors["x"], ChunkSpec((0,), (size,)))
     assert (whole == whole[0]).all()
     return int(whole[0])
 
@@ -95,7 +95,7 @@ def save(root: Place, step: int, value: float = 1.0, *, commit: bool = True) -> 
     folder = step_folder(root, step)
     partial = begin_checkpoint(folder)
     tensor = torch.full((10,), value)
-    item = Item("x", "float32", (10,), Box.whole((10,)), tensor)
+    item = LocalChunk("x", "float32", (10,), ChunkSpec.whole((10,)), tensor)
     record = write_rank_file(join(partial, file_name(0)), [item], block_bytes=16)
     if commit:
         commit_checkpoint(folder, [record], Header(step=step))
@@ -184,7 +184,7 @@ def test_a_removal_that_stops_midway_leaves_no_checkpoint(root: Place, monkeypat
 def test_a_store_holds_the_same_checkpoint(root: Place):
     folder = save(root, 4, 3.0)
     contents = read_dcp(folder)
-    assert torch.equal(read_box(contents, contents.tensors["x"], Box((2,), (5,))), torch.full((5,), 3.0))
+    assert torch.equal(read_chunk(contents, contents.tensors["x"], ChunkSpec((2,), (5,))), torch.full((5,), 3.0))
 
 
 def test_points_are_reached_in_their_order(tmp_path: Path):
@@ -203,9 +203,9 @@ def test_ranks_that_disagree_on_a_tensor_are_refused(tmp_path: Path):
     partial = begin_checkpoint(folder)
     records = []
     for rank, size in enumerate([4, 5]):
-        item = Item("x", "float32", (size,), Box((0,), (2,)), torch.zeros(2))
+        item = LocalChunk("x", "float32", (size,), ChunkSpec((0,), (2,)), torch.zeros(2))
         records.append(write_rank_file(join(partial, file_name(rank)), [item]))
-    with pytest.raises(CheckpointError, match="do not agree on x"):
+    with pytest.raises(CheckpointError, match="x: the ranks wrote different dtypes or shapes"):
         commit_checkpoint(folder, records, Header())
     assert not is_committed(folder)
 
@@ -220,10 +220,10 @@ def test_nothing_is_committed_that_is_not_stored_once(tmp_path: Path, starts: tu
     partial = begin_checkpoint(folder)
     records = []
     for rank, (start, size) in enumerate(zip(starts, (2, 1), strict=True)):
-        items = [Item("x", "float32", (4,), Box((start,), (size,)), torch.zeros(size))]
-        items += [Item("fine", "float32", (2,), Box((rank,), (1,)), torch.zeros(1))]
+        items = [LocalChunk("x", "float32", (4,), ChunkSpec((start,), (size,)), torch.zeros(size))]
+        items += [LocalChunk("fine", "float32", (2,), ChunkSpec((rank,), (1,)), torch.zeros(1))]
         records.append(write_rank_file(join(partial, file_name(rank)), items))
-    with pytest.raises(CheckpointError, match="1 tensors would not be stored whole") as caught:
+    with pytest.raises(CheckpointError, match="1 tensors or values would not be stored whole") as caught:
         commit_checkpoint(folder, records, Header())
     assert f"x: {problem}" in caught.value.where
     assert not is_committed(folder)

@@ -1,4 +1,4 @@
-"""Stacking, joining and cutting stored tensors moves boxes; reading the outcome gives what torch would."""
+"""Stacking, joining and cutting stored tensors moves chunks; reading the outcome gives what torch would."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardwise.checkpointing.contents import Box, Contents, StoredTensor
+from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredTensor
 from shardwise.checkpointing.formats.safetensors import read_safetensors
 from shardwise.checkpointing.hugging_face import chunk_rows, concatenate, stack
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.reading import read_chunk
 
 
 def stored(tmp_path: Path, tensors: list[torch.Tensor]) -> tuple[Contents, list[StoredTensor]]:
@@ -19,7 +19,7 @@ def stored(tmp_path: Path, tensors: list[torch.Tensor]) -> tuple[Contents, list[
 
 
 def whole(contents: Contents, tensor: StoredTensor) -> torch.Tensor:
-    return read_box(contents, tensor, Box.whole(tensor.shape))
+    return read_chunk(contents, tensor, ChunkSpec.whole(tensor.shape))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
@@ -51,8 +51,8 @@ def test_experts_one_by_one_become_one_tensor(tmp_path: Path):
     fused = concatenate([stack(sources[:3], 0), stack(sources[3:], 0)], 1)
     expected = torch.cat([torch.stack(gates), torch.stack(ups)], 1)
     assert torch.equal(whole(contents, fused), expected)
-    part = Box((1, 4, 0), (2, 5, 4))  # across experts, and across gate and up
-    assert torch.equal(read_box(contents, fused, part), expected[1:3, 4:9])
+    part = ChunkSpec((1, 4, 0), (2, 5, 4))  # across experts, and across gate and up
+    assert torch.equal(read_chunk(contents, fused, part), expected[1:3, 4:9])
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path):

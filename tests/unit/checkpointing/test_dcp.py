@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from shardwise.checkpointing.contents import Box, Contents
+from shardwise.checkpointing.contents import ChunkSpec, Contents
 from shardwise.checkpointing.formats.dcp import is_dcp, read_dcp
-from shardwise.checkpointing.reading import Request, check_requests, read_box
+from shardwise.checkpointing.reading import Request, check_requests, read_chunk
 from shardwise.errors import CheckpointError
 from tests.sharded_checkpoints import write_checkpoint
 
@@ -39,7 +39,7 @@ def at_path(tree: Any, path: tuple[str | int, ...]) -> Any:
 
 def whole(contents: Contents, name: str) -> torch.Tensor:
     tensor = contents.tensors[name]
-    return read_box(contents, tensor, Box.whole(tensor.shape))
+    return read_chunk(contents, tensor, ChunkSpec.whole(tensor.shape))
 
 
 def test_all_that_torch_saves_is_read(tmp_path: Path):
@@ -189,8 +189,8 @@ def test_ours_without_the_manifest_is_still_a_folder_of_torch(tmp_path: Path):
     assert (ours.format, torchs.format) == ("sharded", "dcp")
     assert torchs.values == ours.values
     for name, tensor in ours.tensors.items():
-        found = {(piece.box, piece.file, piece.offset) for piece in torchs.tensors[name].pieces}
-        assert found == {(piece.box, piece.file, piece.offset) for piece in tensor.pieces}
+        found = {(chunk.spec, chunk.file, chunk.offset) for chunk in torchs.tensors[name].chunks}
+        assert found == {(chunk.spec, chunk.file, chunk.offset) for chunk in tensor.chunks}
         assert torch.equal(whole(torchs, name), tensors[name])
 
 
@@ -213,7 +213,7 @@ def test_a_tensor_of_which_a_part_is_not_stored(tmp_path: Path):
     metadata.state_dict_metadata["a"].size = torch.Size([6, 2])
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     contents = read_dcp(tmp_path)
-    (problem,) = check_requests(contents, [Request("a", torch.empty(6, 2), Box.whole((6, 2)))])
+    (problem,) = check_requests(contents, [Request("a", torch.empty(6, 2), ChunkSpec.whole((6, 2)))])
     assert "are not stored" in problem
     with pytest.raises(CheckpointError, match="not stored"):
         whole(contents, "a")

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor, boxes_of_range
+from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredChunk, StoredTensor, chunks_of_range
 from shardwise.checkpointing.formats.fsdp1 import layout_of_model, needs_model, read_layout, unflatten
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.errors import CheckpointError
 
@@ -23,19 +23,19 @@ shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
 @given(shape=shapes, data=st.data())
 def test_a_range_is_cut_into_boxes_of_consecutive_elements(shape: tuple[int, ...], data: st.DataObject):
-    """Each box holds the elements that follow, none twice, none left out, and there are few of them."""
+    """Each chunk holds the elements that follow, none twice, none left out, and there are few of them."""
     numel = math.prod(shape)
     start = data.draw(st.integers(0, numel))
     end = data.draw(st.integers(start, numel))
     number = {place: index for index, place in enumerate(itertools.product(*map(range, shape)))}
     found: list[int] = []
-    boxes = list(boxes_of_range(shape, start, end))
-    for box, before in boxes:
+    specs = list(chunks_of_range(shape, start, end))
+    for spec, before in specs:
         assert before == len(found)
-        ranges = (range(first, first + size) for first, size in zip(box.starts, box.sizes, strict=True))
+        ranges = (range(first, first + size) for first, size in zip(spec.starts, spec.sizes, strict=True))
         found += [number[place] for place in itertools.product(*ranges)]
     assert found == list(range(start, end))
-    assert len(boxes) <= max(2 * len(shape) - 1, 1)
+    assert len(specs) <= max(2 * len(shape) - 1, 1)
 
 
 def flat_contents(flat: dict[str, torch.Tensor], world_size: int) -> Contents:
@@ -45,11 +45,11 @@ def flat_contents(flat: dict[str, torch.Tensor], world_size: int) -> Contents:
         path = ("model", f"{module}._flat_param" if module else "_flat_param")
         name = ".".join(path)
         size = -(-tensor.numel() // world_size)
-        pieces = [
-            Piece(Box((start,), (len(part),)), data=bytes_of(part.clone()))
+        chunks = [
+            StoredChunk(ChunkSpec((start,), (len(part),)), data=bytes_of(part.clone()))
             for start, part in zip(range(0, tensor.numel(), size), tensor.split(size), strict=True)
         ]
-        tensors[name] = StoredTensor(name, "float32", tuple(tensor.shape), tuple(pieces))
+        tensors[name] = StoredTensor(name, "float32", tuple(tensor.shape), tuple(chunks))
         structure[name] = path
     return Contents(Path("local"), "fsdp1-local", tensors, world_size=world_size, structure=structure)
 
@@ -80,7 +80,7 @@ def test_parameters_come_back_out_of_flat_ones(alignment: int, world_size: int):
     assert not needs_model(found)
     for name, parameter in model.named_parameters():
         tensor = found.tensors[f"model.{name}"]
-        assert torch.equal(read_box(found, tensor, Box.whole(tensor.shape)), parameter)
+        assert torch.equal(read_chunk(found, tensor, ChunkSpec.whole(tensor.shape)), parameter)
 
 
 def test_a_size_that_fits_two_layouts_is_refused():

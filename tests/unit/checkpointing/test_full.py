@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Box, Contents, TensorInfo
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredTensor
 from shardwise.checkpointing.formats.full import read_full, tensors_in, write_full
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of
 from shardwise.errors import CheckpointError
 
 
-def info(name: str, tensor: torch.Tensor) -> TensorInfo:
-    return TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+def info(name: str, tensor: torch.Tensor) -> StoredTensor:
+    return StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], values: dict[str, Any] | None = None, **options: Any) -> None:
@@ -27,7 +27,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], values: dict[str, Any] |
     write_full(path, tree, chunks, **options)
 
 
-def interrupted(info: TensorInfo, data: bytes) -> Iterator[tuple[TensorInfo, memoryview]]:
+def interrupted(info: StoredTensor, data: bytes) -> Iterator[tuple[StoredTensor, memoryview]]:
     """Some bytes, and then an error."""
     yield info, memoryview(data)
     raise RuntimeError("stop")
@@ -35,7 +35,7 @@ def interrupted(info: TensorInfo, data: bytes) -> Iterator[tuple[TensorInfo, mem
 
 def tensor_in(contents: Contents, name: str) -> torch.Tensor:
     stored = contents.tensors[name]
-    return read_box(contents, stored, Box.whole(stored.shape))
+    return read_chunk(contents, stored, ChunkSpec.whole(stored.shape))
 
 
 def read_all(path: Path) -> None:
@@ -100,7 +100,7 @@ def test_our_files_carry_checksums_and_every_flip_of_data_or_pickle_is_found(tmp
     tensors = {"a": torch.randn(5, 4), "b": torch.randn(BLOCK_BYTES // 4 + 3)}
     write(tmp_path / "t.pt", tensors)
     contents = read_full(tmp_path / "t.pt")
-    assert [len(contents.tensors[f"model.{name}"].pieces[0].checksums) for name in tensors] == [1, 2]
+    assert [len(contents.tensors[f"model.{name}"].chunks[0].checksums) for name in tensors] == [1, 2]
     good = (tmp_path / "t.pt").read_bytes()
     places = [good.index(bits(tensors["a"])) + 3, good.index(bits(tensors["b"])) + BLOCK_BYTES + 1]
     places += range(good.index(b"\x80\x02"), good.index(b"\x80\x02") + 40)
@@ -115,7 +115,7 @@ def test_our_files_carry_checksums_and_every_flip_of_data_or_pickle_is_found(tmp
 def test_an_interrupted_write_leaves_nothing_and_the_old_file_alone(tmp_path: Path):
     write(tmp_path / "t.pt", {"t": torch.ones(2)})
     before = (tmp_path / "t.pt").read_bytes()
-    one = TensorInfo("a", "int8", (2,))
+    one = StoredTensor("a", "int8", (2,))
     with pytest.raises(RuntimeError, match="stop"):
         write_full(tmp_path / "t.pt", {"a": one}, interrupted(one, b"1"), overwrite=True)
     assert os.listdir(tmp_path) == ["t.pt"]
@@ -125,7 +125,7 @@ def test_an_interrupted_write_leaves_nothing_and_the_old_file_alone(tmp_path: Pa
 
 
 def test_tensors_out_of_turn_or_incomplete_are_no_file(tmp_path: Path):
-    a, b = TensorInfo("a", "int8", (2,)), TensorInfo("b", "int8", (2,))
+    a, b = StoredTensor("a", "int8", (2,)), StoredTensor("b", "int8", (2,))
     for chunks in ([(b, memoryview(b"12"))], [(a, memoryview(b"1"))], [(a, memoryview(b"123"))]):
         with pytest.raises(AssertionError):
             write_full(tmp_path / "t.pt", {"a": a, "b": b}, iter(chunks))

@@ -65,8 +65,8 @@ def test_every_damaged_tensor_is_listed_with_its_file(tmp_path: Path):
     folder = RUNS["sharded"](tmp_path)
     contents = open_checkpoint(folder)
     for name in ("model.block.bias", "optim.state.block.weight.exp_avg"):
-        piece = contents.tensors[name].pieces[1]
-        flip(folder / piece.file, piece.offset + 1)
+        chunk = contents.tensors[name].chunks[1]
+        flip(folder / chunk.file, chunk.offset + 1)
     found = verify_checkpoint(folder)
     assert [finding.code for finding in found] == ["SW334", "SW334"]
     assert {finding.where for finding in found} == {str(folder / "__1_0.distcp")}
@@ -151,8 +151,8 @@ def test_what_is_no_checkpoint_is_refused_with_what_was_tried(make: str, tmp_pat
     expected = {
         "nothing": "no such file or folder",
         "empty": "the folder is empty",
-        "text": "no checkpoint of a known format",
-        "partial": "no checkpoint of a known format",
+        "text": "not a checkpoint of a known format",
+        "partial": "not a checkpoint of a known format",
         "index": "no index",
     }[make]
     if make != "nothing":

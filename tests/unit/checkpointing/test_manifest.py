@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.contents import ChunkSpec
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, read_manifest
 from shardwise.checkpointing.storage.memory import checksum, to_hex
 from shardwise.errors import CheckpointError
@@ -31,8 +31,8 @@ def test_a_manifest_says_what_was_written(folder: Path):
     assert set(contents.tensors) == {"model.weight", "model.bias", "model.tied"}
     weight = contents.tensors["model.weight"]
     assert (weight.dtype, weight.shape) == ("float32", (10, 4))
-    assert [piece.box for piece in weight.pieces] == [Box((0, 0), (5, 4)), Box((5, 0), (5, 4))]
-    assert contents.tensors["model.tied"].pieces == weight.pieces
+    assert [chunk.spec for chunk in weight.chunks] == [ChunkSpec((0, 0), (5, 4)), ChunkSpec((5, 0), (5, 4))]
+    assert contents.tensors["model.tied"].chunks == weight.chunks
     assert contents.structure["model.weight"] == ("model", "weight")
     assert contents.file_bytes == {
         path.name: path.stat().st_size for path in folder.iterdir() if path.suffix != ".json"
@@ -42,11 +42,11 @@ def test_a_manifest_says_what_was_written(folder: Path):
 def test_bytes_lie_where_the_manifest_says(folder: Path):
     for tensor in read_manifest(folder).tensors.values():
         whole = TENSORS["model.weight" if tensor.name == "model.tied" else tensor.name]
-        for piece in tensor.pieces:
-            rows = whole[piece.box.starts[0] : piece.box.starts[0] + piece.box.sizes[0]]
-            data = (folder / piece.file).read_bytes()[piece.offset :][: rows.nbytes]
+        for chunk in tensor.chunks:
+            rows = whole[chunk.spec.starts[0] : chunk.spec.starts[0] + chunk.spec.sizes[0]]
+            data = (folder / chunk.file).read_bytes()[chunk.offset :][: rows.nbytes]
             assert data == rows.numpy().tobytes()
-            assert piece.checksums == tuple(checksum(data[at : at + 64]) for at in range(0, len(data), 64))
+            assert chunk.checksums == tuple(checksum(data[at : at + 64]) for at in range(0, len(data), 64))
 
 
 def test_frames_are_the_checksums_of_all_other_bytes(folder: Path):
@@ -56,11 +56,11 @@ def test_frames_are_the_checksums_of_all_other_bytes(folder: Path):
     for name, frame in frames.items():
         data = bytearray((folder / name).read_bytes())
         spans = sorted(
-            (piece.offset, piece.box.numel * (4 if tensor.dtype == "float32" else 8))
+            (chunk.offset, chunk.spec.numel * (4 if tensor.dtype == "float32" else 8))
             for tensor in contents.tensors.values()
             if tensor.name != "model.tied"
-            for piece in tensor.pieces
-            if piece.file == name
+            for chunk in tensor.chunks
+            if chunk.file == name
         )
         for offset, num_bytes in reversed(spans):
             del data[offset : offset + num_bytes]

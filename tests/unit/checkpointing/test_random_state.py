@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from shardwise.checkpointing.state.nested import derived_state, random_state, set_random_state
+from shardwise.checkpointing.state.nested import derived_state, encoded_random_state, set_encoded_random_state
 from shardwise.errors import CheckpointError
 
 
@@ -25,28 +25,28 @@ def draw() -> list[float]:
 def test_generators_go_on():
     random.gauss(0, 1)  # Python and NumPy keep the second of a pair for later
     numpy.random.randn()
-    state = random_state()
+    state = encoded_random_state()
     expected = draw()
     assert draw() != expected
-    set_random_state(state)
+    set_encoded_random_state(state)
     assert draw() == expected
 
 
 def test_states_are_copies():
-    state = random_state()
+    state = encoded_random_state()
     before = {name: tensor.clone() for name, tensor in state.items()}
     draw()
     assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
 
 
 def test_derived_states_differ_by_rank_and_by_nothing_else():
-    state = random_state()
+    state = encoded_random_state()
     drawn = {}
     for rank in (1, 2, 3, 1000):
-        set_random_state(derived_state(state, rank))
+        set_encoded_random_state(derived_state(state, rank))
         drawn[rank] = draw()
         draw()
-        set_random_state(derived_state(state, rank))
+        set_encoded_random_state(derived_state(state, rank))
         assert draw() == drawn[rank]
     each = list(zip(*drawn.values(), strict=True))
     assert all(len(set(values)) == 4 for values in each)
@@ -55,4 +55,4 @@ def test_derived_states_differ_by_rank_and_by_nothing_else():
 @pytest.mark.parametrize("name", ["torch", "python", "numpy"])
 def test_damaged_states_are_refused(name: str):
     with pytest.raises(CheckpointError, match=f"{name}'s random numbers"):
-        set_random_state({name: torch.zeros(7, dtype=torch.uint8)})
+        set_encoded_random_state({name: torch.zeros(7, dtype=torch.uint8)})

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.contents import ChunkSpec
 from shardwise.checkpointing.formats.rank_files import find_series, read_rank_files
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.storage.files import names_in
 from shardwise.errors import CheckpointError
 
@@ -40,7 +40,7 @@ def test_files_are_ordered_by_rank_whatever_they_are_called(pattern: str, tmp_pa
     assert (contents.format, contents.world_size) == ("fsdp1-local", 12)
     tensor = contents.tensors["optim.state.0.exp_avg"]
     expected = torch.cat([optimizer_of(rank)["state"][0]["exp_avg"] for rank in range(12)])
-    assert torch.equal(read_box(contents, tensor, Box.whole(tensor.shape)), expected)
+    assert torch.equal(read_chunk(contents, tensor, ChunkSpec.whole(tensor.shape)), expected)
 
 
 def test_a_file_that_is_missing_is_named_by_its_rank(tmp_path: Path):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shardwise.checkpointing import reading
-from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor, coverage_problem
+from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredChunk, StoredTensor, coverage_problem
 from shardwise.checkpointing.formats.sharded import read_manifest
-from shardwise.checkpointing.reading import Request, check_requests, read_box, read_requests, verify_requests
+from shardwise.checkpointing.reading import Request, check_requests, read_chunk, read_requests, verify_requests
 from shardwise.errors import CheckpointError
 from tests.sharded_checkpoints import write_checkpoint
 
@@ -31,20 +31,20 @@ def contents(tmp_path: Path) -> Contents:
     return read_manifest(tmp_path / "step-00000007")
 
 
-def random_box(shape: tuple[int, ...], chance: random.Random) -> Box:
+def random_box(shape: tuple[int, ...], chance: random.Random) -> ChunkSpec:
     starts = tuple(chance.randint(0, max(size - 1, 0)) for size in shape)
-    return Box(starts, tuple(chance.randint(min(1, n - a), n - a) for a, n in zip(starts, shape, strict=True)))
+    return ChunkSpec(starts, tuple(chance.randint(min(1, n - a), n - a) for a, n in zip(starts, shape, strict=True)))
 
 
-def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    return tensor[tuple(slice(a, a + n) for a, n in zip(box.starts, box.sizes, strict=True))]
+def part(tensor: torch.Tensor, spec: ChunkSpec) -> torch.Tensor:
+    return tensor[tuple(slice(a, a + n) for a, n in zip(spec.starts, spec.sizes, strict=True))]
 
 
-def targets_for(box: Box, dtype: torch.dtype) -> list[torch.Tensor]:
+def targets_for(spec: ChunkSpec, dtype: torch.dtype) -> list[torch.Tensor]:
     """Contiguous, of another dtype, transposed, and with gaps."""
-    turned = torch.ones(tuple(reversed(box.sizes)), dtype=dtype).permute(tuple(reversed(range(len(box.sizes)))))
-    gaps = torch.ones((*box.sizes, 2), dtype=dtype)[..., 0]
-    return [torch.ones(box.sizes, dtype=dtype), torch.ones(box.sizes, dtype=torch.float64), turned, gaps]
+    turned = torch.ones(tuple(reversed(spec.sizes)), dtype=dtype).permute(tuple(reversed(range(len(spec.sizes)))))
+    gaps = torch.ones((*spec.sizes, 2), dtype=dtype)[..., 0]
+    return [torch.ones(spec.sizes, dtype=dtype), torch.ones(spec.sizes, dtype=torch.float64), turned, gaps]
 
 
 @pytest.mark.parametrize(("chunk_bytes", "min_run_bytes"), [(16 << 20, 64 << 10), (64, 1), (32, 8), (16, 1)])
@@ -57,39 +57,39 @@ def test_any_part_into_any_memory(
     chance = random.Random(chunk_bytes)
     for _ in range(60):
         name = chance.choice(list(TENSORS))
-        box = random_box(tuple(TENSORS[name].shape), chance)
-        wanted = part(TENSORS[name], box)
-        for target in targets_for(box, wanted.dtype):
-            requests = [Request(name, target, box)]
+        spec = random_box(tuple(TENSORS[name].shape), chance)
+        wanted = part(TENSORS[name], spec)
+        for target in targets_for(spec, wanted.dtype):
+            requests = [Request(name, target, spec)]
             assert not check_requests(contents, requests)
             verify = chance.choice([True, False])
             read_requests(contents, requests, verify=verify, num_threads=chance.choice([1, 3]))
-            assert torch.equal(target, wanted.to(target.dtype)), (name, box, verify)
-        assert torch.equal(read_box(contents, contents.tensors[name], box), wanted)
+            assert torch.equal(target, wanted.to(target.dtype)), (name, spec, verify)
+        assert torch.equal(read_chunk(contents, contents.tensors[name], spec), wanted)
 
 
 def test_a_parameter_that_needs_gradients(contents: Contents):
     parameter = torch.nn.Parameter(torch.zeros(11, 3, dtype=torch.bfloat16))
-    read_requests(contents, [Request("half", parameter, Box.whole((11, 3)))])
+    read_requests(contents, [Request("half", parameter, ChunkSpec.whole((11, 3)))])
     assert torch.equal(parameter, TENSORS["half"])
 
 
 def test_bytes_that_are_already_in_memory(tmp_path: Path):
     """Formats that store no usable order hand the bytes over themselves."""
     data = torch.arange(12, dtype=torch.int32)
-    piece = Piece(Box.whole((3, 4)), data=memoryview(data.numpy()).cast("B"))
-    contents = Contents(tmp_path, "full", {"x": StoredTensor("x", "int32", (3, 4), (piece,))})
-    box = Box((1, 1), (2, 2))
-    assert read_box(contents, contents.tensors["x"], box).tolist() == [[5, 6], [9, 10]]
+    chunk = StoredChunk(ChunkSpec.whole((3, 4)), data=memoryview(data.numpy()).cast("B"))
+    contents = Contents(tmp_path, "full", {"x": StoredTensor("x", "int32", (3, 4), (chunk,))})
+    spec = ChunkSpec((1, 1), (2, 2))
+    assert read_chunk(contents, contents.tensors["x"], spec).tolist() == [[5, 6], [9, 10]]
 
 
 def flip(folder: Path, contents: Contents, name: str, at: int) -> str:
-    piece = contents.tensors[name].pieces[0]
-    path = folder / piece.file
+    chunk = contents.tensors[name].chunks[0]
+    path = folder / chunk.file
     data = bytearray(path.read_bytes())
-    data[piece.offset + at] ^= 1
+    data[chunk.offset + at] ^= 1
     path.write_bytes(data)
-    return piece.file
+    return chunk.file
 
 
 @pytest.mark.parametrize("at", [0, 63, 64, 100, 7 * 2 * 6 * 4 - 1])
@@ -99,7 +99,7 @@ def test_a_flipped_byte_is_found_and_named(contents: Contents, at: int, read: Ca
     file = flip(contents.folder, contents, "cube", at)
     target = torch.full((7, 5, 6), -1.0, dtype=dtype)
     with pytest.raises(CheckpointError, match="cube") as caught:
-        read(contents, [Request("cube", target, Box.whole((7, 5, 6)))])
+        read(contents, [Request("cube", target, ChunkSpec.whole((7, 5, 6)))])
     assert file in caught.value.where
     if read is verify_requests:
         assert (target == -1).all(), "written although it should only be verified"
@@ -109,19 +109,21 @@ def test_a_flip_beside_the_part_but_in_its_block_is_found(contents: Contents):
     """A block is verified as a whole, so that what was wanted is never trusted half checked."""
     flip(contents.folder, contents, "half", 5)
     with pytest.raises(CheckpointError, match="half"):
-        read_box(contents, contents.tensors["half"], Box((0, 0), (1, 2)))
-    assert torch.equal(read_box(contents, contents.tensors["half"], Box((0, 0), (1, 2)), verify=False), part(
-        TENSORS["half"], Box((0, 0), (1, 2))))  # fmt: skip
+        read_chunk(contents, contents.tensors["half"], ChunkSpec((0, 0), (1, 2)))
+    assert torch.equal(read_chunk(contents, contents.tensors["half"], ChunkSpec((0, 0), (1, 2)), verify=False), part(
+        TENSORS["half"], ChunkSpec((0, 0), (1, 2))))  # fmt: skip
 
 
 def test_a_flip_before_the_part_but_in_its_block_is_found(contents: Contents):
     flip(contents.folder, contents, "half", 1)
     with pytest.raises(CheckpointError, match="half"):
-        read_box(contents, contents.tensors["half"], Box((1, 0), (2, 3)))
+        read_chunk(contents, contents.tensors["half"], ChunkSpec((1, 0), (2, 3)))
 
 
 def test_verifying_alone_touches_no_target(contents: Contents):
-    requests = [Request(name, tensor.to("meta"), Box.whole(tuple(tensor.shape))) for name, tensor in TENSORS.items()]
+    requests = [
+        Request(name, tensor.to("meta"), ChunkSpec.whole(tuple(tensor.shape))) for name, tensor in TENSORS.items()
+    ]
     verify_requests(contents, requests)
     flip(contents.folder, contents, "cube", 9)
     with pytest.raises(CheckpointError, match="cube"):
@@ -132,10 +134,10 @@ def test_problems_are_found_before_anything_is_read(contents: Contents):
     def problems(*requests: Request) -> str:
         return "\n".join(check_requests(contents, requests))
 
-    whole = Box.whole((7, 5, 6))
+    whole = ChunkSpec.whole((7, 5, 6))
     assert problems(Request("cube", torch.empty(7, 5, 6), whole)) == ""
-    assert "not in the checkpoint" in problems(Request("other", torch.empty(3), Box.whole((3,))))
-    assert "has shape" in problems(Request("cube", torch.empty(8, 5, 6), Box.whole((8, 5, 6))))
+    assert "not in the checkpoint" in problems(Request("other", torch.empty(3), ChunkSpec.whole((3,))))
+    assert "has shape" in problems(Request("cube", torch.empty(8, 5, 6), ChunkSpec.whole((8, 5, 6))))
     assert "memory of shape" in problems(Request("cube", torch.empty(7, 5), whole))
     path = contents.folder / "__1_0.distcp"
     good = path.read_bytes()
@@ -145,15 +147,17 @@ def test_problems_are_found_before_anything_is_read(contents: Contents):
     path.unlink()
     assert "__1_0.distcp: is missing" in problems(Request("cube", torch.empty(7, 5, 6), whole))
     # The part that lies in another file can still be read.
-    assert problems(Request("cube", torch.empty(7, 2, 6), Box((0, 0, 0), (7, 2, 6)))) == ""
+    assert problems(Request("cube", torch.empty(7, 2, 6), ChunkSpec((0, 0, 0), (7, 2, 6)))) == ""
 
 
 def test_a_file_that_shrinks_after_the_check(contents: Contents):
-    path = contents.folder / contents.tensors["cube"].pieces[0].file
+    path = contents.folder / contents.tensors["cube"].chunks[0].file
     path.write_bytes(path.read_bytes()[:200])
     for threads in (1, 3):
         with pytest.raises(CheckpointError, match="ends before byte") as caught:
-            read_requests(contents, [Request("cube", torch.empty(7, 5, 6), Box.whole((7, 5, 6)))], num_threads=threads)
+            read_requests(
+                contents, [Request("cube", torch.empty(7, 5, 6), ChunkSpec.whole((7, 5, 6)))], num_threads=threads
+            )
         assert path.name in caught.value.where
 
 
@@ -162,7 +166,8 @@ def test_an_error_on_one_thread_ends_them_all(contents: Contents, monkeypatch: p
     monkeypatch.setattr(reading, "CHUNK_BYTES", 64)
     flip(contents.folder, contents, "cube", 3)
     requests = [
-        Request(name, torch.empty_like(tensor), Box.whole(tuple(tensor.shape))) for name, tensor in TENSORS.items()
+        Request(name, torch.empty_like(tensor), ChunkSpec.whole(tuple(tensor.shape)))
+        for name, tensor in TENSORS.items()
     ]
     with pytest.raises(CheckpointError, match="cube"):
         read_requests(contents, requests, num_threads=threads)
@@ -189,7 +194,7 @@ class Heard:
 
 def test_progress_hears_every_byte(contents: Contents):
     heard = Heard()
-    read_requests(contents, [Request("cube", torch.empty(7, 5, 6), Box.whole((7, 5, 6)))], progress=heard)
+    read_requests(contents, [Request("cube", torch.empty(7, 5, 6), ChunkSpec.whole((7, 5, 6)))], progress=heard)
     assert heard.total == heard.done == 7 * 5 * 6 * 4
     assert heard.finished == 1
     assert re.fullmatch(r"840 B of 840 B, [\d.]+ \w+/s", heard.notes[-2])
@@ -197,15 +202,15 @@ def test_progress_hears_every_byte(contents: Contents):
 
 
 def test_coverage():
-    whole = Box.whole((4, 6))
-    halves = [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))]
+    whole = ChunkSpec.whole((4, 6))
+    halves = [ChunkSpec((0, 0), (4, 3)), ChunkSpec((0, 3), (4, 3))]
     assert coverage_problem(whole, halves) == ""
     assert coverage_problem(whole, [whole]) == ""
     assert "12 of 24 elements are not stored" in coverage_problem(whole, halves[:1])
-    assert "twice" in coverage_problem(whole, [*halves, Box((1, 1), (1, 1))])
+    assert "twice" in coverage_problem(whole, [*halves, ChunkSpec((1, 1), (1, 1))])
     # As many elements as there should be, but not the right ones.
     assert "twice" in coverage_problem(whole, [halves[0], halves[0]])
-    assert coverage_problem(Box((0, 0), (4, 3)), [halves[0], Box((0, 3), (1, 1))]) == ""
-    assert coverage_problem(Box((), ()), [Box((), ())]) == ""
-    assert coverage_problem(Box((), ()), []) != ""
-    assert coverage_problem(Box.whole((0, 3)), []) == ""
+    assert coverage_problem(ChunkSpec((0, 0), (4, 3)), [halves[0], ChunkSpec((0, 3), (1, 1))]) == ""
+    assert coverage_problem(ChunkSpec((), ()), [ChunkSpec((), ())]) == ""
+    assert coverage_problem(ChunkSpec((), ()), []) != ""
+    assert coverage_problem(ChunkSpec.whole((0, 3)), []) == ""

@@ -12,14 +12,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpointing.contents import DTYPES, Box, TensorInfo
+from shardwise.checkpointing.contents import DTYPES, ChunkSpec, StoredTensor
 from shardwise.checkpointing.formats.safetensors import (
     distribute,
     is_safetensors,
     read_safetensors,
     write_safetensors,
 )
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum
 from shardwise.errors import CheckpointError
@@ -33,9 +33,9 @@ def tensor_of(dtype: str) -> torch.Tensor:
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], portions: int = 1, **options: Any) -> None:
-    infos = [TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    infos = [StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
 
-    def chunks() -> Iterator[tuple[TensorInfo, memoryview]]:
+    def chunks() -> Iterator[tuple[StoredTensor, memoryview]]:
         for shard in distribute(infos, path, options.get("max_shard_bytes", 1 << 40)):
             for info in shard:
                 data = bytes_of(tensors[info.name])
@@ -46,7 +46,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], portions: int = 1, **opt
     write_safetensors(path, infos, chunks(), **options)
 
 
-def interrupted(info: TensorInfo, data: bytes) -> Iterator[tuple[TensorInfo, memoryview]]:
+def interrupted(info: StoredTensor, data: bytes) -> Iterator[tuple[StoredTensor, memoryview]]:
     """Some bytes, and then an error."""
     yield info, memoryview(data)
     raise RuntimeError("stop")
@@ -61,7 +61,7 @@ def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 def read_all(path: Path) -> None:
     contents = read_safetensors(path)
     for tensor in contents.tensors.values():
-        read_box(contents, tensor, Box.whole(tensor.shape))
+        read_chunk(contents, tensor, ChunkSpec.whole(tensor.shape))
 
 
 def raw_file(path: Path, header: Any, data: bytes = b"") -> Path:
@@ -82,7 +82,7 @@ def test_every_dtype_round_trips_between_us_and_the_library(tmp_path: Path, dtyp
     save_file({"t": tensor}, tmp_path / "theirs.safetensors")
     contents = read_safetensors(tmp_path / "theirs.safetensors")
     assert contents.tensors["t"].dtype == dtype
-    assert same_bits(read_box(contents, contents.tensors["t"], Box.whole((3, 4))), tensor)
+    assert same_bits(read_chunk(contents, contents.tensors["t"], ChunkSpec.whole((3, 4))), tensor)
 
 
 def test_scalars_empty_tensors_strange_names_and_unaligned_sizes(tmp_path: Path):
@@ -100,8 +100,8 @@ def test_scalars_empty_tensors_strange_names_and_unaligned_sizes(tmp_path: Path)
     for name, tensor in tensors.items():
         assert same_bits(loaded[name], tensor), name
         stored = contents.tensors[name]
-        assert stored.pieces[0].offset % tensor.element_size() == 0, "every tensor is aligned"
-        assert same_bits(read_box(contents, stored, Box.whole(stored.shape)), tensor)
+        assert stored.chunks[0].offset % tensor.element_size() == 0, "every tensor is aligned"
+        assert same_bits(read_chunk(contents, stored, ChunkSpec.whole(stored.shape)), tensor)
 
 
 @pytest.mark.parametrize("portions", [1, 3, 7])
@@ -109,8 +109,8 @@ def test_checksums_are_those_of_the_blocks_however_the_bytes_come(tmp_path: Path
     tensor = torch.randn(2 * BLOCK_BYTES // 4 + 5)
     write(tmp_path / "t.safetensors", {"t": tensor, "u": tensor[:7].clone()}, portions)
     contents = read_safetensors(tmp_path / "t.safetensors")
-    assert len(contents.tensors["t"].pieces[0].checksums) == 3
-    assert same_bits(read_box(contents, contents.tensors["t"], Box.whole(tensor.shape)), tensor)
+    assert len(contents.tensors["t"].chunks[0].checksums) == 3
+    assert same_bits(read_chunk(contents, contents.tensors["t"], ChunkSpec.whole(tensor.shape)), tensor)
 
 
 def test_transformers_metadata_is_there(tmp_path: Path):
@@ -121,7 +121,7 @@ def test_transformers_metadata_is_there(tmp_path: Path):
 
 def test_shards_respect_the_limit_and_keep_the_order(tmp_path: Path):
     tensors = {f"t{index}": torch.full((10,), float(index)) for index in range(7)}
-    write(tmp_path / "out", tensors, max_shard_bytes=90, companions={"config.json": b"{}"})
+    write(tmp_path / "out", tensors, max_shard_bytes=90, sidecars={"config.json": b"{}"})
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == [
         "config.json",
@@ -130,7 +130,7 @@ def test_shards_respect_the_limit_and_keep_the_order(tmp_path: Path):
     ]
     contents = read_safetensors(tmp_path / "out")
     for name, tensor in tensors.items():
-        assert same_bits(read_box(contents, contents.tensors[name], Box.whole((10,))), tensor)
+        assert same_bits(read_chunk(contents, contents.tensors[name], ChunkSpec.whole((10,))), tensor)
 
 
 def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own(tmp_path: Path):
@@ -140,7 +140,7 @@ def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own(tmp_path: Path):
 
 
 def test_an_interrupted_write_leaves_nothing(tmp_path: Path):
-    info = TensorInfo("t", "float32", (2,))
+    info = StoredTensor("t", "float32", (2,))
     for path in (tmp_path / "t.safetensors", tmp_path / "out"):
         with pytest.raises(RuntimeError, match="stop"):
             write_safetensors(path, [info], interrupted(info, bytes(4)))
@@ -155,13 +155,13 @@ def test_what_a_killed_writer_left_is_in_nobodys_way(tmp_path: Path):
 
 def test_missing_bytes_are_no_file(tmp_path: Path):
     with pytest.raises(AssertionError):
-        write_safetensors(tmp_path / "t.safetensors", [TensorInfo("t", "int8", (2,))], iter(()))
+        write_safetensors(tmp_path / "t.safetensors", [StoredTensor("t", "int8", (2,))], iter(()))
     assert os.listdir(tmp_path) == []
 
 
 def test_dtypes_that_the_format_lacks_are_refused_before_writing(tmp_path: Path):
     with pytest.raises(CheckpointError, match="dtype"):
-        write_safetensors(tmp_path / "t.safetensors", [TensorInfo("t", "complex128", (2,))], iter(()))
+        write_safetensors(tmp_path / "t.safetensors", [StoredTensor("t", "complex128", (2,))], iter(()))
     assert os.listdir(tmp_path) == []
 
 
@@ -216,7 +216,7 @@ def test_a_wrong_header_is_one_clear_error(tmp_path: Path, name: str):
 @pytest.mark.parametrize("data", [b"", b"1234", struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 100) + b"{}"])
 def test_files_that_are_no_such_file_or_cut_short(tmp_path: Path, data: bytes):
     (tmp_path / "t.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"no safetensors file|cut short"):
+    with pytest.raises(CheckpointError, match=r"not a safetensors file|cut short"):
         read_safetensors(tmp_path / "t.safetensors")
 
 
@@ -281,7 +281,7 @@ def test_a_copy_of_a_tensor_in_another_shard_is_decided_by_the_index(tmp_path: P
     folder_of(tmp_path, {"weight_map": GOOD})
     save_file({"a": torch.zeros(2), "b": torch.ones(3)}, tmp_path / "model-00002-of-00002.safetensors")
     contents = read_safetensors(tmp_path)
-    assert contents.tensors["a"].pieces[0].file == "model-00001-of-00002.safetensors"
+    assert contents.tensors["a"].chunks[0].file == "model-00001-of-00002.safetensors"
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match="two files"):
         read_safetensors(tmp_path)
@@ -293,7 +293,7 @@ def test_links_as_the_hub_cache_has_them_are_followed(tmp_path: Path):
     save_file({"a": torch.ones(2)}, tmp_path / "blobs" / "0123")
     (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/0123")
     contents = read_safetensors(tmp_path / "snapshot")
-    assert torch.equal(read_box(contents, contents.tensors["a"], Box.whole((2,))), torch.ones(2))
+    assert torch.equal(read_chunk(contents, contents.tensors["a"], ChunkSpec.whole((2,))), torch.ones(2))
 
 
 def test_a_folder_in_which_the_choice_is_not_clear(tmp_path: Path):

@@ -8,9 +8,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.contents import ChunkSpec
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.reading import read_box
+from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.storage.memory import bytes_of
 from tests.stored_checkpoints import STORED, VALUES, tensors
 
@@ -36,7 +36,7 @@ def test_we_read_what_each_torch_wrote(writer: Path, kind: str):
     assert set(contents.tensors) == {prefix + name for name in tensors()}
     for name, expected in tensors().items():
         stored = contents.tensors[prefix + name]
-        found = read_box(contents, stored, Box.whole(stored.shape))
+        found = read_chunk(contents, stored, ChunkSpec.whole(stored.shape))
         assert same_bytes(found, expected), name
     if prefix:
         assert contents.values == {f"extra.{name}": value for name, value in VALUES.items()}

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.formats.sharded import Item, write_rank_file
+from shardwise.checkpointing.contents import ChunkSpec, LocalChunk
+from shardwise.checkpointing.formats.sharded import write_rank_file
 from shardwise.checkpointing.pickles.zip_files import value_stream
 from shardwise.checkpointing.storage.files import FileWriter
 from shardwise.checkpointing.storage.memory import bytes_of, checksum
 from shardwise.errors import CheckpointError
 
 
-def item(name: str, tensor: torch.Tensor) -> Item:
-    box = Box.whole(tuple(tensor.shape))
-    return Item(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), box, tensor)
+def item(name: str, tensor: torch.Tensor) -> LocalChunk:
+    spec = ChunkSpec.whole(tuple(tensor.shape))
+    return LocalChunk(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), spec, tensor)
 
 
 @pytest.mark.parametrize("fsync", [False, True])
@@ -42,8 +42,8 @@ def test_every_item_is_a_stream_that_torch_reads(tmp_path: Path, fsync: bool):
         stream = data[item_stream.offset : item_stream.offset + item_stream.num_bytes]
         assert torch.equal(torch.load(io.BytesIO(stream), weights_only=True), tensors[written.name])
         raw = bytes_of(tensors[written.name])
-        assert data[written.pieces[0].offset : written.pieces[0].offset + len(raw)] == raw
-        assert written.pieces[0].checksums == tuple(checksum(raw[at : at + 128]) for at in range(0, len(raw), 128))
+        assert data[written.chunks[0].offset : written.chunks[0].offset + len(raw)] == raw
+        assert written.chunks[0].checksums == tuple(checksum(raw[at : at + 128]) for at in range(0, len(raw), 128))
     (value,) = record.values
     stream = data[value.offset : value.offset + value.num_bytes]
     assert torch.load(io.BytesIO(stream), weights_only=True) == (1, "x")
@@ -53,7 +53,7 @@ def test_items_may_be_made_when_their_turn_comes(tmp_path: Path):
     """A conversion has no memory for all of them; the file must be the same."""
     alive: list[int] = []
 
-    def items() -> Iterator[Item]:
+    def items() -> Iterator[LocalChunk]:
         for number in range(5):
             alive.append(number)
             yield item(str(number), torch.full((1000,), float(number)))
@@ -66,8 +66,8 @@ def test_items_may_be_made_when_their_turn_comes(tmp_path: Path):
 
 
 def test_memory_that_does_not_fit_is_refused_before_the_file_is_made(tmp_path: Path):
-    wrong = Item("x", "float32", (4, 4), Box((0, 0), (2, 4)), torch.zeros(3))
-    outside = Item("x", "float32", (4, 4), Box((3, 0), (2, 4)), torch.zeros(8))
+    wrong = LocalChunk("x", "float32", (4, 4), ChunkSpec((0, 0), (2, 4)), torch.zeros(3))
+    outside = LocalChunk("x", "float32", (4, 4), ChunkSpec((3, 0), (2, 4)), torch.zeros(8))
     for bad in (wrong, outside):
         with pytest.raises(CheckpointError, match="cannot store x"):
             write_rank_file(tmp_path / "f", [bad])
@@ -86,13 +86,13 @@ def test_a_file_is_never_written_over(tmp_path: Path):
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from shardwise.checkpointing.contents import Box
-from shardwise.checkpointing.formats.sharded import Item, write_rank_file
+from shardwise.checkpointing.contents import ChunkSpec, LocalChunk
+from shardwise.checkpointing.formats.sharded import write_rank_file
 from shardwise.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_FSIZE, (10 << 20, 10 << 20))
 data = bytearray(40 << 20)
 try:
-    item = Item("x", "uint8", (len(data),), Box.whole((len(data),)), data)
+    item = LocalChunk("x", "uint8", (len(data),), ChunkSpec.whole((len(data),)), data)
     write_rank_file(Path(sys.argv[1]), [item], fsync=sys.argv[2] == "True")
 except CheckpointError as error:
     print(error.where, "|", error.why)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardwise.config.load import load, to_yaml
-from shardwise.config.run import RunConfig
+from shardwise.config.load import check_ranges, load, to_yaml
+from shardwise.config.run import OptimizerConfig, RunConfig, TrainingConfig
 from shardwise.config.schema import GroupOverride, MeshConfig, ShardConfig
 from shardwise.errors import ConfigError
 
@@ -60,6 +60,24 @@ def test_all_problems_are_reported_at_once(tmp_path: Path):
         "shard.overrides.0.pattern: field required",
         f"a: unknown setting (there are: {', '.join(field.name for field in fields(RunConfig))})",
     }
+
+
+def test_ranges_of_files_and_of_configs_made_in_python_are_checked_alike():
+    wrong = {"training": {"steps": 0, "max_grad_norm": float("nan")}, "optimizer": {"betas": (0.9, 1.0)}}
+    lines = [
+        "optimizer.betas.1: input should be less than 1, got 1.0",
+        "training.steps: input should be greater than or equal to 1, got 0",
+        "training.max_grad_norm: input should be greater than or equal to 0, got nan",
+    ]
+    assert problems_of(wrong) == lines
+    made = RunConfig(
+        training=TrainingConfig(steps=0, max_grad_norm=float("nan")), optimizer=OptimizerConfig(betas=(0.9, 1.0))
+    )
+    for config, section, expected in ((made, "", lines), (made.training, "training", lines[1:])):
+        with pytest.raises(ConfigError) as failure:
+            check_ranges(config, section)
+        assert failure.value.where.splitlines() == expected
+    check_ranges(RunConfig(shard=ShardConfig(wrap_if=lambda module: True), folder=Path("runs")))  # pyrefly: ignore
 
 
 def test_number_of_problems_and_the_file_are_named(tmp_path: Path):

@@ -3,10 +3,12 @@
 import json
 import math
 import random
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,12 +22,10 @@ from shardwise.diagnosing.parity import (
     call_model,
     loss_of_output,
     parity,
-    random_state_kept,
 )
 from shardwise.diagnosing.parity_criteria import (
     Deviation,
     Difference,
-    Evidence,
     Parity,
     likely_cause,
     measure,
@@ -34,6 +34,7 @@ from shardwise.diagnosing.parity_criteria import (
 )
 from shardwise.distributed.mesh import shutdown
 from shardwise.errors import ConfigError
+from shardwise.models.random_state import kept_random_state
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 
 
@@ -51,14 +52,13 @@ def deviation(quantity: Any, sharded: float | None, reference: float | None, nam
 
 
 def cause(*deviations: Deviation, num_compared: int = 4, tied: frozenset[str] = frozenset(), **options: bool) -> str:
-    evidence = Evidence(
-        deviations=deviations,
+    return likely_cause(
+        deviations,
         num_compared=num_compared,
         world_size=4,
         tied=tied,
         **{"low_precision": False, **options},  # pyrefly: ignore[bad-argument-type]
     )
-    return likely_cause(evidence)
 
 
 @pytest.mark.parametrize(
@@ -246,16 +246,22 @@ def test_rounding_is_suspected_first_in_16_bits():
     assert not cause(slight).startswith("possibly")
 
 
-def test_random_state_is_kept():
-    torch.manual_seed(1)
-    random.seed(1)
-    with random_state_kept():
-        torch.rand(3)
-        random.random()
-    after = (float(torch.rand(())), random.random())
-    torch.manual_seed(1)
-    random.seed(1)
-    assert after == (float(torch.rand(())), random.random())
+def test_random_state_is_kept_also_after_an_error():
+    def draw() -> tuple[float, float, float]:
+        return float(torch.rand(())), random.random(), numpy.random.rand()
+
+    def seed() -> None:
+        torch.manual_seed(1)
+        random.seed(1)
+        numpy.random.seed(1)
+
+    seed()
+    with suppress(ZeroDivisionError), kept_random_state():
+        draw()
+        raise ZeroDivisionError
+    after = draw()
+    seed()
+    assert after == draw()
 
 
 def test_one_rank_without_a_launcher():

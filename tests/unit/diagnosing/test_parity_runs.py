@@ -12,7 +12,6 @@ from shardwise.diagnosing.parity import average
 from shardwise.diagnosing.parity_criteria import (
     Deviation,
     Difference,
-    Evidence,
     Parity,
     likely_cause,
     measure,
@@ -125,7 +124,7 @@ def deviation(quantity: Any, sharded: float | None, reference: float | None, **m
 
 def cause(*deviations: Deviation, **options: Any) -> str:
     given = {"num_compared": 4, "world_size": 4, "tied": frozenset(), "low_precision": False, **options}
-    return likely_cause(Evidence(deviations=deviations, **given))
+    return likely_cause(deviations, **given)
 
 
 @pytest.mark.parametrize(

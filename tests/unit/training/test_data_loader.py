@@ -191,16 +191,16 @@ def test_batches_are_made_while_the_step_computes():
     samples = Slow(0.015)
     with loader_of(samples, workers=1) as ahead:
         next(ahead)
-        assert ahead.wait_s >= 0.015
+        assert ahead.take_wait_s() >= 0.015
         for step in range(8):
             wait_until_asked(samples, 4 * (step + 2))
             next(ahead)
-        hidden = ahead.wait_s
-        assert ahead.wait_s == 0.0, "reading it starts it anew"
+        hidden = ahead.take_wait_s()
+        assert ahead.take_wait_s() == 0.0, "reading it starts it anew"
     with loader_of(Slow(0.015), workers=0) as behind:
         for _ in range(8):
             next(behind)
-        assert behind.wait_s >= 8 * 0.015
+        assert behind.take_wait_s() >= 8 * 0.015
     assert hidden < 8 * 0.015 / 2
 
 

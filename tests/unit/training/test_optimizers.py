@@ -211,7 +211,7 @@ def test_a_step_held_back_on_the_device_changes_nothing(name: str):
         if is_bad:
             next(model.parameters()).grad[0] = torch.nan
             next(reversed(list(model.parameters()))).grad[0] = torch.inf
-        assert compat.hold_back_step(optimizer, torch.tensor(is_bad))
+        assert compat.set_found_inf(optimizer, torch.tensor(is_bad))
         optimizer.step()
         if not is_bad:
             plain.step()

@@ -8,13 +8,13 @@ import torch
 
 from shardwise.config.run import RunConfig
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.training.loop import same_bits, seed_for, seed_step
+from shardwise.training.loop import deterministic_algorithms, seed_for, seed_step
 from shardwise.training.run import resolved_yaml
 from shardwise.training.run_folder import (
     Training,
-    give_back,
     prepare_folder,
     refuse_other_model,
+    remove_if_empty,
     with_folder,
     write_config,
 )
@@ -45,8 +45,8 @@ def test_new_names_are_counted_up_and_reserved(tmp_path: Path, monkeypatch: pyte
     first, second = with_folder(config), with_folder(config)
     assert (first.folder, second.folder) == ("runs/My-Llama-1", "runs/My-Llama-2")
     Path("runs/My-Llama-2/metrics.jsonl").touch()
-    give_back(first)
-    give_back(second)
+    remove_if_empty(first)
+    remove_if_empty(second)
     assert [path.name for path in Path("runs").iterdir()] == ["My-Llama-2"]
     assert with_folder(replace(config, folder="mine")).folder == "mine"
 
@@ -119,10 +119,10 @@ def test_seeds_of_other_purposes_ranks_and_steps_are_others():
 
 
 def test_same_bits_are_asked_for_only_inside():
-    with same_bits(True):
+    with deterministic_algorithms(True):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
-    with same_bits(False):
+    with deterministic_algorithms(False):
         assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -63,7 +63,6 @@ def test_a_record_holds_the_rate_since_the_one_before(tmp_path: Path):
     assert records[2]["mfu"] == pytest.approx(100.0 * 240 / 1e6)
     assert records[5]["memory_bytes"] > 1e6
     assert (logger.first_loss, logger.last_loss, logger.tokens, logger.seconds) == (4.0, 1.5, 610, 10.0)
-    assert logger.data_wait_s == 0.75
 
 
 def test_the_line_beside_the_bar(tmp_path: Path):
@@ -91,7 +90,6 @@ def test_an_evaluation_and_a_way_back(tmp_path: Path):
     logger, notes, metrics = told(tmp_path)
     logger.log([reading(1, 10, 1.0), reading(2, 10, 1.0), reading(3, 10, 1.0)])
     logger.log_evaluation(3, 1.25)
-    assert logger.evaluation_loss == 1.25
     logger.expect(4, learning_rate=0.5)
     logger.go_back(3, 1)
     assert notes.heard[-1] == (-2, "back to step 1")

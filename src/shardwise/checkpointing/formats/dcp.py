@@ -8,7 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor, TorchStream, count_of, sizes_of
+from shardwise.checkpointing.contents import (
+    ChunkSpec,
+    Contents,
+    StoredChunk,
+    StoredTensor,
+    TorchStream,
+    count_of,
+    sizes_of,
+)
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, read_manifest
 from shardwise.checkpointing.pickles.machine import Record
 from shardwise.checkpointing.pickles.torch_files import FlatState, OpaqueValue, TorchFile, plain_value
@@ -19,7 +27,7 @@ from shardwise.errors import CheckpointError
 
 _MAX_PICKLE_BYTES = 64 << 20
 _MAX_METADATA_BYTES = 1 << 30
-_Tensors = dict[str, tuple[str, tuple[int, ...], dict[Box, TorchStream]]]
+_Tensors = dict[str, tuple[str, tuple[int, ...], dict[ChunkSpec, TorchStream]]]
 
 
 def is_dcp(path: str | Path) -> bool:
@@ -31,7 +39,7 @@ def is_dcp(path: str | Path) -> bool:
 def read_dcp(path: str | Path, subfolder: str = "") -> Contents:
     """Read a Distributed Checkpoint folder as far as its index.
 
-    Values that are no plain data are left out and named in `details["left_out"]` with the reason.
+    Values that are not plain data are left out and named in `details["left_out"]` with the reason.
 
     Args:
         path: The folder.
@@ -56,7 +64,7 @@ def read_dcp(path: str | Path, subfolder: str = "") -> Contents:
         raise files.damaged(f"{METADATA_NAME} is damaged and cannot be read", place, why) from None
     with _Items(folder) as items:
         tensors = {
-            name: StoredTensor(name, dtype, shape, tuple(items.piece(dtype, *chunk) for chunk in chunks.items()))
+            name: StoredTensor(name, dtype, shape, tuple(items.chunk(dtype, *chunk) for chunk in chunks.items()))
             for name, (dtype, shape, chunks) in stored.items()
         }
         values, left_out = items.values(plain)
@@ -95,10 +103,10 @@ def _entries(fields: Mapping[str, Any], subfolder: str) -> tuple[_Tensors, dict[
         dtype = dtype_name(properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"])
         chunks = {}
         for chunk in entry.fields["chunks"]:
-            box = Box(sizes_of(chunk.fields["offsets"]), sizes_of(chunk.fields["sizes"]))
-            if not box.lies_in(shape):
+            spec = ChunkSpec(sizes_of(chunk.fields["offsets"]), sizes_of(chunk.fields["sizes"]))
+            if not spec.lies_in(shape):
                 raise ValueError(f"{name}: a chunk that lies outside the tensor")
-            chunks[box] = _find(streams, name, box.starts)
+            chunks[spec] = _find(streams, name, spec.starts)
         tensors[name] = (dtype, shape, chunks)
     return tensors, values
 
@@ -136,22 +144,22 @@ class _Items(contextlib.ExitStack):
             try:
                 values[name] = plain_value(self._tree(stream, pickled))
             except OpaqueValue as error:
-                left_out[name] = f"the value is no plain data but holds {error}"
+                left_out[name] = f"the value is not plain data but holds {error}"
             except CheckpointError as error:
                 left_out[name] = error.what
         return values, left_out
 
-    def piece(self, dtype: str, box: Box, stream: TorchStream) -> Piece:
+    def chunk(self, dtype: str, spec: ChunkSpec, stream: TorchStream) -> StoredChunk:
         """Where the bytes of a chunk lie."""
         index, pickled = self._open(stream)
         tree = self._tree(stream, pickled)
-        if not isinstance(tree, TensorRef) or tree.dtype != dtype or tree.shape != box.sizes:
-            raise self._damaged(stream, f"it does not hold the {dtype} of shape {box.sizes} that is {stream.name}")
+        if not isinstance(tree, TensorRef) or tree.dtype != dtype or tree.shape != spec.sizes:
+            raise self._damaged(stream, f"it does not hold the {dtype} of shape {spec.sizes} that is {stream.name}")
         offset, num_bytes = index.locate(f"data/{tree.storage.key}")
         storages = {tree.storage.key: (stream.offset + offset, num_bytes)}
         file = TorchFile(files.join(self._folder, stream.file), FlatState(), storages, num_bytes)
-        piece = file.piece(tree, box)
-        return piece if piece.data is not None else replace(piece, file=stream.file)
+        chunk = file.chunk(tree, spec)
+        return chunk if chunk.data is not None else replace(chunk, file=stream.file)
 
     def _open(self, stream: TorchStream) -> tuple[ZipIndex, bytes]:
         """The item's directory and its pickle."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Contents, Piece, StoredTensor, boxes_of_range, sizes_of
+from shardwise.checkpointing.contents import ITEM_BYTES, Contents, StoredChunk, StoredTensor, chunks_of_range, sizes_of
 from shardwise.checkpointing.state.names import canonical_name
 from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
@@ -91,7 +91,7 @@ def layout_of_model(model: nn.Module, contents: Contents) -> FlatLayout:
                 members[unit].append((name, parameter))
             elif owners[id(parameter)] != name:
                 ties.setdefault(name, owners[id(parameter)])
-    whole = {name for name, tensor in contents.tensors.items() if len(tensor.pieces) == 1}
+    whole = {name for name, tensor in contents.tensors.items() if len(tensor.chunks) == 1}
     units = {}
     for name in (name for name in modules if name in stored):  # modules come in the order of parameters()
         kept = [(param, tuple(tensor.shape)) for param, tensor in members[name]]
@@ -145,7 +145,7 @@ def _fit(
     module: str, members: Sequence[tuple[str, tuple[int, ...]]], numel: int, contents: Contents, whole: set[str]
 ) -> FlatUnit:
     """Lay the parameters end to end in the way that gives the stored number of elements."""
-    # Parameters of ignored modules are no part of a flat parameter: the checkpoint holds them as they are.
+    # Parameters of ignored modules are not part of a flat parameter: the checkpoint holds them as they are.
     flattened = [(name, shape) for name, shape in members if f"model.{name}" not in whole and name not in whole]
     world_size = contents.world_size or 1
     shard_counts = [count for count in range(world_size, 0, -1) if world_size % count == 0]  # fewer: hybrid sharding
@@ -282,17 +282,17 @@ def unflatten(contents: Contents, layout: FlatLayout) -> Contents:
 def _cut(flat: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor:
     """The tensor of this shape that lies in a flat one from element `start` on."""
     size, end = ITEM_BYTES[flat.dtype], start + math.prod(shape)
-    pieces: list[Piece] = []
-    for piece in flat.pieces:
-        piece_start = piece.box.starts[0] if piece.box.starts else 0
-        low, high = max(start, piece_start), min(end, piece_start + piece.box.numel)
-        for box, before in boxes_of_range(shape, low - start, high - start) if low < high else ():
-            skip = (low - piece_start + before) * size
-            if piece.data is not None:
-                pieces.append(Piece(box, data=piece.data[skip : skip + box.numel * size]))
+    chunks: list[StoredChunk] = []
+    for chunk in flat.chunks:
+        chunk_start = chunk.spec.starts[0] if chunk.spec.starts else 0
+        low, high = max(start, chunk_start), min(end, chunk_start + chunk.spec.numel)
+        for spec, before in chunks_of_range(shape, low - start, high - start) if low < high else ():
+            skip = (low - chunk_start + before) * size
+            if chunk.data is not None:
+                chunks.append(StoredChunk(spec, data=chunk.data[skip : skip + spec.numel * size]))
             else:
-                pieces.append(Piece(box, piece.file, piece.offset + skip))
-    return StoredTensor(flat.name, flat.dtype, shape, tuple(pieces))
+                chunks.append(StoredChunk(spec, chunk.file, chunk.offset + skip))
+    return StoredTensor(flat.name, flat.dtype, shape, tuple(chunks))
 
 
 def _numbered_optimizers(contents: Contents) -> Iterator[_Optimizer]:
@@ -327,7 +327,7 @@ def _owners(contents: Contents, optimizer: _Optimizer, layout: FlatLayout) -> di
         for number, name in zip(numbers, recorded, strict=True):
             owner = layout.units.get(name) or plain.get(canonical_name(name))
             if owner is None:
-                raise _wrong(contents, f"{name!r} is no parameter of the model")
+                raise _wrong(contents, f"{name!r} is not a parameter of the model")
             found[number] = owner
         return found
     if len(optimizer.groups) > 1:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing.contents import Box, Contents, StoredTensor, TensorInfo, TorchStream
+from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredTensor, TorchStream
 from shardwise.checkpointing.formats.safetensors import Chunks, append_tensor, read_index, refuse_overwrite
 from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.pickles.torch_files import RECORD, checksum_record, read_torch_file
@@ -55,7 +55,7 @@ def with_notes(contents: Contents) -> Contents:
         structure = {str(name): tuple(path) for name, path in notes["structure"].items()}
         step, world_size = notes["step"], notes["world_size"]
         if not all(number is None or type(number) is int for number in (step, world_size)):
-            raise TypeError("a step or a number of ranks that is none")
+            raise TypeError("step and world_size must be integers or null")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         where, why = f"{contents.path}: {NOTES}", f"{type(error).__name__}: {error}"
         raise files.damaged("the notes of the file cannot be read", where, why) from None
@@ -111,8 +111,8 @@ def read_full(path: str | files.Place) -> Contents:
                 why="the file was written by one rank of a sharded run (ShardedTensor or DTensor), not gathered",
                 fix="name the folder that holds the files of all ranks",
             )
-        piece = file.piece(reference, Box.whole(reference.shape))
-        tensors[name] = StoredTensor(name, reference.dtype, reference.shape, (piece,))
+        chunk = file.chunk(reference, ChunkSpec.whole(reference.shape))
+        tensors[name] = StoredTensor(name, reference.dtype, reference.shape, (chunk,))
     contents = Contents(
         path=files.split(file.place)[0] if isinstance(file.place, str) else file.place,  # a URL does not tell
         format="full",
@@ -132,13 +132,13 @@ def write_full(path: Path, tree: Mapping[str, Any], chunks: Chunks, *, overwrite
 
     Args:
         path: The file.
-        tree: What `torch.load` will return: nested dictionaries, lists and plain values, with a `TensorInfo` in
-            place of each tensor. The same `TensorInfo` object in two places makes two names of one tensor.
+        tree: What `torch.load` will return: nested dictionaries, lists and plain values, with a `StoredTensor` in
+            place of each tensor. The same `StoredTensor` object in two places makes two names of one tensor.
         chunks: The tensors' bytes, in the order of `tensors_in(tree)`.
         overwrite: Replace a file that is there already.
 
     Raises:
-        CheckpointError: A value is no plain one, the file is there already, or the disk failed.
+        CheckpointError: A value is not a plain one, the file is there already, or the disk failed.
 
     Ranks:
         Local: one rank writes.
@@ -155,21 +155,21 @@ def write_full(path: Path, tree: Mapping[str, Any], chunks: Chunks, *, overwrite
         file.append([stream.whole(RECORD, checksum_record(pickled, checksums)), stream.close()])
 
 
-def tensors_in(tree: Any) -> list[TensorInfo]:
+def tensors_in(tree: Any) -> list[StoredTensor]:
     """The tensors of a tree, each once, in the order in which `write_full` writes them.
 
     Ranks:
         Local. Ranks that gather for the one that writes follow the same order.
     """
-    if isinstance(tree, TensorInfo):
+    if isinstance(tree, StoredTensor):
         return [tree]
     below = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
     return list({id(tensor): tensor for value in below for tensor in tensors_in(value)}.values())
 
 
-def _as_calls(tree: Any, keys: Mapping[int, tuple[str, TensorInfo]]) -> Any:
+def _as_calls(tree: Any, keys: Mapping[int, tuple[str, StoredTensor]]) -> Any:
     """The tree with the pickle's way to say "this tensor" in place of each."""
-    if isinstance(tree, TensorInfo):
+    if isinstance(tree, StoredTensor):
         return tensor_call(tree.dtype, tree.shape, keys[id(tree)][0])
     if isinstance(tree, Mapping):
         return {key: _as_calls(value, keys) for key, value in tree.items()}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.checkpointing.contents import Box, Contents, Piece, StoredTensor, TorchStream
+from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredChunk, StoredTensor, TorchStream
 from shardwise.checkpointing.formats.fsdp1 import FLAT_PARAM
 from shardwise.checkpointing.pickles.torch_files import KeyPath, Ref, TorchFile, is_torch_file, read_torch_file
 from shardwise.checkpointing.pickles.torch_objects import DTensorRef, ShardedRef, TensorRef
@@ -96,40 +96,40 @@ def _merge(name: str, ranks: Sequence[TorchFile], path: KeyPath) -> StoredTensor
             why="it is a shard that does not say where it belongs, as `to_local()` gives",
             fix="save the ShardedTensor or DTensor itself, or a full state dict",
         )
-    pieces: dict[Box, Piece] = {}
+    chunks: dict[ChunkSpec, StoredChunk] = {}
     for rank, file, ref in here:
-        for box, part in _parts(name, ref, rank, file):
-            if box not in pieces and (box.numel or isinstance(ref, TensorRef)):
-                pieces[box] = file.piece(part, box)  # of replicas, as in DCP, the first counts
-    return StoredTensor(name, first.dtype, first.shape, tuple(pieces.values()))
+        for spec, part in _parts(name, ref, rank, file):
+            if spec not in chunks and (spec.numel or isinstance(ref, TensorRef)):
+                chunks[spec] = file.chunk(part, spec)  # of replicas, as in DCP, the first counts
+    return StoredTensor(name, first.dtype, first.shape, tuple(chunks.values()))
 
 
-def _parts(name: str, ref: Ref, rank: int, file: TorchFile) -> Sequence[tuple[Box, TensorRef]]:
+def _parts(name: str, ref: Ref, rank: int, file: TorchFile) -> Sequence[tuple[ChunkSpec, TensorRef]]:
     """What a rank holds of a tensor."""
     if isinstance(ref, TensorRef):
-        return [(Box.whole(ref.shape), ref)]
+        return [(ChunkSpec.whole(ref.shape), ref)]
     if isinstance(ref, ShardedRef):
         return ref.parts
-    box = _box_of(name, ref, rank, file)
-    if ref.local.shape != box.sizes:
-        raise _not_together(file.place, f"{name} has a part of shape {ref.local.shape}, not {box.sizes}")
-    return [(box, ref.local)]
+    spec = _spec_of_dtensor(name, ref, rank, file)
+    if ref.local.shape != spec.sizes:
+        raise _not_together(file.place, f"{name} has a part of shape {ref.local.shape}, not {spec.sizes}")
+    return [(spec, ref.local)]
 
 
 def _concatenated(name: str, here: Sequence[tuple[TorchFile, Ref]]) -> StoredTensor:
     """Flat optimizer state: what the ranks hold, one after the other."""
-    pieces: list[Piece] = []
+    chunks: list[StoredChunk] = []
     at, dtype = 0, here[0][1].dtype
     for file, ref in here:
         if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or ref.dtype != dtype:
             raise _not_together(file.place, f"{name} is not flat on every rank")
         if ref.shape[0]:
-            pieces.append(file.piece(ref, Box((at,), ref.shape)))
+            chunks.append(file.chunk(ref, ChunkSpec((at,), ref.shape)))
         at += ref.shape[0]
-    return StoredTensor(name, dtype, (at,), tuple(pieces))
+    return StoredTensor(name, dtype, (at,), tuple(chunks))
 
 
-def _box_of(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> Box:
+def _spec_of_dtensor(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> ChunkSpec:
     starts, sizes = [0] * len(ref.shape), list(ref.shape)
     coordinate = ref.coordinate if ref.coordinate is not None else _unravel(rank, ref.mesh_shape)
     if len(coordinate) != len(ref.mesh_shape):
@@ -145,11 +145,11 @@ def _box_of(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> Box:
                 fix="save it with torch.distributed.checkpoint, and read that folder",
             )
         dim = placement[1]
-        chunk = -(-sizes[dim] // length)  # as torch.chunk: the last ranks may hold less, or nothing
-        begin = min(chunk * index, sizes[dim])
+        count = -(-sizes[dim] // length)  # as torch.chunk: the last ranks may hold less, or nothing
+        begin = min(count * index, sizes[dim])
         starts[dim] += begin
-        sizes[dim] = min(chunk, sizes[dim] - begin)
-    return Box(tuple(starts), tuple(sizes))
+        sizes[dim] = min(count, sizes[dim] - begin)
+    return ChunkSpec(tuple(starts), tuple(sizes))
 
 
 def _unravel(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -259,10 +259,10 @@ def _slices_of_flat_params(ranks: Sequence[TorchFile]) -> dict[str, int | None]:
     starts: dict[str, int | None] = {}
     for file in ranks:
         flat = {
-            part.storage.key: box.starts[0] - part.offset
+            part.storage.key: spec.starts[0] - part.offset
             for name, ref in file.state.tensors.items()
             if isinstance(ref, ShardedRef) and _is_flat(file.state.structure[name])
-            for box, part in ref.parts
+            for spec, part in ref.parts
         }
         has_flat = any(_is_flat(path) for path in file.state.structure.values())
         for name, ref in file.state.tensors.items():

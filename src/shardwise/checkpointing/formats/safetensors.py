@@ -16,11 +16,10 @@ from typing import Any
 from shardwise.checkpointing.contents import (
     DTYPES,
     ITEM_BYTES,
-    Box,
+    ChunkSpec,
     Contents,
-    Piece,
+    StoredChunk,
     StoredTensor,
-    TensorInfo,
     sizes_of,
 )
 from shardwise.checkpointing.storage import files
@@ -117,7 +116,7 @@ def read_index(path: files.Place) -> dict[str, str]:
     try:
         weight_map = json.loads(files.read_small(path, _MAX_INDEX_BYTES))["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise TypeError("weight_map is no object of strings")
+            raise TypeError("weight_map is not an object of strings")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _broken(path, "the index cannot be read", f"{type(error).__name__}: {error}") from None
     for file in dict.fromkeys(weight_map.values()):
@@ -134,7 +133,7 @@ def _joined(
             if index is not None and index.get(name, file) != file:
                 continue  # a copy; the index says which one counts
             if name in tensors:
-                why = f"{name!r} is also in {tensors[name].pieces[0].file or 'another file'}"
+                why = f"{name!r} is also in {tensors[name].chunks[0].file or 'another file'}"
                 raise _broken(files.join(folder, file), "two files hold the same tensor", why)
             tensors[name] = tensor
     for name, file in (index or {}).items():
@@ -162,7 +161,7 @@ def _read_header(folder: files.Place, name: str) -> _Header:
         length = int.from_bytes(reader.read(0, min(8, size)), "little")
         if size < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
             why = f"it has {size:,} bytes and claims a header of {length:,}"
-            raise _broken(path, "this is no safetensors file, or it was cut short", why)
+            raise _broken(path, "this is not a safetensors file, or it was cut short", why)
         data = reader.read(8, length)
     try:
         return _parse(name, data, size)
@@ -174,19 +173,19 @@ def _read_header(folder: files.Place, name: str) -> _Header:
 def _parse(file: str, data: bytes, size: int) -> _Header:
     header = json.loads(data, object_pairs_hook=_without_duplicates)
     if not isinstance(header, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("__metadata__ is no object of strings")
+        raise ValueError("__metadata__ is not an object of strings")
     block_bytes, checksums = _checksums(data, metadata)
     end = 8 + len(data)
     tensors = {name: _tensor(file, name, entry, end, checksums.get(name, "")) for name, entry in header.items()}
     # The bytes of the tensors are all there is: none missing, none shared, none besides.
-    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.pieces[0].offset, tensor.num_bytes)):
-        piece = tensor.pieces[0]
-        if piece.offset != end:
-            raise ValueError(f"{tensor.name!r} begins at byte {piece.offset:,}, where {end:,} is expected")
-        if block_bytes and len(piece.checksums) != -(-tensor.num_bytes // block_bytes):
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.chunks[0].offset, tensor.num_bytes)):
+        chunk = tensor.chunks[0]
+        if chunk.offset != end:
+            raise ValueError(f"{tensor.name!r} begins at byte {chunk.offset:,}, where {end:,} is expected")
+        if block_bytes and len(chunk.checksums) != -(-tensor.num_bytes // block_bytes):
             raise ValueError(f"{tensor.name!r} does not have a checksum for each of its blocks")
         end += tensor.num_bytes
     if end != size:
@@ -202,8 +201,8 @@ def _tensor(file: str, name: str, entry: Any, data_start: int, checksums: str) -
     start, end = sizes_of(entry["data_offsets"])
     if end - start != math.prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"{name!r} of shape {list(shape)} and {dtype} has {end - start:,} bytes")
-    piece = Piece(Box.whole(shape), file, data_start + start, from_hex(checksums))
-    return StoredTensor(name, dtype, shape, (piece,))
+    chunk = StoredChunk(ChunkSpec.whole(shape), file, data_start + start, from_hex(checksums))
+    return StoredTensor(name, dtype, shape, (chunk,))
 
 
 def _checksums(data: bytes, metadata: Mapping[str, str]) -> tuple[int, dict[str, str]]:
@@ -236,12 +235,12 @@ def _broken(path: files.Place, what: str, why: str) -> CheckpointError:
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """What Hugging Face's tools write by default."""
-Chunks = Iterator[tuple[TensorInfo, memoryview]]
+Chunks = Iterator[tuple[StoredTensor, memoryview]]
 """Bytes to write: a tensor and its next bytes, row-major; as many a tensor as it takes."""
 _ALIGNMENT = 64
 
 
-def append_tensor(file: files.FileWriter, info: TensorInfo, chunks: Chunks) -> tuple[int, ...]:
+def append_tensor(file: files.FileWriter, info: StoredTensor, chunks: Chunks) -> tuple[int, ...]:
     """Write the next tensor of `chunks`, which must be `info`; return the checksums of its blocks."""
     hasher, left = BlockHasher(), info.num_bytes
     while left:
@@ -257,12 +256,12 @@ def append_tensor(file: files.FileWriter, info: TensorInfo, chunks: Chunks) -> t
 
 def write_safetensors(
     path: Path,
-    tensors: Sequence[TensorInfo],
+    tensors: Sequence[StoredTensor],
     chunks: Chunks,
     *,
     max_shard_bytes: int | None = DEFAULT_SHARD_BYTES,
     stem: str = "model",
-    companions: Mapping[str, bytes] | None = None,
+    sidecars: Mapping[str, bytes] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write one file, or a folder of shards, which appears when it is whole and on the disk.
@@ -273,7 +272,7 @@ def write_safetensors(
         chunks: Their bytes, in the order of `distribute`.
         max_shard_bytes: Of tensors in one file, as far as one tensor allows; None: all in one. Folders only.
         stem: What the files in a folder are called: `<stem>.safetensors`.
-        companions: Small files to write beside the weights, such as `config.json`.
+        sidecars: Small files to write beside the weights, such as `config.json`.
         overwrite: Replace weights that are there already.
 
     Raises:
@@ -290,7 +289,7 @@ def write_safetensors(
         return
     count = len(shards)
     names = [f"{stem}-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
-    small = dict(companions or {})
+    small = dict(sidecars or {})
     if count == 1:
         names = [f"{stem}.safetensors"]
     else:
@@ -310,7 +309,7 @@ def write_safetensors(
         _publish_folder(partial, path, {*names, *small})
 
 
-def _write_file(file: files.FileWriter, tensors: Sequence[TensorInfo], chunks: Chunks) -> None:
+def _write_file(file: files.FileWriter, tensors: Sequence[StoredTensor], chunks: Chunks) -> None:
     blanks = {tensor.name: _BLANK * -(-tensor.num_bytes // BLOCK_BYTES) for tensor in tensors}
     file.append([_header(tensors, blanks)])
     header = _header(tensors, {tensor.name: to_hex(append_tensor(file, tensor, chunks)) for tensor in tensors})
@@ -318,7 +317,7 @@ def _write_file(file: files.FileWriter, tensors: Sequence[TensorInfo], chunks: C
     file.rewrite_start(header)
 
 
-def _header(tensors: Sequence[TensorInfo], digests: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[StoredTensor], digests: Mapping[str, str]) -> bytes:
     """Of the same length whether the checksums are known or not."""
     ours = json.dumps({"block_bytes": BLOCK_BYTES, "xxh3": digests}, separators=(",", ":"))
     header: dict[str, object] = {"__metadata__": {"format": "pt", _HEADER_CHECKSUM_KEY: _BLANK, _METADATA_KEY: ours}}
@@ -338,7 +337,7 @@ def _header(tensors: Sequence[TensorInfo], digests: Mapping[str, str]) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-def check_target(path: Path, tensors: Sequence[TensorInfo], overwrite: bool) -> None:
+def check_target(path: Path, tensors: Sequence[StoredTensor], overwrite: bool) -> None:
     """Refuse what `write_safetensors` could not write.
 
     Raises:
@@ -361,8 +360,8 @@ def check_target(path: Path, tensors: Sequence[TensorInfo], overwrite: bool) -> 
 
 
 def distribute(
-    tensors: Sequence[TensorInfo], path: Path, max_shard_bytes: int | None = DEFAULT_SHARD_BYTES
-) -> list[list[TensorInfo]]:
+    tensors: Sequence[StoredTensor], path: Path, max_shard_bytes: int | None = DEFAULT_SHARD_BYTES
+) -> list[list[StoredTensor]]:
     """The tensors of each file, in the order in which they are written.
 
     In the order given; within a file the widest dtypes come first, so that every tensor is aligned.
@@ -371,7 +370,7 @@ def distribute(
         Local. Ranks that gather for the one that writes follow the same order.
     """
     max_bytes = None if path.name.endswith(".safetensors") else max_shard_bytes
-    shards: list[list[TensorInfo]] = [[]]
+    shards: list[list[StoredTensor]] = [[]]
     size = 0
     for tensor in tensors:
         if max_bytes is not None and shards[-1] and size + tensor.num_bytes > max_bytes:
@@ -383,7 +382,7 @@ def distribute(
 
 
 def refuse_overwrite(path: Path, overwrite: bool, *, is_file: bool) -> None:
-    """Refuse a path that is no place for weights, or that has some already.
+    """Refuse a path that cannot hold weights, or that has some already.
 
     Args:
         path: To be written.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.checkpointing.contents import DTYPES, ITEM_BYTES, Box, count_of, sizes_of
+from shardwise.checkpointing.contents import DTYPES, ITEM_BYTES, ChunkSpec, count_of, sizes_of
 from shardwise.checkpointing.pickles.machine import Record, Symbol, load_pickle, makers, record, symbols
 
 STORAGE_DTYPES = {storage: dtype for dtype, (_, _, storage) in DTYPES.items() if storage}
@@ -52,7 +52,7 @@ class ShardedRef:
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[Box, TensorRef], ...]
+    parts: tuple[tuple[ChunkSpec, TensorRef], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ def dtype_name(symbol: Any) -> str:
     """`float32` from the symbol `torch.float32`."""
     if isinstance(symbol, Symbol) and (name := symbol.name.removeprefix("torch.")) in ITEM_BYTES:
         return name
-    raise ValueError(f"{symbol!r} is no dtype")
+    raise ValueError(f"{symbol!r} is not a dtype")
 
 
 def make_storage(identity: Any) -> StorageRef:
     """The storage that a persistent id of torch means."""
     kind, storage_type, key, _location, numel = identity
     if kind != "storage" or not isinstance(key, str) or not isinstance(storage_type, Symbol):
-        raise ValueError(f"{identity!r} is no storage")
+        raise ValueError(f"{identity!r} is not a storage")
     dtype = STORAGE_DTYPES[storage_type.name.rpartition(".")[2]]
     return StorageRef(key, dtype, count_of(numel) * ITEM_BYTES[dtype])
 
@@ -119,17 +119,17 @@ def make_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
 
 def _sharded(made: Record) -> ShardedRef:
     parts, metadata = made.state[:2]
-    local = tuple((_shard_box(part.fields["metadata"]), part.fields["tensor"]) for part in parts)
+    local = tuple((_shard_spec(part.fields["metadata"]), part.fields["tensor"]) for part in parts)
     shape = sizes_of(metadata.fields["size"])
-    for box, tensor in local:
-        if not isinstance(tensor, TensorRef) or tensor.shape != box.sizes or not box.lies_in(shape):
+    for spec, tensor in local:
+        if not isinstance(tensor, TensorRef) or tensor.shape != spec.sizes or not spec.lies_in(shape):
             raise ValueError("a shard whose tensor does not have its size")
     properties = metadata.fields["tensor_properties"].state
     return ShardedRef(dtype_name(properties[0]), shape, local)
 
 
-def _shard_box(entry: Record) -> Box:
-    return Box(sizes_of(entry.fields["shard_offsets"]), sizes_of(entry.fields["shard_sizes"]))
+def _shard_spec(entry: Record) -> ChunkSpec:
+    return ChunkSpec(sizes_of(entry.fields["shard_offsets"]), sizes_of(entry.fields["shard_sizes"]))
 
 
 def _dtensor(made: Record) -> DTensorRef:
@@ -199,7 +199,7 @@ def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
 def _get_attribute(owner: Any, name: Any) -> Symbol:
     """How pickles before protocol 4 name a nested class or a member of an enumeration: we only note the name."""
     if not isinstance(owner, Symbol) or not isinstance(name, str):
-        raise ValueError("getattr of something that is no known class")
+        raise ValueError("getattr of something that is not a known class")
     return record(f"{owner.name}.{name}")
 
 

@@ -1,1 +1,1 @@
-"""A run's objects as flat names and boxes: models, optimizers, random numbers, and what they are called."""
+"""A run's objects as flat names and chunks: models, optimizers, random numbers, and what they are called."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.checkpointing.contents import Contents, StoredTensor
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, listed, nearest
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
 """Parts that torch.compile, activation checkpointing, FSDP1 and Lightning put into names, wherever they wrap."""
@@ -89,23 +88,18 @@ def describe_problems(
     """A line for each name that does not fit, with the likely counterpart of those that are missing."""
     lines = []
     for index, name in enumerate(missing):
-        near = suggest(name, unexpected) if index < limit else None
+        near = suggest(name, unexpected) if index < limit else ""
         lines.append(f"missing     {name}" + (f" (did you mean {near}?)" if near else ""))
     groups = [lines, [f"unexpected  {name}" for name in unexpected], [f"mis-shaped  {item}" for item in mismatched]]
-    shown = []
-    for group in groups:
-        hidden = len(group) - limit
-        shown += group[:limit] + ([f"            ... and {hidden} more"] if hidden > 0 else [])
-    return shown
+    return [line for group in groups for line in listed(group, limit)]
 
 
-def suggest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `name` is most likely called by someone else, if any is near."""
+def suggest(name: str, candidates: Iterable[str]) -> str:
+    """The candidate that `name` is most likely called by someone else; empty if none is near."""
     last = name.rpartition(".")[2]
     others = [candidate for candidate in candidates if candidate != name]  # the same, when `rename` made it another
     alike = [candidate for candidate in others if candidate.rpartition(".")[2] == last]
-    near = difflib.get_close_matches(name, alike or others, n=1, cutoff=0.6)
-    return near[0] if near else None
+    return nearest(name, alike or others)
 
 
 def rename_with(rename: Rename) -> Callable[[str], str | None]:

@@ -13,6 +13,7 @@ import torch
 
 from shardwise.checkpointing.formats.values import decode_value, encode_value
 from shardwise.errors import CheckpointError
+from shardwise.models.random_state import random_state, set_random_state
 
 LAYOUT = "__layout__"
 """Under `<object>.__layout__` stands how the names of an object fit together."""
@@ -25,7 +26,7 @@ class FlatState:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """The live ones."""
-    steady: set[str] = field(default_factory=set)
+    unchanged_until_step: set[str] = field(default_factory=set)
     """Tensors that nothing changes before the next optimizer step, so that copying them may take until then."""
     values: dict[str, Any] = field(default_factory=dict)
     """Encoded, hence snapshots: what changes in the object later does not change them."""
@@ -36,7 +37,7 @@ class FlatState:
     details: dict[str, Any] = field(default_factory=dict)
     """What the manifest says of the run besides; JSON."""
 
-    def add(self, path: Path, value: Any, *, steady: bool = False) -> str:
+    def add(self, path: Path, value: Any, *, unchanged_until_step: bool = False) -> str:
         """Add a tensor or an encoded value; return its name.
 
         Raises:
@@ -53,15 +54,15 @@ class FlatState:
         self.paths[name] = path
         if isinstance(value, torch.Tensor):
             self.tensors[name] = value
-            if steady:
-                self.steady.add(name)
+            if unchanged_until_step:
+                self.unchanged_until_step.add(name)
         else:
             self.values[name] = value
         return name
 
-    def add_object(self, state: object, path: Path, *, steady: bool = False) -> None:
+    def add_object(self, state: object, path: Path, *, unchanged_until_step: bool = False) -> None:
         """Add an object's state, and its layout beside it."""
-        self.add((*path, LAYOUT), flatten(state, path, self, steady=steady)[1])
+        self.add((*path, LAYOUT), flatten(state, path, self, unchanged_until_step=unchanged_until_step)[1])
 
 
 def dotted(path: Path) -> str:
@@ -70,7 +71,7 @@ def dotted(path: Path) -> str:
 
 
 def flatten(
-    nested: object, path: Path, into: FlatState | None = None, *, steady: bool = False
+    nested: object, path: Path, into: FlatState | None = None, *, unchanged_until_step: bool = False
 ) -> tuple[FlatState, Any]:
     """Take `nested` apart.
 
@@ -90,7 +91,7 @@ def flatten(
 
     def take(value: object, path: Path) -> Any:
         if isinstance(value, torch.Tensor):
-            return {"tensor": flat.add(path, value, steady=steady)}
+            return {"tensor": flat.add(path, value, unchanged_until_step=unchanged_until_step)}
         if isinstance(value, Mapping) and _is_taken_apart(value):
             pairs = [[encode_value(key, dotted(path)), take(item, (*path, str(key)))] for key, item in value.items()]
             return {"mapping": pairs}
@@ -155,23 +156,19 @@ def _has_tensor(value: object) -> bool:
 
 
 def _is_taken_apart(value: Mapping[Any, Any] | Sequence[Any]) -> bool:
-    """Whether its items get names of their own: as in DCP, but keys that are no text keep their types."""
+    """Whether its items get names of their own: as in DCP, but keys other than strings keep their types."""
     if isinstance(value, Mapping):
         return (bool(value) and all(type(key) is str for key in value)) or _has_tensor(value)
     return (isinstance(value, list) and any(isinstance(item, Mapping) for item in value)) or _has_tensor(value)
 
 
-def random_state() -> dict[str, torch.Tensor]:
+def encoded_random_state() -> dict[str, torch.Tensor]:
     """Copies of the states of all generators in use, as bytes."""
-    states = {"python": _as_bytes(random.getstate()), "torch": torch.get_rng_state()}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        states["numpy"] = _as_bytes(numpy.random.get_state(legacy=False))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    states = random_state().items()
+    return {name: state if isinstance(state, torch.Tensor) else _as_bytes(state) for name, state in states}
 
 
-def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
+def set_encoded_random_state(states: Mapping[str, torch.Tensor]) -> None:
     """Put states back, as far as this process has the generators.
 
     Raises:
@@ -179,14 +176,7 @@ def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
     """
     for name, state in states.items():
         try:
-            if name == "torch":
-                torch.set_rng_state(state)
-            elif name == "python":
-                random.setstate(_from_bytes(state))
-            elif name == "numpy" and (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.set_state(_from_bytes(state))
-            elif name == "cuda" and torch.cuda.is_available():
-                torch.cuda.set_rng_state(state)
+            set_random_state({name: _from_bytes(state) if name in ("python", "numpy") else state})
         except (ValueError, TypeError, RuntimeError, KeyError) as error:
             raise CheckpointError(
                 f"the state of {name}'s random numbers cannot be set",

@@ -21,6 +21,7 @@ from shardwise import compat
 from shardwise.checkpointing.state.nested import FlatState, Path, dotted, flatten
 from shardwise.errors import CheckpointError
 from shardwise.sharding.inventory import local_tensor
+from shardwise.sharding.repointing import refuse_foreign
 
 KINDS = "__kinds__"
 """Under `optim.__kinds__` stand the states that are not laid out like their parameter, and how they are."""
@@ -56,24 +57,18 @@ def named_groups(optimizer: Optimizer, names: Mapping[int, str], where: str) -> 
         where: For the error.
 
     Raises:
-        CheckpointError: It holds a parameter of no model, or state of something that is no parameter of it.
+        CheckpointError: It holds a parameter of no model, or state of something that is not a parameter of it.
     """
     groups = [tuple(group["params"]) for group in optimizer.param_groups]
-    foreign = [p for group in groups for p in group if id(p) not in names]
-    if foreign:
-        shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3]) + (", …" if len(foreign) > 3 else "")
-        raise CheckpointError(
-            f"the optimizer holds {len(foreign)} parameters that are in none of the models: {shapes}",
-            where=f"{where} ({type(optimizer).__name__})",
-            why="its state is stored under the names that parameters have in the models",
-            fix="pass every model whose parameters it holds; build it after sharding, or give it to shard()",
-        )
-    held = {id(p) for group in groups for p in group}
+    parameters = [p for group in groups for p in group]
+    where = f"{where} ({type(optimizer).__name__})"
+    refuse_foreign(parameters, names, "the saved models", where=where, kind=CheckpointError)
+    held = {id(p) for p in parameters}
     strange = [key for key in optimizer.state if id(key) not in held and optimizer.state[key]]
     if strange:
         raise CheckpointError(
-            f"the optimizer keeps state under a key that is none of its parameters: {type(strange[0]).__name__}",
-            where=f"{where} ({type(optimizer).__name__})",
+            f"the optimizer keeps state under a key that is not one of its parameters: {type(strange[0]).__name__}",
+            where=where,
             why="such state cannot be stored by parameter name",
             fix="save the rest of its state as an object of its own: save(..., name=object_with_state_dict)",
         )
@@ -101,7 +96,9 @@ def collect_optimizer(found: FlatState, optimizer: Optimizer, groups: list[Named
     kinds: dict[str, Kind] = {}
     for index, group in enumerate(groups):
         options = {key: value for key, value in group.options.items() if key != "params"}
-        flatten({**options, "params": list(group.names)}, (*path, "param_groups", index), found, steady=True)
+        flatten(
+            {**options, "params": list(group.names)}, (*path, "param_groups", index), found, unchanged_until_step=True
+        )
         for name, parameter in zip(group.names, group.parameters, strict=True):
             start = (*path, "state", name)
             for keys, value in _leaves(optimizer.state.get(parameter) or {}, start):
@@ -112,7 +109,7 @@ def collect_optimizer(found: FlatState, optimizer: Optimizer, groups: list[Named
                         kinds[f"{name}.{key}"] = kind
                     if kind == "local":
                         value = compat.dtensor_like(value, parameter)  # pyrefly: ignore[bad-argument-type]
-                found.add(keys, value, steady=True)
+                found.add(keys, value, unchanged_until_step=True)
     if kinds:
         found.add((*path, KINDS), kinds)
 

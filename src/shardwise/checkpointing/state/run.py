@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.state.names import canonical_name
-from shardwise.checkpointing.state.nested import FlatState, Path, dotted, random_state
+from shardwise.checkpointing.state.nested import FlatState, Path, dotted, encoded_random_state
 from shardwise.checkpointing.state.optimizer_state import NamedGroup, collect_optimizer, named_groups, parameter_names
 from shardwise.checkpointing.state.slices import ModelTensor, model_tensors
 from shardwise.errors import CheckpointError, ConfigError
@@ -131,10 +131,12 @@ class Run:
         for key, groups in self.groups(tensors).items():
             collect_optimizer(found, self.optimizers[key], groups, optimizer_path(key))
         for key, item in self.objects.items():
-            found.add_object(item.state_dict(), (key,), steady=bool(getattr(item, "waits_for_copies", False)))
+            found.add_object(
+                item.state_dict(), (key,), unchanged_until_step=bool(getattr(item, "waits_for_copies", False))
+            )
         if extra is not None:
             found.add_object(dict(extra), ("extra",))
-        for name, state in random_state().items() if rng_rank is not None else ():
+        for name, state in encoded_random_state().items() if rng_rank is not None else ():
             found.add(("rng", str(rng_rank), name), state)
         return found
 
@@ -169,7 +171,7 @@ def _collect_model(found: FlatState, model: nn.Module, tensors: list[ModelTensor
                 fix="shardwise.materialize(model), or load weights into it",
             )
         # A forward may write a buffer (running statistics); only a step, or somebody by hand, writes parameters.
-        name = found.add((*path, entry.name), entry.tensor, steady=entry.is_parameter)
+        name = found.add((*path, entry.name), entry.tensor, unchanged_until_step=entry.is_parameter)
         for alias in entry.aliases:
             found.aliases[dotted((*path, alias))] = name
             found.paths[dotted((*path, alias))] = (*path, alias)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import compat
-from shardwise.checkpointing.contents import Box
+from shardwise.checkpointing.contents import ChunkSpec
 from shardwise.checkpointing.state.names import canonical_name
 from shardwise.errors import CheckpointError
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_tensor
-
-if TYPE_CHECKING:
-    from shardwise.checkpointing.reading import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +45,6 @@ class ModelTensor:
     def dtype(self) -> str:
         """As `contents.ITEM_BYTES` names it."""
         return dtype_name(self.tensor.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A box of a tensor, and the memory in which this rank holds it."""
-
-    box: Box
-    memory: torch.Tensor
-    """Shares the tensor's storage; of the box's sizes; on any device, of any strides."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -104,17 +91,17 @@ def non_persistent_names(model: nn.Module) -> set[str]:
     }
 
 
-def parts_of(tensor: torch.Tensor) -> list[Part]:
-    """What this rank holds of a tensor; nothing where it holds no element of it, or is not in its mesh.
+def local_chunks(tensor: torch.Tensor) -> list[tuple[ChunkSpec, torch.Tensor]]:
+    """This rank's chunks of a tensor, each with its memory; none where it holds no element, or is not in the mesh.
 
-    One box unless tensor parallelism interleaves the rows of several (`_StridedShard`).
+    One chunk unless tensor parallelism interleaves the rows of several (`_StridedShard`).
 
     Raises:
-        CheckpointError: The ranks hold partial sums, which are no part of the tensor.
+        CheckpointError: The ranks hold partial sums, which are not parts of the tensor.
     """
     memory = local_tensor(tensor)
     if not isinstance(tensor, DTensor):
-        return [Part(Box.whole(tuple(tensor.shape)), memory)] if tensor.numel() else []
+        return [(ChunkSpec.whole(tuple(tensor.shape)), memory)] if tensor.numel() else []
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None or memory.numel() == 0:
         return []
@@ -127,36 +114,19 @@ def parts_of(tensor: torch.Tensor) -> list[Part]:
             fix="choose sizes that the mesh divides evenly",
         )
     if len(chunks) == 1:
-        return [Part(chunks[0][0], memory)]
+        return [(chunks[0][0], memory)]
     return [
-        Part(box, memory[tuple(slice(at, at + size) for at, size in zip(position, box.sizes, strict=True))])
-        for box, position in chunks
-    ]
-
-
-def requests_for(tensors: Iterable[ModelTensor], stored_names: Mapping[str, str]) -> list[Request]:
-    """What to read, and where to put it: this rank's part of each tensor that has a stored name.
-
-    Args:
-        tensors: The model's.
-        stored_names: `ModelTensor.name` to the name in the checkpoint; others are left out.
-    """
-    from shardwise.checkpointing.reading import Request
-
-    return [
-        Request(stored_names[tensor.name], part.memory, part.box)
-        for tensor in tensors
-        if tensor.name in stored_names
-        for part in parts_of(tensor.tensor)
+        (chunk, memory[tuple(slice(at, at + size) for at, size in zip(position, chunk.sizes, strict=True))])
+        for chunk, position in chunks
     ]
 
 
 @lru_cache(maxsize=4096)  # saves ask for it while training waits
-def _chunks(spec: Any, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[Box, tuple[int, ...]]]]:
-    """The shape of a rank's part of a DTensor, and the boxes in it, each with its position in that part."""
+def _chunks(spec: Any, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[ChunkSpec, tuple[int, ...]]]]:
+    """The shape of a rank's part of a DTensor, and the chunks in it, each with its position in that part."""
     runs = [_runs_along(spec, dim, coordinate) for dim in range(spec.ndim)]
     chunks = [
-        (Box(tuple(run[0] for run in chosen), tuple(run[1] for run in chosen)), tuple(run[2] for run in chosen))
+        (ChunkSpec(tuple(run[0] for run in chosen), tuple(run[1] for run in chosen)), tuple(run[2] for run in chosen))
         for chosen in itertools.product(*runs)
     ]
     return tuple(sum(length for _, length, _ in along) for along in runs), chunks

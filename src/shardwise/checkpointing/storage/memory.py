@@ -32,7 +32,7 @@ def bytes_of(memory: Any) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def give_back_freed() -> None:
+def trim_malloc() -> None:
     """Let the allocator return what was freed to the system; it keeps blocks of some MiB, and more with each round.
 
     For loops that allocate and free large buffers: the process would seem to need memory that nobody uses.

@@ -326,7 +326,7 @@ def read(draft: FileDraft, call: ast.Call, is_partial: bool) -> Wrap:
         Blocked: A parameter does not exist.
     """
     listed = read_arguments(draft.context, call)
-    parameters = [one.arg for one in functions()["_shard_as_told"].args.args]  # FSDP's own
+    parameters = [one.arg for one in functions()["_fully_shard_like_fsdp1"].args.args]  # FSDP's own
     positional = iter(["cls", *parameters] if is_partial else parameters)
     by_name: dict[str, WrittenArgument] = {}
     for argument in listed.arguments:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from shardwise.errors import SourceError
-from shardwise.findings import Edit, Severity, SourceFinding, Status
+from shardwise.findings import Edit, Severity, SourceFinding, Status, source_finding
 from shardwise.fsdp1.codemod.emitted import functions, is_ours, origins
 from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.sharded import Holds, Sharded
+from shardwise.pages import read_pages
 from shardwise.source.edits import apply, change
 from shardwise.source.syntax import FileContext
 
@@ -28,42 +31,16 @@ class FindingKind:
     summary: str
 
 
-_KINDS = (
-    ("SW101", "fsdp1-constructor", "FSDP(...) is FSDP1's constructor; FSDP2 shards in place, with fully_shard."),
-    ("SW102", "fsdp1-class-as-value", "FSDP's class is passed around, subclassed or chosen at run time."),
-    ("SW103", "fsdp1-enable-wrap", "enable_wrap and wrap build FSDP1 units while the model is being built."),
-    ("SW110", "fsdp1-state-dict-type", "state_dict_type says how FSDP1 gathers a state dict."),
-    ("SW111", "plain-state-dict", "state_dict() of a sharded model holds shards under FSDP2, not whole tensors."),
-    ("SW112", "fsdp1-optimizer-state", "FSDP1 has calls of its own for the state of an optimizer."),
-    ("SW113", "fsdp1-local-state-dict", "LOCAL_STATE_DICT holds flat shards, which FSDP2 does not have."),
-    ("SW120", "fsdp1-clip-grad-norm", "clip_grad_norm_ is a method of FSDP1's models only."),
-    ("SW121", "fsdp1-no-sync", "no_sync is a context of FSDP1's models; FSDP2 has a switch."),
-    ("SW122", "sharded-grad-scaler", "ShardedGradScaler is FSDP1's; FSDP2 works with torch's own."),
-    ("SW123", "fsdp1-type-check", "isinstance and annotations name FSDP1's class."),
-    ("SW124", "summon-full-params", "summon_full_params gathers FSDP1's flat parameters."),
-    ("SW125", "recomputation-after-sharding", "Activation checkpointing must be applied before fully_shard."),
-    ("SW126", "fsdp1-inner-module", "`.module` reaches into FSDP1's wrapper; FSDP2 has none."),
-    ("SW127", "flat-parameter", "FSDP1's flat parameters and handles do not exist in FSDP2."),
-    ("SW128", "optimizer-before-sharding", "An optimizer built before fully_shard updates tensors nobody uses."),
-    ("SW129", "offload-needs-gloo", "Offloaded gradients are on the CPU, where NCCL cannot reduce them."),
-    ("SW130", "fsdp1-communication-hook", "register_comm_hook has no direct counterpart in FSDP2."),
-    ("SW131", "fsdp1-static-call", "A function of FSDP1's class that works on FSDP1's models only."),
-    ("SW132", "made-for-fsdp1", "A function that may know FSDP1's models only is handed the sharded model."),
-    ("SW133", "wrapped-elsewhere", "No file given wraps a model: the one that does must move to FSDP2 as well."),
-    ("SW134", "ranks-drawn-apart", "Ranks draw different weights, and each keeps its part of its own."),
-    ("SW135", "whole-numbers", "Sizes and norms of sharded parameters are of the whole, not of a rank's part."),
-    ("SW136", "forward-by-name", "FSDP2 gathers parameters when a module is called, not when its forward is."),
-    ("SW180", "unreadable-source", "The file cannot be read as Python, so nothing in it is rewritten."),
-    ("SW181", "accelerate-fsdp1", "Accelerate's FSDP1 settings have FSDP2 names, and some change what they mean."),
-    (
-        "SW182",
-        "composer-fsdp1",
-        "Composer's FSDP1 settings have FSDP2 names, and FSDP2Config does not have all of them.",
-    ),
-    ("SW183", "lightning-fsdp1", "Lightning's FSDPStrategy is FSDP1; for FSDP2 the model shards itself."),
-    ("SW184", "transformers-fsdp1", "The trainer's `fsdp` argument is FSDP1 unless `fsdp_config` says otherwise."),
-)
-KINDS = {code: FindingKind(code, name, summary) for code, name, summary in _KINDS}
+_HEAD = re.compile(r"# (SW1[0-8]\d) (\S+)\n\n([^\n]+)\n")
+
+
+@functools.cache
+def finding_kinds() -> dict[str, FindingKind]:
+    """The kinds of findings by code, from the first lines of their pages."""
+    heads = (_HEAD.match(text) for text in read_pages("docs/rules").values())
+    return {head[1]: FindingKind(*head.groups()) for head in heads if head is not None}
+
+
 KEEP_FSDP1_API = "keep it on FSDP2 by importing from shardwise.fsdp1 instead of torch.distributed.fsdp"
 _Node = TypeVar("_Node", bound=ast.AST)
 
@@ -76,24 +53,22 @@ class Blocked(Exception):
         self.why, self.fix, self.node, self.code = why, fix, node, code
 
 
-def make_finding(
-    path: str, line: int, column: int, code: str, status: Status, message: str, fix: str, **more: Any
-) -> SourceFinding:
-    """What became of the code at a place; a rewritten setting of a framework is worth a look, rewritten code a note."""
+def status_fields(code: str, status: Status) -> dict[str, Any]:
+    """The fields of a finding that follow from its code: a rewritten setting of a framework is worth a look."""
     quiet = {Status.REPORTED, Status.REWRITTEN} if code <= "SW180" else {Status.REPORTED}
-    return SourceFinding(
-        code=code,
-        name=KINDS[code].name,
-        message=message,
-        where=f"{path}:{line}:{column}",
-        severity=Severity.NOTE if status in quiet else Severity.WARNING,
-        fix=fix,
-        path=path,
-        line=line,
-        column=column,
-        status=status,
-        **more,
-    )
+    severity = Severity.NOTE if status in quiet else Severity.WARNING
+    return {"code": code, "name": finding_kinds()[code].name, "status": status, "severity": severity}
+
+
+def finding_at(
+    file: FileContext, node: ast.AST, code: str, message: str, status: Status, fix: str = "", edits: Iterable[Edit] = ()
+) -> SourceFinding:
+    """What became of the code at a node; the whole file's tree stands for its first line."""
+    line, column = getattr(node, "lineno", 1), 1
+    if isinstance(node, ast.expr | ast.stmt):
+        column = file.positions.column(line, file.positions.span(node)[0])
+    more = {"edits": tuple(edits), **status_fields(code, status)}
+    return source_finding(file.path, line, column, message=message, fix=fix, **more)
 
 
 @dataclass(slots=True)
@@ -231,8 +206,7 @@ class FileDraft:
 
     def note(self, code: str, node: ast.AST, status: Status, message: str, fix: str = "") -> None:
         """Say something about a place."""
-        line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0) + 1
-        self.notes.append(make_finding(self.context.path, line, column, code, status, message, fix))
+        self.notes.append(finding_at(self.context, node, code, message, status, fix))
 
     def rewritten(self, code: str, node: ast.AST, message: str) -> None:
         """Say that a place is FSDP2 now."""

@@ -9,28 +9,18 @@ from typing import Any
 
 import yaml
 
-from shardwise.findings import Edit, SourceFinding, Status
+from shardwise.config.fsdp1_names import member_name
+from shardwise.findings import Edit, SourceFinding, Status, source_finding
+from shardwise.fsdp1.codemod import framework_settings
 from shardwise.fsdp1.codemod.constructors import read_arguments
-from shardwise.fsdp1.codemod.draft import KINDS, make_finding
-from shardwise.fsdp1.codemod.framework_settings import (
-    ACCELERATE_KEYS,
-    COMPOSER_FSDP2_KEYS,
-    COMPOSER_KEYS,
-    COMPUTED,
-    Become,
-    ConfigConversion,
-    Drop,
-    Undecided,
-    convert_accelerate,
-    convert_composer,
-    strategy_name,
-)
+from shardwise.fsdp1.codemod.draft import finding_at, status_fields
+from shardwise.fsdp1.codemod.framework_settings import COMPUTED, Become, ConfigConversion, Drop, Undecided
 from shardwise.source.edits import apply, change
 from shardwise.source.syntax import FileContext
 
 ACCELERATE, COMPOSER, LIGHTNING, TRANSFORMERS = "SW181", "SW182", "SW183", "SW184"
-NAMES = {code: KINDS[code].name for code in (ACCELERATE, COMPOSER, LIGHTNING, TRANSFORMERS)}
 DECIDE = Status.NEEDS_DECISION
+LIGHTNING_WHAT = "Lightning's FSDPStrategy is FSDP1; for FSDP2 the model shards itself"
 LIGHTNING_FIX = (
     "use ModelParallelStrategy with data_parallel_size = all ranks and tensor_parallel_size = 1, and call fully_shard "
     "on the blocks and then on the model in configure_model (Trainer) or parallelize_fn (Fabric)"
@@ -116,20 +106,22 @@ def _yaml_config(
     has_prefix = any(key.startswith("fsdp_") for key in settings)
     is_fsdp2 = str(bare.get("version", 1)) == "2"
     if str(around.get("distributed_type")).upper() == "FSDP" and not is_fsdp2:
-        conversion = convert_accelerate(bare, launched=True, around=around)
+        conversion = framework_settings.convert_accelerate(bare, launched=True, around=around)
         if "parallelism_config" in around and conversion.beside:
             conversion.beside.clear()
             conversion.notes.append("parallelism_config is there already; check its sizes")
         return _yaml_converted(text, path, ACCELERATE, node, config, conversion, "fsdp_" if has_prefix else "")
     if "distributed_type" in around:  # accelerate's, for FSDP2 or for something other than FSDP
         return []
-    if has_prefix and "fsdp" in around and bare.keys() <= ACCELERATE_KEYS:
+    if has_prefix and "fsdp" in around and bare.keys() <= framework_settings.ACCELERATE_KEYS:
         message = "fsdp_config of a trainer that hands it to accelerate: FSDP1 unless it says fsdp_version: 2"
         return [] if is_fsdp2 else [_yaml_finding(path, TRANSFORMERS, config, message, DECIDE, TRANSFORMERS_FIX)]
-    is_composers = "sharding_strategy" in settings and settings.keys() & COMPOSER_KEYS - {"sharding_strategy"}
-    if not is_composers or settings.keys() & COMPOSER_FSDP2_KEYS:
+    is_composers = "sharding_strategy" in settings and settings.keys() & framework_settings.COMPOSER_KEYS - {
+        "sharding_strategy"
+    }
+    if not is_composers or settings.keys() & framework_settings.COMPOSER_FSDP2_KEYS:
         return []
-    conversion = convert_composer(settings, around=_plain(root))
+    conversion = framework_settings.convert_composer(settings, around=_plain(root))
     return _yaml_converted(text, path, COMPOSER, node, config, conversion, "")
 
 
@@ -223,25 +215,23 @@ def _yaml_lightning(path: str, node: yaml.MappingNode) -> Iterator[SourceFinding
     if class_path is not None and str(class_path[1].value).endswith("FSDPStrategy"):
         arguments = _plain(node).get("init_args")
         given = arguments.get("sharding_strategy", "") if isinstance(arguments, dict) else ""
-        yield _lightning_finding(path, class_path[0].start_mark.line + 1, given)
+        yield _yaml_finding(path, LIGHTNING, class_path[0], LIGHTNING_WHAT, DECIDE, _lightning_fix(given))
     elif strategy is not None and isinstance(strategy[1], yaml.ScalarNode):
         siblings = {str(key.value) for key, _ in node.value}
         if strategy[1].value in _LIGHTNING_STRATEGIES and siblings & {"accelerator", "devices", "num_nodes"}:
-            yield _lightning_finding(path, strategy[0].start_mark.line + 1, "")
+            yield _yaml_finding(path, LIGHTNING, strategy[0], LIGHTNING_WHAT, DECIDE, LIGHTNING_FIX)
 
 
-def _lightning_finding(path: str, line: int, strategy: object) -> SourceFinding:
-    """Lightning's FSDPStrategy has no drop-in successor: what a person has to write."""
-    message = "Lightning's FSDPStrategy is FSDP1; for FSDP2 the model shards itself"
-    more = _LIGHTNING_MORE.get(strategy_name(strategy) or "", "")
-    return make_finding(path, line, 1, LIGHTNING, DECIDE, message, LIGHTNING_FIX + more)
+def _lightning_fix(strategy: object) -> str:
+    return LIGHTNING_FIX + _LIGHTNING_MORE.get(member_name(strategy) or "", "")
 
 
 def _yaml_finding(
     path: str, code: str, node: yaml.Node, message: str, status: Status, fix: str = "", edits: Sequence[Edit] = ()
 ) -> SourceFinding:
-    line, column = node.start_mark.line + 1, node.start_mark.column + 1
-    return make_finding(path, line, column, code, status, message, fix, edits=tuple(edits))
+    more = {"message": message, "fix": fix, "edits": tuple(edits)}
+    mark = node.start_mark
+    return source_finding(path, mark.line + 1, mark.column + 1, **status_fields(code, status), **more)
 
 
 _WORDS = ("accelerate", "composer", "lightning", "transformers", "trl")
@@ -268,9 +258,10 @@ def _of_call(file: FileContext, call: ast.Call, package: str, name: str) -> Iter
             strategy = given.get("strategy")
             if name in ("FSDPStrategy", "DDPFullyShardedNativeStrategy"):
                 sharding = given.get("sharding_strategy")
-                yield _lightning_finding(file.path, call.lineno, _value(file, sharding) if sharding else "")
+                fix = _lightning_fix(_value(file, sharding) if sharding else "")
+                yield finding_at(file, call, LIGHTNING, LIGHTNING_WHAT, DECIDE, fix)
             elif name in ("Trainer", "Fabric") and strategy and str(_value(file, strategy)).startswith("fsdp"):
-                yield _lightning_finding(file.path, strategy.lineno, "")
+                yield finding_at(file, strategy, LIGHTNING, LIGHTNING_WHAT, DECIDE, LIGHTNING_FIX)
         case (("transformers" | "trl"), _) if name.endswith(("TrainingArguments", "Config")):
             yield from _training_arguments(file, given)
 
@@ -281,24 +272,24 @@ def _plugin(file: FileContext, call: ast.Call, given: dict[str | None, ast.expr]
         return
     if call.args or None in given:
         message = "the plugin's settings are not all written as keywords here"
-        yield _keyword_finding(file, call, ACCELERATE, message, DECIDE, "pass fsdp_version=2 and FSDP2's settings")
+        yield finding_at(file, call, ACCELERATE, message, DECIDE, "pass fsdp_version=2 and FSDP2's settings")
         return
     settings = {str(key).removeprefix("fsdp_"): _value(file, value) for key, value in given.items()}
     if "sharding_strategy" not in settings:
         message = "which FSDP this plugin uses is the launcher's choice, as no sharding_strategy is given"
         fix = "set fsdp_version: 2 in the launcher's config (`shardwise migrate` converts it), or pass fsdp_version=2"
-        yield _keyword_finding(file, call, ACCELERATE, message, Status.REPORTED, fix)
+        yield finding_at(file, call, ACCELERATE, message, Status.REPORTED, fix)
         return
-    conversion = convert_accelerate(settings, launched=False, around={})
+    conversion = framework_settings.convert_accelerate(settings, launched=False, around={})
     for key, block in conversion.blocked:
         node = given.get(key) or given.get(f"fsdp_{key}") or call
-        yield _keyword_finding(file, node, ACCELERATE, _reason(key, block), DECIDE, block.fix)
+        yield finding_at(file, node, ACCELERATE, _reason(key, block), DECIDE, block.fix)
     if not conversion.blocked:
         message, edits = (
             "FullyShardedDataParallelPlugin moved to fsdp_version=2",
             _keyword_edits(file, call, conversion),
         )
-        yield _keyword_finding(file, call, ACCELERATE, message, Status.REWRITTEN, edits=edits)
+        yield finding_at(file, call, ACCELERATE, message, Status.REWRITTEN, edits=edits)
 
 
 def _keyword_edits(file: FileContext, call: ast.Call, conversion: ConfigConversion) -> list[Edit]:
@@ -333,17 +324,17 @@ def _composer(file: FileContext, given: dict[str | None, ast.expr]) -> Iterator[
     elif config is None:
         message = "Composer's FSDP settings are not written out here"
         fix = 'pass parallelism_config={"fsdp": FSDP2Config(...)} with FSDP2\'s settings'
-        yield _keyword_finding(file, written, COMPOSER, message, Status.REPORTED if outer else DECIDE, fix)
+        yield finding_at(file, written, COMPOSER, message, Status.REPORTED if outer else DECIDE, fix)
         return
     else:
         written_config = written
     settings = {key: _value(file, value) for key, value in config.items()}
-    if settings.keys() & COMPOSER_FSDP2_KEYS:
+    if settings.keys() & framework_settings.COMPOSER_FSDP2_KEYS:
         return
-    conversion = convert_composer(settings, around={})
+    conversion = framework_settings.convert_composer(settings, around={})
     for key, block in conversion.blocked:
         at = _resolved(file, written_config)
-        yield _keyword_finding(file, at, COMPOSER, _reason(key, block), DECIDE, block.fix)
+        yield finding_at(file, at, COMPOSER, _reason(key, block), DECIDE, block.fix)
     if not conversion.blocked:
         became = {key: step for key, step in conversion.steps.items() if isinstance(step, Become)}
         parts = [
@@ -354,7 +345,7 @@ def _composer(file: FileContext, given: dict[str | None, ast.expr]) -> Iterator[
         parts += [f"{key}={value!r}" for key, value in conversion.added.items()]
         fix = f'pass parallelism_config={{"fsdp": FSDP2Config({", ".join(parts)})}}'
         message = "Composer's FSDP1 settings; each has a place in FSDP2Config"
-        yield _keyword_finding(file, written, COMPOSER, message, DECIDE, fix)
+        yield finding_at(file, written, COMPOSER, message, DECIDE, fix)
 
 
 def _training_arguments(file: FileContext, given: dict[str | None, ast.expr]) -> Iterator[SourceFinding]:
@@ -366,7 +357,7 @@ def _training_arguments(file: FileContext, given: dict[str | None, ast.expr]) ->
     version = settings.get("fsdp_version") or settings.get("version")
     if version is None or str(_value(file, version)) != "2":
         message = "fsdp= of the trainer's arguments is FSDP1 unless fsdp_config says fsdp_version: 2"
-        yield _keyword_finding(file, switch, TRANSFORMERS, message, DECIDE, TRANSFORMERS_FIX)
+        yield finding_at(file, switch, TRANSFORMERS, message, DECIDE, TRANSFORMERS_FIX)
 
 
 def _resolved(file: FileContext, node: ast.expr) -> ast.expr:
@@ -395,17 +386,3 @@ def _items(file: FileContext, node: ast.expr) -> dict[str, ast.expr] | None:
     if not isinstance(node, ast.Dict) or len(keys) < len(node.keys):
         return None
     return dict(zip(map(str, keys), node.values, strict=True))
-
-
-def _keyword_finding(
-    file: FileContext,
-    node: ast.expr,
-    code: str,
-    message: str,
-    status: Status,
-    fix: str = "",
-    edits: Sequence[Edit] = (),
-) -> SourceFinding:
-    column = file.positions.column(node.lineno, file.positions.span(node)[0])
-    more = {"end_line": node.end_lineno or node.lineno, "edits": tuple(edits)}
-    return make_finding(file.path, node.lineno, column, code, status, message, fix, **more)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.config.fsdp1_names import HYBRID, KEEPS_UNSHARDED, NOT_NEEDED, STRATEGIES, member_name
+
 
 class _Computed:
     """A value that is only known when the program runs."""
@@ -87,19 +89,9 @@ def _is_off(value: Any) -> bool:
     return is_none(value) or str(value).lower() in {"false", "0", "no", "off"}
 
 
-def _name(value: Any) -> str:
-    """An enum member, in any spelling, by its last name."""
-    return str(value).rsplit(".", 1)[-1].upper()
-
-
 def _decide(rules: Mapping[str, Rule], settings: Settings, unknown: Undecided) -> ConfigConversion:
     found = {key: rules.get(key, unknown) for key in settings}
     return ConfigConversion({key: rule(settings[key]) if callable(rule) else rule for key, rule in found.items()})
-
-
-def _drop_noting(note: str, when: Callable[[Any], bool] = is_true) -> Rule:
-    """Gone under FSDP2, which is worth a note for some values and cannot be known for computed ones."""
-    return lambda value: Drop(note if value is COMPUTED or when(value) else "")
 
 
 def _unless(is_fine: Callable[[Any], bool], why: str, fix: str, otherwise: Step = Drop()) -> Rule:  # noqa: B008
@@ -107,26 +99,22 @@ def _unless(is_fine: Callable[[Any], bool], why: str, fix: str, otherwise: Step 
     return lambda value: otherwise if is_fine(value) else Undecided(why, fix)
 
 
-_FLATTENED = _drop_noting(
-    "parameters are never flattened under FSDP2: optimizer groups are those of the model",
-    lambda value: not is_true(value),
-)
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""In the order of the numbers 1 to 5 that a config may say instead."""
-_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
+def _not_needed(key: str, *unless: str) -> Rule:
+    """Gone under FSDP2; what that changes is noted for all values but these."""
+    return lambda value: Drop("" if str(value).upper().rpartition(".")[2] in unless else NOT_NEEDED[key])
 
 
-def strategy_name(value: Any) -> str | None:
-    """The strategy as FSDP1 names it, from a name in any case, a number or an enum's last name; None if unknown."""
-    name = _name(value).removeprefix("_")
-    if name.isdigit() and 1 <= int(name) <= len(STRATEGIES):
-        return STRATEGIES[int(name) - 1]
-    return name if name in STRATEGIES else None
+_OFF = ("FALSE", "0", "NO", "OFF", "NONE", "")
+_NOT_NEEDED: dict[str, Rule] = {
+    "limit_all_gathers": Drop(),
+    "use_orig_params": _not_needed("use_orig_params", "TRUE", "1", "YES", "ON"),
+    "backward_prefetch": _not_needed("backward_prefetch", "BACKWARD_PRE", "1"),
+    "forward_prefetch": _not_needed("forward_prefetch", *_OFF),
+}
 
 
 def _accelerate_strategy(value: Any) -> Step:
-    name = strategy_name(value)
+    name = member_name(value)
     if value is COMPUTED:
         fix = "write the strategy out, or convert by hand where it is chosen"
         return Undecided("the sharding strategy is only known at run time", fix)
@@ -136,13 +124,13 @@ def _accelerate_strategy(value: Any) -> Step:
             "use distributed_type: MULTI_GPU (DistributedDataParallel), which NO_SHARD does, or choose a strategy",
         )
     if name is None:
-        return Undecided(f"{value!r} is no sharding strategy", f"write one of {', '.join(STRATEGIES)}")
-    return Become("reshard_after_forward", _RESHARDS[name])
+        return Undecided(f"{value!r} is not a sharding strategy", f"write one of {', '.join(STRATEGIES)}")
+    return Become("reshard_after_forward", name not in KEEPS_UNSHARDED)
 
 
 def _accelerate_reshard(value: Any) -> Step:
     """`reshard_after_forward` of an FSDP1 config without `sharding_strategy`, which the launcher reads first."""
-    if strategy_name(value) == "FULL_SHARD" or is_true(value):
+    if member_name(value) == "FULL_SHARD" or is_true(value):
         return Become("reshard_after_forward", True)
     return Undecided(
         f"under FSDP1 the launcher ignores fsdp_reshard_after_forward ({value}) and shards fully",
@@ -150,10 +138,6 @@ def _accelerate_reshard(value: Any) -> Step:
     )
 
 
-_BACKWARD_PREFETCH = _drop_noting(
-    "FSDP2 always gathers the next group early, as BACKWARD_PRE does; memory and overlap may change",
-    lambda value: _name(value) not in {"BACKWARD_PRE", "1"},
-)
 _NESTED = "accelerate counts a module's nested groups too under FSDP2: there will be more, smaller groups"
 _ACCELERATE: dict[str, Rule] = {
     **dict.fromkeys(("version", "min_num_params", "ignored_modules", "cpu_ram_efficient_loading"), Keep()),
@@ -161,7 +145,7 @@ _ACCELERATE: dict[str, Rule] = {
     "reshard_after_forward": _accelerate_reshard,
     "auto_wrap_policy": lambda value: Keep(_NESTED if "SIZE_BASED" in str(value).upper() else ""),
     "state_dict_type": _unless(
-        lambda value: str(value) != "2" and not _name(value).startswith("LOCAL"),
+        lambda value: str(value) != "2" and "LOCAL" not in str(value).upper(),
         "LOCAL_STATE_DICT saves flat parameters, which FSDP2 does not have",
         "choose SHARDED_STATE_DICT or FULL_STATE_DICT; old checkpoints: `shardwise ckpt convert`",
         Keep(),
@@ -173,17 +157,12 @@ _ACCELERATE: dict[str, Rule] = {
         Keep(),
     ),
     "sync_module_states": Drop(),  # _weights_from_rank_zero has the last word
-    "use_orig_params": _FLATTENED,
-    "backward_prefetch": _BACKWARD_PREFETCH,
-    "forward_prefetch": _drop_noting(
-        "accelerate has no explicit forward prefetch under FSDP2; only the overlap changes"
-    ),
-    "limit_all_gathers": Drop(),
+    **_NOT_NEEDED,
 }
 _ACCELERATE_LAUNCHED: dict[str, Rule] = {
     "offload_params": Keep(),
     "transformer_layer_cls_to_wrap": Keep(),
-    "backward_prefetch_policy": _BACKWARD_PREFETCH,
+    "backward_prefetch_policy": _NOT_NEEDED["backward_prefetch"],
 }
 _ACCELERATE_PLUGIN: dict[str, Rule] = {
     "cpu_offload": _unless(  # booleans serve both versions, `CPUOffload(...)` only FSDP1
@@ -261,8 +240,8 @@ def _weights_from_rank_zero(conversion: ConfigConversion, settings: Settings, *,
 
 def _hybrid_mesh(conversion: ConfigConversion, settings: Settings, around: Settings) -> None:
     """HYBRID_SHARD shards inside a machine and replicates across machines: that is a 2-D mesh under FSDP2."""
-    name = strategy_name(settings.get("sharding_strategy"))
-    if name not in {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}:
+    name = member_name(settings.get("sharding_strategy"))
+    if name not in HYBRID:
         return
     machines, processes = around.get("num_machines"), around.get("num_processes")
     if isinstance(machines, int) and isinstance(processes, int) and machines > 1 and processes % machines == 0:
@@ -277,25 +256,24 @@ def _hybrid_mesh(conversion: ConfigConversion, settings: Settings, around: Setti
             f"{name} replicates across machines, and the config does not say over how many",
             "add parallelism_config with parallelism_config_dp_replicate_size (machines) and "
             "parallelism_config_dp_shard_size (processes of one machine), fsdp_version: 2 and "
-            f"fsdp_reshard_after_forward: {str(_RESHARDS[name]).lower()}",
+            f"fsdp_reshard_after_forward: {str(name not in KEEPS_UNSHARDED).lower()}",
         )
 
 
 _MESH_FIX = "build the mesh in Python and pass FSDP2Config(device_mesh=init_device_mesh(...), ...)"
-_REENTRANT = "activations are checkpointed without re-entrance under FSDP2; the values are the same"
-_PREFETCH = "FSDP2 prefetches by itself; memory and overlap may change"
 _DEGREES = "FSDP2Config takes a device mesh instead of degrees"
 
 
 def _composer_strategy(value: Any) -> Step:
-    match str(value).upper():
-        case "FULL_SHARD" | "SHARD_GRAD_OP" as name:
-            return Become("reshard_after_forward", _RESHARDS[name])
-        case "NO_SHARD":
-            return Undecided("NO_SHARD replicates the parameters, and FSDP2 always shards them", "leave fsdp out: DDP")
-        case "HYBRID_SHARD" | "_HYBRID_SHARD_ZERO2" | "HYBRID_SHARD_ZERO2":
-            return Undecided(f"{value} replicates across machines, which takes a 2-D device mesh", _MESH_FIX)
-    return Undecided("the sharding strategy is only known at run time", "write the strategy out, or convert by hand")
+    name = None if value is COMPUTED else member_name(value)
+    if name == "NO_SHARD":
+        return Undecided("NO_SHARD replicates the parameters, and FSDP2 always shards them", "leave fsdp out: DDP")
+    if name in HYBRID:
+        return Undecided(f"{value} replicates across machines, which takes a 2-D device mesh", _MESH_FIX)
+    if name is None:
+        fix = "write the strategy out, or convert by hand"
+        return Undecided("the sharding strategy is only known at run time", fix)
+    return Become("reshard_after_forward", name not in KEEPS_UNSHARDED)
 
 
 def _composer_precision(value: Any) -> Step:
@@ -315,16 +293,13 @@ _COMPOSER: dict[str, Rule] = {
     "mixed_precision": _composer_precision,
     **dict.fromkeys(("activation_checkpointing", "activation_cpu_offload", "state_dict_type", "verbose"), Keep()),
     "load_monolith_rank0_only": Keep(),
-    "activation_checkpointing_reentrant": _drop_noting(_REENTRANT),
+    **_NOT_NEEDED,
+    "activation_checkpointing_reentrant": _not_needed("activation_checkpointing_reentrant", *_OFF),
+    "backward_prefetch_limit": _not_needed("backward_prefetch", "1"),
+    "forward_prefetch_limit": _not_needed("forward_prefetch", "1"),
     "auto_wrap": _unless(
         is_true, "auto_wrap: false has no place in FSDP2Config", "choose the modules with fsdp_wrap_fn"
     ),
-    "backward_prefetch": _drop_noting(_PREFETCH, lambda value: str(value).upper() != "BACKWARD_PRE"),
-    "backward_prefetch_limit": _drop_noting(_PREFETCH, lambda value: str(value) != "1"),
-    "forward_prefetch": _drop_noting(_PREFETCH),
-    "forward_prefetch_limit": _drop_noting(_PREFETCH, lambda value: str(value) != "1"),
-    "limit_all_gathers": Drop(),
-    "use_orig_params": _FLATTENED,
     "sync_module_states": Drop(),  # convert_composer has the last word
     "cpu_offload": _unless(_is_off, "FSDP2Config cannot offload parameters", "drop cpu_offload, or shard by hand"),
     "keep_low_precision_grads": _unless(_is_off, "FSDP2 keeps gradients in the parameters' dtype", "drop it"),
@@ -359,7 +334,7 @@ def convert_composer(settings: Settings, *, around: Settings) -> ConfigConversio
     if "state_dict_type" not in settings:
         conversion.added["state_dict_type"] = "full"  # FSDPConfig's default; FSDP2Config's is sharded
     if is_true(settings.get("activation_checkpointing")) and "activation_checkpointing_reentrant" not in settings:
-        conversion.notes.append(_REENTRANT)
+        conversion.notes.append(NOT_NEEDED["activation_checkpointing_reentrant"])
     model = around.get("model") if isinstance(around, dict) else None
     starts_on = model.get("init_device") if isinstance(model, dict) else None
     if is_true(settings.get("sync_module_states", False)) and starts_on not in ("mixed", "meta"):

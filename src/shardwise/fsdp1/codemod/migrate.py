@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.errors import SourceError
-from shardwise.findings import SourceFinding, Status
-from shardwise.fsdp1.codemod.draft import make_finding
+from shardwise.findings import SourceFinding, Status, unreadable_source
+from shardwise.fsdp1.codemod.draft import status_fields
 from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.framework_files import convert_yaml, may_hold_config
 from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.rewriting import rewrite, skipped_everywhere
-from shardwise.progress import NoProgress, Progress
+from shardwise.progress import Progress
 from shardwise.source.files import find_files, map_files, read_bytes, write_bytes
 from shardwise.source.syntax import decode
 
@@ -116,20 +115,13 @@ def migrate(
     texts, unreadable = _read(found)
     program = Program({path: text for path, (text, _) in texts.items() if not path.endswith(_YAML)})
     jobs = [path for path, (text, _) in texts.items() if _is_concerned(path, text) or path in flow_of(program).files]
-    heard = progress or NoProgress()
-    heard.start(len(jobs), "files")
     skipped_everywhere(program)  # read once, before there are several processes that would each find out
 
     def work(path: str) -> MigratedFile:
         return _migrate_file(path, *texts[path], program, target)
 
-    files = []
-    for file in map_files(work, jobs, num_processes=num_processes):
-        heard.advance()
-        if file.changed or file.findings:
-            files.append(file)
-    heard.finish()
-    files = sorted([*files, *unreadable], key=lambda file: file.path)
+    done = map_files(work, jobs, num_processes=num_processes, progress=progress)
+    files = sorted([*(file for file in done if file.changed or file.findings), *unreadable], key=lambda file: file.path)
     if write:
         for file in files:
             if file.changed:
@@ -148,7 +140,7 @@ def _read(paths: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[Migrat
                 texts[path] = decode(data, path)
         except SourceError as error:
             if data is None or _is_concerned(path, data.decode("latin-1")):
-                unreadable.append(_unreadable(path, error.what))
+                unreadable.append(_unreadable(path, error))
     return texts, unreadable
 
 
@@ -165,13 +157,13 @@ def _migrate_file(path: str, text: str, encoding: str, program: Program, target:
         else:
             output, findings = rewrite(program.file(path), program, target)
     except SourceError as error:
-        return _unreadable(path, error.what, text, error.where)
+        return _unreadable(path, error, text)
     return MigratedFile(path=path, before=text, output=output, findings=tuple(findings), encoding=encoding)
 
 
-def _unreadable(path: str, what: str, text: str = "", where: str = "") -> MigratedFile:
-    place = re.search(r":(\d+)(?::(\d+))?$", where)
-    line, column = (int(place[1]), int(place[2] or 1)) if place else (1, 1)
-    message, fix = f"the file is left alone: it {what}", "make it a file that Python can read, and run migrate again"
-    finding = make_finding(path, line, column, "SW180", Status.NEEDS_DECISION, message, fix)
+def _unreadable(path: str, error: SourceError, text: str = "") -> MigratedFile:
+    message = f"the file is left alone: it {error.what}"
+    fix = "make it a file that Python can read, and run migrate again"
+    fields = status_fields("SW180", Status.NEEDS_DECISION)
+    finding = unreadable_source(path, error, message=message, fix=fix, **fields)
     return MigratedFile(path=path, before=text, output=text, findings=(finding,))

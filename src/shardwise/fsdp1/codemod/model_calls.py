@@ -200,7 +200,7 @@ def _rewrite_as_run(
         argument.is_dropped = name not in ("module", "recurse")
         if name == "recurse" and not argument.name:
             listed.rename(argument, "recurse")
-    draft.replace(call.func, draft.helper("_gathered"))
+    draft.replace(call.func, draft.helper("_unsharded"))
     draft.edits += listed.edits()
     message = "the model runs in this block: its units are gathered, in the dtype they compute in"
     draft.rewritten(FULL_PARAMS_CODE, call, message)

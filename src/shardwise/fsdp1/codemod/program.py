@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwise.config.fsdp1_names import STRATEGIES
 from shardwise.errors import SourceError
 from shardwise.source.syntax import FSDP1, FileContext, Function, canonical, checked_types
 
 _FSDP = "torch.distributed.fsdp."
 _CLASS = "FullyShardedDataParallel"
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 _T = TypeVar("_T")
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import re
 
+from shardwise.config.fsdp1_names import HYBRID, KEEPS_UNSHARDED
 from shardwise.fsdp1.codemod.constructors import Wrap, read_arguments
 from shardwise.fsdp1.codemod.draft import Blocked
 from shardwise.fsdp1.codemod.program import (
-    HYBRID,
     called_fsdp_name,
     fsdp_name,
     is_constant,
@@ -241,7 +241,7 @@ def convert_placement(wrap: Wrap) -> Options:
         _set_device(wrap)
     text = _mesh_text(wrap, member, kind)
     wrap.drop("device_mesh")
-    reshard = member in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "NO_SHARD")
+    reshard = member in KEEPS_UNSHARDED
     return [("mesh", text)] * bool(text) + [("reshard_after_forward", "False")] * reshard
 
 

@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import PurePath
 
+from shardwise.config.fsdp1_names import NOT_NEEDED
 from shardwise.fsdp1.codemod import constructors, settings
 from shardwise.fsdp1.codemod.constructors import CODE, Wrap, are_nested
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
@@ -228,7 +229,7 @@ def _write_as_told(wrap: Wrap) -> None:
     for name, argument in wrap.by_name.items():
         if argument.name not in ("", "*", "**", name):
             wrap.list.rename(argument, name)
-    _finish(wrap, wrap.draft.helper("_shard_as_told", *FEATURES), "settings arrive at run time")
+    _finish(wrap, wrap.draft.helper("_fully_shard_like_fsdp1", *FEATURES), "settings arrive at run time")
     wrap.draft.reported(
         "SW128",
         wrap.call,
@@ -237,20 +238,17 @@ def _write_as_told(wrap: Wrap) -> None:
     )
 
 
+_DEFAULTS = {"use_orig_params": ("True",), "backward_prefetch": ("BACKWARD_PRE",), "forward_prefetch": ("False",)}
+"""Settings that FSDP2 does not need, and the values for which that makes no difference."""
+
+
 def _drop_what_is_gone(wrap: Wrap) -> None:
-    """Arguments that FSDP2 does not have because it needs none."""
-    if is_constant(wrap.value("use_orig_params"), False):
-        wrap.dropped.append(
-            "parameters keep their own names and shapes now: check parameter groups made by name or shape"
-        )
-    backward, forward = wrap.value("backward_prefetch"), wrap.value("forward_prefetch")
-    if backward is not None and "BACKWARD_PRE" not in wrap.draft.source(backward):
-        wrap.dropped.append("FSDP2 always gathers one unit ahead in backward, whatever backward_prefetch said")
-    if forward is not None and not is_constant(forward, False):
-        wrap.dropped.append(
-            "FSDP2 overlaps gathering in forward by itself: set_modules_to_forward_prefetch asks for more"
-        )
-    wrap.drop("use_orig_params", "limit_all_gathers", "backward_prefetch", "forward_prefetch")
+    """Drop arguments that FSDP2 does not have because it needs none."""
+    for name, defaults in _DEFAULTS.items():
+        value = wrap.value(name)
+        if value is not None and not wrap.draft.source(value).endswith(defaults):
+            wrap.dropped.append(f"{name}: {NOT_NEEDED[name]}")
+    wrap.drop("limit_all_gathers", *_DEFAULTS)
 
 
 def _prepare(wrap: Wrap) -> set[str]:
@@ -369,7 +367,7 @@ def _rewrite_chosen_class(draft: FileDraft, call: ast.Call) -> None:
         raise Blocked("the class is chosen at run time", "call fully_shard in the branch that means FSDP")
     for node in found:
         if node not in draft.taken:
-            draft.replace(node, draft.helper("_shard_as_told", *FEATURES))
+            draft.replace(node, draft.helper("_fully_shard_like_fsdp1", *FEATURES))
     draft.taken.add(call)
     draft.rewritten(CODE, call, "where FSDP is chosen, a function now shards with fully_shard and returns the module")
 
@@ -383,7 +381,7 @@ def rewrite_enable_wrap(draft: FileDraft) -> None:
         if wrapper is None or "mixed_precision" in given or None in given:
             continue
         if draft.program.origins(draft.context, wrapper) == {FSDP1}:
-            draft.replace(wrapper, draft.helper("_shard_as_told", *FEATURES))
+            draft.replace(wrapper, draft.helper("_fully_shard_like_fsdp1", *FEATURES))
             draft.taken.update([call, *draft.context.calls_to(WRAP)])
             draft.rewritten("SW103", call, "wrap now calls a function that shards with fully_shard")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 from collections.abc import Iterator
 
+from shardwise.errors import fix_name
 from shardwise.findings import Severity
 from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.linting.rules.devices import built_classes
@@ -87,8 +87,7 @@ def wrong_fully_shard_argument(context: LintContext) -> Iterator[Hit]:
             yield Hit(node, "fully_shard takes only the module by position", "name the argument, as in mesh=mesh")
         for name, entry in event.keywords.items():
             if name not in _KNOWN and name not in _FROM_FSDP1:
-                close = difflib.get_close_matches(name, _KNOWN, n=1)
-                fix = f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(_KNOWN - {'module'}))}"
+                fix = fix_name(name, _KNOWN, f"it takes {', '.join(sorted(_KNOWN - {'module'}))}")
                 yield Hit(entry.node, f"fully_shard has no argument {name}", fix)
             elif name == "mp_policy" and entry.values == {Constant(None)}:
                 fix = "leave mp_policy out, or pass MixedPrecisionPolicy()"

@@ -149,9 +149,8 @@ class Loader(Iterator[Batch]):
         self._position += self.batch_size
         return batch
 
-    @property
-    def wait_s(self) -> float:
-        """Seconds that `next` waited for a batch since this was last read."""
+    def take_wait_s(self) -> float:
+        """Seconds that `next` waited for a batch since this was last called."""
         waited, self._wait_s = self._wait_s, 0.0
         return waited
 
@@ -161,7 +160,7 @@ class Loader(Iterator[Batch]):
         return self._position // self.num_samples
 
     def skip(self, batches: int) -> None:
-        """Go on so many global batches later."""
+        """Skip this number of global batches."""
         self._move_to(self._position + batches * self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
