@@ -32,8 +32,9 @@ from shardwise.sharding.forward_hooks import (
 )
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_zero_grad
 from shardwise.sharding.graph_calls import watch_backward
+from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, forget_when_recovered, remember
-from shardwise.sharding.repointing import remember_parameters, repoint, watch_assignments, watch_optimizers
+from shardwise.sharding.repointing import remember_parameters, repoint, watch_optimizers
 from shardwise.sharding.watching import watch_by_default
 
 _SAMPLES = 64
@@ -193,7 +194,7 @@ def shard(
     remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
-    watch_assignments(model)
+    watch_writes(model)
     watch_zero_grad()
     watch_by_default(model)
     return model
