@@ -22,6 +22,7 @@ from shardwise.fsdp1.codemod.program import (
     once,
     single_value,
 )
+from shardwise.source.ranks import asks_for_rank_zero
 from shardwise.source.syntax import FileContext, argument_of
 
 STATE_CODE, PLAIN_CODE, OPTIMIZER_CODE, LOCAL_CODE = "SW110", "SW111", "SW112", "SW113"
@@ -163,18 +164,12 @@ def _refuse_local(gather: Gather) -> None:
         )
 
 
-_RANK_ZERO = re.compile(
-    r"rank\w*(\(\))?\s*==\s*0|not\s+[\w.]*rank\b|is_main|main_process|is_master|master_process|is_rank_?0"
-)
-
-
 def under_rank_zero(context: FileContext, call: ast.Call) -> bool:
     """Whether only rank 0 comes to a call."""
     for inner, outer in itertools.pairwise([call, *context.ancestors(call)]):
-        if isinstance(outer, ast.If) and inner in outer.body:
-            test = ast.unparse(outer.test)
-            if _RANK_ZERO.search(test) and " or " not in test and " and " not in test:
-                return True
+        asked = asks_for_rank_zero(context, outer.test) if isinstance(outer, ast.If) else None
+        if asked is not None and inner is not outer.test and asked is (inner in outer.body):
+            return True
     return False
 
 
