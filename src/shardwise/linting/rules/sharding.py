@@ -365,8 +365,8 @@ _NESTED = {
 def checkpointing_after_shard(context: LintContext) -> Iterator[Hit]:
     """Activation checkpointing applied after `fully_shard` wraps the sharded block from outside.
 
-    Why: FSDP's hooks then run inside the recomputation, so parameters are gathered twice and casts are replayed; the
-    block's checkpoint wrapper has to be what is sharded.
+    Why: FSDP's hooks then run inside the recomputation. On torch 2.11 they do not cast the block's inputs again, which
+    fails in backward where the block casts them; from 2.13 on, gradients and all-gathers are those of the other order.
     """
     for trace, event in context.events_of(*_APPLY_CHECKPOINTING, _WRAP_CHECKPOINTING):
         is_whole = event.is_call_to(*_APPLY_CHECKPOINTING)
