@@ -115,8 +115,8 @@ def set_prefetch(plan: Plan, modules: dict[str, Any]) -> None:
         if group.backward_prefetch:
             module.set_modules_to_backward_prefetch([modules[name] for name in group.backward_prefetch])
     if plan.early_root:  # the root's parameters are gathered when its optimizer has stepped, not when forward begins
-        _EARLY_ROOTS.add(modules[""])
-        modules[""].register_load_state_dict_pre_hook(_drop_early_gather)
+        _EARLY_ROOTS.add(modules[plan.root.modules[0]])
+        modules[plan.root.modules[0]].register_load_state_dict_pre_hook(_drop_early_gather)
         if not _installed:
             register_optimizer_step_post_hook(_after_step)
             _installed = True
@@ -189,7 +189,8 @@ def shard(
     aside = {model.get_parameter(planned.fqn) for planned in (*plan.replicated, *plan.ignored)}
     for group in plan.groups:  # children first, root last
         _shard_group(group, modules, model, mesh, aside)
-    _wire(model, plan, modules, mesh)
+    for part in plan.by_root:
+        _wire(part, modules, mesh)
     remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
@@ -242,8 +243,9 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def _wire(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
+def _wire(plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
     """Put our hooks around FSDP2's: entries, held groups, gradients outside groups, prefetching."""
+    model = modules[plan.root.modules[0]]
     compat.patch_accumulation(model)
     replicated = _place_outside(model, plan, modules, mesh)
     _wire_entries(model, plan, modules, replicated)
@@ -261,7 +263,8 @@ def _place_outside(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], 
     for planned in plan.replicated:
         replicated.add(_places(planned, modules), mesh, device)
     for planned in plan.ignored:
-        parameter = model.get_parameter(planned.fqn)
+        (module, name), *_ = _places(planned, modules)
+        parameter = module.get_parameter(name)
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device)
     return replicated
