@@ -8,7 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Literal
 
@@ -151,24 +151,6 @@ class Plan:
     def root(self) -> Group:
         """The group of the model itself, or of the last network in a container."""
         return self.groups[-1]
-
-    @property
-    def by_root(self) -> list[Plan]:
-        """A plan for each module that scripts call: the model's, or one for each network in a container."""
-        roots = [group.modules[0] for group in self.groups if group.kind == "root"]
-        return [self._below(root) for root in roots] if len(roots) > 1 else [self]
-
-    def _below(self, root: str) -> Plan:
-        def inside(name: str) -> bool:
-            return f"{name}.".startswith(f"{root}.")
-
-        return replace(
-            self,
-            groups=tuple(group for group in self.groups if inside(group.modules[0])),
-            replicated=tuple(parameter for parameter in self.replicated if inside(parameter.fqn)),
-            ignored=tuple(parameter for parameter in self.ignored if inside(parameter.fqn)),
-            outer_modules=tuple(name for name in self.outer_modules if inside(name)),
-        )
 
     @property
     def parameters(self) -> Iterator[PlannedParameter]:

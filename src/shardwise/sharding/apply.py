@@ -3,6 +3,7 @@
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -189,8 +190,8 @@ def shard(
     aside = {model.get_parameter(planned.fqn) for planned in (*plan.replicated, *plan.ignored)}
     for group in plan.groups:  # children first, root last
         _shard_group(group, modules, model, mesh, aside)
-    for part in plan.by_root:
-        _wire(part, modules, mesh)
+    for root in [group.modules[0] for group in plan.groups if group.kind == "root"]:
+        _wire(_below(root, plan), modules, mesh)
     remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
@@ -241,6 +242,21 @@ def _placement_function(group: Group, model: nn.Module) -> Callable[[nn.Paramete
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
+
+
+def _below(root: str, plan: Plan) -> Plan:
+    """What the plan says of one network in a container; all of it where the model itself is the root."""
+
+    def inside(name: str) -> bool:
+        return not root or f"{name}.".startswith(f"{root}.")
+
+    return replace(
+        plan,
+        groups=tuple(group for group in plan.groups if inside(group.modules[0])),
+        replicated=tuple(parameter for parameter in plan.replicated if inside(parameter.fqn)),
+        ignored=tuple(parameter for parameter in plan.ignored if inside(parameter.fqn)),
+        outer_modules=tuple(filter(inside, plan.outer_modules)),
+    )
 
 
 def _wire(plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
