@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.measuring import median
-from shardwise.diagnosing.collective_trace import (
+from shardwise.distributed.collective_trace import (
     CollectiveKind,
     RankTrace,
     create_shared_trace,
@@ -16,8 +16,8 @@ from shardwise.diagnosing.collective_trace import (
     kind_of,
     open_shared_trace,
 )
-from shardwise.diagnosing.guard import watch_group
-from shardwise.diagnosing.tracer import CollectiveTracer
+from shardwise.distributed.tracer import CollectiveTracer
+from shardwise.sharding.watching import watch_group
 
 Event = tuple[CollectiveKind, int]
 _ROUNDS = 200
@@ -88,7 +88,7 @@ def _write_all(writers: Sequence[Callable[[int], bool]], events: Sequence[int]) 
 def _time(groups: Sequence[_Group], events: Sequence[Event]) -> float:
     start = time.perf_counter()
     for kind, number in events:
-        if kind is CollectiveKind.REDUCE:
+        if kind is CollectiveKind.REDUCE_SCATTER:
             groups[number].reduce()
         else:
             groups[number].unshard()

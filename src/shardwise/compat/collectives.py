@@ -135,6 +135,17 @@ def wait_in_slices(work: Any, process_group: Any, waiting: Callable[[], None]) -
             raise
 
 
+def process_groups_of(group: Any) -> tuple[Any, Any]:
+    """The process groups over which a group is sharded and replicated; None where it is not."""
+    info = group.mesh_info
+    return getattr(info, "shard_process_group", None), getattr(info, "replicate_process_group", None)
+
+
+def reduces_over_replicas(group: Any) -> bool:
+    """Whether the next reduction of a group also sums over replicas (HSDP)."""
+    return group is not None and group.all_reduce_grads
+
+
 def aborter(groups: Iterable[Any]) -> Callable[[], None]:
     """A function, for any thread, that ends the collectives of the groups where the backend can (NCCL)."""
     infos = [group.mesh_info for group in groups if group.device.type != "cpu"]

@@ -30,12 +30,13 @@ from shardwise.sharding.forward_hooks import (
     PartsForwardHooks,
     Replicated,
     RootForwardHooks,
-    guard_outside_call,
-    register_post_backward,
 )
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_zero_grad
+from shardwise.sharding.graph_calls import watch_backward
+from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, forget_when_recovered, remember
-from shardwise.sharding.repointing import remember_parameters, repoint, watch_assignments, watch_optimizers
+from shardwise.sharding.repointing import remember_parameters, repoint, watch_optimizers
+from shardwise.sharding.watching import watch_by_default
 
 _SAMPLES = 64
 """Elements compared of each parameter: enough to tell two random draws apart, cheap for any size."""
@@ -195,8 +196,9 @@ def shard(
     remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
-    watch_assignments(model)
+    watch_writes(model)
     watch_zero_grad()
+    watch_by_default(model)
     return model
 
 
@@ -288,9 +290,7 @@ def _place_outside(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], 
 
 def _wire_entries(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], replicated: Replicated) -> None:
     """Count entries into each group, by its forward and by the methods the plan names."""
-    for fsdp_group in compat.param_groups(model):
-        compat.replace_post_backward_hook(fsdp_group, register_post_backward)
-    held = [g for group in plan.groups if group.held for g in _fsdp_groups(group, modules)]
+    kept = [g for group in plan.groups if group.held for g in _fsdp_groups(group, modules)]
     parts = [
         PartsForwardHooks([modules[name] for name in group.modules], model, _casts(group))
         for group in plan.groups
@@ -299,15 +299,16 @@ def _wire_entries(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], r
     for entry in parts:
         forget_when_recovered(model, entry.forget)
     branches = any(group.held and group.reduce_unused for group in plan.groups)
-    root = RootForwardHooks(model, _casts(plan.root), held, parts, replicated, branches=branches)
+    single = [group for group in plan.groups if group is not plan.root and len(group.modules) == 1]
+    hooks = {group.name: ForwardHooks(modules[group.modules[0]], model, _casts(group)) for group in single}
+    root = RootForwardHooks(model, _casts(plan.root), kept, parts, replicated, branches=branches)
     for group in plan.groups:
-        single = group is not plan.root and len(group.modules) == 1
-        entry = ForwardHooks(modules[group.modules[0]], model, _casts(group)) if single else root
         for name in group.entry_points:
             owner, _, method = name.rpartition(":")
-            entry.add_method(modules[owner], method)
+            hooks.get(group.name, root).add_method(modules[owner], method)
     for name in plan.outer_modules:
-        guard_outside_call(root, modules[name])
+        root.add_module(modules[name])
+    watch_backward()
 
 
 def _casts(group: Group) -> Casts:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from shardwise.diagnosing.collective_trace import (
+from shardwise.distributed.collective_trace import (
     HISTORY,
     RankTrace,
     StoreExchange,
@@ -16,7 +16,7 @@ from shardwise.diagnosing.collective_trace import (
     group_by_machine,
     open_shared_trace,
 )
-from shardwise.diagnosing.tracer import PeerView
+from shardwise.distributed.tracer import PeerView
 
 NAMES = ["a", "a", "b", "b", "c"]
 
