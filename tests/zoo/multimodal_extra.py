@@ -6,6 +6,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from shardwise.config.schema import ShardConfig
 from tests.zoo.case import Case, normal, tokens
 from tests.zoo.multimodal import TEXT, VISION
 
@@ -33,6 +34,44 @@ def blip() -> nn.Module:
 def blip_batch(seed: int) -> dict[str, Tensor]:
     ids = tokens(seed)
     return {"input_ids": ids, "labels": ids.clone(), "pixel_values": normal(seed, 2, 3, 16, 16)}
+
+
+def pi0() -> nn.Module:
+    """A policy whose language tower leaves only its keys and values, in a cache."""
+    gemma = {
+        "model_type": "gemma",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    vision = {**VISION, "model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4, "vision_use_head": False}
+    tower = {"text_config": {**gemma, "vocab_size": 96}, "vision_config": vision, "projection_dim": 32}
+    config = hf.PI0Config(
+        vlm_config={"model_type": "paligemma", "image_token_id": 95, **tower},
+        dit_config=gemma,
+        chunk_size=5,
+        max_state_dim=6,
+        max_action_dim=6,
+    )
+    return hf.PI0ForConditionalGeneration(config)
+
+
+def pi0_batch(seed: int) -> dict[str, Tensor]:
+    ids = tokens(seed, vocab=90)
+    ids[:, :4] = 95
+    return {
+        "state": normal(seed, 2, 6),
+        "noise": normal(seed + 1, 2, 5, 6),
+        "actions": normal(seed + 2, 2, 5, 6),
+        "timestep": normal(seed + 3, 2).sigmoid(),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": normal(seed, 2, 1, 3, 8, 8),
+        "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool),
+    }
 
 
 def qwen2_vl() -> nn.Module:
@@ -78,6 +117,8 @@ def qwen2_vl_batch(seed: int) -> dict[str, Tensor]:
 
 
 CASES = [
+    Case(name="pi0", build=pi0, make_batch=pi0_batch),
+    Case(name="pi0_freed", build=pi0, make_batch=pi0_batch, config=ShardConfig(reshard_after_forward=True), slow=True),
     Case(name="blip", build=blip, make_batch=blip_batch, slow=True),
     Case(name="qwen2_vl", build=qwen2_vl, make_batch=qwen2_vl_batch, slow=True),
 ]

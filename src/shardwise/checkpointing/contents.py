@@ -170,7 +170,7 @@ class Contents:
     """`sharded` (ours), `dcp` (torch's), `full`, `safetensors`, `fsdp1-full`, `fsdp1-sharded`, `fsdp1-local`."""
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Everything that is no tensor, by the same flat names, as plain Python values."""
+    """Everything but tensors, by the same flat names, as plain Python values."""
     file_bytes: Mapping[str, int] = field(default_factory=dict)
     """How large each file must be, where the format says so."""
     block_bytes: int = 0
@@ -211,6 +211,11 @@ def coverage_problem(wanted: ChunkSpec, chunks: Iterable[ChunkSpec]) -> str:
     if num_stored != wanted.numel:
         return f"{wanted.numel - num_stored:,} of {wanted.numel:,} elements are not stored"
     return ""
+
+
+def tensor_problem(tensor: StoredTensor) -> str:
+    """Why its chunks do not hold every element of a tensor exactly once; empty when they do."""
+    return coverage_problem(ChunkSpec.whole(tensor.shape), (chunk.spec for chunk in tensor.chunks))
 
 
 def chunks_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[ChunkSpec, int]]:

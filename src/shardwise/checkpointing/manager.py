@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import logging
 import math
 import signal
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -25,17 +25,17 @@ from shardwise.checkpointing.formats.sharded import FileRecord, read_manifest
 from shardwise.checkpointing.formats.sharded_commit import (
     committed_steps,
     is_committed,
-    remove_checkpoint,
     step_folder,
     sweep,
 )
 from shardwise.checkpointing.loading import load_run
 from shardwise.checkpointing.reading import Verify
+from shardwise.checkpointing.retention import Retainer, Retention
 from shardwise.checkpointing.saving import PendingSave, Saver, describe_run
 from shardwise.checkpointing.state.names import with_our_names
 from shardwise.checkpointing.state.nested import FlatState
 from shardwise.checkpointing.state.run import Run, Stateful
-from shardwise.checkpointing.storage.files import Place, join, place, size_of
+from shardwise.checkpointing.storage.files import Place, join, place, size_problem, split
 from shardwise.distributed.agreement import Channel, run_and_gather
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.progress import Progress
@@ -54,81 +54,52 @@ class FlushOnExit:
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = weakref.ref(checkpointer)
-        atexit.register(self._finish)
+        self._is_terminating = self._is_flushed = False
+        atexit.register(self._at_exit)
         if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def forget(self) -> None:
         """Leave the program's end alone again."""
-        atexit.unregister(self._finish)
+        atexit.unregister(self._at_exit)
         # Compared by equality: a bound method is a new object each time. Somebody may have set another since.
         if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _finish(self) -> None:
+    def _at_exit(self) -> None:
         try:
             if (checkpointer := self._checkpointer()) is not None:
                 checkpointer.close()
         except Exception as error:  # the program ends anyway; nobody is left to catch it
             _log.error("the last save failed: %s", error)
+        if self._is_terminating:
+            _terminate()
 
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
-        self._finish()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTERM)
+        # The interrupted thread may hold a lock that the save needs: it must go on while another one waits.
+        if self._is_flushed:
+            _terminate()
+        elif not self._is_terminating:
+            self._is_terminating = True
+            _thread.start_new_thread(self._flush, ())
+
+    def _flush(self) -> None:
+        checkpointer = self._checkpointer()
+        if checkpointer is not None and (thread := checkpointer._thread) is not None:
+            thread.join()
+            if (error := checkpointer._error) is not None:
+                _log.error("the last save failed: %s", error)
+        self._is_flushed = True
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def _terminate() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Retention:
-    """What is kept: a checkpoint stays if any of these wants it."""
-
-    keep_last: int | None = 3
-    """The newest so many; None keeps all."""
-    keep_every: int | None = None
-    """Those whose step is a multiple of this."""
-    keep_best: int | None = None
-    """So many with the best metric."""
-    best: Literal["min", "max"] = "min"
-    """Which metric is better."""
-
-    def __post_init__(self) -> None:
-        limits = {"keep_last": self.keep_last, "keep_every": self.keep_every, "keep_best": self.keep_best}
-        wrong = {name: value for name, value in limits.items() if value is not None and value < 1}
-        if wrong or self.best not in ("min", "max"):
-            raise ConfigError(
-                ", ".join(f"{name} is {value}" for name, value in wrong.items()) or f"best is {self.best!r}",
-                where="Checkpointer(...)",
-                why="the newest checkpoint is always kept, and numbers count checkpoints or steps",
-                fix="pass positive numbers, None to leave a rule out, and best='min' or 'max'",
-            )
-
-
-def removable(
-    steps: Collection[int], newest: int, retention: Retention, metrics: Mapping[int, float] | None = None
-) -> list[int]:
-    """The steps whose checkpoints may be removed, oldest first.
-
-    Args:
-        steps: Of all committed checkpoints.
-        newest: The one that was committed last, which always stays; steps of an earlier run may be higher.
-        retention: What to keep.
-        metrics: Of those that have one. Those that are not numbers (NaN) are never the best.
-    """
-    if retention.keep_last is None or newest not in steps:
-        return []
-    kept = {newest}
-    kept.update(sorted(step for step in steps if step != newest)[::-1][: retention.keep_last - 1])
-    if retention.keep_every is not None:
-        kept.update(step for step in steps if step % retention.keep_every == 0)
-    if retention.keep_best is not None:
-        sign = 1 if retention.best == "min" else -1
-        ranked = [(sign * value, -step) for step, value in (metrics or {}).items() if step in steps and value == value]
-        kept.update(-step for _, step in sorted(ranked)[: retention.keep_best])
-    return sorted(set(steps) - kept)
 
 
 class Checkpointer:
@@ -140,9 +111,10 @@ class Checkpointer:
 
     Args:
         folder: Where checkpoints lie: a local folder that all ranks see, or a URL that fsspec serves.
-        keep_last: The newest so many are kept; None keeps all.
-        keep_every: Those whose step is a multiple of this are kept too.
-        keep_best: And so many with the best `metric`.
+        keep_last: Number of latest checkpoints to keep; None keeps all. Those that this run has neither saved nor
+            resumed from are never removed.
+        keep_every: Keep those whose step is a multiple of this, too.
+        keep_best: Number of checkpoints with the best `metric` to keep, too.
         best: Whether a smaller or a larger metric is better.
         asynchronous: Write in the background. False: `save` returns when the checkpoint is committed.
         on_busy: What `save` does while an earlier save is still being written: wait for it, or skip this one.
@@ -180,8 +152,7 @@ class Checkpointer:
         """What was saved as `extra`, after `load`."""
         self.notes: tuple[str, ...] = ()
         """What the last `load` has to say, such as random numbers that had to be made up."""
-        self._retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best)
-        self._metrics: dict[int, float | None] = {}  # those of earlier runs are read from their checkpoints
+        self._retainer = Retainer(Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best))
         self._asynchronous, self._on_busy, self._rng, self._progress = asynchronous, on_busy, rng, progress
         self._channel = Channel(CheckpointError)
         self._saver = Saver(self._channel, Channel(CheckpointError), fsync=fsync)
@@ -241,7 +212,7 @@ class Checkpointer:
             return found
 
         pending = self._saver.start(self.path(step), step, collect, background=self._asynchronous)
-        self._metrics[step] = metric
+        self._retainer.add(step, metric)
         if self._asynchronous:
             thread = threading.Thread(target=self._finish, args=(pending,), name=f"checkpoint of step {step}")
             try:
@@ -328,6 +299,9 @@ class Checkpointer:
             run, contents, self._channel, strict=strict, verify=verify, rng=self._rng, progress=self._progress
         )
         self.extra, self.notes = loaded.extra, loaded.notes
+        is_own = path is None or self.folder in (place(path), split(place(path))[0])
+        if is_own and self._channel.rank == 0:
+            self._retainer.adopt(committed_steps(self.folder))
         for note in loaded.notes:
             _log.info(note)
         return loaded.step
@@ -418,7 +392,7 @@ class Checkpointer:
     def _retire(self, newest: int, records: Sequence[FileRecord]) -> None:
         """Remove what need not be kept, on rank 0, unless a file of the newest is not what was written."""
         folder = self.path(newest)
-        short = [record.file for record in records if size_of(join(folder, record.file)) != record.num_bytes]
+        short = [record.file for record in records if size_problem(join(folder, record.file), record.num_bytes)]
         if short:  # an older checkpoint may be all there is
             raise CheckpointError(
                 f"{', '.join(short)} changed after it was written",
@@ -426,13 +400,7 @@ class Checkpointer:
                 why="a file of the newest checkpoint does not have the size it had",
                 fix="see who else writes there; older checkpoints were kept",
             )
-        steps = committed_steps(self.folder)
-        for step in steps if self._retention.keep_best is not None else ():
-            if step not in self._metrics:
-                self._metrics[step] = read_manifest(self.path(step)).details.get("metric")
-        metrics = {step: metric for step, metric in self._metrics.items() if metric is not None}
-        for step in removable(steps, newest, self._retention, metrics):
-            remove_checkpoint(self.path(step))
+        self._retainer.retire({step: self.path(step) for step in committed_steps(self.folder)}, newest)
 
     def _check_usable(self) -> None:
         if self._is_closed:

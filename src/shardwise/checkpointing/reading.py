@@ -24,7 +24,7 @@ from shardwise.checkpointing.contents import (
     rows_of,
 )
 from shardwise.checkpointing.state.slices import ModelTensor, local_chunks
-from shardwise.checkpointing.storage.files import COPY_AGAIN, FileReader, damaged, join, size_of
+from shardwise.checkpointing.storage.files import COPY_AGAIN, FileReader, damaged, join, size_problem
 from shardwise.checkpointing.storage.memory import bytes_of, checksum_of_parts, counting
 from shardwise.progress import Progress
 
@@ -319,13 +319,8 @@ def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]
                 end = chunk.offset + chunk.spec.numel * ITEM_BYTES[tensor.dtype]
                 needed[chunk.file] = max(needed.get(chunk.file, 0), end)
     for file, least in sorted(needed.items()):
-        found, expected = size_of(join(contents.folder, file)), contents.file_bytes.get(file)
-        if found is None:
-            problems.append(f"{file}: is missing")
-        elif expected is not None and found != expected:
-            problems.append(f"{file}: has {found:,} bytes, but {expected:,} were written")
-        elif found < least:
-            problems.append(f"{file}: has {found:,} bytes, but its tensors end at {least:,}")
+        if problem := size_problem(join(contents.folder, file), contents.file_bytes.get(file), least):
+            problems.append(f"{file}: {problem}")
     return problems
 
 

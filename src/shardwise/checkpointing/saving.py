@@ -329,14 +329,11 @@ class Saver:
     def _header(self, pending: PendingSave, records: Iterable[FileRecord], values: dict[str, Any]) -> Header:
         """The head of the manifest; rank 0's state knows how names came about."""
         collected = pending.collected
-        names = {tensor.name for record in records for tensor, _ in record.tensors} | {*values, *collected.aliases}
-        if lost := sorted(collected.paths.keys() - names):
-            raise CheckpointError(
-                f"no rank has written {len(lost)} entries of the run's state; nothing was committed",
-                where="\n".join([str(pending.folder), *lost[:10]]),
-                why="everything that rank 0 holds must be stored under its name",
-                fix="report this with the text above: the ranks did not agree on who writes what",
-            )
+        names = {tensor.name for record in records for tensor, _ in record.tensors} | {
+            *values,
+            *collected.paths,
+            *collected.aliases,
+        }
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return Header(
             step=pending.step,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredTensor, coverage_problem
+from shardwise.checkpointing.contents import ITEM_BYTES, Contents, tensor_problem
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.sharded_commit import committed_steps, step_folder
 from shardwise.checkpointing.pickles.zip_files import ZipIndex
@@ -42,7 +42,7 @@ def unsound(contents: Contents) -> Iterator[Finding]:
     for name, tensor in contents.tensors.items():
         if name.startswith(tuple(f"{prefix}.state." for prefix in mixed)):
             continue
-        if problem := _problem(tensor):
+        if problem := tensor_problem(tensor):
             fix = "copy the checkpoint again with the files of all ranks, or use another"
             yield _error(INCOMPLETE, f"{name} is not stored whole: {problem}", contents.path, fix)
     yield from _shared_states(contents)
@@ -84,7 +84,7 @@ def mixed_order(contents: Contents) -> dict[str, str]:
             continue
         start = f"{prefix}.state."
         stored = [name for name in contents.tensors if name.startswith(start)]
-        twice = [name for name in stored if _problem(contents.tensors[name])]
+        twice = [name for name in stored if tensor_problem(contents.tensors[name])]
         keys = {name.rpartition(".")[2] for name in twice}
         having = {name.removeprefix(start).rpartition(".")[0] for name in stored}
         wanted = [f"{start}{name}.{key}" for name in first if name in having for key in keys]
@@ -130,10 +130,6 @@ def _listed_parameters(contents: Contents) -> list[tuple[str | None, str, list[s
     ]
 
 
-def _problem(tensor: StoredTensor) -> str:
-    return coverage_problem(ChunkSpec.whole(tensor.shape), (chunk.spec for chunk in tensor.chunks))
-
-
 def _shared_states(contents: Contents) -> Iterator[Finding]:
     """Two states of one parameter that are the same bytes: the later one overwrote the earlier.
 
@@ -165,10 +161,8 @@ def wrong_files(contents: Contents) -> Iterator[Finding]:
     """Files that are missing, or not as large as they were."""
     for file in file_names(contents):
         path = files.join(contents.folder, file)
-        size, expected = files.size_of(path), contents.file_bytes.get(file)
-        if size is None or (expected is not None and size != expected):
-            state = "is missing" if size is None else f"has {size:,} bytes, but {expected:,} were written"
-            yield _error(WRONG_FILE, f"the file {state}", path)
+        if problem := files.size_problem(path, contents.file_bytes.get(file)):
+            yield _error(WRONG_FILE, f"the file {problem}", path)
 
 
 def file_names(contents: Contents) -> list[str]:

@@ -1,5 +1,6 @@
 """The process around FSDP2: fake tensors, dispatch modes, pinned memory, the elastic agent."""
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,3 +81,24 @@ def is_called_by_dcp() -> bool:
             return name == "torch.distributed.checkpoint.state_dict"
         frame = frame.f_back
     return False
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that this thread is running has yet to run, or has run, a node."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def watch_backward(before: Callable[[Any], bool], after: Callable[[], None]) -> None:
+    """Call `before` with the outputs that a backward starts from, and if it returns true, `after` in the end."""
+    run = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(run)
+    def run_watched(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not before(outputs):
+            return run(outputs, *args, **kwargs)
+        try:
+            return run(outputs, *args, **kwargs)
+        finally:
+            after()
+
+    torch.autograd.graph._engine_run_backward = torch.autograd._engine_run_backward = run_watched

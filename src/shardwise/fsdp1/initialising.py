@@ -21,10 +21,10 @@ from shardwise.fsdp1.settings import FREES
 from shardwise.fsdp1.units import clean_name, units_in
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.settings import dtype_name
-from shardwise.sharding.forward_hooks import Casts, ForwardHooks, register_post_backward
+from shardwise.sharding.forward_hooks import Casts, ForwardHooks
 from shardwise.sharding.full_params import reshard
+from shardwise.sharding.graph_calls import watch_backward
 from shardwise.sharding.inventory import broadcast_from_first
-from shardwise.sharding.nested_tensors import cast_floating
 from shardwise.sharding.registry import recover
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, compat.HYBRID_SHARD_ZERO2)
@@ -379,8 +379,8 @@ class UnitForwardHooks(ForwardHooks):
         self._enter_call = torch.compiler.disable(self._enter_unit)
         self._leave_call = torch.compiler.disable(self._leave_unit)
         super().__init__(unit, unit, Casts(None, None))
+        watch_backward()
         for group in compat.groups_of(unit):
-            compat.replace_post_backward_hook(group, register_post_backward)
             compat.before_post_backward(group, lambda group=group: _fill_unused(group))
 
     @property
@@ -399,8 +399,7 @@ class UnitForwardHooks(ForwardHooks):
         precision: MixedPrecision = self.unit.mixed_precision
         asked = self.is_root and precision.cast_root_forward_inputs
         asked = asked or (precision.cast_forward_inputs and self.unit._has_params)
-        if asked and precision.param_dtype is not None:
-            args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
+        self._call.casts = Casts(precision.param_dtype if asked else None, None)
         return super().enter(args, kwargs)
 
     def after(self, output: Any) -> None:

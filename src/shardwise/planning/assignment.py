@@ -11,7 +11,7 @@ from shardwise.compat import storage_id
 from shardwise.config.schema import GroupOverride
 from shardwise.errors import PlanError
 from shardwise.planning.calls import Calls
-from shardwise.planning.groups import GroupCandidate, Kind, Node, Tree, why_held
+from shardwise.planning.groups import GroupCandidate, Kind, Node, Tree, by_node, why_kept_unsharded
 from shardwise.planning.settings import majority
 
 
@@ -85,42 +85,42 @@ def _refuse_partial_overlap(tensors: list[Tensor]) -> None:
 
 @dataclass(slots=True)
 class Assignment:
-    """Units with their parameters; what no unit can hold is replicated."""
+    """Candidates with their parameters; what no candidate can hold is replicated."""
 
-    units: list[GroupCandidate]
+    candidates: list[GroupCandidate]
     """Children first, the root last."""
     keys: list[list[int]] = field(default_factory=list)
-    """Parameter keys per unit."""
+    """Parameter keys per candidate."""
     replicated: dict[int, str] = field(default_factory=dict)
     """Key to reason."""
 
 
-def assign(tree: Tree, units: list[GroupCandidate], calls: Calls, names: dict[int, tuple[str, ...]]) -> Assignment:
-    """Each parameter to the innermost unit that holds all its owners; ties across units get a unit of their own.
+def assign(tree: Tree, candidates: list[GroupCandidate], calls: Calls, names: dict[int, tuple[str, ...]]) -> Assignment:
+    """Each parameter to the innermost candidate that holds all its owners, or to the root's.
 
-    What is in no unit belongs to the root's.
+    Ties across candidates get a candidate of their own.
 
     Raises:
         PlanError: A tie crosses two groups that the user named.
     """
     owners = tree.owners()
     replicated: dict[int, str] = {}
-    units = [unit for unit in units if not unit.is_root]
-    units += _shared_modules(tree, units)
+    candidates = [candidate for candidate in candidates if not candidate.is_root]
+    candidates += _shared_modules(tree, candidates)
     for key, holders in owners.items():
-        homes = _homes(holders, units) if len(holders) > 1 else []
+        homes = _homes(holders, candidates) if len(holders) > 1 else []
         if len(homes) <= 1:
             continue
-        _refuse_explicit([unit for unit in homes if unit is not None], names[key])
-        joined = _tie_unit(key, owners, units, names[key], calls)
+        _refuse_explicit([candidate for candidate in homes if candidate is not None], names[key])
+        joined = _tie_candidate(key, owners, candidates, names[key], calls)
         if joined is None:
             replicated[key] = f"tied as {' = '.join(names[key])} across groups that cannot be joined"
         else:
-            units = [unit for unit in units if not all(joined.contains(node) for node in unit.nodes)] + [joined]
+            candidates = [each for each in candidates if not all(map(joined.contains, each.nodes))] + [joined]
     why = "remaining parameters; unsharded from the first forward to the end of backward"
-    units = [*_children_first(units, tree), GroupCandidate((tree.root,), "root", why)]
-    result = Assignment(units, [[] for _ in units], replicated)
-    index_of = {id(node): index for index, unit in enumerate(units) for node in unit.nodes}
+    candidates = [*_children_first(candidates, tree), *(GroupCandidate((root,), "root", why) for root in tree.roots)]
+    result = Assignment(candidates, [[] for _ in candidates], replicated)
+    index_of = {id(node): index for index, candidate in enumerate(candidates) for node in candidate.nodes}
     for key, holders in owners.items():
         if key not in replicated:
             home = next(index_of[id(node)] for node in holders[0].upwards if id(node) in index_of)
@@ -128,29 +128,29 @@ def assign(tree: Tree, units: list[GroupCandidate], calls: Calls, names: dict[in
     return result
 
 
-def _homes(nodes: list[Node], units: list[GroupCandidate]) -> list[GroupCandidate | None]:
-    """The innermost unit around each node, each once; None stands for the root."""
-    unit_of = {id(node): unit for unit in units for node in unit.nodes}
-    homes = [next((unit_of[id(up)] for up in node.upwards if id(up) in unit_of), None) for node in nodes]
+def _homes(nodes: list[Node], candidates: list[GroupCandidate]) -> list[GroupCandidate | None]:
+    """The innermost candidate around each node, each once; None stands for the root."""
+    grouped = by_node(candidates)
+    homes = [next((grouped[up] for up in node.upwards if up in grouped), None) for node in nodes]
     return list({id(home): home for home in homes}.values())
 
 
-def _shared_modules(tree: Tree, units: list[GroupCandidate]) -> list[GroupCandidate]:
+def _shared_modules(tree: Tree, candidates: list[GroupCandidate]) -> list[GroupCandidate]:
     """A module object held by several groups is a group itself: each would shard it again otherwise."""
     shared: list[GroupCandidate] = []
+    grouped = by_node(candidates)
     for node in tree.root.walk():
-        if node.keys and node.other_parents and node.has_forward and node.parent is not None:
-            alone = any(mine is node for unit in units for mine in unit.nodes)
-            if not alone and len(_homes([node.parent, *node.other_parents], units)) > 1:
-                reason = f"{node.class_name} shared by {node.parent.fqn or 'the root'} and others, unsharded for all"
-                shared.append(GroupCandidate((node,), "tie", reason, held=True))
+        is_shared = node.keys and node.other_parents and node.has_forward and node not in grouped
+        if is_shared and node.parent is not None and len(_homes([node.parent, *node.other_parents], candidates)) > 1:
+            reason = f"{node.class_name} shared by {node.parent.fqn or 'the root'} and others, unsharded for all"
+            shared.append(GroupCandidate((node,), "tie", reason, kept_unsharded=True))
     return shared
 
 
 def _refuse_explicit(homes: list[GroupCandidate], names: tuple[str, ...]) -> None:
-    explicit = [unit for unit in homes if unit.explicit]
+    explicit = [candidate for candidate in homes if candidate.explicit]
     if len(explicit) > 1:
-        paths = [unit.nodes[0].fqn for unit in explicit]
+        paths = [candidate.nodes[0].fqn for candidate in explicit]
         raise PlanError(
             f"{' and '.join(repr(name) for name in names)} are one tensor, but their groups are two",
             where=", ".join(paths),
@@ -159,10 +159,10 @@ def _refuse_explicit(homes: list[GroupCandidate], names: tuple[str, ...]) -> Non
         )
 
 
-def _tie_unit(
-    key: int, owners: dict[int, list[Node]], units: list[GroupCandidate], names: tuple[str, ...], calls: Calls
+def _tie_candidate(
+    key: int, owners: dict[int, list[Node]], candidates: list[GroupCandidate], names: tuple[str, ...], calls: Calls
 ) -> GroupCandidate | None:
-    """One unit of all the modules that hold the tensor, or None when they cannot be gathered together."""
+    """One candidate of all the modules that hold the tensor, or None when they cannot be gathered together."""
     nodes = list(owners[key])
     while True:  # a holder's other parameters may be tied further
         more = [node for mine in nodes for other in mine.keys for node in owners[other]]
@@ -171,37 +171,36 @@ def _tie_unit(
             break
         nodes += fresh
     nodes = list(dict.fromkeys(_maximal(nodes)))
-    holds_other_units = any(
+    holds_others = any(
         node.contains(mine) and mine is not node
         for node in nodes
-        for unit in units
-        if unit.kind != "leaf"  # a leaf inside is simply taken over
-        for mine in unit.nodes
+        for mine, candidate in by_node(candidates).items()
+        if candidate.kind != "leaf"  # a leaf inside is simply taken over
     )
-    if holds_other_units or any(not node.fqn or not node.has_forward for node in nodes):
+    if holds_others or any(not node.fqn or not node.has_forward for node in nodes):
         return None
     if any(not node.is_atom and node.fqn in calls.bypassed for node in nodes):
         return None
     reason = f"tied: {' = '.join(names)}; unsharded once for all of them, from the first use to the end of backward"
-    return GroupCandidate(tuple(nodes), "tie", reason, held=True)
+    return GroupCandidate(tuple(nodes), "tie", reason, kept_unsharded=True)
 
 
-def _children_first(units: list[GroupCandidate], tree: Tree) -> list[GroupCandidate]:
-    """Tree order, except that a unit inside another comes before it."""
+def _children_first(candidates: list[GroupCandidate], tree: Tree) -> list[GroupCandidate]:
+    """Tree order, except that a candidate inside another comes before it."""
     position = {id(node): index for index, node in enumerate(tree.root.walk())}
-    ordered = sorted(units, key=lambda unit: min(position[id(node)] for node in unit.nodes))
+    ordered = sorted(candidates, key=lambda candidate: min(position[id(node)] for node in candidate.nodes))
     result: list[GroupCandidate] = []
 
-    def place(unit: GroupCandidate) -> None:
-        if any(unit is placed for placed in result):
+    def place(candidate: GroupCandidate) -> None:
+        if any(candidate is placed for placed in result):
             return
         for other in ordered:
-            if other is not unit and any(unit.contains(node) for node in other.nodes):
+            if other is not candidate and any(candidate.contains(node) for node in other.nodes):
                 place(other)
-        result.append(unit)
+        result.append(candidate)
 
-    for unit in ordered:
-        place(unit)
+    for candidate in ordered:
+        place(candidate)
     return result
 
 
@@ -209,7 +208,7 @@ _PER_GROUP = ("param_dtype", "reduce_dtype", "output_dtype", "cast_inputs", "res
 
 
 def split_by_override(
-    tree: Tree, units: list[GroupCandidate], overrides: tuple[GroupOverride, ...], calls: Calls
+    tree: Tree, candidates: list[GroupCandidate], overrides: tuple[GroupOverride, ...], calls: Calls
 ) -> list[GroupCandidate]:
     """Modules inside a group that an override singles out, as groups of their own, one per enclosing group.
 
@@ -229,30 +228,28 @@ def split_by_override(
         if not any(getattr(override, name) is not None for name in _PER_GROUP):
             continue
         by_home: dict[int, list[Node]] = defaultdict(list)
-        taken = units + splits
+        taken = candidates + splits
         for node in _maximal(matched):
-            is_unit = any(mine is node for unit in taken for mine in unit.nodes)
-            holds_units = any(node.contains(mine) for unit in taken for mine in unit.nodes)
-            if not is_unit and not holds_units and node.has_forward and node.fqn:
-                home = next((unit for unit in taken if unit.contains(node)), None)
+            if not any(map(node.contains, by_node(taken))) and node.has_forward and node.fqn:
+                home = next((candidate for candidate in taken if candidate.contains(node)), None)
                 by_home[id(home)].append(node)
         for nodes in by_home.values():
-            splits.append(_unit(nodes, "island", f"set apart by the override for {override.pattern!r}", calls))
+            splits.append(_candidate(nodes, "island", f"set apart by the override for {override.pattern!r}", calls))
     return splits
 
 
 def storage_splits(
     assignment: Assignment, tree: Tree, dtype_of: dict[int, str], trainable: set[int], calls: Calls
 ) -> tuple[list[GroupCandidate], dict[int, str]]:
-    """Units for the minority dtypes of groups that mix trainable dtypes, and parameters to replicate instead.
+    """Candidates for the minority dtypes of groups that mix trainable dtypes, and parameters to replicate instead.
 
     FSDP2 reduces a group's gradients in one buffer of one dtype, so trainable parameters of two dtypes cannot share
     a group. Frozen ones may.
     """
     owners = tree.owners()
-    units: list[GroupCandidate] = []
+    candidates: list[GroupCandidate] = []
     replicated: dict[int, str] = {}
-    for unit, keys in zip(assignment.units, assignment.keys, strict=True):
+    for candidate, keys in zip(assignment.candidates, assignment.keys, strict=True):
         mixed = [key for key in keys if key in trainable]
         if len({dtype_of[key] for key in mixed}) < 2:
             continue
@@ -261,15 +258,15 @@ def storage_splits(
         apart: dict[str, dict[Node, None]] = defaultdict(dict)
         for key in minor:
             nodes = [_atom_around(owner) for owner in owners[key]]
-            pure = all(_is_pure(node, dtype_of[key], unit.nodes, mixed, dtype_of) for node in nodes)
+            pure = all(_is_pure(node, dtype_of[key], candidate.nodes, mixed, dtype_of) for node in nodes)
             if pure:
                 apart[dtype_of[key]].update(dict.fromkeys(nodes))
             else:
                 replicated[key] = f"{dtype_of[key]} among {major} in one module; FSDP2 groups hold one trainable dtype"
         for dtype, nodes in apart.items():
             why = f"{dtype} parameters inside a {major} group: one more all-gather and reduce-scatter per pass"
-            units.append(_unit(_maximal(list(nodes)), "storage", why, calls))
-    return units, replicated
+            candidates.append(_candidate(_maximal(list(nodes)), "storage", why, calls))
+    return candidates, replicated
 
 
 def _is_pure(node: Node, dtype: str, modules: tuple[Node, ...], mixed: list[int], dtype_of: dict[int, str]) -> bool:
@@ -288,6 +285,6 @@ def _maximal(nodes: list[Node]) -> list[Node]:
     return [node for node in nodes if not any(other is not node and other.contains(node) for other in nodes)]
 
 
-def _unit(nodes: list[Node], kind: Kind, reason: str, calls: Calls) -> GroupCandidate:
-    """A unit that is held when its own hooks cannot be relied on."""
-    return GroupCandidate(tuple(nodes), kind, reason, held=bool(why_held(tuple(nodes), calls)))
+def _candidate(nodes: list[Node], kind: Kind, reason: str, calls: Calls) -> GroupCandidate:
+    """A candidate that is kept unsharded when its own hooks cannot be relied on."""
+    return GroupCandidate(tuple(nodes), kind, reason, kept_unsharded=bool(why_kept_unsharded(tuple(nodes), calls)))

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -104,13 +104,14 @@ class Places:
             for above in (name, *enclosing(name))
         }
 
-    def bypassed(self, module: nn.Module, entered: tuple[nn.Module, ...]) -> Iterator[nn.Module]:
-        """The modules around `module` that are not entered when code of `entered` calls it."""
-        covered = self.covered(entered)
-        for above in enclosing(self.name_under(module, reversed(entered))):
+    def bypassed(self, name: str, entered: tuple[str, ...]) -> Iterator[str]:
+        """The modules around module `name` that are not entered when code of `entered` calls it."""
+        running = [self.modules[outer] for outer in entered]
+        covered = self.covered(running)
+        for above in enclosing(self.name_under(self.modules[name], reversed(running))):
             outer = self.modules[above]
             if id(outer) not in covered and not is_holder(outer) and id(outer) not in self.internal:
-                yield outer
+                yield self.name(outer)
 
 
 def enclosing(name: str) -> Iterator[str]:
@@ -125,20 +126,24 @@ def _is_parametrization(name: str, above: str) -> bool:
     return inner == "parametrizations" or inner.startswith("parametrizations.")
 
 
-class Fact(NamedTuple):
-    """One thing that the code of the last module in `chain` does to `target`."""
+UseKind = Literal["call", "method", "read", "escape"]
 
-    kind: str
-    """call, method, read (of `target`'s parameter `name`), escape (of it to the caller), or count (`name` times
-    at least)."""
-    chain: tuple[nn.Module, ...]
-    target: nn.Module
-    name: str = ""
+
+class Use(NamedTuple):
+    """A module or parameter, by its first name, that the code of the last module in `chain` uses."""
+
+    kind: UseKind
+    """A module's call or other method; a parameter that the code computes with or returns to its caller."""
+    chain: tuple[str, ...]
+    """The modules whose code is running, the innermost last."""
+    target: str
+    method: str = "forward"
     conditional: bool = False
 
-    def key(self) -> tuple[Any, ...]:
-        """What makes two facts the same."""
-        return (self.kind, tuple(map(id, self.chain)), id(self.target), self.name, self.conditional)
+    @property
+    def module(self) -> str:
+        """The module that is used, or that owns the parameter."""
+        return self.target if self.kind in ("call", "method") else self.target.rpartition(".")[0]
 
 
 Names = frozenset[str]
@@ -163,6 +168,8 @@ class Calls:
     """Parameter → modules whose code computes with it while its owner is not entered."""
     repeated: Names = frozenset()
     """Modules called more than once a pass."""
+    roots: tuple[str, ...] = ("",)
+    """Modules that a script calls: the root, or where that is a container without code, the networks in it."""
     public_methods: tuple[str, ...] = ()
     """Methods of the root that compute, and that a script may call in place of the root's forward."""
     unreadable: tuple[str, ...] = ()
@@ -178,12 +185,7 @@ class Calls:
 
 
 class CallTable:
-    """What facts say, by the names of modules and parameters.
-
-    Args:
-        places: The model's names.
-        start: What is known already.
-    """
+    """`Calls` in the making; `start` is what is known already."""
 
     def __init__(self, places: Places, start: Calls) -> None:
         self.places, self.called = places, set(start.called)
@@ -192,26 +194,20 @@ class CallTable:
             for table in (start.bypassed, start.methods, start.foreign_reads)
         )
 
-    def parameter_name(self, fact: Fact) -> str:
-        """The parameter that a read is about."""
-        owner = self.places.name(fact.target)
-        return f"{owner}.{fact.name}" if owner else fact.name
-
-    def enter(self, fact: Fact, *, bypasses: bool = True) -> None:
-        """Add a fact; `bypasses` says whether it counts that modules around the target are not entered."""
-        target = self.places.name(fact.target)
-        if fact.kind == "call":
-            self.called.add(target)
-        elif fact.kind == "method":
-            self.methods[target].add(fact.name)
-        elif fact.kind == "read":
-            self.foreign_reads[self.parameter_name(fact)].add(self.places.name(fact.chain[-1]))
-        if bypasses and fact.kind in ("call", "method"):
-            for outer in self.places.bypassed(fact.target, fact.chain):
-                self.bypassed[self.places.name(outer)].add(target)
+    def add(self, use: Use, *, bypasses: bool = True) -> None:
+        """Add a use; `bypasses` says whether it counts that modules around the target are not entered."""
+        if use.kind == "call":
+            self.called.add(use.target)
+        elif use.kind == "method":
+            self.methods[use.target].add(use.method)
+        elif use.kind == "read":
+            self.foreign_reads[use.target].add(use.chain[-1])
+        if bypasses and use.kind in ("call", "method"):
+            for outer in self.places.bypassed(use.target, use.chain):
+                self.bypassed[outer].add(use.target)
 
     def calls(self, **more: Any) -> Calls:
-        """Everything entered, and more fields of `Calls`."""
+        """Everything added, and more fields of `Calls`."""
         bypassed, methods, foreign_reads = (
             {name: frozenset(names) for name, names in sorted(table.items())}
             for table in (self.bypassed, self.methods, self.foreign_reads)

@@ -95,13 +95,21 @@ class Tree:
         model: The root.
         key_of: `id(parameter)` to the key of the tensor it stands for; unmapped ones do not count.
         numel: Elements by key, for `size`.
+        roots: Names of the modules that scripts call.
     """
 
-    def __init__(self, model: nn.Module, key_of: dict[int, int], numel: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        key_of: dict[int, int],
+        numel: Mapping[int, int] | None = None,
+        roots: Iterable[str] = ("",),
+    ) -> None:
         self.numel = numel or {}
         self.nodes: dict[str, Node] = {}
         self._by_module: dict[int, Node] = {}
         self.root = self._build("", model, None, key_of)
+        self.roots = [self.nodes[name] for name in roots]
 
     def _build(self, fqn: str, module: nn.Module, parent: Node | None, key_of: dict[int, int]) -> Node:
         node = Node(fqn, module, parent)
@@ -134,7 +142,7 @@ class Tree:
     def matching(self, pattern: str) -> list[Node]:
         """Nodes whose name fits the pattern or whose class has that very name; the root for `(root)`."""
         if pattern == ROOT_PATTERN:
-            return [self.root]
+            return self.roots
         fits = name_matcher(pattern)
         return [node for node in self.root.walk() if node.class_name == pattern or (node.fqn and fits(node.fqn))]
 
@@ -153,7 +161,7 @@ BIG_LEAF_SHARE = 0.25
 """A leaf at least this large, compared with the largest block, is gathered on its own."""
 TINY_BLOCK_SHARE = 0.02
 """A block smaller than this, compared with the largest one, is not worth a collective."""
-DRESSED_LEAF_SHARE = 0.8
+MOSTLY_ONE_LEAF_SHARE = 0.8
 """A module of which one leaf is at least this much counts as that leaf."""
 
 Kind = Literal["block", "leaf", "tie", "island", "storage", "part", "root"]
@@ -168,7 +176,7 @@ class GroupCandidate:
     reason: str
     explicit: bool = False
     """Asked for by the user."""
-    held: bool = False
+    kept_unsharded: bool = False
     """Gathered from the root's entry to the end of backward, because code outside reads its parameters."""
 
     @property
@@ -181,36 +189,44 @@ class GroupCandidate:
         return any(mine.contains(node) for mine in self.nodes)
 
 
-def find_units(tree: Tree, calls: Calls) -> list[GroupCandidate]:
+def by_node(candidates: Iterable[GroupCandidate]) -> dict[Node, GroupCandidate]:
+    """The modules of the candidates, each with its candidate."""
+    return {node: candidate for candidate in candidates for node in candidate.nodes}
+
+
+def find_candidates(tree: Tree, calls: Calls) -> list[GroupCandidate]:
     """Groups for a model about which the user said nothing; the root takes what is left.
 
     Returns:
-        Units in tree order: repeated blocks, then leaves as large as a good part of a block, then pieces taken
+        Candidates in tree order: repeated blocks, then leaves as large as a good part of a block, then pieces taken
         out of the root until it is no larger than the largest of the others.
     """
-    search = _Search(tree, calls)
-    units = search.blocks()
-    units += search.big_leaves(units)
-    units += search.relieve_root(units)
-    return [around_calls(unit, calls) for unit in units]
+    found: list[GroupCandidate] = []
+    for root in tree.roots:
+        search = _Search(tree, root, calls)
+        candidates = search.blocks()
+        candidates += search.big_leaves(candidates)
+        candidates += search.relieve_root(candidates)
+        found += candidates
+    return [around_calls(candidate, calls) for candidate in found]
 
 
 class _Search:
-    """One pass over a tree; keeps what was seen on the way."""
+    """One pass over the tree below a root; keeps what was seen on the way."""
 
-    def __init__(self, tree: Tree, calls: Calls) -> None:
-        self.tree, self.calls = tree, calls
+    def __init__(self, tree: Tree, root: Node, calls: Calls) -> None:
+        self.tree, self.root, self.calls = tree, root, calls
         self.found: dict[Node, str] = {}
         self.outside: list[Node] = []
 
     def blocks(self) -> list[GroupCandidate]:
         """Elements of lists and sequences, then classes that repeat elsewhere; the outermost of nested ones,
         unless it is a stage that itself holds a run of blocks."""
-        self._descend(self.tree.root, frozenset())
+        self._descend(self.root, frozenset())
         counts = Counter(type(node.module) for node in self.outside if not isinstance(node.module, nn.Sequential))
         repeated = frozenset(kind for kind, count in counts.items() if count > 1)
         self.found, self.outside = {}, []
-        self._descend(self.tree.root, repeated)
+        self._descend(self.root, repeated)
         largest = max((self.tree.size(node) for node in self.found), default=0)
         return [
             GroupCandidate((node,), "block", reason)
@@ -218,10 +234,10 @@ class _Search:
             if self.tree.size(node) >= TINY_BLOCK_SHARE * largest
         ]
 
-    def big_leaves(self, units: list[GroupCandidate]) -> list[GroupCandidate]:
+    def big_leaves(self, candidates: list[GroupCandidate]) -> list[GroupCandidate]:
         """Embeddings, heads and other single modules that weigh as much as a good part of a block."""
-        leaves = [node for node in self._free_nodes(units) if node.is_atom and self._may_stand_alone(node)]
-        blocks = [self.tree.size(unit.nodes[0]) for unit in units]
+        leaves = [node for node in self._free_nodes(candidates) if node.is_atom and self._may_stand_alone(node)]
+        blocks = [self.tree.size(candidate.nodes[0]) for candidate in candidates]
         reference = max(blocks or [self.tree.size(leaf) for leaf in leaves], default=0)
         what = "block" if blocks else "leaf"
         return [
@@ -230,14 +246,14 @@ class _Search:
             if (size := self.tree.size(leaf)) >= BIG_LEAF_SHARE * reference
         ]
 
-    def relieve_root(self, units: list[GroupCandidate]) -> list[GroupCandidate]:
+    def relieve_root(self, candidates: list[GroupCandidate]) -> list[GroupCandidate]:
         """Pieces of the root, largest first, until the root is no larger than the largest other group."""
         taken: list[GroupCandidate] = []
         while True:
-            everything = units + taken
-            grouped = frozenset[int]().union(*(node.keys for unit in everything for node in unit.nodes))
-            left = self.tree.root.keys - grouped
-            limit = max((self.tree.size(node) for unit in everything for node in unit.nodes), default=0)
+            everything = candidates + taken
+            grouped = by_node(everything)
+            left = self.root.keys.difference(*(node.keys for node in grouped))
+            limit = max(map(self.tree.size, grouped), default=0)
             pieces = [
                 (self.tree.size(node.keys & left), node)
                 for node in self._free_nodes(everything)
@@ -278,34 +294,31 @@ class _Search:
         for node in stage.walk():
             if node.is_atom:
                 continue
-            elements = Counter(
-                type(child.module)
-                for child in node.children
-                if child.is_composite and not self._is_dressed_leaf(child) and child.fqn not in self.calls.conditional
-            )
+            parts = [child for child in node.children if child.is_composite and not self._is_mostly_one_leaf(child)]
+            elements = Counter(type(part.module) for part in parts if part.fqn not in self.calls.conditional)
             # Two attentions side by side are one block's parts; three of a class are a run even without a list.
             if max(elements.values(), default=0) >= (2 if isinstance(node.module, _RUNS) else 3):
                 return True
         return False
 
-    def _is_dressed_leaf(self, node: Node) -> bool:
+    def _is_mostly_one_leaf(self, node: Node) -> bool:
         """Whether one leaf is nearly all of it: a convolution with its norm is no block yet."""
         largest = max((self.tree.size(below) for below in node.walk() if below.is_atom), default=0)
-        return largest >= DRESSED_LEAF_SHARE * self.tree.size(node)
+        return largest >= MOSTLY_ONE_LEAF_SHARE * self.tree.size(node)
 
-    def _free_nodes(self, units: list[GroupCandidate]) -> list[Node]:
-        """Nodes below the root that no unit contains."""
+    def _free_nodes(self, candidates: list[GroupCandidate]) -> list[Node]:
+        """Nodes below the root that no candidate contains."""
         free: list[Node] = []
+        grouped = by_node(candidates)
 
         def collect(node: Node) -> None:
             for child in node.children:
-                if any(child is mine for unit in units for mine in unit.nodes):
-                    continue
-                free.append(child)
-                if not child.is_atom:
-                    collect(child)
+                if child not in grouped:
+                    free.append(child)
+                    if not child.is_atom:
+                        collect(child)
 
-        collect(self.tree.root)
+        collect(self.root)
         return free
 
     def _may_stand_alone(self, node: Node) -> bool:
@@ -315,19 +328,21 @@ class _Search:
         return bool(node.keys) and node.has_forward and wanted and entered and node.fqn not in self.calls.conditional
 
 
-def around_calls(unit: GroupCandidate, calls: Calls) -> GroupCandidate:
-    """Fit a unit to how its modules are really entered: by their parts, or held because others read them."""
-    node = unit.nodes[0]
-    if len(unit.nodes) == 1 and not node.is_atom and (inner := calls.bypassed.get(node.fqn)):
+def around_calls(candidate: GroupCandidate, calls: Calls) -> GroupCandidate:
+    """Fit a candidate to how its modules are really entered: by their parts, or unsharded because others read them."""
+    node = candidate.nodes[0]
+    if len(candidate.nodes) == 1 and not node.is_atom and (inner := calls.bypassed.get(node.fqn)):
         parts = tuple(part for part in _parts(node, inner) if not is_read_outside(part, node, calls))
         if parts:
-            why = f"{unit.reason}; its parts are called directly ({_some(inner, node)}), so the hooks sit on them"
-            return replace(unit, nodes=parts, kind="part", reason=why)
-    why = why_held(unit.nodes, calls, only_atoms=True)
-    return replace(unit, held=True, reason=f"{unit.reason}; kept unsharded, because {why}") if why else unit
+            why = f"{candidate.reason}; its parts are called directly ({_some(inner, node)}), so the hooks sit on them"
+            return replace(candidate, nodes=parts, kind="part", reason=why)
+    why = why_kept_unsharded(candidate.nodes, calls, only_atoms=True)
+    if not why:
+        return candidate
+    return replace(candidate, kept_unsharded=True, reason=f"{candidate.reason}; kept unsharded, because {why}")
 
 
-def why_held(nodes: tuple[Node, ...], calls: Calls, *, only_atoms: bool = False) -> str:
+def why_kept_unsharded(nodes: tuple[Node, ...], calls: Calls, *, only_atoms: bool = False) -> str:
     """Why hooks on these modules cannot be relied on to run on every rank and before every use; "" if they can."""
     if any(node.fqn in calls.conditional for node in nodes):
         return "the data of a rank decide whether it runs"
@@ -353,12 +368,12 @@ def _parts(node: Node, inner: frozenset[str]) -> list[Node]:
     return parts
 
 
-def is_read_outside(node: Node, unit: Node, calls: Calls) -> bool:
-    """Whether a parameter at or below `node` is read by code that runs outside `unit`."""
+def is_read_outside(node: Node, outer: Node, calls: Calls) -> bool:
+    """Whether a parameter at or below `node` is read by code that runs outside `outer`."""
     prefix = node.fqn + "." if node.fqn else ""
-    inside = unit.fqn + "." if unit.fqn else ""
+    inside = outer.fqn + "." if outer.fqn else ""
     return any(
-        reader != unit.fqn and not reader.startswith(inside)
+        reader != outer.fqn and not reader.startswith(inside)
         for parameter, readers in calls.foreign_reads.items()
         if parameter.startswith(prefix)
         for reader in readers
@@ -376,8 +391,8 @@ def is_explicit(config: ShardConfig) -> bool:
     return bool(named) or config.group_by != "auto"
 
 
-def named_units(tree: Tree, config: ShardConfig) -> list[GroupCandidate]:
-    """The units a config asks for, each once, in tree order.
+def named_candidates(tree: Tree, config: ShardConfig) -> list[GroupCandidate]:
+    """The candidates a config asks for, each once, in tree order.
 
     Raises:
         PlanError: A name matches nothing, or a container that has no `forward`.
@@ -393,14 +408,14 @@ def named_units(tree: Tree, config: ShardConfig) -> list[GroupCandidate]:
     if config.wrap_if:
         found |= dict.fromkeys(_by_predicate(tree, config.wrap_if), "chosen by wrap_if")
     if config.group_by == "children":
-        found |= dict.fromkeys(_children(tree.root), "direct child of the root")
+        found |= dict.fromkeys((node for root in tree.roots for node in _children(root)), "direct child of the root")
     if config.group_by == "attribute":
         marked = (node for node in tree.root.walk() if getattr(node.module, "_fsdp_wrap", None) and node.fqn)
         found |= dict.fromkeys(_callable(marked, "`_fsdp_wrap`"), "marked by its `_fsdp_wrap` attribute")
     return [
         GroupCandidate((node,), "leaf" if node.is_atom else "block", found[node], explicit=True)
         for node in tree.root.walk()
-        if node in found and node is not tree.root and node.keys
+        if node in found and node not in tree.roots and node.keys
     ]
 
 
@@ -431,8 +446,9 @@ def _by_size(tree: Tree, least: int) -> list[Node]:
             return 0
         return left
 
-    for child in tree.root.children:
-        visit(child)
+    for root in tree.roots:
+        for child in root.children:
+            visit(child)
     return taken
 
 
@@ -441,7 +457,7 @@ def _by_predicate(tree: Tree, predicate: Callable[..., object]) -> list[Node]:
     chosen = [
         node
         for node in tree.root.walk()
-        if node is not tree.root and (predicate(node.fqn, node.module) if takes_name else predicate(node.module))
+        if node not in tree.roots and (predicate(node.fqn, node.module) if takes_name else predicate(node.module))
     ]
     return _callable(chosen, "wrap_if")
 

@@ -149,7 +149,7 @@ class Plan:
 
     @property
     def root(self) -> Group:
-        """The group of the model itself."""
+        """The group of the model itself, or of the last network in a container."""
         return self.groups[-1]
 
     @property
@@ -180,13 +180,11 @@ class Plan:
 
     def to_json(self, indent: int | None = None) -> str:
         """The plan as JSON; `Plan.from_json` reads it back to an equal plan."""
-
         return encode_plan(self, indent)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read what `to_json` wrote; a plan of another format is refused."""
-
         return decode_plan(text)
 
     def digest(self) -> str:
@@ -194,7 +192,6 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-
         return render_plan(self)
 
 
@@ -325,10 +322,8 @@ def _parameter_rows(title: str, parameters: Iterable[PlannedParameter]) -> list[
         alike[parameter.dtype, parameter.reason].append(parameter)
     rows = []
     for (dtype, reason), members in alike.items():
-        names: dict[str, list[str]] = defaultdict(list)
-        for parameter in members:
-            names[_unnumbered(parameter.fqn)].append(parameter.fqn)
-        shown = listed([_pattern(fqns) for fqns in names.values()], _MAX_NAMES)
+        names = numbered_alike(parameter.fqn for parameter in members)
+        shown = listed([_pattern(fqns) for fqns in names], _MAX_NAMES)
         shapes = {p.shape for p in members}
         sizes = [f"{dtype} {list(shapes.pop())}" if len(shapes) == 1 else dtype]
         sizes += [f"{len(members)} parameters"] if len(members) > 1 else []
@@ -369,6 +364,14 @@ def _shape_of(group: Group) -> object:
     texts = tuple(_unnumbered(text) for text in chain(group.modules, group.entry_points, [group.reason]))
     settings = (group.param_dtype, group.reduce_dtype, group.output_dtype, group.reshard_after_forward)
     return group.kind, texts, parameters, settings, group.offload, group.pin_memory, group.held
+
+
+def numbered_alike(names: Iterable[str]) -> list[list[str]]:
+    """Names grouped by what they are but for their numbers: the same parameter of every layer."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        alike[_unnumbered(name)].append(name)
+    return list(alike.values())
 
 
 def _unnumbered(text: str) -> str:

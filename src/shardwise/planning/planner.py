@@ -21,10 +21,11 @@ from shardwise.planning.groups import (
     Node,
     Tree,
     around_calls,
-    find_units,
+    by_node,
+    find_candidates,
     ignored_keys,
     is_explicit,
-    named_units,
+    named_candidates,
 )
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.settings import (
@@ -68,16 +69,6 @@ def refuse_sharded(model: nn.Module) -> None:
             where=spread,
             why="a model around this one was sharded first: groups are made children first, never top-down",
             fix="shard the outermost model only; it makes groups of its parts",
-        )
-
-
-def refuse_uncallable(module: nn.Module) -> None:
-    """Refuse a root that cannot be called at all."""
-    if type(module).forward is nn.Module.forward and isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise PlanError(
-            f"the model is a {type(module).__name__}, which has no forward",
-            why="FSDP2 gathers parameters when a module is called, and a container is never called",
-            fix="shard its elements, or put it into a module with a forward",
         )
 
 
@@ -167,7 +158,6 @@ def make_plan(
 ) -> Plan:
     """`plan()` with the hardware's capability given."""
     refuse_sharded(model)
-    refuse_uncallable(model)
     refuse_unsupported(model)
     axes, device = mesh_axes(mesh)
     check_config(config, axes)
@@ -243,13 +233,15 @@ class Draft:
         every = {id(parameter): key for key, tensor in enumerate(self.tensors) for parameter in tensor.parameters}
         asked = ignored_keys(Tree(model, every), names, config.ignored)
         self.ignored = dict.fromkeys(sorted(asked), "named in ignored")
+        self._check_roots()
         self.replicated: dict[int, str] = {}
         for key, tensor in enumerate(self.tensors):
             if key not in self.ignored:
                 self._set_aside(key, tensor.parameter)
         aside = self.ignored.keys() | self.replicated.keys()
         numel = {key: tensor.parameter.numel() for key, tensor in enumerate(self.tensors)}
-        self.tree = Tree(model, {identity: key for identity, key in every.items() if key not in aside}, numel)
+        in_groups = {identity: key for identity, key in every.items() if key not in aside}
+        self.tree = Tree(model, in_groups, numel, calls.roots)
         self.dtype_of = {key: dtype_name(tensor.parameter.dtype) for key, tensor in enumerate(self.tensors)}
         self.trainable = {key for key, tensor in enumerate(self.tensors) if tensor.parameter.requires_grad}
         self.upcast: dict[int, str] = {}
@@ -260,6 +252,26 @@ class Draft:
             )
             for override in config.overrides
         ]
+
+    def _check_roots(self) -> None:
+        """Every trainable parameter belongs to one of the modules that scripts call; others are left as they are."""
+        for key, tensor in enumerate(self.tensors):
+            roots = {
+                root for root in self.calls.roots for name in tensor.names if not root or name.startswith(root + ".")
+            }
+            if len(roots) == 1 or key in self.ignored:
+                continue
+            if not roots and not tensor.parameter.requires_grad:
+                self.ignored[key] = "frozen, and of no module that can be called"
+                continue
+            first = tensor.names[0]
+            shared = f"{' and '.join(map(repr, tensor.names))} are one parameter of two networks"
+            raise PlanError(
+                shared if roots else f"{first!r} belongs to no module that can be called",
+                where=first,
+                why=f"{type(self.model).__name__} has no forward: each network in it is unsharded by its own call",
+                fix="define forward, or a method that computes, on a module around all that belongs together",
+            )
 
     def _set_aside(self, key: int, parameter: nn.Parameter) -> None:
         """Keep whole what FSDP2 cannot split."""
@@ -274,11 +286,11 @@ class Draft:
         """Decide everything, for hardware of this CUDA compute capability."""
         assignment = self._assignment()
         compute = choose_compute(self.config.precision, self.device, capability, self._storage_dtypes())
-        self._unit_names = frozenset(node.fqn for unit in assignment.units for node in unit.nodes)
+        self._group_modules = frozenset(node.fqn for node in by_node(assignment.candidates))
         groups = [
-            self._group(unit, keys, compute)
-            for unit, keys in zip(assignment.units, assignment.keys, strict=True)
-            if keys or unit.is_root
+            self._group(candidate, keys, compute)
+            for candidate, keys in zip(assignment.candidates, assignment.keys, strict=True)
+            if keys or candidate.is_root
         ]
         groups = add_prefetch(groups, self.config.prefetch, self.config.overrides)
         return Plan(
@@ -306,22 +318,22 @@ class Draft:
         return sorted(trained or {self.dtype_of[key] for key in keys})
 
     def _assignment(self) -> Assignment:
-        """Every parameter to one unit, with no unit of two trainable dtypes."""
+        """Every parameter to one candidate, with no candidate of two trainable dtypes."""
         if self.config.group_by == "root":
-            units: list[GroupCandidate] = []
+            candidates: list[GroupCandidate] = []
         elif is_explicit(self.config):
-            units = [around_calls(unit, self.calls) for unit in named_units(self.tree, self.config)]
+            candidates = [around_calls(candidate, self.calls) for candidate in named_candidates(self.tree, self.config)]
         else:
-            units = find_units(self.tree, self.calls)
-        units += split_by_override(self.tree, units, self.config.overrides, self.calls)
+            candidates = find_candidates(self.tree, self.calls)
+        candidates += split_by_override(self.tree, candidates, self.config.overrides, self.calls)
         names = {key: tensor.names for key, tensor in enumerate(self.tensors)}
-        assignment = assign(self.tree, units, self.calls, names)
+        assignment = assign(self.tree, candidates, self.calls, names)
         if self.config.mixed_storage == "upcast":
             for keys in assignment.keys:
                 self._upcast([key for key in keys if key in self.trainable])
         splits, odd = storage_splits(assignment, self.tree, self.dtype_of, self.trainable, self.calls)
         if splits:
-            assignment = assign(self.tree, assignment.units + splits, self.calls, names)
+            assignment = assign(self.tree, assignment.candidates + splits, self.calls, names)
         self.replicated |= {**odd, **assignment.replicated}
         for keys in assignment.keys:
             keys[:] = [key for key in keys if key not in self.replicated]
@@ -335,13 +347,13 @@ class Draft:
                 if self.dtype_of[key] != target:
                     self.upcast[key], self.dtype_of[key] = self.dtype_of[key], target
 
-    def _group(self, unit: GroupCandidate, keys: list[int], compute: Compute) -> Group:
-        overrides = [override for override, ids in self.covered if all(id(node) in ids for node in unit.nodes)]
-        settings = group_settings(self.config, overrides, compute, self._dtypes(keys), is_root=unit.is_root)
-        reshard, reason = settings["reshard_after_forward"], unit.reason
-        if unit.held:
+    def _group(self, candidate: GroupCandidate, keys: list[int], compute: Compute) -> Group:
+        overrides = [override for override, ids in self.covered if all(id(node) in ids for node in candidate.nodes)]
+        settings = group_settings(self.config, overrides, compute, self._dtypes(keys), is_root=candidate.is_root)
+        reshard, reason = settings["reshard_after_forward"], candidate.reason
+        if candidate.kept_unsharded:
             reshard = False
-        elif not unit.is_root and self.config.reshard_after_forward is None and self._runs_again(unit):
+        elif not candidate.is_root and self.config.reshard_after_forward is None and self._runs_again(candidate):
             reshard, reason = False, f"{reason}; called several times a pass, so it is kept unsharded until backward"
         elif not isinstance(reshard, bool) and reshard == self.axes.get("shard", 1):
             reshard = True  # over as many ranks as before forward
@@ -350,33 +362,34 @@ class Draft:
         unused = self.config.unused_parameters
         return Group(
             **settings | {"reshard_after_forward": reshard},
-            modules=tuple(node.fqn for node in unit.nodes),
-            kind=unit.kind,
+            modules=tuple(node.fqn for node in candidate.nodes),
+            kind=candidate.kind,
             parameters=tuple(self._parameter(key) for key in keys),
-            entry_points=self._entry_points(unit),
-            held=unit.held,
-            reduce_unused=unused == "reduce" or (unused == "auto" and self._is_conditional(unit)),
+            entry_points=self._entry_points(candidate),
+            held=candidate.kept_unsharded,
+            reduce_unused=unused == "reduce" or (unused == "auto" and self._is_conditional(candidate)),
             reason=reason,
         )
 
-    def _runs_again(self, unit: GroupCandidate) -> bool:
-        return any(node.fqn in self.calls.repeated and not _is_only_beside_repeats(node) for node in unit.nodes)
+    def _runs_again(self, candidate: GroupCandidate) -> bool:
+        return any(node.fqn in self.calls.repeated and not _is_only_beside_repeats(node) for node in candidate.nodes)
 
-    def _is_conditional(self, unit: GroupCandidate) -> bool:
-        """Whether a module of the unit, with parameters, may be left out by the data."""
+    def _is_conditional(self, candidate: GroupCandidate) -> bool:
+        """Whether a module of the candidate, with parameters, may be left out by the data."""
         nodes = [self.tree.nodes.get(name) for name in self.calls.conditional]
-        return any(node is not None and node.keys and unit.contains(node) for node in nodes)
+        return any(node is not None and node.keys and candidate.contains(node) for node in nodes)
 
-    def _entry_points(self, unit: GroupCandidate) -> tuple[str, ...]:
+    def _entry_points(self, candidate: GroupCandidate) -> tuple[str, ...]:
         methods = self.calls.methods
-        found = [f"{node.fqn}:{method}" for node in unit.nodes for method in sorted(methods.get(node.fqn, ()))]
-        if unit.is_root:
-            found += [f":{method}" for method in ("forward", *self.calls.public_methods)]
-        names = {node.fqn for node in unit.nodes}
+        found = [f"{node.fqn}:{method}" for node in candidate.nodes for method in sorted(methods.get(node.fqn, ()))]
+        if candidate.is_root:
+            found += [f"{candidate.nodes[0].fqn}:{method}" for method in ("forward", *self.calls.public_methods)]
+        names = {node.fqn for node in candidate.nodes}
         for entry in self.config.entry_points:
             module, _, method = entry.rpartition(":")
             self._check_entry_point(entry, module, method)
-            is_home = module in names or (unit.is_root and module not in self._unit_names)
+            is_inside = candidate.is_root and candidate.contains(self.tree.nodes[module])
+            is_home = module in names or (is_inside and module not in self._group_modules)
             found += [f"{module}:{method}"] if is_home else []
         return tuple(dict.fromkeys(found))
 
@@ -419,20 +432,21 @@ class Draft:
 
     def _outer_modules(self, groups: list[Group]) -> tuple[str, ...]:
         """Callable modules around or beside the groups that use the root's parameters."""
-        names = {parameter.fqn for parameter in groups[-1].parameters}
+        names = {parameter.fqn for group in groups if group.kind == "root" for parameter in group.parameters}
         root_keys = {key for key, tensor in enumerate(self.tensors) if tensor.names[0] in names}
         found: list[str] = []
 
         def visit(node: Node) -> None:
             for child in node.children:
-                if child.fqn in self._unit_names or not child.keys & root_keys:
+                if child.fqn in self._group_modules or not child.keys & root_keys:
                     continue
                 if child.has_forward:
                     found.append(child.fqn)
                 if not child.is_atom:
                     visit(child)
 
-        visit(self.tree.root)
+        for root in self.tree.roots:
+            visit(root)
         return tuple(found)
 
     def _warnings(self, groups: list[Group]) -> list[str]:

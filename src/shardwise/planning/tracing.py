@@ -4,7 +4,7 @@ import dataclasses
 import sys
 import types
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.compat import fake_tensor_mode, watch_operators
 from shardwise.models.random_state import kept_random_state
-from shardwise.planning.calls import Calls, CallTable, Fact, Places, has_forward, has_parameters
+from shardwise.planning.calls import Calls, CallTable, Places, Use, has_forward, has_parameters
 from shardwise.planning.source.functions import underlying
 
 
@@ -146,7 +146,7 @@ class _Watch:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if id(module) not in self.places.internal:
             self.counts[self.places.name(module)] += 1
-            self.table.enter(Fact("call", self._chain(), module))
+            self.table.add(Use("call", self._names(self._chain()), self.places.name(module)))
         self.entered.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -159,8 +159,12 @@ class _Watch:
         inner = _running_methods(self.places, self.entered[-1] if self.entered else None)
         for module, name in inner:
             if not any(module is one for one in self.entered):
-                self.table.enter(Fact("method", tuple(self.entered) or (self.places.root,), module, name))
+                around = self._names(self.entered) or ("",)
+                self.table.add(Use("method", around, self.places.name(module), name))
         return (*self.entered, *(module for module, _ in inner))
+
+    def _names(self, modules: Iterable[nn.Module]) -> tuple[str, ...]:
+        return tuple(map(self.places.name, modules))
 
     def _operate(self, operator: str, tensors: list[torch.Tensor]) -> None:
         if operator.startswith(_SHAPE_ONLY):
@@ -173,8 +177,8 @@ class _Watch:
             if not owners & set(map(id, chain)):
                 # Whose code chose to use the parameter: not torch's Dropout that it was handed to.
                 written = [module for module in chain if not type(module).__module__.startswith("torch.nn.")]
-                owner, _, name = self.places.parameter_name(parameter).rpartition(".")
-                self.table.enter(Fact("read", tuple(written or chain)[-1:], self.places.modules[owner], name))
+                reader = self._names(tuple(written or chain)[-1:])
+                self.table.add(Use("read", reader, self.places.parameter_name(parameter)))
 
     def calls(self) -> Calls:
         """What was seen."""

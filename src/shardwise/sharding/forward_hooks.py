@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import compat
-from shardwise.sharding.nested_tensors import cast_floating, change_tensors, find_tensors
+from shardwise.sharding.graph_calls import GroupCall, graph_calls
+from shardwise.sharding.nested_tensors import Arguments, cast_floating, change_tensors, find_tensors
 from shardwise.sharding.notes import annotate
+from shardwise.sharding.parameter_writes import LocalValue, keep_assigned
 from shardwise.sharding.registry import recover
 
 
@@ -27,50 +29,71 @@ class Casts:
     input_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
 
-    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What goes in, in the group's compute dtype."""
-        return (args, kwargs) if self.input_dtype is None else cast_floating((args, kwargs), self.input_dtype)
-
     def output(self, output: Any) -> Any:
         """What comes out, in the group's output dtype."""
         return output if self.output_dtype is None else cast_floating(output, self.output_dtype)
 
 
-def register_post_backward(group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Reduce the group's gradients once those of these inputs are known."""
-    if not torch.is_grad_enabled():
+class CallOfGroup:
+    """What happens around one call of a module of a group, from the cast of its inputs to the hooks on its outputs."""
+
+    def __init__(self, module: nn.Module, casts: Casts) -> None:
+        self.module, self.casts = module, casts
+        self._arguments = Arguments()
+        self._graph_call: GroupCall | None = None
+
+    def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Begin; returns the arguments in the group's compute dtype."""
+        self._graph_call = graph_calls().enter(self.module)
+        self._arguments = Arguments()
+        if self.casts.input_dtype is not None:
+            args, kwargs = self._arguments.cast_floating((args, kwargs), self.casts.input_dtype)
         return args, kwargs
-    tensors = [tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad]
-    if not tensors:
-        return args, kwargs
-    replaced = dict(zip(map(id, tensors), compat.reduce_after_backward_of(group, tensors), strict=False))
-    return change_tensors((args, kwargs), lambda tensor: replaced.get(id(tensor), tensor))
 
+    def register_post_backward(self, group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Reduce the group's gradients once those of these inputs are known."""
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        tensors = [tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad]
+        if not tensors:
+            return args, kwargs
+        replaced = dict(zip(map(id, tensors), compat.reduce_after_backward_of(group, tensors), strict=False))
+        return self._arguments.change_tensors((args, kwargs), lambda tensor: replaced.get(id(tensor), tensor))
 
-def gather_before_backward(module: nn.Module, output: Any, since: int) -> None:
-    """Gather the group of `module` again before anything that made `output` runs backward.
+    def unshard_before_backward(self, output: Any) -> None:
+        """Unshard the group again before anything that made `output` runs backward.
 
-    FSDP2 hooks the output tensors it finds. An in-place operation on a returned view replaces the hooked tensor in the
-    graph, and tensors inside plain objects, or before torch 2.13 dataclasses, are not found at all; backward would
-    then run on freed parameters. For a view the hook sits on the operation that made its base.
+        FSDP2 hooks the output tensors it finds. An in-place operation on a returned view replaces the hooked tensor in
+        the graph, so that for a view the hook sits on the operation that made its base.
+        """
+        call = self._graph_call
+        nodes: list[Any] = []
+        for tensor in differentiable(output):
+            base = compat.base_of_view(tensor)
+            maker = None if base is None else base.grad_fn
+            # A view of something older is an input passed through: its base runs backward long after the group.
+            if maker is not None and call is not None and compat.sequence_number_of(maker) >= call.since:
+                maker.register_prehook(self._unshard)
+                nodes.append(maker)
+            else:
+                tensor.register_hook(self._unshard)
+                nodes.append(tensor.grad_fn)
+        graph_calls().close(call, [node for node in nodes if node is not None])
 
-    Args:
-        module: A module of the group.
-        output: Whatever it returned.
-        since: Autograd's sequence number when the module was entered. A view of something older is an input passed
-            through: its base was not made by this group, and runs backward long after it.
-    """
+    def leave(self, output: Any) -> Any:
+        """End; returns the output in the group's output dtype."""
+        self._arguments.write_back()
+        graph_calls().close(self._graph_call, ())  # no hooks were asked for
+        self._graph_call = None
+        return self.casts.output(output)
 
-    def gather(*_: Any) -> None:
-        compat.pre_backward(module)
+    def fail(self) -> None:
+        """End after an exception."""
+        graph_calls().abandon(self._graph_call)
+        self._arguments, self._graph_call = Arguments(), None
 
-    for tensor in differentiable(output):
-        base = compat.base_of_view(tensor)
-        maker = None if base is None else base.grad_fn
-        if maker is not None and compat.sequence_number_of(maker) >= since:
-            maker.register_prehook(gather)
-        else:
-            tensor.register_hook(gather)
+    def _unshard(self, *_: Any) -> None:
+        compat.pre_backward(self.module)
 
 
 def differentiable(output: Any) -> list[torch.Tensor]:
@@ -85,13 +108,17 @@ class PartsForwardHooks:
 
     FSDP2's own hooks see only the last module's output. Where that output is not part of the loss but an earlier
     module's is (the keys of a prefix whose own result is dropped), backward would run on freed parameters. Here every
-    module's output gathers the group again.
+    module's output unshards the group again.
     """
 
     def __init__(self, modules: Sequence[nn.Module], root: nn.Module, casts: Casts) -> None:
-        self.modules, self.root, self.casts, self.since = tuple(modules), root, casts, 0
+        self.root = root
+        self._first, self._calls = modules[0], {module: CallOfGroup(modules[0], casts) for module in modules}
+        self._current = self._calls[self._first]
         self._waiting: set[nn.Module] = set()
-        compat.take_over_hooks(modules[0], self._gather_before_backward)
+        compat.take_over_hooks(self._first, lambda output: self._current.unshard_before_backward(output))
+        for group in compat.groups_of(self._first):
+            compat.replace_post_backward_hook(group, lambda *given: self._current.register_post_backward(*given))
         for module in modules:
             module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._leave)
@@ -100,35 +127,36 @@ class PartsForwardHooks:
         """Free the group though not all its modules were called in this pass."""
         if self._waiting:
             self._waiting.clear()
-            compat.leave_forward(self.modules[0], (), None)
+            compat.leave_forward(self._first, (), None)
 
     def forget(self) -> None:
         """Start over after an exception."""
         self._waiting.clear()
+        for call in self._calls.values():
+            call.fail()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         compat.initialise(self.root)
-        self.since = compat.sequence_number()
-        args, kwargs = self.casts.inputs(args, kwargs)
+        self._current = self._calls[module]
+        args, kwargs = self._current.enter(args, kwargs)
         if self._waiting and not compat.is_recomputing(module):
             for group in compat.groups_of(module):
                 compat.unshard_group(group)
             return args, kwargs
         if not compat.is_recomputing(module):
-            self._waiting.update(self.modules)
+            self._waiting.update(self._calls)
         return compat.enter_forward(module, args, kwargs)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if compat.is_recomputing(module):
-            return self.casts.output(compat.leave_forward(module, args, output))
-        self._waiting.discard(module)
-        if not self._waiting:
-            return self.casts.output(compat.leave_forward(module, args, output))
-        self._gather_before_backward(output)
-        return self.casts.output(output)
-
-    def _gather_before_backward(self, output: Any) -> None:
-        gather_before_backward(self.modules[0], output, self.since)
+        self._current = self._calls[module]
+        is_recomputing = compat.is_recomputing(module)
+        if not is_recomputing:
+            self._waiting.discard(module)
+        if is_recomputing or not self._waiting:
+            output = compat.leave_forward(module, args, output)
+        else:
+            self._current.unshard_before_backward(output)
+        return self._current.leave(output)
 
 
 class Replicated:
@@ -154,7 +182,7 @@ class Replicated:
             self._places.append((module, name, new))
         return new
 
-    def show(self) -> None:
+    def expose_local(self) -> None:
         """Let every module see a plain tensor; gradients flow through it to the DTensor."""
         locals_: dict[int, torch.Tensor] = {}
         for module, name, parameter in self._places:
@@ -162,19 +190,21 @@ class Replicated:
             if id(registered) not in locals_:
                 assert registered is not None
                 is_spread = isinstance(registered, DTensor)  # inside full_params a plain one stands here
-                locals_[id(registered)] = registered.to_local() if is_spread else registered
+                locals_[id(registered)] = LocalValue.apply(registered) if is_spread else registered
             # Attributes of the instance come before nn.Module's look-up of parameters.
             module.__dict__[name] = locals_[id(registered)]
 
-    def show_again(self) -> None:
-        """Show for code that backward runs again; it must see tensors that want a gradient, as the first time."""
+    def expose_local_again(self) -> None:
+        """Expose them to code that backward runs again; it must see tensors that want a gradient, as the first time."""
         with torch.enable_grad():
-            self.show()
+            self.expose_local()
 
-    def hide(self) -> None:
-        """Show the DTensors again."""
-        for module, name, _ in self._places:
-            module.__dict__.pop(name, None)
+    def restore(self) -> None:
+        """Let every module see the DTensors again."""
+        for module, name, parameter in self._places:
+            shown, registered = module.__dict__.pop(name, None), module._parameters.get(name, parameter)
+            if shown is not None and isinstance(registered, DTensor):
+                keep_assigned(shown, registered)
 
 
 class ForwardHooks:
@@ -185,17 +215,25 @@ class ForwardHooks:
     """
 
     def __init__(self, module: nn.Module, root: nn.Module, casts: Casts) -> None:
-        self.module, self.root, self.casts, self.depth, self.since = module, root, casts, 0, 0
-        compat.take_over_hooks(module, self._gather_before_backward)
-        # Before the user's own hooks, and after them on the way out, as FSDP2's are.
-        module.register_forward_pre_hook(self._enter_call, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._leave_call, always_call=True)
+        self.module, self.root, self.depth = module, root, 0
+        self._call = CallOfGroup(module, casts)
+        self._handled: BaseException | None = None  # what an `except` of the caller's is about
+        compat.take_over_hooks(module, self._call.unshard_before_backward)
+        for group in compat.groups_of(module):
+            compat.replace_post_backward_hook(group, self._call.register_post_backward)
+        self.add_module(module)
 
     def after(self, output: Any) -> None:
         """Called once the outermost entry has left."""
 
     def failed(self) -> None:
         """Called when the outermost entry ends by an exception."""
+
+    def add_module(self, module: nn.Module) -> None:
+        """Make calling `module` an entry, also where it is a part of the model that is not a group."""
+        # Before the user's own hooks, and after them on the way out, as FSDP2's are.
+        module.register_forward_pre_hook(self._enter_call, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._leave_call, always_call=True)
 
     def add_method(self, owner: nn.Module, name: str) -> None:
         """Make `owner.name(...)` an entry too."""
@@ -219,52 +257,73 @@ class ForwardHooks:
         if self.depth:
             self.depth += 1
             return None
+        self._handled = sys.exc_info()[1]
         return self.enter(args, kwargs)
 
     def _leave_call(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.depth > 1:  # an inner call; where it raised, an outer one may still catch that
             self.depth -= 1
             return None
-        if output is None and sys.exc_info()[1] is not None:  # `always_call` brought us here, not a return
+        error = sys.exc_info()[1]
+        if output is None and error is not None and error is not self._handled:  # `always_call`, not a return
             self.fail()
             return None
         return self.leave(args, output)
 
     def enter(self, args: Any, kwargs: Any) -> Any:
-        """Gather for an outermost call; returns the arguments to call with."""
+        """Unshard for an outermost call; returns the arguments to call with."""
         compat.initialise(self.root)
-        self.since = compat.sequence_number()
-        args, kwargs = self.casts.inputs(args, kwargs)
-        entered = compat.enter_forward(self.module, args, kwargs)
+        entered = compat.enter_forward(self.module, *self._call.enter(args, kwargs))
         self.depth = 1
         return entered
 
     def leave(self, args: Any, output: Any) -> Any:
-        """Free after an outermost call; returns the output to hand on."""
+        """Reshard after an outermost call; returns the output to hand on."""
         self.depth = 0
         output = compat.leave_forward(self.module, args, output)
         self.after(output)
-        return self.casts.output(output)
-
-    def _gather_before_backward(self, output: Any) -> None:
-        gather_before_backward(self.module, output, self.since)
+        return self._call.leave(output)
 
     def fail(self) -> None:
         """Leave an outermost call that raised."""
         self.depth = 0
+        self._call.fail()
         self.failed()
         if (error := sys.exc_info()[1]) is not None:
             annotate(error, self.root)
 
 
+class KeptUnsharded:
+    """Groups that are unsharded on every rank from the root's entry until backward ends, whoever uses them."""
+
+    def __init__(self, groups: Iterable[Any]) -> None:
+        self.groups = tuple(groups)
+        for group in self.groups:
+            compat.reduce_when_backward_ends(group)
+
+    def unshard(self, *_: Any) -> None:
+        """Unshard what is not, at the root's entry or before its backward: an earlier one may have freed them."""
+        for group in self.groups:
+            compat.unshard_group(group)
+
+    def leave(self, output: Any) -> None:
+        """Keep them for the backward of `output`; without gradients there is none."""
+        if torch.is_grad_enabled():
+            for tensor in differentiable(output) if self.groups else ():
+                tensor.register_hook(self.unshard)
+        elif not compat.in_backward():
+            for group in self.groups:
+                compat.reshard_group(group)
+
+
 class RootForwardHooks(ForwardHooks):
-    """The outermost module: also shows replicated parameters, holds held groups, and leaves no stale weights."""
+    """The outermost module: also exposes replicated parameters, keeps groups unsharded, leaves no stale weights."""
 
     def __init__(
         self,
         module: nn.Module,
         casts: Casts,
-        held: Iterable[Any],
+        kept: Iterable[Any],
         parts: Iterable[PartsForwardHooks],
         replicated: Replicated,
         *,
@@ -272,73 +331,45 @@ class RootForwardHooks(ForwardHooks):
     ) -> None:
         """`branches`: the data of a rank decide which groups run."""
         super().__init__(module, module, casts)
-        self.held, self.parts, self.replicated, self.branches = tuple(held), tuple(parts), replicated, branches
-        for group in self.held:
-            compat.reduce_when_backward_ends(group)
+        self.kept, self.parts, self.replicated, self.branches = KeptUnsharded(kept), tuple(parts), replicated, branches
         if replicated:
             # Activation checkpointing runs forward code again, in backward.
-            compat.on_backward_start(module, replicated.show_again)
-            compat.on_backward_end(module, replicated.hide)
+            compat.on_backward_start(module, replicated.expose_local_again)
+            compat.on_backward_end(module, replicated.restore)
 
     def enter(self, args: Any, kwargs: Any) -> Any:
-        """Start clean; gather the root and what is held for the whole pass."""
+        """Start clean; unshard the root and what is kept for the whole pass."""
         if compat.was_left_midway(self.module):
             recover(self.module)  # an earlier backward raised
-        self.replicated.show()
+        self.replicated.expose_local()
         if self.branches and torch.is_grad_enabled():
             # A group reduces its gradients when its inputs' are known, or last of all if they need none. Which it is
             # must not depend on the branch a rank took, or ranks would reduce in different orders.
             args, kwargs = change_tensors((args, kwargs), wanting_gradient)
         entered = super().enter(args, kwargs)
-        self._gather_held()
+        self.kept.unshard()
         return entered
 
     def after(self, output: Any) -> None:
         """Free what this pass no longer needs."""
-        self.replicated.hide()
+        self.replicated.restore()
         for entry in self.parts:
             entry.finish()
-        if torch.is_grad_enabled():
-            if self.held:
-                for tensor in differentiable(output):
-                    tensor.register_hook(self._gather_held)
-        elif not compat.in_backward():
-            # FSDP2 leaves the root gathered. Without a backward to follow, parameters() would list the gathered
+        self.kept.leave(output)
+        if not torch.is_grad_enabled() and not compat.in_backward():
+            # FSDP2 leaves the root unsharded. Without a backward to follow, parameters() would list the unsharded
             # copies: an optimizer built now would train those, and a step would leave them stale.
-            for group in (*compat.groups_of(self.module), *self.held):
+            for group in compat.groups_of(self.module):
                 compat.reshard_group(group)
 
     def failed(self) -> None:
         """Forget the step, so that the next one works."""
-        self.replicated.hide()
+        self.replicated.restore()
         if not compat.in_backward():
             recover(self.module)
-
-    def _gather_held(self, *_: Any) -> None:
-        for group in self.held:
-            compat.unshard_group(group)
 
 
 def wanting_gradient(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or where it could have a gradient and wants none, one that does."""
     wants = tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex())
     return tensor if wants else tensor.detach().requires_grad_()
-
-
-def guard_outside_call(root: ForwardHooks, module: nn.Module) -> None:
-    """Let a part of the model that is no group be called by itself: it enters through the root."""
-    entered: list[bool] = []
-
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        entered.append(not root.depth)
-        return root.enter(args, kwargs) if not root.depth else None
-
-    def leave(_: nn.Module, args: Any, output: Any) -> Any:
-        if not entered.pop():
-            return None
-        if output is None and sys.exc_info()[1] is not None:
-            return root.fail()
-        return root.leave(args, output)
-
-    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-    module.register_forward_hook(leave, always_call=True)

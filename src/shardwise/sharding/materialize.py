@@ -1,7 +1,6 @@
 """materialize(): from meta to the device, every module initialised once, the same on any number of ranks."""
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.distributed.mesh import default_mesh, latest_mesh
 from shardwise.errors import ShardError
 from shardwise.models.random_state import kept_random_state, seed_everything
+from shardwise.planning.plan import numbered_alike
 from shardwise.sharding.inventory import (
     Place,
     TensorEntry,
@@ -271,22 +271,16 @@ def refuse_unwritten(model: nn.Module, entries: Sequence[TensorEntry], mesh: Dev
     unwritten += meta_left_in(model)
     unwritten = list(dict.fromkeys(name for names in gather_over_mesh(mesh, unwritten) for name in names))
     if unwritten:
+        alike = numbered_alike(unwritten)
+        lines = [same[0] if len(same) == 1 else f"{same[0]} … {same[-1]} ({len(same)})" for same in alike]
         names, plural = set(unwritten), "s" if len(unwritten) > 1 else ""
         classes = sorted({class_name(entry.places[0].module) for entry in entries if entry.fqn in names})
         raise ShardError(
             f"{len(unwritten)} tensor{plural} of {class_name(model)} got no values",
-            where="\n".join(_folded(unwritten)),
+            where="\n".join(lines),
             why="a model built on meta has no values; no reset_parameters, _init_weights or init wrote these",
             fix=f"write them in reset_parameters() of {', '.join(classes) or 'a module'}, or in init(module)",
         )
-
-
-def _folded(names: list[str]) -> list[str]:
-    """One line for tensors whose names differ in numbers only: 80 layers read as one."""
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    return [same[0] if len(same) == 1 else f"{same[0]} … {same[-1]} ({len(same)})" for same in alike.values()]
 
 
 M = TypeVar("M", bound=nn.Module)

@@ -49,6 +49,76 @@ def cast_inputs(batch: Any, dtype: torch.dtype | None = None, device: torch.devi
     )
 
 
+class Arguments:
+    """Changes the tensors that a call is given, and lets the caller see what the call did to them all the same.
+
+    A list with a tensor that is changed is copied; a block that appends to it would append to the copy, and the caller
+    would silently go on without.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Any, Any, dict[Any, Any], dict[Any, Any]]] = []
+        self._casts: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+    def cast_floating(self, value: tuple[Any, Any], dtype: torch.dtype) -> Any:
+        """Positional and keyword arguments with their floating-point tensors in `dtype`."""
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            result = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            if result is not tensor and not result.is_inference():
+                self._casts.append((tensor, result, result._version))
+            return result
+
+        return self.change_tensors(value, cast)
+
+    def change_tensors(self, value: tuple[Any, Any], change: Change) -> Any:
+        """Positional and keyword arguments with changed tensors, as `change_tensors` makes them."""
+        walk = _Walk(change, objects=0)
+        result = walk.visit(value)
+        for original, copied in walk.copies() if result is not value else ():
+            if not any(original is part for part in value):
+                self._copies.append((original, copied, _state(original), _state(copied)))
+        return result
+
+    def write_back(self) -> None:
+        """Do to the originals what has been done to their copies since."""
+        for original, cast, version in self._casts:
+            if cast._version != version:
+                original.copy_(cast)
+        for original, copied, before, after in reversed(self._copies):
+            if not _is_same(now := _state(copied), after):
+                stands_for = {id(part): before[key] for key, part in after.items()}
+                _set_state(original, {key: stands_for.get(id(part), part) for key, part in now.items()})
+        self._casts.clear()
+        self._copies.clear()
+
+
+def _state(value: Any) -> dict[Any, Any]:
+    """What a mutable container or object holds: items and attributes, each under a key of its own."""
+    return {(put is _set_item, key): part for key, part, put in _parts(value)}
+
+
+def _is_same(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
+    return now.keys() == then.keys() and all(part is then[key] for key, part in now.items())
+
+
+def _set_state(value: Any, state: dict[Any, Any]) -> None:
+    items = {key: part for (is_item, key), part in state.items() if is_item}
+    if isinstance(value, dict):
+        for key in value.keys() - items.keys():
+            del value[key]
+        for key in [key for key, part in items.items() if key not in value or value[key] is not part]:
+            value[key] = items[key]
+    elif isinstance(value, list | collections.deque):
+        value.clear()
+        value.extend(items.values())
+    attributes = {key: part for (is_item, key), part in state.items() if not is_item}
+    for name in _attributes(value).keys() - attributes.keys():
+        object.__delattr__(value, name)
+    for name, part in attributes.items():
+        object.__setattr__(value, name, part)
+
+
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its floating-point tensors in `dtype`."""
     return change_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
@@ -129,6 +199,12 @@ class _Walk:
             return self._visit_parts(value)  # UserDict and other wrappers too: what they wrap is an attribute
         finally:
             self._objects += 1
+
+    def copies(self) -> list[tuple[Any, Any]]:
+        """Each mutable container or object that was copied, with its copy."""
+        fixed = (torch.Tensor, PackedSequence, types.MappingProxyType, *_FIXED)
+        pairs = self._met.values()
+        return [(old, new) for old, new in pairs if new is not old and not isinstance(old, fixed)]
 
     def _remember(self, original: Any, result: Any) -> Any:
         self._met[id(original)] = (original, result)

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.formats.sharded_commit import is_committed, remove_checkpoint
+from shardwise.checkpointing.formats.sharded_commit import is_committed
 from shardwise.checkpointing.full_file import save_full
-from shardwise.checkpointing.manager import Checkpointer, Retention, removable
+from shardwise.checkpointing.manager import Checkpointer
+from shardwise.checkpointing.retention import Retainer, Retention
 from shardwise.checkpointing.state.names import with_our_names
 from shardwise.checkpointing.state.slices import model_tensors
 from shardwise.config.run import CheckpointConfig
@@ -117,8 +118,7 @@ class Checkpoints:
         self.wait_s = 0.0
         """Seconds that training was held up by saving since they were last taken."""
         keep = {name: getattr(config, name) for name in ("keep_last", "keep_every", "keep_best")}
-        self._retention = Retention(**keep)
-        self._metrics: dict[int, float] = {}
+        self._retainer = Retainer(Retention(**keep))  # of full files
         self._checkpointer = Checkpointer(self.folder, asynchronous=config.asynchronous, **keep)
         self._saved_step = -1
 
@@ -142,7 +142,10 @@ class Checkpoints:
         else:
             self._checkpointer.load(path=found.path, model=state.model, optimizers=state.optimizer, **state.objects)
         self.latest = found.path
-        self._saved_step = found.step if found.path.parent == self.folder else -1
+        is_own = found.path.parent == self.folder
+        self._saved_step = found.step if is_own else -1
+        if is_own:
+            self._retainer.adopt(self._present())
 
     def save(self, step: int, state: TrainState, metric: float | None = None) -> None:
         """Save the run after `step` steps, unless that has been done."""
@@ -152,7 +155,8 @@ class Checkpoints:
         if self.config.format == "full":
             self.latest = self.folder / f"step-{step:08d}.pt"
             save_full(self.latest, model=state.model, optimizers=state.optimizer, overwrite=True, **state.objects)
-            on_rank_zero(lambda: self._retire(step, metric))
+            self._retainer.add(step, metric)
+            on_rank_zero(lambda: self._retainer.retire(self._present(), step))
         else:  # `sharded` and `dcp`: DCP reads these folders
             self.latest = Path(str(self._checkpointer.path(step)))
             self._checkpointer.save(step, model=state.model, optimizers=state.optimizer, metric=metric, **state.objects)
@@ -170,27 +174,14 @@ class Checkpoints:
         self._checkpointer.wait()
         self.wait_s += time.perf_counter() - start
 
-    def _retire(self, newest: int, metric: float | None) -> None:
-        """Remove the files that need not be kept, on rank 0."""
-        if metric is not None:
-            self._metrics[newest] = metric
-        present = {found.step: found.path for found in find_checkpoints(self.folder)}
-        for step in removable(present, newest, self._retention, self._metrics):
-            if present[step].is_dir():
-                remove_checkpoint(present[step])
-            else:
-                present[step].unlink(missing_ok=True)
+    def _present(self) -> dict[int, Path]:
+        return {found.step: found.path for found in find_checkpoints(self.folder)}
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        try:
-            self._checkpointer.close()
-        except Exception as failed:
-            if error is None:
-                raise
-            error.add_note(f"(also, the last save failed: {failed})")
+        self._checkpointer.__exit__(kind, error, trace)
 
 
 def find_resumed(checkpoints: Path, resume: str) -> CheckpointRef | None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import Checkpointer
+from shardwise import Checkpointer, diff_checkpoints
 from shardwise.errors import CheckpointError, ConfigError
 
 
@@ -65,10 +65,34 @@ def test_what_is_kept_over_saves(tmp_path: Path, settings: dict[str, Any], kept:
     assert names(tmp_path) == folders(*kept)
 
 
-def test_metrics_of_an_earlier_run_count(tmp_path: Path):
+def test_metrics_of_the_run_that_is_resumed_count(tmp_path: Path):
     saves(tmp_path, {1: 0.25, 2: 0.75, 3: math.inf, 4: None}, keep_last=None)
-    saves(tmp_path, {5: 0.5}, keep_last=1, keep_best=2)
+    model, _ = a_run()
+    with Checkpointer(tmp_path, asynchronous=False, keep_last=1, keep_best=2) as checkpointer:
+        checkpointer.load(model=model)
+        checkpointer.save(5, model=model, metric=0.5)
     assert names(tmp_path) == folders(1, 5)
+
+
+def test_checkpoints_of_another_run_are_never_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    saves(tmp_path, {10: None, 20: None})
+    saves(tmp_path, {1: None, 2: None, 3: None}, keep_last=1)
+    assert names(tmp_path) == folders(3, 10, 20)
+    (record,) = caplog.records
+    assert "neither saved nor loaded the checkpoints of steps [10, 20]; they are kept" in record.getMessage()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(path: Path) -> None:
+        raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    saves(tmp_path, {1: None, 2: None}, keep_last=1)
+    assert "step-00000002" in names(tmp_path)
+    assert "could not be removed" in caplog.text
+    assert "Directory not empty" in caplog.text
 
 
 def test_a_newest_checkpoint_that_is_not_whole_costs_no_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -238,7 +262,7 @@ ENDING = """
 import os, signal, sys
 import torch
 from torch import nn
-from shardwise import Checkpointer
+from shardwise import Checkpointer, diff_checkpoints
 
 if sys.argv[2] == "own":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
@@ -268,3 +292,18 @@ def test_notes_of_a_load_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, logger="shardwise.checkpointing"), Checkpointer(tmp_path / "x") as checkpointer:
         assert checkpointer.load(model=model, path=tmp_path / "plain.pt") == 0
         assert tuple(record.getMessage() for record in caplog.records) == checkpointer.notes
+
+
+def test_random_states_that_nobody_seeded_are_no_difference(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    model, _ = a_run()
+    for name in ("a", "b"):
+        torch.manual_seed(3)
+        random.random()
+        with Checkpointer(tmp_path / name, asynchronous=False) as checkpointer:
+            checkpointer.save(1, model=model)
+    assert diff_checkpoints(tmp_path / "a", tmp_path / "b").is_empty
+    assert "rng.0.python differs; not counted" in caplog.text
+    torch.manual_seed(4)
+    with Checkpointer(tmp_path / "c", asynchronous=False) as checkpointer:
+        checkpointer.save(1, model=model)
+    assert [each.name for each in diff_checkpoints(tmp_path / "a", tmp_path / "c").tensors] == ["rng.0.torch"]

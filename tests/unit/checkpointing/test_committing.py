@@ -205,7 +205,7 @@ def test_ranks_that_disagree_on_a_tensor_are_refused(tmp_path: Path):
     for rank, size in enumerate([4, 5]):
         item = LocalChunk("x", "float32", (size,), ChunkSpec((0,), (2,)), torch.zeros(2))
         records.append(write_rank_file(join(partial, file_name(rank)), [item]))
-    with pytest.raises(CheckpointError, match="do not agree on x"):
+    with pytest.raises(CheckpointError, match="x: the ranks wrote different dtypes or shapes"):
         commit_checkpoint(folder, records, Header())
     assert not is_committed(folder)
 
@@ -223,7 +223,7 @@ def test_nothing_is_committed_that_is_not_stored_once(tmp_path: Path, starts: tu
         items = [LocalChunk("x", "float32", (4,), ChunkSpec((start,), (size,)), torch.zeros(size))]
         items += [LocalChunk("fine", "float32", (2,), ChunkSpec((rank,), (1,)), torch.zeros(1))]
         records.append(write_rank_file(join(partial, file_name(rank)), items))
-    with pytest.raises(CheckpointError, match="1 tensors would not be stored whole") as caught:
+    with pytest.raises(CheckpointError, match="1 tensors or values would not be stored whole") as caught:
         commit_checkpoint(folder, records, Header())
     assert f"x: {problem}" in caught.value.where
     assert not is_committed(folder)

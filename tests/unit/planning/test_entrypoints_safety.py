@@ -1,5 +1,6 @@
 """read_calls: odd code neither stops it nor is run by it, and large models cost no more than small ones."""
 
+import importlib
 import linecache
 import time
 
@@ -233,3 +234,49 @@ def test_tracing_has_the_last_word_on_the_forward_and_reading_on_the_rest():
     assert both.public_methods == ("encode",)
     fast = find_calls(Model(), {"x": torch.ones(2, 4), "fast": True})
     assert fast.bypassed == {"a": {"a.inner"}, "b": {"b.head"}}
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x, steps: int):
+        for _ in range(steps):
+            x = self.inner(x)
+        return x
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_trace_says_how_often_a_module_runs(steps):
+    inputs = {"x": torch.ones(2, 4), "steps": steps}
+    assert find_calls(Steps()).repeated == {"inner", "inner.linear"}
+    assert find_calls(Steps(), inputs).repeated == ({"inner", "inner.linear"} if steps > 1 else set())
+
+
+def test_a_file_edited_after_its_import_is_not_read_for_the_old_code(tmp_path, monkeypatch):
+    source = (
+        "from torch import nn\n\nclass Old(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)\n\n"
+        "    def forward(self, x):\n        return self.second(self.first(x))\n"
+    )
+    file = tmp_path / "edited_model.py"
+    file.write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("edited_model").Old()
+    file.write_text(source.replace("self.second(self.first(x))", "self.third(x)"))
+    linecache.checkcache()
+    calls = find_calls(model)
+    assert calls.unreadable == ("Old",)
+    assert {"first", "second"} <= calls.called
+
+
+def test_a_file_that_no_longer_parses_does_not_stop_the_reader(tmp_path, monkeypatch):
+    source = "from torch import nn\n\nclass Cut(nn.Linear):\n    def public(self, x):\n        return self(x)\n"
+    file = tmp_path / "cut_model.py"
+    file.write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("cut_model").Cut(4, 4)
+    file.write_text(source.replace("self(x)", "'''"))
+    linecache.checkcache()
+    assert find_calls(model).public_methods == ()

@@ -21,12 +21,21 @@ from shardwise.checkpointing.contents import (
     TorchStream,
     count_of,
     sizes_of,
+    tensor_problem,
 )
 from shardwise.checkpointing.formats.values import decode_value
-from shardwise.checkpointing.pickles.zip_files import Call, Instance, Pairs, dumps, known_global, tensor_frame
+from shardwise.checkpointing.pickles.zip_files import (
+    Call,
+    Instance,
+    Pairs,
+    dumps,
+    known_global,
+    tensor_frame,
+    value_stream,
+)
 from shardwise.checkpointing.storage.files import FileWriter, Place, check_name, damaged, join, read_small, split
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum, counting, from_hex, to_hex
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, raise_listed
 from shardwise.progress import Progress
 
 _BATCH_BYTES = 8 << 20
@@ -46,6 +55,17 @@ class FileRecord:
     values: tuple[TorchStream, ...]
     """Plain values, for torch's own readers; ours take them from the manifest."""
     block_bytes: int
+
+
+def value_streams(encoded: Mapping[str, Any]) -> dict[str, bytes]:
+    """Values as `torch.save` writes them, for torch's own readers; encoded where no plain pickle holds them."""
+    streams = {}
+    for name, value in encoded.items():
+        try:
+            streams[name] = value_stream(decode_value(value))
+        except (CheckpointError, TypeError, ImportError):
+            streams[name] = value_stream(value)
+    return streams
 
 
 def file_name(rank: int) -> str:
@@ -69,7 +89,7 @@ def write_rank_file(
         path: In the partial folder; must not be there yet.
         items: In the order in which they shall lie in the file. May be a generator that makes each item's memory
             when its turn comes; the memory must be its own.
-        values: Plain values by name, each as `zip_files.value_stream` makes it.
+        values: Plain values by name, from `value_streams`.
         fsync: Return only when the disk has the file.
         block_bytes: Bytes under one checksum.
         total: Bytes of all items, for the progress; needed where `items` is a generator.
@@ -154,6 +174,15 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _DCP_VERSION = "1.0.0"
 
 
+def parts_by_name(records: Iterable[FileRecord]) -> dict[str, list[tuple[StoredTensor, TorchStream]]]:
+    """What the ranks wrote of each tensor."""
+    parts: dict[str, list[tuple[StoredTensor, TorchStream]]] = {}
+    for record in records:
+        for part in record.tensors:
+            parts.setdefault(part[0].name, []).append(part)
+    return parts
+
+
 def torch_metadata(
     records: Iterable[FileRecord],
     *,
@@ -167,19 +196,16 @@ def torch_metadata(
         aliases: Further names of stored tensors (tied weights): they point at the same bytes.
         structure: Flat name to its path in the nested state dict.
     """
+    records = list(records)
     names: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         names.setdefault(name, []).append(alias)
-    parts: dict[str, list[tuple[StoredTensor, TorchStream]]] = {}
     entries: dict[str, Any] = {}
     places: list[tuple[Any, Any]] = []
-    for record in records:
-        for value in record.values:
-            entries[value.name] = _instance("BytesStorageMetadata", {})
-            places.append((_instance("MetadataIndex", {"fqn": value.name, "index": None}), _place(value)))
-        for part in record.tensors:
-            parts.setdefault(part[0].name, []).append(part)
-    for stored, written in parts.items():
+    for value in (value for record in records for value in record.values):
+        entries[value.name] = _instance("BytesStorageMetadata", {})
+        places.append((_instance("MetadataIndex", {"fqn": value.name, "index": None}), _place(value)))
+    for stored, written in parts_by_name(records).items():
         for name in (stored, *names.get(stored, ())):
             entries[name] = _tensor_entry([tensor for tensor, _ in written])
             for number, (tensor, stream) in enumerate(written):
@@ -245,18 +271,23 @@ class Header:
     """JSON: mesh axes, plans, versions, date, metric."""
 
 
-def manifest_bytes(records: Iterable[FileRecord], header: Header, other_files: Mapping[str, bytes]) -> bytes:
+def manifest_bytes(
+    folder: Place, records: Iterable[FileRecord], header: Header, other_files: Mapping[str, bytes]
+) -> bytes:
     """The manifest, whose first line holds the checksum of all that follows.
 
     Args:
+        folder: Of the checkpoint.
         records: What each rank wrote.
         header: The rest.
         other_files: Further files of the checkpoint with all their bytes; no tensor is in them.
+
+    Raises:
+        CheckpointError: What the ranks wrote is not the whole state, each element once.
     """
     records = list(records)
+    parts = parts_by_name(records)
     block_bytes = {record.block_bytes for record in records} or {BLOCK_BYTES}
-    if len(block_bytes) > 1:
-        raise CheckpointError(f"the ranks used blocks of different sizes: {sorted(block_bytes)}")
     files = {record.file: {"bytes": record.num_bytes, "frame": to_hex([record.frame])} for record in records}
     files |= {name: {"bytes": len(data), "frame": to_hex([checksum(data)])} for name, data in other_files.items()}
     body = {
@@ -264,19 +295,36 @@ def manifest_bytes(records: Iterable[FileRecord], header: Header, other_files: M
         "version": VERSION,
         "step": header.step,
         "world_size": header.world_size,
-        "block_bytes": block_bytes.pop(),
+        "block_bytes": min(block_bytes),
         "details": dict(header.details),
         "files": files,
         "values": dict(header.values),
         "aliases": dict(header.aliases),
         "structure": {name: list(path) for name, path in header.structure.items()},
-        "tensors": _tensors(records),
+        "tensors": {name: _entry([tensor for tensor, _ in written]) for name, written in parts.items()},
     }
-    if lost := {name for name in header.aliases.values() if name not in body["tensors"]}:
-        raise CheckpointError(f"nothing was stored of {', '.join(sorted(lost))}, of which other names are aliases")
+    kinds = {name: {(tensor.dtype, tensor.shape) for tensor, _ in written} for name, written in parts.items()}
+    problems = [f"{name}: the ranks wrote different dtypes or shapes" for name in kinds if len(kinds[name]) > 1]
+    problems += [f"the ranks used blocks of different sizes: {sorted(block_bytes)}"] if len(block_bytes) > 1 else []
+    raise_listed(
+        problems or _problems(_parsed(folder, body)),
+        "{num} tensors or values would not be stored whole; nothing was committed",
+        why=f"every element must be stored exactly once, or {folder} cannot be loaded",
+        fix="report this with the text above: the ranks did not agree on who writes what",
+        kind=CheckpointError,
+    )
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     rest = text.removeprefix("{").encode("utf-8", "surrogatepass") + b"\n"
     return b'{"checksum": "' + to_hex([checksum(rest)]).encode() + b'",\n' + rest
+
+
+def _problems(contents: Contents) -> list[str]:
+    """What is stored not at all, in part or twice."""
+    found = [(name, tensor_problem(tensor)) for name, tensor in contents.tensors.items()]
+    lost = [name for name in contents.structure if name not in contents.tensors and name not in contents.values]
+    return [f"{name}: {problem}" for name, problem in found if problem] + [
+        f"{name}: no rank has written it" for name in lost
+    ]
 
 
 def read_manifest(folder: Place) -> Contents:
@@ -293,6 +341,15 @@ def read_manifest(folder: Place) -> Contents:
         raise damaged(_DAMAGED, where, "its checksum is not that of its bytes")
     try:
         body = json.loads(b"{" + data[line.end() :])
+    except (ValueError, RecursionError) as error:
+        raise damaged(_DAMAGED, where, str(error)) from None
+    return _parsed(folder, body)
+
+
+def _parsed(folder: Place, body: Any) -> Contents:
+    """The contents that a manifest describes, every field checked."""
+    where = str(join(folder, MANIFEST_NAME))
+    try:
         if body["format"] != FORMAT or body["version"] != VERSION:
             raise CheckpointError(
                 f"the checkpoint has format {body['format']} version {body['version']}",
@@ -306,30 +363,25 @@ def read_manifest(folder: Place) -> Contents:
         raise damaged(_DAMAGED, where, why) from None
 
 
-def _tensors(records: list[FileRecord]) -> dict[str, Any]:
-    tensors: dict[str, Any] = {}
-    for record in records:
-        for part, _ in record.tensors:
-            entry = tensors.setdefault(part.name, {"dtype": part.dtype, "shape": list(part.shape), "pieces": []})
-            if (entry["dtype"], entry["shape"]) != (part.dtype, list(part.shape)):
-                raise CheckpointError(
-                    f"the ranks do not agree on {part.name}: {part.dtype} {list(part.shape)} "
-                    f"against {entry['dtype']} {entry['shape']}"
-                )
-            (chunk,) = part.chunks
-            entry["pieces"].append({
-                "file": chunk.file,
-                "offset": chunk.offset,
-                "starts": list(chunk.spec.starts),
-                "sizes": list(chunk.spec.sizes),
-                "checksums": to_hex(chunk.checksums),
-            })  # fmt: skip
-    return tensors
+def _entry(parts: list[StoredTensor]) -> dict[str, Any]:
+    """One tensor in the manifest."""
+    chunks = [
+        {
+            "file": chunk.file,
+            "offset": chunk.offset,
+            "starts": list(chunk.spec.starts),
+            "sizes": list(chunk.spec.sizes),
+            "checksums": to_hex(chunk.checksums),
+        }
+        for part in parts
+        for chunk in part.chunks
+    ]
+    return {"dtype": parts[0].dtype, "shape": list(parts[0].shape), "pieces": chunks}
 
 
 def _contents(folder: Place, body: Any, where: str) -> Contents:
     if (block_bytes := count_of(body["block_bytes"])) == 0:
-        raise ValueError("blocks of no bytes")
+        raise ValueError("block_bytes is 0")
     file_bytes = {check_name(name, where=where): count_of(entry["bytes"]) for name, entry in body["files"].items()}
     tensors = {name: _tensor(name, entry, file_bytes, block_bytes) for name, entry in body["tensors"].items()}
     for alias, name in body["aliases"].items():
@@ -375,5 +427,5 @@ def _value(name: str, encoded: Any) -> Any:
 
 def _path(parts: Any) -> tuple[str | int, ...]:
     if not isinstance(parts, list) or not all(type(part) in (str, int) for part in parts):
-        raise ValueError(f"{parts!r:.60} is no path")
+        raise ValueError(f"{parts!r:.60} is not a path")
     return tuple(parts)

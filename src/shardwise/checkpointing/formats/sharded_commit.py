@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from shardwise.checkpointing.contents import ChunkSpec, coverage_problem
 from shardwise.checkpointing.formats.sharded import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -90,8 +89,7 @@ def commit_checkpoint(folder: Place, records: Iterable[FileRecord], header: Head
     records = sorted(records, key=lambda record: record.file)
     partial = partial_of(folder)
     metadata = torch_metadata(records, aliases=header.aliases, structure=header.structure)
-    manifest = manifest_bytes(records, header, {METADATA_NAME: metadata})
-    _refuse_uncovered(records, folder)
+    manifest = manifest_bytes(folder, records, header, {METADATA_NAME: metadata})
     write_small(join(partial, METADATA_NAME), metadata, fsync=fsync)
     write_small(join(partial, MANIFEST_NAME), manifest, fsync=fsync)
     if isinstance(folder, str) or isinstance(partial, str):
@@ -104,26 +102,6 @@ def commit_checkpoint(folder: Place, records: Iterable[FileRecord], header: Head
         sync_folder(folder.parent)
         with contextlib.suppress(CheckpointError):  # the first save may have made the run's folder, in one not ours
             sync_folder(folder.parent.parent)
-
-
-def _refuse_uncovered(records: Iterable[FileRecord], folder: Place) -> None:
-    """Raise unless the ranks have written every element of every tensor exactly once."""
-    specs: dict[tuple[str, tuple[int, ...]], list[ChunkSpec]] = {}
-    for record in records:
-        for tensor, _ in record.tensors:
-            specs.setdefault((tensor.name, tensor.shape), []).append(tensor.chunks[0].spec)
-    problems = [
-        f"{name}: {problem}"
-        for (name, shape), held in specs.items()
-        if (problem := coverage_problem(ChunkSpec.whole(shape), held))
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{len(problems)} tensors would not be stored whole; nothing was committed",
-            where="\n".join([str(folder), *problems[:10]]),
-            why="every element must be stored exactly once, or the checkpoint cannot be loaded",
-            fix="report this with the text above: the ranks did not agree on who writes what",
-        )
 
 
 def is_committed(folder: Place) -> bool:

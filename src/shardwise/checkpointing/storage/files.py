@@ -60,7 +60,7 @@ def check_name(name: str, *, where: str) -> str:
         where: The file that gives it.
 
     Raises:
-        CheckpointError: It is absolute, climbs with `..`, or is no plain file name.
+        CheckpointError: It is absolute, climbs with `..`, or is not a plain file name.
     """
     pure = PurePosixPath(name)
     strange = not pure.parts or "\\" in name or "\0" in name or ":" in name or str(pure) != name
@@ -254,6 +254,16 @@ def size_of(path: Place) -> int | None:
         info = store.info(name)
         return int(info["size"]) if info["type"] == "file" else None
     return None
+
+
+def size_problem(path: Place, expected: int | None, least: int = 0) -> str:
+    """Why a file is not as large as it must be, as the rest of a sentence that begins with it; empty when it is."""
+    found = size_of(path)
+    if found is None:
+        return "is missing"
+    if expected is not None and found != expected:
+        return f"has {found:,} bytes, but {expected:,} were written"
+    return f"has {found:,} bytes, but its tensors end at {least:,}" if found < least else ""
 
 
 def exists(path: Place) -> bool:

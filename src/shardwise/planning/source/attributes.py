@@ -11,30 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardwise.planning.source import values as v
 from shardwise.planning.source.functions import Arguments, result_of, underlying
-from shardwise.planning.source.values import (
-    ARGUMENT,
-    CONTENT,
-    PLAIN,
-    TENSOR,
-    Absent,
-    Atom,
-    Bound,
-    Frame,
-    Known,
-    Many,
-    Mapping,
-    Origin,
-    Sequence,
-    Super,
-    Unknown,
-    Value,
-    inside,
-    join,
-    just,
-    known,
-    opaque,
-)
+from shardwise.planning.source.values import Frame, Origin, Value
 
 _MISSING = object()
 _SIZES = {"shape", "ndim", "nbytes", "itemsize"}
@@ -48,10 +27,10 @@ _STILL_TENSORS = {"T", "mT", "H", "data", "real", "imag", "values", "indices"}
 def load(value: Value, name: str, frame: Frame) -> Value:
     """`value.name`."""
     found = [_load_atom(atom, name, value, frame) for atom in value.atoms]
-    if value.open or not found:
+    if value.may_be_unknown or not found:
         found.append(_load_open(value, name))
-    result = join(found)
-    return result.like(picked=result.picked or value.picked, loops=result.loops | value.loops)
+    result = v.join(found)
+    return result.selected_by(value)
 
 
 def has_attribute(thing: Any, name: str) -> bool:
@@ -61,40 +40,40 @@ def has_attribute(thing: Any, name: str) -> bool:
 
 def wrap(thing: Any) -> Value:
     """A real object as a value; tensors are data, everything else is plain."""
-    value = known(thing)
-    return value.like(source=Origin.TENSOR) if isinstance(thing, torch.Tensor) else value
+    value = v.known(thing)
+    return value.replace(source=Origin.TENSOR) if isinstance(thing, torch.Tensor) else value
 
 
 def _load_open(value: Value, name: str) -> Value:
     if name in _SIZES:
-        return CONTENT if value.source == Origin.DYNAMIC else PLAIN
+        return v.TENSOR_VALUE if value.source == Origin.DYNAMIC else v.PLAIN
     if name in METADATA or value.source == Origin.PLAIN:
-        return PLAIN
-    return Value(open=True, source=value.source) if name in _STILL_TENSORS else ARGUMENT
+        return v.PLAIN
+    return Value(may_be_unknown=True, source=value.source) if name in _STILL_TENSORS else v.ARGUMENT
 
 
-def _load_atom(atom: Atom, name: str, value: Value, frame: Frame) -> Value:
-    if isinstance(atom, Super):
+def _load_atom(atom: v.Atom, name: str, value: Value, frame: Frame) -> Value:
+    if isinstance(atom, v.Super):
         mro = type(atom.receiver.object).__mro__
         after = mro.index(atom.after.object) + 1 if atom.after.object in mro else 1
         attribute = next((vars(cls)[name] for cls in mro[after:] if name in vars(cls)), _MISSING)
         return _load_class_attribute(attribute, name, atom.receiver, frame)
-    if not isinstance(atom, Known):
-        return PLAIN.like(source=value.source)
+    if not isinstance(atom, v.Known):
+        return v.PLAIN.replace(source=value.source)
     thing = atom.object
     if isinstance(thing, torch.Tensor):
         if name in METADATA:
-            return PLAIN
-        frame.consume(known(thing))
-        return TENSOR
+            return v.PLAIN
+        frame.consume(v.known(thing))
+        return v.TENSOR
     if isinstance(thing, types.ModuleType):
-        return wrap(vars(thing)[name]) if name in vars(thing) else PLAIN
+        return wrap(vars(thing)[name]) if name in vars(thing) else v.PLAIN
     if isinstance(thing, type):
         attribute = inspect.getattr_static(thing, name, _MISSING)
         if isinstance(attribute, classmethod):
-            return just(Bound(attribute.__func__, Known(thing), name))
+            return v.just(v.Bound(attribute.__func__, v.Known(thing), name))
         attribute = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
-        return PLAIN if attribute is _MISSING or isinstance(attribute, property) else wrap(attribute)
+        return v.PLAIN if attribute is _MISSING or isinstance(attribute, property) else wrap(attribute)
     return load_from(thing, name, frame)
 
 
@@ -107,16 +86,16 @@ def load_from(thing: Any, name: str, frame: Frame) -> Value:
         return computed
     if own is not _MISSING and not isinstance(on_class, property):
         if is_module and isinstance(own, bool):  # a switch that training code may flip after the plan was made
-            return PLAIN
+            return v.PLAIN
         computed = _computed_from(thing, name) if is_module and isinstance(own, torch.Tensor) else None
         return wrap(own) if computed is None else computed
     if on_class is not _MISSING or not is_module:
-        return _load_class_attribute(on_class, name, Known(thing), frame)
+        return _load_class_attribute(on_class, name, v.Known(thing), frame)
     fallback = inspect.getattr_static(type(thing), "__getattr__", None)
     if fallback is not None and fallback is not nn.Module.__getattr__ and name != "__getattr__":
-        return result_of(fallback, thing, [known(name)], frame)
+        return result_of(fallback, thing, [v.known(name)], frame)
     # Set by the model's own code as it runs, or in a branch that this model never takes.
-    return Value(frozenset({Absent()}), open=True, source=Origin.ARGUMENT)
+    return Value(frozenset({v.Missing()}), may_be_unknown=True, source=Origin.ARGUMENT)
 
 
 def _own(thing: Any, name: str) -> Any:
@@ -140,24 +119,24 @@ def _computed_from(module: nn.Module, name: str) -> Value | None:
         parameters = [module._parameters[name + suffix] for suffix in ("_v", "_g")]
     else:
         return None
-    atoms = frozenset(Known(parameter) for parameter in parameters if parameter is not None)
-    return Value(atoms, open=not atoms, source=Origin.TENSOR)
+    atoms = frozenset(v.Known(parameter) for parameter in parameters if parameter is not None)
+    return Value(atoms, may_be_unknown=not atoms, source=Origin.TENSOR)
 
 
-def _load_class_attribute(attribute: Any, name: str, receiver: Known, frame: Frame) -> Value:
+def _load_class_attribute(attribute: Any, name: str, receiver: v.Known, frame: Frame) -> Value:
     if isinstance(attribute, property | functools.cached_property):
         # Whoever reads a property runs its code without entering the module: the frame keeps the reader's chain.
         getter = attribute.fget if isinstance(attribute, property) else attribute.func
         return result_of(getter, receiver.object, [], frame)
     if isinstance(attribute, staticmethod):
-        return known(attribute.__func__)
+        return v.known(attribute.__func__)
     if isinstance(attribute, classmethod):
-        return just(Bound(attribute.__func__, Known(type(receiver.object)), name))
+        return v.just(v.Bound(attribute.__func__, v.Known(type(receiver.object)), name))
     if underlying(attribute)[0] is not None:
-        return just(Bound(attribute, receiver, name))
+        return v.just(v.Bound(attribute, receiver, name))
     # Slots and other descriptors run code.
     is_known = attribute is not _MISSING and not isinstance(attribute, bool) and not hasattr(type(attribute), "__get__")
-    return wrap(attribute) if is_known else PLAIN
+    return wrap(attribute) if is_known else v.PLAIN
 
 
 _MOST_ITEMS = 20_000
@@ -172,32 +151,32 @@ class LoopItems(NamedTuple):
     """The number of turns depends on the data."""
 
 
-def contents(atom: Atom) -> Sequence | Mapping | Many | None:
+def contents(atom: v.Atom) -> v.Sequence | v.Mapping | v.Repeated | None:
     """What a container holds, be it written out in the code or a real one: list, dictionary or module."""
-    if isinstance(atom, Sequence | Mapping | Many):
+    if isinstance(atom, v.Sequence | v.Mapping | v.Repeated):
         return atom
-    thing: Any = atom.object if isinstance(atom, Known) else None
+    thing: Any = atom.object if isinstance(atom, v.Known) else None
     if isinstance(thing, nn.ParameterList):
-        return Sequence(tuple(wrap(thing._parameters.get(str(index))) for index in range(len(thing))))
+        return v.Sequence(tuple(wrap(thing._parameters.get(str(index))) for index in range(len(thing))))
     if isinstance(thing, nn.ParameterDict):
-        return Mapping(tuple((key, wrap(thing._parameters.get(key))) for key in thing._keys))
+        return v.Mapping(tuple((key, wrap(thing._parameters.get(key))) for key in thing._keys))
     if isinstance(thing, nn.Module) and (_defines(thing, "__getitem__") or _defines(thing, "__iter__")):
         return None
     if isinstance(thing, nn.ModuleList | nn.Sequential):
-        return Sequence(tuple(wrap(child) for child in thing._modules.values()))
+        return v.Sequence(tuple(wrap(child) for child in thing._modules.values()))
     if isinstance(thing, nn.ModuleDict):
-        return Mapping(tuple((key, wrap(child)) for key, child in thing._modules.items()))
+        return v.Mapping(tuple((key, wrap(child)) for key, child in thing._modules.items()))
     if type(thing) in (list, tuple, set, frozenset) and len(thing) <= _MOST_ITEMS:
-        return Sequence(tuple(map(wrap, thing)))
+        return v.Sequence(tuple(map(wrap, thing)))
     if type(thing) in (dict, OrderedDict) and len(thing) <= _MOST_ITEMS:
-        return Mapping(tuple((key, wrap(inner)) for key, inner in thing.items()))
+        return v.Mapping(tuple((key, wrap(inner)) for key, inner in thing.items()))
     return None
 
 
 def elements(thing: Any) -> tuple[Value, ...] | None:
     """The elements of a real list, tuple or list-like module."""
-    held = contents(Known(thing))
-    return held.items if isinstance(held, Sequence) else None
+    held = contents(v.Known(thing))
+    return held.items if isinstance(held, v.Sequence) else None
 
 
 def _defines(module: nn.Module, name: str) -> bool:
@@ -209,110 +188,110 @@ def _defines(module: nn.Module, name: str) -> bool:
 def walk(value: Value, frame: Frame) -> LoopItems:
     """One turn of a loop over the value, standing for all of them."""
     walks = [_walk_atom(atom, value, frame) for atom in value.atoms]
-    if value.open or not walks:
-        source = min(value.source, Origin.CONTENT)
-        walks.append(LoopItems(PLAIN.like(source=source), None, value.source == Origin.DYNAMIC))
-    element = join(one.element for one in walks)
+    if value.may_be_unknown or not walks:
+        source = min(value.source, Origin.TENSOR_VALUE)
+        walks.append(LoopItems(v.PLAIN.replace(source=source), None, value.source == Origin.DYNAMIC))
+    element = v.join(one.element for one in walks)
     counts = {one.count for one in walks}
     return LoopItems(
-        element.like(picked=element.picked or value.picked, loops=element.loops | value.loops),
+        element.selected_by(value),
         counts.pop() if len(counts) == 1 else None,
         any(one.dynamic for one in walks),
     )
 
 
-def _walk_atom(atom: Atom, value: Value, frame: Frame) -> LoopItems:
+def _walk_atom(atom: v.Atom, value: Value, frame: Frame) -> LoopItems:
     held = contents(atom)
-    if isinstance(held, Many):
+    if isinstance(held, v.Repeated):
         return LoopItems(held.element, held.count, value.source == Origin.DYNAMIC)
-    if isinstance(held, Sequence):
-        return LoopItems(join(held.items), None if value.open and held is atom else len(held.items))
-    if isinstance(held, Mapping):
-        return LoopItems(join(known(key) for key, _ in held.items), len(held.items))
-    thing = atom.object if isinstance(atom, Known) else None
+    if isinstance(held, v.Sequence):
+        return LoopItems(v.join(held.items), None if value.may_be_unknown and held is atom else len(held.items))
+    if isinstance(held, v.Mapping):
+        return LoopItems(v.join(v.known(key) for key, _ in held.items), len(held.items))
+    thing = atom.object if isinstance(atom, v.Known) else None
     if isinstance(thing, torch.Tensor):
-        frame.consume(known(thing))
-        return LoopItems(TENSOR, None)
+        frame.consume(v.known(thing))
+        return LoopItems(v.TENSOR, None)
     if isinstance(thing, nn.Module) and _defines(thing, "__iter__"):
         return walk(result_of(getattr(type(thing), "__iter__", None), thing, [], frame), frame)
-    return LoopItems(PLAIN, None)
+    return LoopItems(v.PLAIN, None)
 
 
 def item(value: Value, index: Value, frame: Frame) -> Value:
     """`value[index]`."""
     found = [_item_of(atom, index, frame) for atom in value.atoms]
-    if value.open or not found:
-        found.append(PLAIN.like(source=_indexed(value, index), loops=value.loops))
-    result = join(found)
+    if value.may_be_unknown or not found:
+        found.append(v.PLAIN.replace(source=_indexed(value, index), loops=value.loops))
+    result = v.join(found)
     # A name looked up by a number from the data is itself up to the data: `experts[names[best]]`.
-    source = max(result.source, index.source) if index.source >= Origin.CONTENT else result.source
-    return result.like(picked=result.picked or value.picked, loops=result.loops | value.loops, source=source)
+    source = max(result.source, index.source) if index.source >= Origin.TENSOR_VALUE else result.source
+    return result.selected_by(value).replace(source=source)
 
 
 def _indexed(value: Value, index: Value) -> Origin:
     """What an item of something unknown is: `x[mask]` has its own length, `x[0, 1]` must be a tensor's."""
-    if value.source >= Origin.TENSOR and index.source >= Origin.CONTENT:
+    if value.source >= Origin.TENSOR and index.source >= Origin.TENSOR_VALUE:
         return Origin.DYNAMIC
-    several = any(isinstance(atom, Sequence) and len(atom.items) > 1 for atom in index.atoms)
+    several = any(isinstance(atom, v.Sequence) and len(atom.items) > 1 for atom in index.atoms)
     return Origin.TENSOR if several and value.source == Origin.ARGUMENT else value.source
 
 
-def _item_of(atom: Atom, index: Value, frame: Frame) -> Value:
-    held, at = contents(atom), index.only()
-    if isinstance(held, Sequence):
+def _item_of(atom: v.Atom, index: Value, frame: Frame) -> Value:
+    held, at = contents(atom), index.constant()
+    if isinstance(held, v.Sequence):
         return _pick(held.items, at, index)
-    if isinstance(held, Mapping):
+    if isinstance(held, v.Mapping):
         by_key = dict(held.items)
-        if at is Unknown:
-            return _chosen(join(by_key.values()), index) if by_key else PLAIN
+        if at is v.Unknown:
+            return _chosen(v.join(by_key.values()), index) if by_key else v.PLAIN
         try:
-            return by_key.get(at, PLAIN)
+            return by_key.get(at, v.PLAIN)
         except TypeError:  # not a key at all
-            return PLAIN
-    if isinstance(held, Many):
-        return just(Many(held.element)) if isinstance(at, slice) else _chosen(held.element, index)
-    thing = atom.object if isinstance(atom, Known) else None
+            return v.PLAIN
+    if isinstance(held, v.Repeated):
+        return v.just(v.Repeated(held.element)) if isinstance(at, slice) else _chosen(held.element, index)
+    thing = atom.object if isinstance(atom, v.Known) else None
     if isinstance(thing, torch.Tensor):
-        frame.consume(known(thing))
-        return TENSOR
+        frame.consume(v.known(thing))
+        return v.TENSOR
     if isinstance(thing, nn.Module) and _defines(thing, "__getitem__"):
         return result_of(getattr(type(thing), "__getitem__", None), thing, [index], frame)
-    return PLAIN
+    return v.PLAIN
 
 
 def _pick(items: tuple[Value, ...], at: Any, index: Value) -> Value:
     if isinstance(at, bool) or not isinstance(at, int | slice):
-        everything = join(items) if items else PLAIN
-        if Known(slice) not in index.atoms:
+        everything = v.join(items) if items else v.PLAIN
+        if v.Known(slice) not in index.atoms:
             return _chosen(everything, index)
         # `layers[:depth]`: which ones run is up to the data where the bound is.
-        return just(Many(_chosen(everything, index) if index.source >= Origin.TENSOR else everything))
+        return v.just(v.Repeated(_chosen(everything, index) if index.source >= Origin.TENSOR else everything))
     try:
         chosen = items[at]
     except (IndexError, ValueError):
-        return PLAIN
-    return chosen if isinstance(chosen, Value) else just(Sequence(chosen))
+        return v.PLAIN
+    return chosen if isinstance(chosen, Value) else v.just(v.Sequence(chosen))
 
 
 def _chosen(element: Value, index: Value) -> Value:
     """One of several alike, chosen by an index that is not known."""
-    picked = (index.picked or index.source >= Origin.ARGUMENT) and len(element.atoms) > 1
-    return element.like(picked=element.picked or picked, loops=element.loops | index.loops)
+    data_dependent = (index.data_dependent or index.source >= Origin.ARGUMENT) and len(element.atoms) > 1
+    return element.selected_by(index.replace(data_dependent=data_dependent))
 
 
 def truth(value: Value) -> bool | None:
     """The outcome of `if value:`, or None where it depends on the run."""
-    if value.open or not value.atoms:
+    if value.may_be_unknown or not value.atoms:
         return None
     answers = {_truth_of(atom) for atom in value.atoms}
     return answers.pop() if len(answers) == 1 else None
 
 
-def _truth_of(atom: Atom) -> bool | None:
+def _truth_of(atom: v.Atom) -> bool | None:
     held = contents(atom)
     if held is not None:
-        return None if isinstance(held, Many) else bool(held.items)
-    if not isinstance(atom, Known):
+        return None if isinstance(held, v.Repeated) else bool(held.items)
+    if not isinstance(atom, v.Known):
         return True
     thing = atom.object
     if thing is None or isinstance(thing, bool | int | float | str | bytes):
@@ -329,7 +308,7 @@ def assign(target: ast.expr, value: Value, frame: Frame) -> None:
     elif isinstance(target, ast.Tuple | ast.List):
         _unpack(target.elts, value, frame)
     elif isinstance(target, ast.Starred):
-        assign(target.value, just(Many(value)), frame)
+        assign(target.value, v.just(v.Repeated(value)), frame)
     elif isinstance(target, ast.Subscript):
         _assign_item(target, value, frame)
     elif isinstance(target, ast.Attribute):
@@ -338,15 +317,15 @@ def assign(target: ast.expr, value: Value, frame: Frame) -> None:
 
 def _unpack(targets: list[ast.expr], value: Value, frame: Frame) -> None:
     starred = any(isinstance(target, ast.Starred) for target in targets)
-    rows = [atom for atom in value.atoms if isinstance(atom, Sequence) and len(atom.items) == len(targets)]
+    rows = [atom for atom in value.atoms if isinstance(atom, v.Sequence) and len(atom.items) == len(targets)]
     for position, target in enumerate(targets):
         if rows and not starred:
             parts = [row.items[position] for row in rows]
-            if value.open:
-                parts.append(PLAIN.like(source=value.source))
-            assign(target, join(parts), frame)
+            if value.may_be_unknown:
+                parts.append(v.PLAIN.replace(source=value.source))
+            assign(target, v.join(parts), frame)
         else:
-            index = PLAIN if starred else known(position)
+            index = v.PLAIN if starred else v.known(position)
             assign(target, item(value, index, frame), frame)
 
 
@@ -356,8 +335,8 @@ def _assign_item(target: ast.Subscript, value: Value, frame: Frame) -> None:
     frame.evaluate(target.slice)
     frame.consume(value)
     if isinstance(target.value, ast.Name) and value.atoms and target.value.id in frame.names:
-        pieces = [value, *(part for atom in holder.atoms for part in inside(atom))]
-        frame.names[target.value.id] = join([holder.like(atoms=frozenset()), just(Many(join(pieces)))])
+        pieces = [value, *(part for atom in holder.atoms for part in v.inside(atom))]
+        frame.names[target.value.id] = v.join([holder.replace(atoms=frozenset()), v.just(v.Repeated(v.join(pieces)))])
 
 
 _DYNAMIC = {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere"}
@@ -395,13 +374,13 @@ def torch_result(name: str, arguments: Arguments) -> Value:
     """What a torch function returns."""
     values = arguments.values()
     if name in ("rand", "rand_like", "bernoulli", "randperm", "randint"):
-        return opaque(*values, source=Origin.RANDOM)
+        return v.opaque(*values, source=Origin.RANDOM)
     if name == "where" and len(values) == 1:
-        return opaque(*values, source=Origin.DYNAMIC)
+        return v.opaque(*values, source=Origin.DYNAMIC)
     if (found := _from_content(name, values)) is not None:
         return found
     about = name.startswith(("is_", "get_", "has_", "finfo", "iinfo", "device"))
-    return PLAIN if about else opaque(*values, source=Origin.TENSOR)
+    return v.PLAIN if about else v.opaque(*values, source=Origin.TENSOR)
 
 
 def method_reads_content(name: str) -> bool:
@@ -414,24 +393,24 @@ def method_result(receiver: Value, name: str, arguments: Arguments) -> Value:
     """What a method of an unknown value returns, which is taken for a tensor if its name is a tensor's."""
     source, values = receiver.source, [receiver, *arguments.values()]
     if name in _SIZE_METHODS:
-        return opaque(receiver, source=Origin.CONTENT if source == Origin.DYNAMIC else Origin.PLAIN)
+        return v.opaque(receiver, source=Origin.TENSOR_VALUE if source == Origin.DYNAMIC else Origin.PLAIN)
     if source == Origin.PLAIN:
-        return opaque(*values, source=min(max(value.source for value in values), Origin.ARGUMENT))
+        return v.opaque(*values, source=min(max(value.source for value in values), Origin.ARGUMENT))
     if (found := _from_content(name, values)) is not None:
         return found
     if name.startswith(("is_", "has_", "get_")):
-        return opaque(receiver, source=min(source, Origin.ARGUMENT))
-    return opaque(receiver, source=max(source, Origin.TENSOR) if name in _TENSOR_METHODS else source)
+        return v.opaque(receiver, source=min(source, Origin.ARGUMENT))
+    return v.opaque(receiver, source=max(source, Origin.TENSOR) if name in _TENSOR_METHODS else source)
 
 
 def _from_content(name: str, values: list[Value]) -> Value | None:
     """What a function of a tensor (the first value) returns, where the data decides its length or it is the data."""
     if name in _DYNAMIC:
-        return opaque(*values, source=Origin.DYNAMIC)
-    if any(value.source >= Origin.CONTENT for value in values[1:]) and name in _INTO_PARTS | _TO_LENGTH:
-        part = opaque(*values, source=Origin.DYNAMIC)
-        return just(Many(part)) if name in _INTO_PARTS else part
+        return v.opaque(*values, source=Origin.DYNAMIC)
+    if any(value.source >= Origin.TENSOR_VALUE for value in values[1:]) and name in _INTO_PARTS | _TO_LENGTH:
+        part = v.opaque(*values, source=Origin.DYNAMIC)
+        return v.just(v.Repeated(part)) if name in _INTO_PARTS else part
     if name in _CONTENT:
         still_dynamic = name in ("tolist", "numpy") and values and values[0].source == Origin.DYNAMIC
-        return opaque(*values, source=Origin.DYNAMIC if still_dynamic else Origin.CONTENT)
+        return v.opaque(*values, source=Origin.DYNAMIC if still_dynamic else Origin.TENSOR_VALUE)
     return None

@@ -14,44 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.planning.calls import Fact, is_holder
-from shardwise.planning.source.attributes import (
-    contents,
-    elements,
-    has_attribute,
-    is_random_function,
-    is_torch_function,
-    item,
-    load,
-    load_from,
-    torch_result,
-    walk,
-    wrap,
-)
+from shardwise.planning.calls import is_holder
+from shardwise.planning.source import attributes
+from shardwise.planning.source import values as v
 from shardwise.planning.source.functions import Arguments, defining_class, enter_closure, enter_function, underlying
-from shardwise.planning.source.values import (
-    ARGUMENT,
-    PLAIN,
-    TENSOR,
-    Bound,
-    Closure,
-    Frame,
-    Known,
-    Many,
-    Mapping,
-    Origin,
-    Partial,
-    Sequence,
-    Super,
-    Unknown,
-    Value,
-    handles,
-    join,
-    just,
-    known,
-    leaves,
-    opaque,
-)
+from shardwise.planning.source.values import Frame, Origin, Value
 
 
 def evaluate_arguments(node: ast.Call, frame: Frame) -> Arguments:
@@ -72,11 +39,11 @@ def evaluate_arguments(node: ast.Call, frame: Frame) -> Arguments:
 
 
 def _unpack(value: Value, arguments: Arguments) -> None:
-    held = contents(next(iter(value.atoms))) if len(value.atoms) == 1 else None
-    arguments.spread |= value.open or not isinstance(held, Sequence | Mapping)
-    if isinstance(held, Sequence):
+    held = attributes.contents(next(iter(value.atoms))) if len(value.atoms) == 1 else None
+    arguments.spread |= value.may_be_unknown or not isinstance(held, v.Sequence | v.Mapping)
+    if isinstance(held, v.Sequence):
         arguments.positional += held.items
-    elif isinstance(held, Mapping):
+    elif isinstance(held, v.Mapping):
         arguments.keywords.update({key: inner for key, inner in held.items if isinstance(key, str)})
     elif value.atoms:  # modules may hide in there: keep them where a callee can find them
         arguments.keywords["*"] = value
@@ -90,154 +57,161 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-@handles(BUILTINS, list, tuple, set, frozenset, iter, reversed, sorted, copy.copy, copy.deepcopy)
+@v.handles(BUILTINS, list, tuple, set, frozenset, iter, reversed, sorted, copy.copy, copy.deepcopy)
 def _same(arguments: Arguments, frame: Frame) -> Value:
-    return arguments.first() if arguments.positional else just(Sequence(()))
+    return arguments.first() if arguments.positional else v.just(v.Sequence(()))
 
 
-@handles(BUILTINS, filter)
+@v.handles(BUILTINS, filter)
 def _filter(arguments: Arguments, frame: Frame) -> Value:
-    return arguments.positional[-1] if arguments.positional else PLAIN
+    return arguments.positional[-1] if arguments.positional else v.PLAIN
 
 
-@handles(BUILTINS, dict)
+@v.handles(BUILTINS, dict)
 def _dict(arguments: Arguments, frame: Frame) -> Value:
-    made = just(Mapping(tuple(arguments.keywords.items())))
-    return join([*arguments.positional, PLAIN, made]) if arguments.positional or arguments.spread else made
+    made = v.just(v.Mapping(tuple(arguments.keywords.items())))
+    return v.join([*arguments.positional, v.PLAIN, made]) if arguments.positional or arguments.spread else made
 
 
-@handles(BUILTINS, next)
+@v.handles(BUILTINS, next)
 def _next(arguments: Arguments, frame: Frame) -> Value:
-    return join([walk(arguments.first(), frame).element, *arguments.positional[1:]])
+    return v.join([attributes.walk(arguments.first(), frame).element, *arguments.positional[1:]])
 
 
-@handles(BUILTINS, len)
+@v.handles(BUILTINS, len)
 def _len(arguments: Arguments, frame: Frame) -> Value:
     value = arguments.first()
-    count = walk(value, frame).count if value.atoms and not value.open else None
+    count = attributes.walk(value, frame).count if value.atoms and not value.may_be_unknown else None
     if count is not None:
-        return known(count)
-    return opaque(value, source=Origin.CONTENT if value.source == Origin.DYNAMIC else Origin.PLAIN)
+        return v.known(count)
+    return v.opaque(value, source=Origin.TENSOR_VALUE if value.source == Origin.DYNAMIC else Origin.PLAIN)
 
 
-@handles(BUILTINS, range)
+@v.handles(BUILTINS, range)
 def _range(arguments: Arguments, frame: Frame) -> Value:
-    numbers = [value.only() for value in arguments.positional]
-    source = Origin.CONTENT if _top(arguments) >= Origin.CONTENT else Origin.PLAIN
-    element = opaque(*arguments.positional, source=source)
+    numbers = [value.constant() for value in arguments.positional]
+    source = Origin.TENSOR_VALUE if _top(arguments) >= Origin.TENSOR_VALUE else Origin.PLAIN
+    element = v.opaque(*arguments.positional, source=source)
     try:
-        return just(Many(element, len(range(*numbers))))
+        return v.just(v.Repeated(element, len(range(*numbers))))
     except (TypeError, ValueError, OverflowError):
-        return Value(frozenset({Many(element)}), source=source)
+        return Value(frozenset({v.Repeated(element)}), source=source)
 
 
-@handles(BUILTINS, enumerate)
+@v.handles(BUILTINS, enumerate)
 def _enumerate(arguments: Arguments, frame: Frame) -> Value:
     value = arguments.first()
-    inner = walk(value, frame)
-    pair = just(Sequence((PLAIN, inner.element)))
-    return Value(frozenset({Many(pair, inner.count)}), source=_dynamic(value), loops=value.loops)
+    inner = attributes.walk(value, frame)
+    pair = v.just(v.Sequence((v.PLAIN, inner.element)))
+    return Value(frozenset({v.Repeated(pair, inner.count)}), source=_dynamic(value), loops=value.loops)
 
 
 def _dynamic(*values: Value) -> Origin:
     return Origin.DYNAMIC if any(value.source == Origin.DYNAMIC for value in values) else Origin.PLAIN
 
 
-@handles(BUILTINS, zip)
+@v.handles(BUILTINS, zip)
 def _zip(arguments: Arguments, frame: Frame) -> Value:
-    inner = [walk(value, frame) for value in arguments.positional]
+    inner = [attributes.walk(value, frame) for value in arguments.positional]
     counts = [one.count for one in inner if one.count is not None]
-    row = just(Sequence(tuple(one.element for one in inner)))
-    return Value(frozenset({Many(row, min(counts, default=None))}), source=_dynamic(*arguments.positional))
+    row = v.just(v.Sequence(tuple(one.element for one in inner)))
+    return Value(frozenset({v.Repeated(row, min(counts, default=None))}), source=_dynamic(*arguments.positional))
 
 
-@handles(BUILTINS, itertools.chain, itertools.product, itertools.islice, itertools.cycle, itertools.repeat)
+@v.handles(BUILTINS, itertools.chain, itertools.product, itertools.islice, itertools.cycle, itertools.repeat)
 def _chain(arguments: Arguments, frame: Frame) -> Value:
-    found = [walk(value, frame).element for value in arguments.positional if value.atoms]
-    return just(Many(join(found) if found else PLAIN))
+    found = [attributes.walk(value, frame).element for value in arguments.positional if value.atoms]
+    return v.just(v.Repeated(v.join(found) if found else v.PLAIN))
 
 
-@handles(BUILTINS, getattr, inspect.getattr_static)
+@v.handles(BUILTINS, getattr, inspect.getattr_static)
 def _getattr(arguments: Arguments, frame: Frame) -> Value:
     if len(arguments.positional) < 2:
-        return PLAIN
+        return v.PLAIN
     thing, name, *default = arguments.positional
-    objects = [atom.object for atom in name.atoms if isinstance(atom, Known)]
+    objects = [atom.object for atom in name.atoms if isinstance(atom, v.Known)]
     names = [one for one in objects if isinstance(one, str)]
-    if names and not name.open:
+    if names and not name.may_be_unknown:
         found = [_attribute(thing, one, default, frame) for one in names]
-        return join(found).like(picked=name.source >= Origin.ARGUMENT and len(found) > 1, loops=name.loops)
+        return v.join(found).replace(data_dependent=name.source >= Origin.ARGUMENT and len(found) > 1, loops=name.loops)
     # An f-string with unknown parts is evaluated to the pattern of what it may become.
     patterns = [one for one in objects if isinstance(one, re.Pattern)]
     fits: Callable[[str], Any] = patterns[0].fullmatch if len(patterns) == 1 else bool
-    modules = [atom.object for atom in thing.atoms if isinstance(atom, Known) and isinstance(atom.object, nn.Module)]
+    modules = [atom.object for atom in thing.atoms if isinstance(atom, v.Known) and isinstance(atom.object, nn.Module)]
     children = [
-        wrap(child) for module in modules for key, child in module._modules.items() if child is not None and fits(key)
+        attributes.wrap(child)
+        for module in modules
+        for key, child in module._modules.items()
+        if child is not None and fits(key)
     ]
-    picked = name.source >= Origin.ARGUMENT
-    return join([*children, *default]).like(picked=picked, loops=name.loops, open=True) if children else PLAIN
+    if not children:
+        return v.PLAIN
+    data_dependent = name.source >= Origin.ARGUMENT
+    return v.join([*children, *default]).replace(data_dependent=data_dependent, loops=name.loops, may_be_unknown=True)
 
 
 def _attribute(thing: Value, name: str, default: list[Value], frame: Frame) -> Value:
-    objects = [atom.object for atom in thing.atoms if isinstance(atom, Known)]
-    if default and objects and not thing.open and not any(has_attribute(one, name) for one in objects):
-        return default[0]
-    return load(thing, name, frame)
+    objects = [atom.object for atom in thing.atoms if isinstance(atom, v.Known)]
+    may_have = thing.may_be_unknown or any(attributes.has_attribute(each, name) for each in objects)
+    return default[0] if default and objects and not may_have else attributes.load(thing, name, frame)
 
 
-@handles(BUILTINS, hasattr)
+@v.handles(BUILTINS, hasattr)
 def _hasattr(arguments: Arguments, frame: Frame) -> Value:
     thing, name = _two(arguments)
-    return known(has_attribute(thing, name)) if thing is not Unknown and isinstance(name, str) else PLAIN
+    is_known = thing is not v.Unknown and isinstance(name, str)
+    return v.known(attributes.has_attribute(thing, name)) if is_known else v.PLAIN
 
 
-@handles(BUILTINS, isinstance)
+@v.handles(BUILTINS, isinstance)
 def _isinstance(arguments: Arguments, frame: Frame) -> Value:
     thing, kind = _two(arguments)
     # A metaclass of the model's own could run code here; ABCMeta and type do not matter.
     is_plain = type(kind) is type and isinstance(thing, nn.Module)
-    return known(issubclass(type(thing), kind)) if is_plain else PLAIN
+    return v.known(issubclass(type(thing), kind)) if is_plain else v.PLAIN
 
 
 def _two(arguments: Arguments) -> tuple[Any, Any]:
     """Two arguments as real objects."""
-    objects = [value.only() for value in arguments.positional]
-    return (objects[0], objects[1]) if len(objects) == 2 else (Unknown, Unknown)
+    objects = [value.constant() for value in arguments.positional]
+    return (objects[0], objects[1]) if len(objects) == 2 else (v.Unknown, v.Unknown)
 
 
-@handles(BUILTINS, super)
+@v.handles(BUILTINS, super)
 def _super(arguments: Arguments, frame: Frame) -> Value:
     cls, receiver = _two(arguments) if arguments.positional else (defining_class(frame), frame.receiver)
-    return PLAIN if cls in (Unknown, None) or receiver is Unknown else just(Super(Known(cls), Known(receiver)))
+    if cls in (v.Unknown, None) or receiver is v.Unknown:
+        return v.PLAIN
+    return v.just(v.Super(v.Known(cls), v.Known(receiver)))
 
 
-@handles(BUILTINS, functools.partial)
+@v.handles(BUILTINS, functools.partial)
 def _partial(arguments: Arguments, frame: Frame) -> Value:
-    return just(Partial(arguments.first(), tuple(arguments.positional[1:]), tuple(arguments.keywords.items())))
+    return v.just(v.Partial(arguments.first(), tuple(arguments.positional[1:]), tuple(arguments.keywords.items())))
 
 
-@handles(BUILTINS, int, float, bool, str, abs, round, min, max, sum, any, all, operator.itemgetter)
+@v.handles(BUILTINS, int, float, bool, str, abs, round, min, max, sum, any, all, operator.itemgetter)
 def _number(arguments: Arguments, frame: Frame) -> Value:
-    inner = [walk(value, frame).element.source for value in arguments.positional if value.atoms]
+    inner = [attributes.walk(value, frame).element.source for value in arguments.positional if value.atoms]
     top = max([_top(arguments), *inner])
-    return opaque(*arguments.positional, source=Origin.CONTENT if top >= Origin.TENSOR else top)
+    return v.opaque(*arguments.positional, source=Origin.TENSOR_VALUE if top >= Origin.TENSOR else top)
 
 
-@handles(BUILTINS, type, callable, id, print, repr, hash, issubclass, vars, dir)
+@v.handles(BUILTINS, type, callable, id, print, repr, hash, issubclass, vars, dir)
 def _about(arguments: Arguments, frame: Frame) -> Value:
-    return PLAIN
+    return v.PLAIN
 
 
 def _many(things: Iterable[Any], *, named: bool = False) -> Value:
-    values = [wrap(thing) for thing in things]
-    element = join(values) if values else PLAIN
-    return just(Many(just(Sequence((PLAIN, element))) if named else element, len(values)))
+    values = [attributes.wrap(thing) for thing in things]
+    element = v.join(values) if values else v.PLAIN
+    return v.just(v.Repeated(v.just(v.Sequence((v.PLAIN, element))) if named else element, len(values)))
 
 
 def _get_submodule(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
-    name = arguments.first().only()
+    name = arguments.first().constant()
     parts = name.split(".") if isinstance(name, str) and name else []
-    return functools.reduce(lambda value, part: load(value, part, frame), parts, known(module))
+    return functools.reduce(lambda value, part: attributes.load(value, part, frame), parts, v.known(module))
 
 
 MODULE_METHODS: dict[str, Callable[[nn.Module, Arguments, Frame], Value]] = {
@@ -250,7 +224,7 @@ MODULE_METHODS: dict[str, Callable[[nn.Module, Arguments, Frame], Value]] = {
     **dict.fromkeys(("get_submodule", "get_parameter"), _get_submodule),
     **dict.fromkeys(
         ("to", "float", "half", "bfloat16", "double", "cuda", "cpu", "eval", "train", "requires_grad_", "type"),
-        lambda module, *_: known(module),
+        lambda module, *_: v.known(module),
     ),
 }
 """What nn.Module's own methods give."""
@@ -260,18 +234,18 @@ def container_method(value: Value, name: str, arguments: Arguments, frame: Frame
     """`values()`, `items()`, `keys()`, `get()` and `pop()` of containers, or None for anything else."""
     if name not in ("values", "items", "keys", "get", "pop") or not value.atoms:
         return None
-    held = [contents(atom) for atom in value.atoms]
-    if name == "pop" and any(isinstance(one, Sequence) for one in held):
-        return item(value, PLAIN, frame)
-    if not all(isinstance(one, Mapping) for one in held):
+    held = [attributes.contents(atom) for atom in value.atoms]
+    if name == "pop" and any(isinstance(one, v.Sequence) for one in held):
+        return attributes.item(value, v.PLAIN, frame)
+    if not all(isinstance(one, v.Mapping) for one in held):
         return None
     if name in ("get", "pop"):
-        return join([item(value, arguments.first(), frame), *arguments.positional[1:]])
-    rows = [row for one in held if isinstance(one, Mapping) for row in one.items]
-    element = join(inner for _, inner in rows) if rows else PLAIN
-    key = join(known(key) for key, _ in rows) if rows else PLAIN
-    shown = {"values": element, "keys": key, "items": just(Sequence((key, element)))}[name]
-    return Value(frozenset({Many(shown, len(rows))}), open=value.open, loops=value.loops)
+        return v.join([attributes.item(value, arguments.first(), frame), *arguments.positional[1:]])
+    rows = [row for one in held if isinstance(one, v.Mapping) for row in one.items]
+    element = v.join(inner for _, inner in rows) if rows else v.PLAIN
+    key = v.join(v.known(key) for key, _ in rows) if rows else v.PLAIN
+    shown = {"values": element, "keys": key, "items": v.just(v.Sequence((key, element)))}[name]
+    return Value(frozenset({v.Repeated(shown, len(rows))}), may_be_unknown=value.may_be_unknown, loops=value.loops)
 
 
 def invoke(callee: Value, arguments: Arguments, frame: Frame) -> Value:
@@ -280,7 +254,7 @@ def invoke(callee: Value, arguments: Arguments, frame: Frame) -> Value:
         return hand_over(arguments, frame)
     results = [_invoke_atom(atom, callee, arguments, frame) for atom in callee.atoms]
     # Where some callee is known, the unknown rest is a fallback of the same kind.
-    return join([*results, _unknown_result(arguments)] if callee.open else results)
+    return v.join([*results, _unknown_result(arguments)] if callee.may_be_unknown else results)
 
 
 def _top(arguments: Arguments) -> Origin:
@@ -288,22 +262,22 @@ def _top(arguments: Arguments) -> Origin:
 
 
 def _unknown_result(arguments: Arguments) -> Value:
-    return opaque(*arguments.values(), source=min(_top(arguments), Origin.ARGUMENT))
+    return v.opaque(*arguments.values(), source=min(_top(arguments), Origin.ARGUMENT))
 
 
 def _invoke_atom(atom: Any, callee: Value, arguments: Arguments, frame: Frame) -> Value:
-    with frame.under(callee.picked and isinstance(atom, Closure | Bound)):
-        if isinstance(atom, Closure):
+    with frame.under(callee.data_dependent and isinstance(atom, v.Closure | v.Bound)):
+        if isinstance(atom, v.Closure):
             return enter_closure(atom, arguments, frame)
-        if isinstance(atom, Bound):
+        if isinstance(atom, v.Bound):
             return _invoke_bound(atom, callee, arguments, frame)
-        if isinstance(atom, Partial):
+        if isinstance(atom, v.Partial):
             keywords = {**dict(atom.keywords), **arguments.keywords}
             merged = Arguments([*atom.positional, *arguments.positional], keywords, arguments.spread)
-            return invoke(atom.callee.like(picked=atom.callee.picked or callee.picked), merged, frame)
-        if isinstance(atom, Sequence):  # a slice of a Sequential is a new Sequential: its items are called here
-            return join([TENSOR, *(invoke(inner, arguments, frame) for inner in atom.items)])
-        return _invoke_known(atom.object, callee, arguments, frame) if isinstance(atom, Known) else PLAIN
+            return invoke(atom.callee.selected_by(callee.replace(loops=frozenset())), merged, frame)
+        if isinstance(atom, v.Sequence):  # a slice of a Sequential is a new Sequential: its items are called here
+            return v.join([v.TENSOR, *(invoke(inner, arguments, frame) for inner in atom.items)])
+        return _invoke_known(atom.object, callee, arguments, frame) if isinstance(atom, v.Known) else v.PLAIN
 
 
 def _invoke_known(thing: Any, callee: Value, arguments: Arguments, frame: Frame) -> Value:
@@ -316,20 +290,20 @@ def _invoke_known(thing: Any, callee: Value, arguments: Arguments, frame: Frame)
     if special is not None:
         return special(arguments, frame)
     if isinstance(thing, functools.partial):
-        positional = tuple(known(value) for value in thing.args)
-        keywords = tuple((name, known(value)) for name, value in thing.keywords.items())
-        return _invoke_atom(Partial(known(thing.func), positional, keywords), callee, arguments, frame)
+        positional = tuple(v.known(value) for value in thing.args)
+        keywords = tuple((name, v.known(value)) for name, value in thing.keywords.items())
+        return _invoke_atom(v.Partial(v.known(thing.func), positional, keywords), callee, arguments, frame)
     if isinstance(thing, type):
         return _construct(thing, arguments, frame)
-    if is_random_function(thing):
-        return opaque(*arguments.values(), source=Origin.RANDOM)
-    if is_torch_function(thing):
+    if attributes.is_random_function(thing):
+        return v.opaque(*arguments.values(), source=Origin.RANDOM)
+    if attributes.is_torch_function(thing):
         return _invoke_torch(getattr(thing, "__name__", ""), arguments, frame)
     if isinstance(thing, types.FunctionType | types.MethodType) or hasattr(thing, "__wrapped__"):
         return _invoke_function(thing, arguments, frame)
     method = inspect.getattr_static(type(thing), "__call__", None)
     if isinstance(method, types.FunctionType):
-        return _invoke_bound(Bound(method, Known(thing), "__call__"), callee, arguments, frame)
+        return _invoke_bound(v.Bound(method, v.Known(thing), "__call__"), callee, arguments, frame)
     return hand_over(arguments, frame, name=getattr(thing, "__name__", ""))
 
 
@@ -338,35 +312,35 @@ def call_module(module: nn.Module, callee: Value, arguments: Arguments, frame: F
     frame.record_call(module, callee)
     if module not in frame.analysis.places:
         hand_over(arguments, frame)
-        for inner in elements(module) or ():  # a Sequential made on the fly
+        for inner in attributes.elements(module) or ():  # a Sequential made on the fly
             invoke(inner, arguments, frame)
     elif frame.is_interesting(arguments.values()):
         if type(module).__module__.startswith("torch.nn."):
             hand_over(arguments, frame)
         else:
             _enter_forward(module, callee, arguments, frame)
-    return TENSOR
+    return v.TENSOR
 
 
 def _enter_forward(module: nn.Module, callee: Value, arguments: Arguments, frame: Frame) -> None:
     counts = dict(frame.analysis.counts)
-    with frame.under(callee.picked):
-        for atom in load_from(module, "forward", frame).atoms:
-            if isinstance(atom, Bound):
-                given, chain = arguments.after(known(module)), (*frame.chain, module)
+    with frame.under(callee.data_dependent):
+        for atom in attributes.load_from(module, "forward", frame).atoms:
+            if isinstance(atom, v.Bound):
+                given, chain = arguments.after(v.known(module)), (*frame.chain, module)
                 enter_function(atom.function, given, frame, receiver=module, chain=chain, through=callee)
     frame.analysis.counts = counts  # the module's own reading counts what it calls
 
 
-def _invoke_bound(bound: Bound, callee: Value, arguments: Arguments, frame: Frame) -> Value:
+def _invoke_bound(bound: v.Bound, callee: Value, arguments: Arguments, frame: Frame) -> Value:
     receiver, name = bound.receiver.object, bound.name
-    given = arguments.after(known(receiver))
+    given = arguments.after(v.known(receiver))
     if isinstance(receiver, nn.Module):
         if name == "__call__":
-            return TENSOR if receiver is frame.chain[-1] else call_module(receiver, callee, arguments, frame)
+            return v.TENSOR if receiver is frame.chain[-1] else call_module(receiver, callee, arguments, frame)
         if underlying(bound.function)[0] is getattr(nn.Module, name, None):
             special = MODULE_METHODS.get(name)
-            return special(receiver, arguments, frame) if special is not None else PLAIN
+            return special(receiver, arguments, frame) if special is not None else v.PLAIN
         return _invoke_method(bound, callee, given, frame)
     result = None
     if frame.is_interesting(given.values()):
@@ -374,7 +348,7 @@ def _invoke_bound(bound: Bound, callee: Value, arguments: Arguments, frame: Fram
     return result if result is not None else hand_over(arguments, frame, name=name)
 
 
-def _invoke_method(bound: Bound, callee: Value, given: Arguments, frame: Frame) -> Value:
+def _invoke_method(bound: v.Bound, callee: Value, given: Arguments, frame: Frame) -> Value:
     """A method of a module other than `__call__`: entered without its hooks."""
     analysis, module = frame.analysis, bound.receiver.object
     own = module is frame.chain[-1] or module not in analysis.places
@@ -384,30 +358,30 @@ def _invoke_method(bound: Bound, callee: Value, given: Arguments, frame: Frame) 
     if result is None:
         return hand_over(Arguments(given.positional[1:], given.keywords, given.spread), frame)
     if analysis.activity > before and not own and id(module) not in analysis.places.covered(frame.chain):
-        analysis.add(Fact("method", frame.chain, module, bound.name, frame.is_conditional))
+        analysis.add("method", frame.chain, analysis.places.name(module), bound.name, frame.is_conditional)
     return result
 
 
 def _invoke_function(function: Any, arguments: Arguments, frame: Frame) -> Value:
     if not frame.is_interesting(arguments.values()):
         return _unknown_result(arguments)
-    first, name = arguments.first().only(), getattr(function, "__name__", "")
+    first, name = arguments.first().constant(), getattr(function, "__name__", "")
     if isinstance(first, nn.Module) and any(vars(cls).get(name) is function for cls in type(first).__mro__):
         # Base.forward(self, x)
-        return _invoke_method(Bound(function, Known(first), name), arguments.first(), arguments, frame)
+        return _invoke_method(v.Bound(function, v.Known(first), name), arguments.first(), arguments, frame)
     result = enter_function(function, arguments, frame)
     return result if result is not None else hand_over(arguments, frame)
 
 
 def _invoke_torch(name: str, arguments: Arguments, frame: Frame) -> Value:
     if name == "checkpoint_sequential":
-        for leaf in leaves(arguments.first()):
-            for inner in (elements(leaf.object) or ()) if isinstance(leaf, Known) else ():
+        for leaf in v.leaves(arguments.first()):
+            for inner in (attributes.elements(leaf.object) or ()) if isinstance(leaf, v.Known) else ():
                 invoke(inner, Arguments(), frame)
-        return TENSOR
+        return v.TENSOR
     if not (name.endswith("_like") or name.startswith(("is_", "get_", "set_", "has_torch_function"))):
         hand_over(arguments, frame)
-    return torch_result(name, arguments)
+    return attributes.torch_result(name, arguments)
 
 
 def hand_over(arguments: Arguments, frame: Frame, *, name: str = "") -> Value:
@@ -421,18 +395,18 @@ def hand_over(arguments: Arguments, frame: Frame, *, name: str = "") -> Value:
 
 
 def _hand_over_one(value: Value, rest: Arguments, frame: Frame) -> None:
-    for leaf in leaves(value):
-        if isinstance(leaf, Closure):
+    for leaf in v.leaves(value):
+        if isinstance(leaf, v.Closure):
             enter_closure(leaf, rest, frame)
-        elif isinstance(leaf, Bound):
+        elif isinstance(leaf, v.Bound):
             if isinstance(leaf.receiver.object, nn.Module) and leaf.receiver.object in frame.analysis.places:
                 _invoke_bound(leaf, value, rest, frame)
         elif isinstance(leaf.object, nn.Module) and leaf.object is not frame.chain[-1]:
             if not is_holder(leaf.object):
                 frame.record_call(leaf.object, value)
-            for inner in (elements(leaf.object) or ()) if is_holder(leaf.object) else ():
-                if isinstance(inner.only(), nn.Module):
-                    frame.record_call(inner.only(), inner.like(picked=value.picked))
+            for inner in (attributes.elements(leaf.object) or ()) if is_holder(leaf.object) else ():
+                if isinstance(inner.constant(), nn.Module):
+                    frame.record_call(inner.constant(), inner.replace(data_dependent=value.data_dependent))
     frame.consume(value)
 
 
@@ -440,11 +414,11 @@ def _construct(cls: type, arguments: Arguments, frame: Frame) -> Value:
     """An object is made. Made-up Sequentials are lists of what they hold; the rest is opaque."""
     if issubclass(cls, nn.Sequential | nn.ModuleList):
         items = tuple(arguments.positional)
-        if len(items) == 1 and not isinstance(items[0].only(), nn.Module):
+        if len(items) == 1 and not isinstance(items[0].constant(), nn.Module):
             return items[0]
-        return just(Sequence(items))
+        return v.just(v.Sequence(items))
     if issubclass(cls, torch.Tensor):
         for value in arguments.values():
             frame.consume(value)
-        return TENSOR
-    return ARGUMENT if _top(arguments) or frame.is_interesting(arguments.values()) else PLAIN
+        return v.TENSOR
+    return v.ARGUMENT if _top(arguments) or frame.is_interesting(arguments.values()) else v.PLAIN

@@ -3,134 +3,108 @@
 import inspect
 import types
 from collections import defaultdict
-from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.planning.calls import (
-    Calls,
-    CallTable,
-    Fact,
-    Places,
-    has_forward,
-    has_parameters,
-    is_holder,
-    is_opaque,
-)
+from shardwise.planning.calls import Calls, CallTable, Places, Use, has_forward, has_parameters, is_holder, is_opaque
 from shardwise.planning.source import statements
 from shardwise.planning.source.functions import find_node, is_generator, start, underlying
 from shardwise.planning.source.values import Analysis, Frame
 
-HANDLERS = statements.HANDLERS
+HANDLERS = statements.v.HANDLERS
 """Importing `statements` fills the table of the syntax nodes that frames can read."""
 
-
-class MethodEntry(NamedTuple):
-    """A module's method by which code enters it."""
-
-    module: nn.Module
-    name: str
+Entry = tuple[str, str]
+"""A module's name and the method by which code enters it."""
+_BY_SCRIPT: Entry = ("", "?")
 
 
-class FactBook:
-    """All facts found so far, and what has still to be read."""
+class CallRecorder:
+    """What was found at each entry that was read."""
 
     def __init__(self, places: Places) -> None:
         self.places = places
-        self.facts: dict[tuple[Any, ...], tuple[Fact, MethodEntry]] = {}
-        self.active: dict[tuple[int, str], bool] = {}
-        self.assumed: set[int] = set()
+        self.analyses: dict[Entry, Analysis] = {}
+        self.assumed: set[str] = set()
         self.unreadable: dict[str, None] = {}
         self.notes: list[str] = []
         self._failed: set[tuple[type, str]] = set()
         self._touched: set[int] = set()
 
-    def follow(self, entry: MethodEntry) -> bool:
+    def follow(self, entry: Entry) -> bool:
         """Read an entry and everything it leads to; say whether the entry itself computes anything."""
         pending = [entry]
         while pending:
             current = pending.pop()
-            key = (id(current.module), current.name)
-            if key in self.active:
-                continue
-            self.active[key] = False
-            pending += self._read(current)
-        return self.active[id(entry.module), entry.name]
+            if current not in self.analyses:
+                pending += self._keep(current, self._read(*current))
+        return self.analyses[entry].activity > 0
 
-    def assume(self, module: nn.Module) -> None:
+    def assume_called(self, name: str) -> None:
         """Take it that a script calls this module."""
-        self.assumed.add(id(module))
-        self._add(Fact("call", (self.places.root,), module), MethodEntry(self.places.root, "?"))
-        self.follow(MethodEntry(module, "forward"))
+        self.assumed.add(name)
+        analysis = self.analyses.get(_BY_SCRIPT) or Analysis(self.places)
+        analysis.add("call", [self.places.root], name)
+        self._keep(_BY_SCRIPT, analysis)
+        self.follow((name, "forward"))
 
     def is_touched(self, module: nn.Module) -> bool:
         """Whether the module, a part of it or one of its parameters is used by code that was read."""
         return id(module) in self._touched
 
-    def _read(self, entry: MethodEntry) -> list[MethodEntry]:
-        module = entry.module
+    def _keep(self, entry: Entry, analysis: Analysis) -> list[Entry]:
+        """Keep what was found; return the entries that it leads to."""
+        self.analyses[entry] = analysis
+        used = [self.places.modules[use.module] for use in analysis.uses if use.kind != "escape"]
+        self._touched |= self.places.covered(used)
+        return [(use.target, "forward") for use in analysis.uses if use.kind == "call"]
+
+    def _read(self, name: str, method: str) -> Analysis:
+        module = self.places.modules[name]
+        analysis = Analysis(self.places)
         if is_opaque(module) or (type(module).__module__.startswith("torch.") and not self._has_parts(module)):
-            self.active[id(module), entry.name] = True
-            return []
-        kind = (type(module), entry.name)
-        if kind in self._failed:
-            return self._give_up(entry)
-        try:
-            analysis = self._analyse(entry)
-            why = "no source"
-        except Exception as error:  # whatever odd code does to the reader, the rest of the model is still read
-            analysis, why = None, f"{type(error).__name__}: {error}"
-        if analysis is not None:
-            return self._keep(analysis, entry)
-        self._failed.add(kind)
-        if module._modules:
-            name = f"{type(module).__qualname__}.{entry.name}"
-            self.notes.append(f"{name} could not be read ({why}): its parts count as called")
-        return self._give_up(entry)
+            analysis.activity = 1
+            return analysis
+        if (type(module), method) not in self._failed:
+            try:
+                if _analyse(analysis, module, method):
+                    return analysis
+                why = "no source"
+            except Exception as error:  # whatever odd code does to the reader, the rest of the model is still read
+                why = f"{type(error).__name__}: {error}"
+            self._failed.add((type(module), method))
+            if module._modules:
+                named = f"{type(module).__qualname__}.{method}"
+                self.notes.append(f"{named} could not be read ({why}): its parts count as called")
+        return self._assume_children_called(module)
 
     def _has_parts(self, module: nn.Module) -> bool:
         return any(id(child) not in self.places.internal for child in module.children())
 
-    def _analyse(self, entry: MethodEntry) -> Analysis | None:
-        module = entry.module
-        analysis = Analysis(self.places)
-        frame = Frame(analysis, (module,), None, {}, receiver=module)
-        own = vars(module).get(entry.name)
-        result = start(own if own is not None else inspect.getattr_static(type(module), entry.name), module, frame)
-        if result is None:
-            return None
-        frame.record_escape(result)
-        entered = inspect.getattr_static(type(module), "__call__")
-        if entry.name == "forward" and entered is not nn.Module.__call__:
-            analysis.counts = {}
-            start(entered, module, frame)
-        return analysis
-
-    def _give_up(self, entry: MethodEntry) -> list[MethodEntry]:
-        module = entry.module
-        self.active[id(module), entry.name] = True
+    def _assume_children_called(self, module: nn.Module) -> Analysis:
         if module._modules:
             self.unreadable[type(module).__qualname__] = None
-        entries = []
+        analysis = Analysis(self.places)
+        analysis.activity = 1
         for child in _callable_children(module):
             if id(child) not in self.places.internal:
-                self._add(Fact("call", (module,), child), entry)
-                entries.append(MethodEntry(child, "forward"))
-        return entries
+                analysis.add("call", [module], self.places.name(child))
+        return analysis
 
-    def _keep(self, analysis: Analysis, entry: MethodEntry) -> list[MethodEntry]:
-        self.active[id(entry.module), entry.name] = analysis.activity > 0
-        modules = {id(fact.target): fact.target for fact in analysis.facts.values()}
-        for identity, count in analysis.counts.items():
-            analysis.add(Fact("count", (entry.module,), modules[identity], str(count)))
-        for fact in analysis.facts.values():
-            self._add(fact, entry)
-        return [MethodEntry(fact.target, "forward") for fact in analysis.facts.values() if fact.kind == "call"]
 
-    def _add(self, fact: Fact, entry: MethodEntry) -> None:
-        self.facts.setdefault((*fact.key(), id(entry.module), entry.name), (fact, entry))
-        if fact.kind in ("call", "method", "read"):
-            self._touched |= self.places.covered([fact.target])
+def _analyse(analysis: Analysis, module: nn.Module, method: str) -> bool:
+    """Read a method of a module; say whether it has source."""
+    frame = Frame(analysis, (module,), None, {}, receiver=module)
+    own = vars(module).get(method)
+    result = start(own if own is not None else inspect.getattr_static(type(module), method), module, frame)
+    if result is None:
+        return False
+    frame.record_escape(result)
+    entered = inspect.getattr_static(type(module), "__call__")
+    if method == "forward" and entered is not nn.Module.__call__:
+        analysis.counts = {}
+        start(entered, module, frame)
+    return True
 
 
 def _callable_children(module: nn.Module) -> list[nn.Module]:
@@ -155,19 +129,20 @@ _BOOKKEEPING = (
 _ENTRIES = {"training_step", "train_step", "eval_step"}
 
 
-def _public_methods(model: nn.Module, book: FactBook) -> list[str]:
-    """Read the root's public methods; return those that compute."""
+def _public_methods(root: str, recorder: CallRecorder) -> list[str]:
+    """Read the public methods of a module that scripts call; return those that compute."""
     found: list[str] = []
+    model = recorder.places.modules[root]
     for name in _candidates(type(model)):
         function = underlying(inspect.getattr_static(type(model), name))[0]
         node = find_node(function) if function is not None else None
         if name == "generate" and function is not None and (function.__module__ or "").startswith("transformers."):
             found.append(name)  # thousands of lines that end in self(...)
             continue
-        if node is None or not book.follow(MethodEntry(model, name)):
+        if node is None or not recorder.follow((root, name)):
             continue
         if is_generator(node) or inspect.iscoroutinefunction(function):
-            book.notes.append(f"{name}() computes step by step as its caller asks; it cannot be an entry point")
+            recorder.notes.append(f"{name}() computes step by step as its caller asks; it cannot be an entry point")
         else:
             found.append(name)
     return found
@@ -198,93 +173,99 @@ def read_calls(model: nn.Module, traced: Calls | None = None) -> Calls:
             Conditional modules keep their mark: one run cannot show that another would route the same way.
     """
     places = Places(model)
-    book = FactBook(places)
+    recorder = CallRecorder(places)
     if has_forward(model):
-        book.follow(MethodEntry(model, "forward"))
-    num_below_forward = len(book.facts)
-    public_methods = _public_methods(model, book)
+        recorder.follow(("", "forward"))
+    below_forward = set(recorder.analyses)
+    public_methods = _public_methods("", recorder)
+    parts = [places.name(part) for part in _callable_children(model) if has_parameters(part)]
+    is_container = not has_forward(model) and not public_methods
+    roots = tuple(dict.fromkeys(parts)) if is_container and parts else ("",)
+    methods_of_parts = {name: _public_methods(name, recorder) for name in roots if name}
     for name, module in places.modules.items():
         # Nothing was found to enter it: the user's script may call it, so read it as if it did.
         skipped = not name or is_holder(module) or id(module) in places.internal or not has_parameters(module)
-        if not skipped and not book.is_touched(module):
-            book.assume(module)
+        if not skipped and not recorder.is_touched(module):
+            recorder.assume_called(places.name(module))
     seen = traced or Calls()
     table = CallTable(places, seen)
     called = {""} if has_forward(model) else set()
-    for index, (fact, _) in enumerate(book.facts.values()):
-        target = places.name(fact.target)
-        called |= {target} if fact.kind == "call" else set()
-        is_met = index < num_below_forward and target in seen.called
-        if not (is_met and fact.kind == "read" and table.parameter_name(fact) not in seen.foreign_reads):
-            table.enter(fact, bypasses=not is_met and id(fact.target) not in book.assumed)
-    for fact in _escaped(book):
-        table.enter(fact)
+    for entry, analysis in recorder.analyses.items():
+        for use in analysis.uses:
+            called |= {use.target} if use.kind == "call" else set()
+            is_met = entry in below_forward and use.module in seen.called
+            if not (is_met and use.kind == "read" and use.target not in seen.foreign_reads):
+                table.add(use, bypasses=not is_met and use.module not in recorder.assumed)
+    for use in _escaped(recorder):
+        table.add(use)
     table.called |= called
-    unconditional = {"", *_unconditional(book)}
-    assumed = {places.name(module) for module in places.modules.values() if id(module) in book.assumed}
+    for name, methods in methods_of_parts.items():
+        table.methods[name].update(methods)
+    unconditional = {*roots, "", *_unconditional(recorder, roots)}
     return table.calls(
-        assumed=frozenset(assumed - seen.called),
+        assumed=frozenset(recorder.assumed - seen.called),
         conditional=frozenset(name for name in called - unconditional if has_parameters(places.modules[name])),
-        repeated=seen.repeated | _repeated(book),
+        repeated=seen.repeated | (_repeated(recorder) - seen.called),
+        roots=roots,
         public_methods=tuple(public_methods),
-        unreadable=tuple(book.unreadable),
-        notes=tuple(dict.fromkeys(book.notes)),
+        unreadable=tuple(recorder.unreadable),
+        notes=tuple(dict.fromkeys(recorder.notes)),
     )
 
 
-def _escaped(book: FactBook) -> list[Fact]:
+def _escaped(recorder: CallRecorder) -> list[Use]:
     """Reads by the callers of modules that return a parameter, unless its owner is still entered."""
-    places = book.places
-    returned: dict[int, list[Fact]] = defaultdict(list)
-    for fact, entry in book.facts.values():
-        if fact.kind == "escape" and entry.name == "forward":
-            returned[id(entry.module)].append(fact)
+    places = recorder.places
+    returned = {
+        name: [use for use in analysis.uses if use.kind == "escape"]
+        for (name, method), analysis in recorder.analyses.items()
+        if method == "forward"
+    }
     return [
-        Fact("read", call.chain, fact.target, fact.name)
-        for call, _ in (list(book.facts.values()) if returned else ())
+        Use("read", call.chain, escape.target)
+        for analysis in recorder.analyses.values()
+        for call in analysis.uses
         if call.kind == "call"
-        for fact in returned[id(call.target)]
-        if id(fact.target) not in places.covered(call.chain)
+        for escape in returned.get(call.target, ())
+        if id(places.modules[escape.module]) not in places.covered(places.modules[name] for name in call.chain)
     ]
 
 
-def _unconditional(book: FactBook) -> set[str]:
-    """Modules that run whatever the data, from the root down."""
-    by_caller: dict[tuple[int, str], list[Fact]] = defaultdict(list)
-    for fact, entry in book.facts.values():
-        if not fact.conditional and fact.kind in ("call", "method"):
-            by_caller[id(entry.module), entry.name].append(fact)
-    root = book.places.root
-    pending = [key for key in book.active if key[0] == id(root)] + [(id(root), "?")]
+def _unconditional(recorder: CallRecorder, roots: tuple[str, ...]) -> set[str]:
+    """Modules that run whatever the data, from the roots down."""
+    pending = [entry for entry in recorder.analyses if entry[0] in roots or entry == _BY_SCRIPT]
     seen = set(pending)
     certain: set[str] = set()
     while pending:
-        for fact in by_caller[pending.pop()]:
-            if fact.kind == "call":
-                certain.add(book.places.name(fact.target))
-            key = (id(fact.target), "forward" if fact.kind == "call" else fact.name)
-            if key not in seen:
-                seen.add(key)
-                pending.append(key)
+        analysis = recorder.analyses.get(pending.pop())
+        for use in analysis.uses if analysis is not None else ():
+            if use.conditional or use.kind not in ("call", "method"):
+                continue
+            if use.kind == "call":
+                certain.add(use.target)
+            if (entry := (use.target, use.method)) not in seen:
+                seen.add(entry)
+                pending.append(entry)
     return certain
 
 
-def _repeated(book: FactBook) -> set[str]:
+def _repeated(recorder: CallRecorder) -> set[str]:
     """Modules with parameters that one pass through the root's forward calls at least twice."""
-    callers: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for fact, entry in book.facts.values():
-        if fact.kind == "count" and entry.name == "forward" and fact.target is not entry.module:
-            callers[id(fact.target)].append((id(entry.module), int(fact.name)))
-    totals = {id(book.places.root): 1}
+    callers: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for (caller, method), analysis in recorder.analyses.items():
+        for target, count in analysis.counts.items():
+            if method == "forward" and target != caller:
+                callers[target].append((caller, count))
+    totals = {"": 1}
 
-    def total(module: int) -> int:
-        if module not in totals:
-            totals[module] = 0  # a module that calls itself through others counts once
-            totals[module] = min(2, sum(count * total(caller) for caller, count in callers[module]))
-        return totals[module]
+    def total(name: str) -> int:
+        if name not in totals:
+            totals[name] = 0  # a module that calls itself through others counts once
+            totals[name] = min(2, sum(count * total(caller) for caller, count in callers[name]))
+        return totals[name]
 
     return {
         name
-        for name, module in book.places.modules.items()
-        if total(id(module)) > 1 and has_parameters(module) and name == book.places.name(module)
+        for name, module in recorder.places.modules.items()
+        if total(name) > 1 and has_parameters(module) and name == recorder.places.name(module)
     }

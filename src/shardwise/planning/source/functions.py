@@ -6,30 +6,15 @@ import inspect
 import linecache
 import re
 import textwrap
+import tokenize
 import types
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from shardwise.planning.source.values import (
-    ARGUMENT,
-    MOST_DEPTH,
-    NONE,
-    PLAIN,
-    TENSOR,
-    Closure,
-    Frame,
-    Many,
-    Mapping,
-    Sequence,
-    Value,
-    join,
-    join_counts,
-    just,
-    known,
-    opaque,
-)
+from shardwise.planning.source import values as v
+from shardwise.planning.source.values import Frame, Value
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -45,11 +30,35 @@ def find_node(function: types.FunctionType) -> FunctionNode | None:
         # `inspect.getsource` looks through every imported module for each function.
         lines = linecache.getlines(code.co_filename, function.__globals__)[code.co_firstlineno - 1 :]
         tree = ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, tokenize.TokenError):
         return None
     node = tree.body[0] if tree.body else None
-    found = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name
-    return node if found else None  # type: ignore[return-value]
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    return node if is_function and _is_source_of(node, code) else None
+
+
+def _is_source_of(node: ast.FunctionDef | ast.AsyncFunctionDef, code: types.CodeType) -> bool:
+    """Whether the code was compiled from this; not so where the file was edited after it was imported."""
+    names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    num_named = code.co_argcount + code.co_kwonlyargcount
+    if node.name != code.co_name or names != list(code.co_varnames[:num_named]):
+        return False
+    inner, compiled = [code], set[str]()
+    for each in inner:
+        inner += (constant for constant in each.co_consts if isinstance(constant, types.CodeType))
+        compiled |= {*each.co_names, *each.co_varnames}
+    return _attributes(node.body) <= compiled
+
+
+def _attributes(tree: Any) -> set[str]:
+    """The attributes that compiled code must name: not those in annotations and assertions, nor mangled names."""
+    if isinstance(tree, list):
+        return set().union(*map(_attributes, tree))
+    if not isinstance(tree, ast.AST) or isinstance(tree, ast.Assert):
+        return set()
+    own = {tree.attr} if isinstance(tree, ast.Attribute) and not tree.attr.startswith("__") else set()
+    parts = (part for field, part in ast.iter_fields(tree) if field not in ("annotation", "returns"))
+    return own.union(*map(_attributes, parts))
 
 
 @functools.lru_cache(maxsize=64)
@@ -104,7 +113,7 @@ class Arguments:
 
     def first(self) -> Value:
         """The first positional argument."""
-        return self.positional[0] if self.positional else PLAIN
+        return self.positional[0] if self.positional else v.PLAIN
 
     def values(self) -> list[Value]:
         """All arguments, however they are given."""
@@ -136,12 +145,12 @@ def enter_function(
     """
     plain, bound_to = underlying(function)
     node = find_node(plain) if plain is not None else None
-    if plain is None or node is None or frame.depth >= MOST_DEPTH:
+    if plain is None or node is None or frame.depth >= v.MOST_DEPTH:
         return None
     if bound_to is not None and receiver is None:
-        arguments = arguments.after(known(bound_to))
+        arguments = arguments.after(v.known(bound_to))
     if frame.analysis.running.count((node, id(receiver))) >= 2:
-        return opaque(*arguments.values())
+        return v.opaque(*arguments.values())
     inner = frame.child(plain, receiver, _defaults(plain, node))
     inner.chain = frame.chain if chain is None else chain
     inner.loops = frame.unwalked(through) if through is not None else frame.loops
@@ -150,16 +159,16 @@ def enter_function(
 
 def result_of(function: Any, receiver: Any, arguments: list[Value], frame: Frame) -> Value:
     """What a function returns that is called with its receiver and these; nothing is known without its source."""
-    result = enter_function(function, Arguments([known(receiver), *arguments]), frame, receiver=receiver)
-    return result if result is not None else PLAIN
+    result = enter_function(function, Arguments([v.known(receiver), *arguments]), frame, receiver=receiver)
+    return result if result is not None else v.PLAIN
 
 
-def enter_closure(closure: Closure, arguments: Arguments, frame: Frame) -> Value:
+def enter_closure(closure: v.Closure, arguments: Arguments, frame: Frame) -> Value:
     """Read a function that the code itself defines."""
     home: Frame = closure.frame
     key = (closure.node, id(home))
-    if frame.depth >= MOST_DEPTH or frame.analysis.running.count(key) >= 2:
-        return opaque(*arguments.values())
+    if frame.depth >= v.MOST_DEPTH or frame.analysis.running.count(key) >= 2:
+        return v.opaque(*arguments.values())
     args = closure.node.args
     positional = [*args.posonlyargs, *args.args]
     defaults = [*zip(positional[len(positional) - len(args.defaults) :], args.defaults, strict=True)]
@@ -176,7 +185,7 @@ def start(function: Any, module: nn.Module, frame: Frame) -> Value | None:
     if plain is None or node is None:
         return None
     names = [*node.args.posonlyargs, *node.args.args]
-    first = known(bound_to if bound_to is not None else module)
+    first = v.known(bound_to if bound_to is not None else module)
     arguments = Arguments([first, *(_argument(name) for name in names[1:])], spread=True)
     arguments.keywords = {name.arg: _argument(name) for name in node.args.kwonlyargs}
     return _run(node, arguments, frame.child(plain, module, {}), (node, id(module)))
@@ -189,10 +198,10 @@ def _argument(parameter: ast.arg) -> Value:
     """What the caller may hand in: a tensor if the annotation says so and nothing else, otherwise unknown."""
     annotation = parameter.annotation
     if annotation is None:
-        return ARGUMENT
+        return v.ARGUMENT
     text = str(annotation.value) if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
     others = {word for word in re.findall(r"\w+", text) if not word.endswith("Tensor")}
-    return TENSOR if "Tensor" in text and others <= _AROUND_TENSOR else ARGUMENT
+    return v.TENSOR if "Tensor" in text and others <= _AROUND_TENSOR else v.ARGUMENT
 
 
 def _run(node: FunctionNode, arguments: Arguments, frame: Frame, key: Any) -> Value:
@@ -207,11 +216,11 @@ def _run(node: FunctionNode, arguments: Arguments, frame: Frame, key: Any) -> Va
     finally:
         analysis.running.pop()
     ends = [*frame.exit_counts, *([] if frame.dead else [analysis.counts])]
-    analysis.counts = join_counts(ends) if ends else analysis.counts
+    analysis.counts = v.join_counts(ends) if ends else analysis.counts
     if is_generator(node):
-        return just(Many(join(frame.yields) if frame.yields else NONE))
-    results = [*frame.returns, *([] if frame.dead else [NONE])]
-    return join(results) if results else NONE
+        return v.just(v.Repeated(v.join(frame.yields) if frame.yields else v.NONE))
+    results = [*frame.returns, *([] if frame.dead else [v.NONE])]
+    return v.join(results) if results else v.NONE
 
 
 def _bind(args: ast.arguments, arguments: Arguments, names: dict[str, Value]) -> None:
@@ -222,14 +231,14 @@ def _bind(args: ast.arguments, arguments: Arguments, names: dict[str, Value]) ->
         if name in keywords:
             names[name] = keywords.pop(name)
         elif arguments.spread or name not in names:
-            names[name] = join([ARGUMENT, *([names[name]] if name in names else [])])
-    source = ARGUMENT.source if arguments.spread else PLAIN.source
-    rest = Value(open=arguments.spread, source=source)
+            names[name] = v.join([v.ARGUMENT, *([names[name]] if name in names else [])])
+    source = v.ARGUMENT.source if arguments.spread else v.PLAIN.source
+    rest = Value(may_be_unknown=arguments.spread, source=source)
     if args.vararg is not None:
-        atom = Sequence(tuple(arguments.positional[len(parameters) :]))
-        names[args.vararg.arg] = rest.like(atoms=frozenset({atom}))
+        atom = v.Sequence(tuple(arguments.positional[len(parameters) :]))
+        names[args.vararg.arg] = rest.replace(atoms=frozenset({atom}))
     if args.kwarg is not None:
-        names[args.kwarg.arg] = rest.like(atoms=frozenset({Mapping(tuple(keywords.items()))}))
+        names[args.kwarg.arg] = rest.replace(atoms=frozenset({v.Mapping(tuple(keywords.items()))}))
 
 
 def _defaults(function: types.FunctionType, node: FunctionNode) -> dict[str, Value]:
@@ -237,7 +246,7 @@ def _defaults(function: types.FunctionType, node: FunctionNode) -> dict[str, Val
     positional = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
     given = function.__defaults__ or ()
     defaults = [*zip(positional[len(positional) - len(given) :], given, strict=False)]
-    return {name: known(default) for name, default in (*defaults, *(function.__kwdefaults__ or {}).items())}
+    return {name: v.known(default) for name, default in (*defaults, *(function.__kwdefaults__ or {}).items())}
 
 
 def defining_class(frame: Frame) -> type | None:

@@ -9,40 +9,10 @@ from typing import Any
 
 import torch
 
-from shardwise.planning.source.attributes import (
-    assign,
-    contents,
-    item,
-    load,
-    method_reads_content,
-    method_result,
-    truth,
-    walk,
-)
+from shardwise.planning.source import attributes
+from shardwise.planning.source import values as v
 from shardwise.planning.source.calls import container_method, evaluate_arguments, hand_over, invoke
-from shardwise.planning.source.values import (
-    HANDLERS,
-    NONE,
-    PLAIN,
-    Closure,
-    Frame,
-    Known,
-    Loop,
-    Many,
-    Mapping,
-    Origin,
-    Sequence,
-    Unknown,
-    Value,
-    handles,
-    inside,
-    join,
-    join_counts,
-    join_names,
-    just,
-    known,
-    opaque,
-)
+from shardwise.planning.source.values import Frame, Origin, Value
 
 
 def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame) -> int | None:
@@ -58,10 +28,12 @@ def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame
     """
     analysis = frame.analysis
     analysis.num_loops += 1
-    element, count, dynamic = walk(iterable, frame) if iterable is not None else (Value(open=True), None, False)
+    element, count, dynamic = (
+        attributes.walk(iterable, frame) if iterable is not None else (Value(may_be_unknown=True), None, False)
+    )
     if count == 0:
         return count
-    loop = Loop(analysis.num_loops, count)
+    loop = v.Loop(analysis.num_loops, count)
     element = _mark(element, loop.identity)
     before = (frame.loops, frame.conditional, frame.skipping, frame.jumps)
     names_before, counts_before = dict(frame.names), analysis.counts
@@ -74,8 +46,8 @@ def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame
         # A turn ends with its code, or at a `continue` or `break`; one that returns or raises does not go on.
         ends = [*frame.jumps, *([] if frame.dead else [(frame.names, analysis.counts)])]
         if turn == 0 and ends:
-            counts_after = join_counts([counts for _, counts in ends])
-        frame.names = join_names([names_before, *(names for names, _ in ends)])
+            counts_after = v.join_counts([counts for _, counts in ends])
+        frame.names = v.join_names([names_before, *(names for names, _ in ends)])
         frame.dead, frame.skipping = "", before[2]
     analysis.counts = counts_after
     frame.loops, frame.conditional, frame.skipping, frame.jumps = before
@@ -85,10 +57,10 @@ def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame
 def _mark(element: Value, identity: int) -> Value:
     """The element and, where it is a row, each part of it, as chosen by this loop's turn."""
     atoms = frozenset(
-        Sequence(tuple(_mark(inner, identity) for inner in atom.items)) if isinstance(atom, Sequence) else atom
+        v.Sequence(tuple(_mark(inner, identity) for inner in atom.items)) if isinstance(atom, v.Sequence) else atom
         for atom in element.atoms
     )
-    return element.like(atoms=atoms, loops=element.loops | {identity})
+    return element.replace(atoms=atoms, loops=element.loops | {identity})
 
 
 def comprehension(generators: list[ast.comprehension], results: list[ast.expr], frame: Frame) -> Value:
@@ -104,7 +76,7 @@ def comprehension(generators: list[ast.comprehension], results: list[ast.expr], 
         iterable = frame.evaluate(generator.iter)
 
         def body(element: Value) -> None:
-            assign(generator.target, element, frame)
+            attributes.assign(generator.target, element, frame)
             tests = [frame.evaluate(test) for test in generator.ifs]
             with frame.under(any(test.source >= Origin.TENSOR for test in tests)):
                 level(depth + 1)
@@ -114,50 +86,54 @@ def comprehension(generators: list[ast.comprehension], results: list[ast.expr], 
     count = level(0)
     frame.names = {name: frame.names.get(name, value) for name, value in outside.items()}
     is_counted = len(generators) == 1 and not generators[0].ifs
-    return just(Many(join(made).like(loops=frozenset()), count if is_counted else None))
+    return v.just(v.Repeated(v.join(made).replace(loops=frozenset()), count if is_counted else None))
 
 
-@handles(HANDLERS, ast.Tuple, ast.List, ast.Set)
+@v.handles(v.HANDLERS, ast.Tuple, ast.List, ast.Set)
 def _sequence(node: ast.Tuple | ast.List | ast.Set, frame: Frame) -> Value:
     items: list[Value] = []
     for part in node.elts:
         value = frame.evaluate(part.value if isinstance(part, ast.Starred) else part)
         if not isinstance(part, ast.Starred):
             items.append(value)
-        elif len(value.atoms) == 1 and not value.open and isinstance(inner := next(iter(value.atoms)), Sequence):
+        elif (
+            len(value.atoms) == 1
+            and not value.may_be_unknown
+            and isinstance(inner := next(iter(value.atoms)), v.Sequence)
+        ):
             items += inner.items
         else:
             rest = [frame.evaluate(other) for other in node.elts[len(items) :]]
-            return just(Many(join([*items, item(value, PLAIN, frame), *rest])))
-    return just(Sequence(tuple(items)))
+            return v.just(v.Repeated(v.join([*items, attributes.item(value, v.PLAIN, frame), *rest])))
+    return v.just(v.Sequence(tuple(items)))
 
 
-@handles(HANDLERS, ast.Dict)
+@v.handles(v.HANDLERS, ast.Dict)
 def _dict(node: ast.Dict, frame: Frame) -> Value:
     rows: dict[Any, Value] = {}
     loose: list[Value] = []
     for key, part in zip(node.keys, node.values, strict=True):
         value = frame.evaluate(part)
-        name = frame.evaluate(key).only() if key is not None else Unknown
+        name = frame.evaluate(key).constant() if key is not None else v.Unknown
         if isinstance(name, str | int):
             rows[name] = value
         else:
             loose.append(value)
     if loose:
-        return Value(frozenset({Mapping((*rows.items(), (None, join(loose))))}), open=True)
-    return just(Mapping(tuple(rows.items())))
+        return Value(frozenset({v.Mapping((*rows.items(), (None, v.join(loose))))}), may_be_unknown=True)
+    return v.just(v.Mapping(tuple(rows.items())))
 
 
-@handles(HANDLERS, ast.JoinedStr)
+@v.handles(v.HANDLERS, ast.JoinedStr)
 def _f_string(node: ast.JoinedStr, frame: Frame) -> Value:
     values = [frame.evaluate(part.value if isinstance(part, ast.FormattedValue) else part) for part in node.values]
-    objects = [value.only() for value in values]
-    together = opaque(*values)
+    objects = [value.constant() for value in values]
+    together = v.opaque(*values)
     if all(isinstance(thing, str | int) for thing in objects):
         text = "".join(str(thing) for thing in objects)
-        return known(text).like(loops=together.loops)
+        return v.known(text).replace(loops=together.loops)
     pattern = "".join(re.escape(str(thing)) if isinstance(thing, str | int) else ".*" for thing in objects)
-    return together.like(atoms=frozenset({Known(re.compile(pattern))}))
+    return together.replace(atoms=frozenset({v.Known(re.compile(pattern))}))
 
 
 _ARITHMETIC: dict[type[ast.operator], Any] = {
@@ -174,61 +150,61 @@ _SIMPLE = (bool, int, float, str, type(None))
 
 def combine(left: Value, right: Value, op: ast.operator, frame: Frame) -> Value:
     """`left op right`: numbers are computed, lists joined, everything else is data."""
-    one, other = left.only(), right.only()
+    one, other = left.constant(), right.constant()
     loops = left.loops | right.loops
     if type(one) in (int, float, str) and type(other) is type(one) and type(op) in _ARITHMETIC:
         try:
             if isinstance(one, str) or (abs(one) < 1e9 and abs(other) < 1e9):
-                return known(_ARITHMETIC[type(op)](one, other)).like(loops=loops)
+                return v.known(_ARITHMETIC[type(op)](one, other)).replace(loops=loops)
         except (TypeError, ZeroDivisionError):
-            return opaque(left, right)
+            return v.opaque(left, right)
     if isinstance(op, ast.Add | ast.Mult) and (_is_list(left) or _is_list(right)):
         return _join_lists([value for value in (left, right) if _is_list(value)], frame)
-    result = opaque(frame.consume(left), frame.consume(right))
+    result = v.opaque(frame.consume(left), frame.consume(right))
     is_mask = isinstance(op, ast.BitAnd | ast.BitOr) or min(left.source, right.source) != Origin.TENSOR
-    return result if is_mask or result.source != Origin.CONTENT else result.like(source=Origin.TENSOR)
+    return result if is_mask or result.source != Origin.TENSOR_VALUE else result.replace(source=Origin.TENSOR)
 
 
 def _is_list(value: Value) -> bool:
-    lists = [isinstance(contents(atom), Sequence | Many) for atom in value.atoms]
-    return bool(lists) and all(lists) and not value.open
+    lists = [isinstance(attributes.contents(atom), v.Sequence | v.Repeated) for atom in value.atoms]
+    return bool(lists) and all(lists) and not value.may_be_unknown
 
 
 def _join_lists(values: list[Value], frame: Frame) -> Value:
-    sequences = [atom for value in values for atom in value.atoms if isinstance(atom, Sequence)]
+    sequences = [atom for value in values for atom in value.atoms if isinstance(atom, v.Sequence)]
     if len(values) == 2 == len(sequences) == sum(len(value.atoms) for value in values):
-        return just(Sequence(sequences[0].items + sequences[1].items))
-    return just(Many(join(item(value, PLAIN, frame) for value in values)))
+        return v.just(v.Sequence(sequences[0].items + sequences[1].items))
+    return v.just(v.Repeated(v.join(attributes.item(value, v.PLAIN, frame) for value in values)))
 
 
-@handles(HANDLERS, ast.UnaryOp)
+@v.handles(v.HANDLERS, ast.UnaryOp)
 def _unary(node: ast.UnaryOp, frame: Frame) -> Value:
     value = frame.evaluate(node.operand)
     if isinstance(node.op, ast.Not):
-        answer = truth(value)
-        return PLAIN.like(source=value.source) if answer is None else known(not answer)
-    number = value.only()
+        answer = attributes.truth(value)
+        return v.PLAIN.replace(source=value.source) if answer is None else v.known(not answer)
+    number = value.constant()
     if isinstance(node.op, ast.USub) and type(number) in (int, float):
-        return known(-number)
+        return v.known(-number)
     return frame.consume(value)
 
 
-@handles(HANDLERS, ast.BoolOp)
+@v.handles(v.HANDLERS, ast.BoolOp)
 def _boolean(node: ast.BoolOp, frame: Frame) -> Value:
     """`a and b` stops at the first operand that is known to decide."""
     stops_at = isinstance(node.op, ast.Or)
     values = []
     for part in node.values:
         value = frame.evaluate(part)
-        answer = truth(value)
+        answer = attributes.truth(value)
         if answer is stops_at:
-            return value if not values or not stops_at else join([*values, value])
+            return value if not values or not stops_at else v.join([*values, value])
         if answer is None or part is node.values[-1]:
             values.append(value)
-    return join(values)
+    return v.join(values)
 
 
-@handles(HANDLERS, ast.Compare)
+@v.handles(v.HANDLERS, ast.Compare)
 def _compare(node: ast.Compare, frame: Frame) -> Value:
     left = frame.evaluate(node.left)
     results = []
@@ -236,71 +212,71 @@ def _compare(node: ast.Compare, frame: Frame) -> Value:
         right = frame.evaluate(part)
         results.append(_compare_two(left, op, right, frame))
         left = right
-    return results[0] if len(results) == 1 else opaque(*results)
+    return results[0] if len(results) == 1 else v.opaque(*results)
 
 
 def _compare_two(left: Value, op: ast.cmpop, right: Value, frame: Frame) -> Value:
-    one, other = left.only(), right.only()
+    one, other = left.constant(), right.constant()
     if isinstance(op, ast.Is | ast.IsNot):
         answer = _same_object(left, right)
-        return PLAIN if answer is None else known(answer is isinstance(op, ast.Is))
+        return v.PLAIN if answer is None else v.known(answer is isinstance(op, ast.Is))
     if left.source == Origin.RANDOM and isinstance(op, ast.Lt | ast.LtE) and other in (0, 0.0) and other is not False:
-        return known(False)  # layerdrop that is switched off
+        return v.known(False)  # layerdrop that is switched off
     if isinstance(one, _SIMPLE) and isinstance(other, _SIMPLE):
         try:
-            return known(bool(_COMPARISON[type(op)](one, other)))
+            return v.known(bool(_COMPARISON[type(op)](one, other)))
         except (TypeError, KeyError):
-            return PLAIN
+            return v.PLAIN
     if isinstance(op, ast.In | ast.NotIn) and isinstance(one, _SIMPLE):
         members = _constants(right)
         if members is not None:
-            return known((one in members) is isinstance(op, ast.In))
+            return v.known((one in members) is isinstance(op, ast.In))
     else:
         frame.consume(left)
         frame.consume(right)
-    result = opaque(left, right)
-    return result.like(source=Origin.CONTENT) if result.source >= Origin.TENSOR else result
+    result = v.opaque(left, right)
+    return result.replace(source=Origin.TENSOR_VALUE) if result.source >= Origin.TENSOR else result
 
 
 def _constants(value: Value) -> list[Any] | None:
     """The members of a list of constants, written out or real."""
-    held = contents(next(iter(value.atoms))) if len(value.atoms) == 1 and not value.open else None
-    if not isinstance(held, Sequence | Mapping):
+    held = attributes.contents(next(iter(value.atoms))) if len(value.atoms) == 1 and not value.may_be_unknown else None
+    if not isinstance(held, v.Sequence | v.Mapping):
         return None
-    is_list = isinstance(held, Sequence)
-    members = [inner.only() for inner in held.items] if is_list else [key for key, _ in held.items]
+    is_list = isinstance(held, v.Sequence)
+    members = [inner.constant() for inner in held.items] if is_list else [key for key, _ in held.items]
     return members if all(isinstance(thing, _SIMPLE) for thing in members) else None
 
 
 def _same_object(left: Value, right: Value) -> bool | None:
-    one, other = left.only(), right.only()
-    if one is not Unknown and other is not Unknown:
+    one, other = left.constant(), right.constant()
+    if one is not v.Unknown and other is not v.Unknown:
         return one is other
     for value, thing in ((left, other), (right, one)):
-        if thing is None and not value.open and value.atoms and Known(None) not in value.atoms:
+        if thing is None and not value.may_be_unknown and value.atoms and v.Known(None) not in value.atoms:
             return False
     return None
 
 
-@handles(HANDLERS, ast.IfExp)
+@v.handles(v.HANDLERS, ast.IfExp)
 def _conditional(node: ast.IfExp, frame: Frame) -> Value:
     test = frame.evaluate(node.test)
-    answer = truth(test)
+    answer = attributes.truth(test)
     if answer is not None:
         return frame.evaluate(node.body if answer else node.orelse)
     depends = test.source >= Origin.TENSOR
     with frame.under(depends):
-        result = join([frame.evaluate(node.body), frame.evaluate(node.orelse)])
-    return result.like(picked=result.picked or (depends and len(result.atoms) > 1))
+        result = v.join([frame.evaluate(node.body), frame.evaluate(node.orelse)])
+    return result.replace(data_dependent=result.data_dependent or (depends and len(result.atoms) > 1))
 
 
-@handles(HANDLERS, ast.Slice)
+@v.handles(v.HANDLERS, ast.Slice)
 def _slice(node: ast.Slice, frame: Frame) -> Value:
-    bounds = [frame.evaluate(part) if part is not None else NONE for part in (node.lower, node.upper, node.step)]
-    numbers = [bound.only() for bound in bounds]
+    bounds = [frame.evaluate(part) if part is not None else v.NONE for part in (node.lower, node.upper, node.step)]
+    numbers = [bound.constant() for bound in bounds]
     if all(number is None or type(number) is int for number in numbers):
-        return known(slice(*numbers))
-    return Value(frozenset({Known(slice)}), open=True, source=max(bound.source for bound in bounds))
+        return v.known(slice(*numbers))
+    return Value(frozenset({v.Known(slice)}), may_be_unknown=True, source=max(bound.source for bound in bounds))
 
 
 _GROWING = ("append", "extend", "insert", "add", "appendleft")
@@ -308,7 +284,7 @@ _FROM_LIKENESS = {"to", "type_as", "view_as", "expand_as", "reshape_as", "is_sam
 """`x.to(weight)` only looks at the dtype and shape of its argument."""
 
 
-@handles(HANDLERS, ast.Call)
+@v.handles(v.HANDLERS, ast.Call)
 def _call(node: ast.Call, frame: Frame) -> Value:
     if not isinstance(node.func, ast.Attribute):
         return invoke(frame.evaluate(node.func), evaluate_arguments(node, frame), frame)
@@ -320,60 +296,66 @@ def _call(node: ast.Call, frame: Frame) -> Value:
     found = container_method(receiver, name, arguments, frame)
     if found is not None:
         return found
-    tensors = frozenset(a for a in receiver.atoms if isinstance(a, Known) and isinstance(a.object, torch.Tensor))
-    rest = receiver.like(atoms=receiver.atoms - tensors)
+    tensors = frozenset(a for a in receiver.atoms if isinstance(a, v.Known) and isinstance(a.object, torch.Tensor))
+    rest = receiver.replace(atoms=receiver.atoms - tensors)
     results = []
     if tensors:
-        if method_reads_content(name):
-            frame.consume(receiver.like(atoms=tensors))
-        results.append(method_result(Value(open=True, source=Origin.TENSOR), name, arguments))
+        if attributes.method_reads_content(name):
+            frame.consume(receiver.replace(atoms=tensors))
+        results.append(attributes.method_result(Value(may_be_unknown=True, source=Origin.TENSOR), name, arguments))
     if rest.atoms:
-        results.append(invoke(load(rest.like(open=False), name, frame).like(loops=rest.loops), arguments, frame))
-    if receiver.open or not receiver.atoms or tensors:
+        results.append(
+            invoke(
+                attributes.load(rest.replace(may_be_unknown=False), name, frame).replace(loops=rest.loops),
+                arguments,
+                frame,
+            )
+        )
+    if receiver.may_be_unknown or not receiver.atoms or tensors:
         if name not in _FROM_LIKENESS and not rest.atoms:
             hand_over(arguments, frame, name=name)
-        results.append(method_result(receiver, name, arguments))
-    return join(results)
+        results.append(attributes.method_result(receiver, name, arguments))
+    return v.join(results)
 
 
 def _grow(name: str, receiver: Value, how: str, values: list[Value], frame: Frame) -> Value:
     """`blocks.append(block)`: the list may hold one more from here on."""
-    added = values[-1] if values else PLAIN
-    if not added.atoms and not any(isinstance(atom, Sequence | Many) for atom in receiver.atoms):
-        return NONE
-    pieces = [added if how != "extend" else item(added, PLAIN, frame)]
-    pieces += (part for atom in receiver.atoms for part in inside(atom))
-    grown = just(Many(join(pieces).like(loops=frozenset())))
+    added = values[-1] if values else v.PLAIN
+    if not added.atoms and not any(isinstance(atom, v.Sequence | v.Repeated) for atom in receiver.atoms):
+        return v.NONE
+    pieces = [added if how != "extend" else attributes.item(added, v.PLAIN, frame)]
+    pieces += (part for atom in receiver.atoms for part in v.inside(atom))
+    grown = v.just(v.Repeated(v.join(pieces).replace(loops=frozenset())))
     home: Frame | None = frame
     while home is not None and name not in home.names:
         home = home.outer
     (home or frame).names[name] = grown
-    return NONE
+    return v.NONE
 
 
-@handles(HANDLERS, ast.NamedExpr)
+@v.handles(v.HANDLERS, ast.NamedExpr)
 def _walrus(node: ast.NamedExpr, frame: Frame) -> Value:
     value = frame.evaluate(node.value)
     frame.names[node.target.id] = value
     return value
 
 
-@handles(HANDLERS, ast.Yield, ast.YieldFrom)
+@v.handles(v.HANDLERS, ast.Yield, ast.YieldFrom)
 def _yield(node: ast.Yield | ast.YieldFrom, frame: Frame) -> Value:
-    value = frame.evaluate(node.value) if node.value is not None else NONE
-    frame.yields.append(item(value, PLAIN, frame) if isinstance(node, ast.YieldFrom) else value)
-    return PLAIN
+    value = frame.evaluate(node.value) if node.value is not None else v.NONE
+    frame.yields.append(attributes.item(value, v.PLAIN, frame) if isinstance(node, ast.YieldFrom) else value)
+    return v.PLAIN
 
 
-@handles(HANDLERS, ast.Assign, ast.AnnAssign)
+@v.handles(v.HANDLERS, ast.Assign, ast.AnnAssign)
 def _assign(node: ast.Assign | ast.AnnAssign, frame: Frame) -> None:
     if node.value is not None:
         value = frame.evaluate(node.value)
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            assign(target, value, frame)
+            attributes.assign(target, value, frame)
 
 
-@handles(HANDLERS, ast.AugAssign)
+@v.handles(v.HANDLERS, ast.AugAssign)
 def _augmented(node: ast.AugAssign, frame: Frame) -> None:
     added = frame.evaluate(node.value)
     target = frame.evaluate(node.target)
@@ -382,28 +364,28 @@ def _augmented(node: ast.AugAssign, frame: Frame) -> None:
         frame.names[node.target.id] = value
 
 
-@handles(HANDLERS, ast.Return)
+@v.handles(v.HANDLERS, ast.Return)
 def _return(node: ast.Return, frame: Frame) -> None:
-    frame.returns.append(frame.evaluate(node.value) if node.value is not None else NONE)
+    frame.returns.append(frame.evaluate(node.value) if node.value is not None else v.NONE)
     frame.exit_counts.append(frame.analysis.counts)
     frame.dead = "jump"
 
 
-@handles(HANDLERS, ast.Continue, ast.Break)
+@v.handles(v.HANDLERS, ast.Continue, ast.Break)
 def _jump(node: ast.stmt, frame: Frame) -> None:
     frame.jumps.append((dict(frame.names), dict(frame.analysis.counts)))
     frame.dead = "jump"
 
 
-@handles(HANDLERS, ast.Raise)
+@v.handles(v.HANDLERS, ast.Raise)
 def _raise(node: ast.Raise, frame: Frame) -> None:
     frame.dead = "raise"
 
 
-@handles(HANDLERS, ast.If)
+@v.handles(v.HANDLERS, ast.If)
 def _if(node: ast.If, frame: Frame) -> None:
     test = frame.evaluate(node.test)
-    answer = truth(test)
+    answer = attributes.truth(test)
     if answer is not None:
         frame.execute(node.body if answer else node.orelse)
         return
@@ -414,7 +396,7 @@ def _if(node: ast.If, frame: Frame) -> None:
 def _branches(bodies: list[list[ast.stmt]], frame: Frame, *, depends: bool) -> None:
     """Run alternatives from the same start and let those that go on meet again."""
     names, counts = frame.names, frame.analysis.counts
-    ends: list[tuple[dict[str, Value], dict[int, int], str]] = []
+    ends: list[tuple[dict[str, Value], dict[str, int], str]] = []
     for body in bodies:
         frame.names, frame.analysis.counts = dict(names), dict(counts)
         with frame.under(depends):
@@ -424,26 +406,26 @@ def _branches(bodies: list[list[ast.stmt]], frame: Frame, *, depends: bool) -> N
     going_on = [end for end in ends if not end[2]]
     jumped = any(end[2] == "jump" for end in ends)
     if going_on:
-        frame.names = join_names([end[0] for end in going_on])
-        frame.analysis.counts = join_counts([end[1] for end in going_on])
+        frame.names = v.join_names([end[0] for end in going_on])
+        frame.analysis.counts = v.join_counts([end[1] for end in going_on])
         frame.skipping = frame.skipping or (depends and jumped)
     else:
         frame.dead = "jump" if jumped else "raise"
 
 
-@handles(HANDLERS, ast.For, ast.AsyncFor)
+@v.handles(v.HANDLERS, ast.For, ast.AsyncFor)
 def _for(node: ast.For, frame: Frame) -> None:
     iterable = frame.evaluate(node.iter)
 
     def body(element: Value) -> None:
-        assign(node.target, element, frame)
+        attributes.assign(node.target, element, frame)
         frame.execute(node.body)
 
     run_loop(iterable, body, frame)
     frame.execute(node.orelse)
 
 
-@handles(HANDLERS, ast.While)
+@v.handles(v.HANDLERS, ast.While)
 def _while(node: ast.While, frame: Frame) -> None:
     def body(_: Value) -> None:
         test = frame.evaluate(node.test)
@@ -454,16 +436,16 @@ def _while(node: ast.While, frame: Frame) -> None:
     frame.execute(node.orelse)
 
 
-@handles(HANDLERS, ast.With, ast.AsyncWith)
+@v.handles(v.HANDLERS, ast.With, ast.AsyncWith)
 def _with(node: ast.With, frame: Frame) -> None:
     for managed in node.items:
         value = frame.evaluate(managed.context_expr)
         if managed.optional_vars is not None:
-            assign(managed.optional_vars, value, frame)
+            attributes.assign(managed.optional_vars, value, frame)
     frame.execute(node.body)
 
 
-@handles(HANDLERS, ast.Try, ast.TryStar)
+@v.handles(v.HANDLERS, ast.Try, ast.TryStar)
 def _try(node: ast.Try, frame: Frame) -> None:
     _branches([[*node.body, *node.orelse], *([*handler.body] for handler in node.handlers)], frame, depends=False)
     dead = frame.dead
@@ -472,47 +454,47 @@ def _try(node: ast.Try, frame: Frame) -> None:
     frame.dead = frame.dead or dead
 
 
-@handles(HANDLERS, ast.Match)
+@v.handles(v.HANDLERS, ast.Match)
 def _match(node: ast.Match, frame: Frame) -> None:
     subject = frame.evaluate(node.subject)
     for case in node.cases:
         for pattern in ast.walk(case.pattern):
             name = getattr(pattern, "name", None)
             if isinstance(name, str):
-                frame.names[name] = PLAIN.like(source=subject.source)
+                frame.names[name] = v.PLAIN.replace(source=subject.source)
     _branches([*(case.body for case in node.cases), []], frame, depends=subject.source >= Origin.TENSOR)
 
 
-@handles(HANDLERS, ast.FunctionDef, ast.AsyncFunctionDef)
+@v.handles(v.HANDLERS, ast.FunctionDef, ast.AsyncFunctionDef)
 def _function(node: ast.FunctionDef, frame: Frame) -> None:
-    frame.names[node.name] = just(Closure(node, frame))
+    frame.names[node.name] = v.just(v.Closure(node, frame))
 
 
-@handles(HANDLERS, ast.Import)
+@v.handles(v.HANDLERS, ast.Import)
 def _import(node: ast.Import, frame: Frame) -> None:
     for alias in node.names:
         module = sys.modules.get(alias.name if alias.asname else alias.name.split(".")[0])
-        frame.names[alias.asname or alias.name.split(".")[0]] = known(module) if module is not None else PLAIN
+        frame.names[alias.asname or alias.name.split(".")[0]] = v.known(module) if module is not None else v.PLAIN
 
 
-@handles(HANDLERS, ast.ImportFrom)
+@v.handles(v.HANDLERS, ast.ImportFrom)
 def _import_from(node: ast.ImportFrom, frame: Frame) -> None:
     package = (frame.function.__globals__.get("__package__") or "") if frame.function is not None else ""
     base = package.rsplit(".", node.level - 1)[0] if node.level else ""
     source = ".".join(part for part in (base, node.module or "") if part)
     names = vars(sys.modules[source]) if source in sys.modules else {}
     for alias in node.names:
-        frame.names[alias.asname or alias.name] = known(names[alias.name]) if alias.name in names else PLAIN
+        frame.names[alias.asname or alias.name] = v.known(names[alias.name]) if alias.name in names else v.PLAIN
 
 
-HANDLERS |= {
+v.HANDLERS |= {
     ast.BinOp: lambda node, frame: combine(frame.evaluate(node.left), frame.evaluate(node.right), node.op, frame),
-    ast.Constant: lambda node, frame: known(node.value),
+    ast.Constant: lambda node, frame: v.known(node.value),
     ast.Name: lambda node, frame: frame.lookup(node.id),
-    ast.Attribute: lambda node, frame: load(frame.evaluate(node.value), node.attr, frame),
-    ast.Subscript: lambda node, frame: item(frame.evaluate(node.value), frame.evaluate(node.slice), frame),
-    ast.Starred: lambda node, frame: item(frame.evaluate(node.value), PLAIN, frame),
-    ast.Lambda: lambda node, frame: just(Closure(node, frame)),
+    ast.Attribute: lambda node, frame: attributes.load(frame.evaluate(node.value), node.attr, frame),
+    ast.Subscript: lambda node, frame: attributes.item(frame.evaluate(node.value), frame.evaluate(node.slice), frame),
+    ast.Starred: lambda node, frame: attributes.item(frame.evaluate(node.value), v.PLAIN, frame),
+    ast.Lambda: lambda node, frame: v.just(v.Closure(node, frame)),
     ast.Await: lambda node, frame: frame.evaluate(node.value),
     ast.ListComp: lambda node, frame: comprehension(node.generators, [node.elt], frame),
     ast.SetComp: lambda node, frame: comprehension(node.generators, [node.elt], frame),
@@ -520,5 +502,5 @@ HANDLERS |= {
     ast.DictComp: lambda node, frame: comprehension(node.generators, [node.key, node.value], frame),
     ast.Expr: lambda node, frame: frame.evaluate(node.value),
     ast.Assert: lambda node, frame: frame.evaluate(node.test),
-    ast.ClassDef: lambda node, frame: frame.names.update({node.name: PLAIN}),
+    ast.ClassDef: lambda node, frame: frame.names.update({node.name: v.PLAIN}),
 }

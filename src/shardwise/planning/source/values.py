@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.planning.calls import Fact, Places, is_holder
+from shardwise.planning.calls import Places, Use, UseKind, is_holder
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _MOST_ATOMS = 20_000
@@ -29,7 +29,7 @@ class Origin(IntEnum):
     """Handed in by the caller: a tensor or a flag, nobody knows."""
     TENSOR = 2
     """Certainly a tensor; a condition on it depends on the data."""
-    CONTENT = 3
+    TENSOR_VALUE = 3
     """A number or mask computed from a tensor's content."""
     DYNAMIC = 4
     """A tensor or list whose very length depends on the data."""
@@ -70,7 +70,7 @@ class Mapping:
 
 
 @dataclass(frozen=True, slots=True)
-class Many:
+class Repeated:
     """Any number of values that are all alike: a loop, a comprehension, a container walked through."""
 
     element: "Value"
@@ -112,11 +112,11 @@ class Super:
 
 
 @dataclass(frozen=True, slots=True)
-class Absent:
+class Missing:
     """An attribute that the module does not have: code that uses it cannot run as the model stands."""
 
 
-Atom = Known | Sequence | Mapping | Many | Bound | Closure | Partial | Super | Absent
+Atom = Known | Sequence | Mapping | Repeated | Bound | Closure | Partial | Super | Missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +124,17 @@ class Value:
     """What an expression may be."""
 
     atoms: frozenset[Atom] = frozenset()
-    open: bool = False
+    may_be_unknown: bool = False
     """It may also be something that the reader does not know."""
     source: Origin = Origin.PLAIN
-    picked: bool = False
+    data_dependent: bool = False
     """Which of the atoms it is depends on the data."""
     loops: frozenset[int] = frozenset()
     """The loops whose turn decides which of the atoms it is."""
 
-    def only(self) -> Any:
+    def constant(self) -> Any:
         """The one real object it must be, or `Unknown`."""
-        if len(self.atoms) == 1 and not self.open:
+        if len(self.atoms) == 1 and not self.may_be_unknown:
             (atom,) = self.atoms
             if isinstance(atom, Known):
                 return atom.object
@@ -145,9 +145,14 @@ class Value:
         """How many objects it may be."""
         return len({id(_object(leaf)) for leaf in leaves(self)})
 
-    def like(self, **changes: Any) -> "Value":
+    def replace(self, **changes: Any) -> "Value":
         """The same value but for these fields."""
         return replace(self, **changes)
+
+    def selected_by(self, other: "Value") -> "Value":
+        """The same value; which of its atoms it is depends on all that `other` depends on."""
+        dependent = self.data_dependent or other.data_dependent
+        return self.replace(data_dependent=dependent, loops=self.loops | other.loops)
 
 
 def _object(leaf: "Known | Bound | Closure") -> Any:
@@ -158,10 +163,10 @@ class Unknown:
     """Stands for "no single object"; never instantiated."""
 
 
-PLAIN = Value(open=True)
-ARGUMENT = Value(open=True, source=Origin.ARGUMENT)
-TENSOR = Value(open=True, source=Origin.TENSOR)
-CONTENT = Value(open=True, source=Origin.CONTENT)
+PLAIN = Value(may_be_unknown=True)
+ARGUMENT = Value(may_be_unknown=True, source=Origin.ARGUMENT)
+TENSOR = Value(may_be_unknown=True, source=Origin.TENSOR)
+TENSOR_VALUE = Value(may_be_unknown=True, source=Origin.TENSOR_VALUE)
 NONE = Value(frozenset({Known(None)}))
 
 
@@ -179,7 +184,7 @@ def opaque(*values: Value, source: Origin | None = None) -> Value:
     """Something unknown that was computed from these values."""
     top = max((value.source for value in values), default=Origin.PLAIN) if source is None else source
     return Value(
-        open=True,
+        may_be_unknown=True,
         source=top,
         loops=frozenset().union(*(value.loops for value in values)),
     )
@@ -194,9 +199,9 @@ def join(values: Iterable[Value]) -> Value:
     too_many = len(atoms) > _MOST_ATOMS
     return Value(
         atoms=frozenset() if too_many else atoms,
-        open=too_many or any(value.open for value in distinct),
+        may_be_unknown=too_many or any(value.may_be_unknown for value in distinct),
         source=max((value.source for value in distinct), default=Origin.PLAIN),
-        picked=any(value.picked for value in distinct),
+        data_dependent=any(value.data_dependent for value in distinct),
         loops=frozenset().union(*(value.loops for value in distinct)),
     )
 
@@ -217,7 +222,7 @@ def inside(atom: Atom) -> Iterable[Value]:
         return atom.items
     if isinstance(atom, Mapping):
         return [inner for _, inner in atom.items]
-    if isinstance(atom, Many):
+    if isinstance(atom, Repeated):
         return [atom.element]
     if isinstance(atom, Partial):
         return [atom.callee, *atom.positional, *(inner for _, inner in atom.keywords)]
@@ -244,16 +249,20 @@ class Analysis:
 
     def __init__(self, places: Places) -> None:
         self.places = places
-        self.facts: dict[tuple[Any, ...], Fact] = {}
-        self.counts: dict[int, int] = {}
+        self.uses: dict[Use, None] = {}
+        self.counts: dict[str, int] = {}
+        """How often each module is called at least."""
         self.running: list[Any] = []
         self.activity = 0
+        """Calls of modules and reads of parameters: nothing is computed without."""
         self.steps = 0
         self.num_loops = 0
 
-    def add(self, fact: Fact) -> None:
-        """Keep a fact, once."""
-        self.facts[fact.key()] = fact
+    def add(
+        self, kind: UseKind, chain: Iterable[nn.Module], target: str, method: str = "forward", conditional: bool = False
+    ) -> None:
+        """Keep a use, once."""
+        self.uses[Use(kind, tuple(map(self.places.name, chain)), target, method, conditional)] = None
 
 
 @dataclass(slots=True, eq=False)
@@ -275,8 +284,8 @@ class Frame:
     """Why the code after this point does not run: `raise`, `jump`, or nothing."""
     returns: list[Value] = field(default_factory=list)
     yields: list[Value] = field(default_factory=list)
-    exit_counts: list[dict[int, int]] = field(default_factory=list)
-    jumps: list[tuple[dict[str, Value], dict[int, int]]] = field(default_factory=list)
+    exit_counts: list[dict[str, int]] = field(default_factory=list)
+    jumps: list[tuple[dict[str, Value], dict[str, int]]] = field(default_factory=list)
     """Names and counts at each `continue` and `break` of the innermost loop."""
 
     def lookup(self, name: str) -> Value:
@@ -338,7 +347,7 @@ class Frame:
         if handler is not None:
             return handler(node, self)
         parts = [self.evaluate(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-        return PLAIN.like(source=max((part.source for part in parts), default=Origin.PLAIN))
+        return PLAIN.replace(source=max((part.source for part in parts), default=Origin.PLAIN))
 
     def execute(self, body: list[ast.stmt]) -> None:
         """Run statements until one of them leaves the block."""
@@ -365,11 +374,12 @@ class Frame:
                 self.record_read(parameter)
             return
         analysis.activity += 1
-        analysis.add(Fact("call", self.chain, module, "", self.is_conditional or through.picked))
+        name = analysis.places.name(module)
+        analysis.add("call", self.chain, name, conditional=self.is_conditional or through.data_dependent)
         turns = math.prod(loop.count or 0 for loop in self.loops if loop.identity in through.loops)
         if turns >= through.num_objects:  # otherwise some of them may not be called at all
             again = any(loop.count is None or loop.count > 1 for loop in self.unwalked(through))
-            analysis.counts[id(module)] = analysis.counts.get(id(module), 0) + (2 if again else 1)
+            analysis.counts[name] = analysis.counts.get(name, 0) + (2 if again else 1)
 
     def unwalked(self, value: Value) -> tuple[Loop, ...]:
         """The running loops that meet an object again: it is not theirs, or they have more turns than objects."""
@@ -386,21 +396,18 @@ class Frame:
         # torch's own modules read their children's weights to choose a fused kernel; they call them all the same.
         if self.is_torch_code or places.covered(self.chain) & {id(owner) for owner in places.owners(parameter)}:
             return
-        owner, _, name = places.parameter_name(parameter).rpartition(".")
-        self.analysis.add(Fact("read", self.chain, places.modules[owner], name))
+        self.analysis.add("read", self.chain, places.parameter_name(parameter))
 
     def record_escape(self, value: Value) -> None:
         """A parameter is among the results, as in `return output, self.bias`: the caller will compute with it."""
-        places = self.analysis.places
         for parameter in self._parameters(value):
-            owner, _, name = places.parameter_name(parameter).rpartition(".")
-            self.analysis.add(Fact("escape", self.chain, places.modules[owner], name))
+            self.analysis.add("escape", self.chain, self.analysis.places.parameter_name(parameter))
 
     def consume(self, value: Value) -> Value:
         """The value goes into a computation: record the parameters in it, and forget which object it was."""
         for parameter in self._parameters(value):
             self.record_read(parameter)
-        return PLAIN.like(source=value.source, loops=value.loops)
+        return PLAIN.replace(source=value.source, loops=value.loops)
 
     def _parameters(self, value: Value) -> list[nn.Parameter]:
         has_parameter = self.analysis.places.has_parameter
@@ -442,10 +449,10 @@ def handles(table: dict[Any, Any], *keys: Any) -> Callable[[Any], Any]:
     return register
 
 
-def join_counts(many: list[dict[int, int]]) -> dict[int, int]:
+def join_counts(many: list[dict[str, int]]) -> dict[str, int]:
     """The calls that are made whichever of several ways the code takes."""
     shared = set(many[0]).intersection(*many[1:])
-    return {identity: min(counts[identity] for counts in many) for identity in shared}
+    return {name: min(counts[name] for counts in many) for name in shared}
 
 
 def join_names(many: list[dict[str, Value]]) -> dict[str, Value]:

@@ -1,0 +1,179 @@
+"""Which autograd nodes each call of a group made, so that backward unshards the group by whatever path it comes.
+
+FSDP2 unshards a group when the gradient of one of its outputs arrives. A tensor that left a call otherwise (on an
+attribute, in a cache or a closure) leads backward past the outputs, to parameters that were freed. Here every call is
+the range of the numbers that autograd gave to its nodes. Before a backward runs, the nodes that the loss code made are
+followed down to the calls; if all calls are met at their outputs, and all calls inside them have their last node in
+the graph, nothing is left to do, since autograd runs nodes in the reverse order of their numbers. Otherwise the whole
+graph is followed once, and every node by which backward enters a call gets the hook that its outputs have.
+"""
+
+import bisect
+import functools
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise import compat
+
+_MOST_CALLS = 2**18
+_MOST_FINISHED_CALLS = 2**12
+
+
+class GroupCall:
+    """One forward of a group: the half-open range of its nodes' numbers."""
+
+    __slots__ = ("inner", "is_pending", "module", "outputs", "parent", "since", "until")
+
+    def __init__(self, module: nn.Module, parent: "GroupCall | None") -> None:
+        self.module, self.parent = weakref.ref(module), parent
+        self.since, self.until = compat.sequence_number(), -1  # an open call has no nodes: its group is unsharded
+        self.outputs: tuple[int, ...] = ()
+        self.is_pending = True  # no backward has run since
+        # Of an outermost call, while it runs: of each call inside it the first number, and the last node if it has
+        # the pre-backward hook, else None.
+        self.inner: list[tuple[int, Any]] = []
+
+    def unshard(self, *_: Any) -> None:
+        """What FSDP2 does when backward reaches the group."""
+        if (module := self.module()) is not None:
+            compat.pre_backward(module)
+
+
+class GraphCalls:
+    """The calls of one thread, whose nodes autograd numbers by itself."""
+
+    def __init__(self) -> None:
+        self.calls: list[GroupCall] = []  # by `since`, outer ones before those inside them
+        self._open: list[GroupCall] = []
+        self._roots: Sequence[Any] = ()
+        self._is_followed = False
+
+    def enter(self, module: nn.Module) -> GroupCall | None:
+        """Begin a call; None where it makes no nodes that a later backward could run."""
+        if not torch.is_grad_enabled() or compat.in_backward():
+            return None
+        if not self._open:
+            del self.calls[:-_MOST_CALLS]
+        call = GroupCall(module, self._open[-1] if self._open else None)
+        self._open.append(call)
+        self.calls.append(call)
+        return call
+
+    def close(self, call: GroupCall | None, hooked: Iterable[Any]) -> None:
+        """End a call; `hooked` are the nodes that run the group's pre-backward hook."""
+        if call is None or call not in self._open:
+            return
+        outermost = self._open[0]
+        del self._open[self._open.index(call) :]
+        call.until = compat.sequence_number()
+        nodes = {compat.sequence_number_of(node): node for node in hooked}
+        call.outputs = tuple(number for number in nodes if number >= call.since)
+        if call is not outermost:
+            outermost.inner.append((call.since, nodes.get(call.until - 1)))
+            return
+        inner, call.inner = call.inner, []
+        for number in call.outputs if inner else ():
+            # Only nodes below this one: it must not keep itself alive.
+            below = [node for since, node in inner if since < number]
+            below = [None if node is None or compat.sequence_number_of(node) > number else node for node in below]
+            if nodes[number] in below:
+                below.remove(nodes[number])
+            nodes[number].register_prehook(functools.partial(self._check, below))
+
+    def abandon(self, call: GroupCall | None) -> None:
+        """End a call that raised."""
+        if call in self._open:
+            del self._open[self._open.index(call) :]
+
+    def before_backward(self, outputs: Sequence[Any]) -> bool:
+        """Look at a backward that is about to run from `outputs`; returns whether `after_backward` shall be called."""
+        if not self.calls or compat.in_backward():
+            return False
+        self._roots = [edge.grad_fn if isinstance(edge, torch.Tensor) else edge.node for edge in outputs]
+        self._is_followed = False
+        if not self._arrives_at_outputs():
+            self._follow()
+        return True
+
+    def after_backward(self) -> None:
+        """Forget the calls that only backwards long past could have reached."""
+        self._roots = ()
+        for call in self.calls:
+            call.is_pending = False
+        del self.calls[:-_MOST_FINISHED_CALLS]
+
+    def _check(self, last_nodes: Sequence[Any], *_: Any) -> None:
+        """Backward has come to a call from outside: the calls inside it must be announced by their last nodes."""
+        if self._roots and not all(node is not None and compat.will_run(node) for node in last_nodes):
+            self._follow()
+
+    def _arrives_at_outputs(self) -> bool:
+        """Whether what follows the calls leads to outputs of outermost ones only, and to all that are pending."""
+        outermost = [call for call in self.calls if call.parent is None]
+        starts = [call.since for call in outermost]
+        arrived: set[GroupCall] = set()
+        seen, todo = set(), [node for node in self._roots if node is not None]
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            number = compat.sequence_number_of(node)
+            position = bisect.bisect_right(starts, number) - 1
+            if position >= 0 and number < (call := outermost[position]).until:
+                if number not in call.outputs:
+                    return False
+                arrived.add(call)
+            else:
+                todo += [node for node, _ in node.next_functions if node is not None]
+        return all(call in arrived for call in outermost if call.is_pending)
+
+    def _follow(self) -> None:
+        """Hook every node by which this backward enters a call, unless the hook of an output is there."""
+        if self._is_followed:
+            return
+        self._is_followed = True
+        starts = [call.since for call in self.calls]
+        hooked: set[tuple[Any, GroupCall]] = set()
+        seen, todo = set(), [(node, -1) for node in self._roots if node is not None]
+        while todo:
+            node, consumer = todo.pop()
+            number = compat.sequence_number_of(node)
+            position = bisect.bisect_right(starts, number) - 1
+            call = self.calls[position] if position >= 0 else None
+            while call is not None and not call.since <= consumer < call.until:
+                if number < call.until and number not in call.outputs and (node, call) not in hooked:
+                    hooked.add((node, call))
+                    node.register_prehook(call.unshard)
+                call = call.parent
+            if node not in seen:
+                seen.add(node)
+                todo += [(child, number) for child, _ in node.next_functions if child is not None]
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.calls = GraphCalls()
+
+
+_OF_THREAD = _OfThread()
+
+
+def graph_calls() -> GraphCalls:
+    """The calls of this thread."""
+    return _OF_THREAD.calls
+
+
+@functools.cache
+def watch_backward() -> None:
+    """Look at every backward of this process before it runs."""
+
+    def before(outputs: Sequence[Any]) -> bool:
+        return graph_calls().before_backward(outputs)
+
+    compat.watch_backward(before, lambda: graph_calls().after_backward())
