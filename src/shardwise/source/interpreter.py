@@ -163,7 +163,7 @@ class _Interpreter(ast.NodeVisitor):
         else:
             self._guards.append(BranchTest(test, taken, self._tested_text(test), branch))
 
-    def _tested_text(self, test: ast.AST, hops: int = 4) -> str:
+    def _tested_text(self, test: _Test, hops: int = 4) -> str:
         """The text of a test; for a name that is bound once, and for `name := value`, that of the value."""
         match test:
             case ast.NamedExpr():
