@@ -77,7 +77,7 @@ def measure(setup: Setup) -> Measured:
     mesh = init_device_mesh(setup.device, (setup.num_ranks,), mesh_dim_names=("shard",))
     trainer = Trainer(shard(build("llama", setup.size, setup.device), mesh=mesh), setup.size, setup.device)
     switch = Switch(trainer.model)
-    slot = switch.on().tracer.trace
+    slot = switch.on().tracers[0].trace
     trainer.steps(2)
     before = slot.count
     trainer.steps(1)

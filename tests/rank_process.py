@@ -23,24 +23,18 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from shardwise.diagnosing.guard import Guard, guard
 from shardwise.distributed import mesh as meshes
-from shardwise.sharding import apply
-from shardwise.sharding.registry import sharded_state
 from tests.leaks import leaks_since, num_groups, restore, take_snapshot
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 # Longer than any test may take: a hang is the pool's to report, not gloo's.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _PR_SET_PDEATHSIG = 1
-_GUARDS: list[Guard] = []
 _num_frozen_modules = 0
 
 
@@ -78,7 +72,6 @@ def serve(rank: int, num_ranks: int, folder: Path, connection: Connection) -> No
         store = dist.FileStore(str(folder / "store"), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_COLLECTIVE_TIMEOUT)
         dist.barrier()
-        _guard_sharded_models()
         connection.send("ready")
         while (job := _next_job(connection)) is not None:
             connection.send(_run(job, rank))
@@ -99,8 +92,6 @@ def _run(job: Job, rank: int) -> Outcome:
     torch.manual_seed(0)
     meshes.forget_meshes()  # the mesh of another test would be this one's default
     outcome = _outcome_of(job, rank)
-    while _GUARDS:
-        _GUARDS.pop().close()
     gc.collect()
     if outcome.status == "passed" and (leaks := leaks_since(before)):
         outcome = Outcome("leaked", "the test leaked:\n  " + "\n  ".join(leaks), "leak")
@@ -114,28 +105,6 @@ def _freeze_imports() -> None:
     if len(sys.modules) != _num_frozen_modules:
         _num_frozen_modules = len(sys.modules)
         gc.freeze()
-
-
-def _guard_sharded_models() -> None:
-    """Every model that a test shards is guarded: ranks that diverge are named, and no alarm may be false."""
-    plain = apply.shard
-
-    @functools.wraps(plain)
-    def shard(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        sharded = plain(model, *args, **kwargs)
-        _guard(sharded)
-        return sharded
-
-    for module in list(sys.modules.values()):  # also where it was imported by name
-        if getattr(module, "__dict__", {}).get("shard") is plain:
-            vars(module)["shard"] = shard
-
-
-def _guard(model: nn.Module) -> None:
-    state = sharded_state(model)
-    assert state is not None
-    if state.mesh.size() > 1 and dist.get_backend() == "gloo":
-        _GUARDS.append(guard(model))
 
 
 def _outcome_of(job: Job, rank: int) -> Outcome:

@@ -191,7 +191,7 @@ def test_a_compressed_record_is_refused_before_it_is_unpacked(tmp_path: Path):
     path = save_full(tmp_path)
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("run/data/99", bytes(64 << 20))
-    refused(path, path, "no torch.save file, or a damaged one")
+    refused(path, path, "not a torch.save file, or a damaged one")
 
 
 def test_two_records_of_one_name_are_refused(tmp_path: Path):

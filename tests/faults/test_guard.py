@@ -13,8 +13,8 @@ Outcomes = dict[int, dict[str, Any]]
 
 WAITS_AND_SAYS = {"early-exit", "slow"}
 EXPECTED = {
-    "skipped-tower": "rank {odd} did not run `vision` at step 3",
-    "branch": "rank {odd} did not run `left` at step 3",
+    "skipped-tower": "in the forward of `vision`, rank {odd} in the forward of `left`",
+    "branch": "in the forward of `left`, rank {odd} in the forward of `right`",
     "expert": "rank {odd} brought other gradients or shapes of `experts` than the rest at step 3",
     "uneven-evaluation": "rank {odd} ended an evaluation, or began one, without the others at step 3",
     "killed": "rank {odd} died in step 3",

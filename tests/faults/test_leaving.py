@@ -50,6 +50,28 @@ def test_save_is_finished_when_the_program(tmp_path: Path, manner: str):
     assert torch.equal(model.weight, torch.full((64, 64), 7.0))
 
 
+TERMINATED = """
+import os, signal, sys, time
+from torch import nn
+from shardwise.checkpointing import staging
+from shardwise.checkpointing.manager import Checkpointer
+
+checkpointer, model = Checkpointer(sys.argv[1]), nn.Linear(6000, 6000)
+checkpointer.prepare(model=model)
+checkpointer.save(1, model=model)
+with staging._lock:  # as an optimizer step does that waits for the copy; so does the save
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)  # launchers that both pass it on
+time.sleep(60)
+"""
+
+
+def test_sigterm_within_a_lock_that_the_save_needs(tmp_path: Path):
+    status = subprocess.run([sys.executable, "-c", TERMINATED, str(tmp_path)], timeout=40, check=False).returncode
+    assert status == -signal.SIGTERM
+    assert os.listdir(tmp_path) == ["step-00000001"]
+
+
 def test_writer_goes_when_its_parent_is_killed(tmp_path: Path):
     process = start("is killed", tmp_path / "run")
     assert process.stdout is not None

@@ -20,10 +20,8 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 from shardwise.checkpointing.contents import LocalChunk
-from shardwise.checkpointing.formats.sharded import FileRecord, Header, write_rank_file
+from shardwise.checkpointing.formats.sharded import FileRecord, Header, value_streams, write_rank_file
 from shardwise.checkpointing.formats.sharded_commit import commit_checkpoint
-from shardwise.checkpointing.formats.values import decode_value
-from shardwise.checkpointing.pickles.zip_files import value_stream
 from shardwise.checkpointing.storage.files import Place
 from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.errors import CheckpointError, EnvironmentProblem, ShardwiseError
@@ -54,14 +52,8 @@ def write_items(
         memory: Shared with the training process.
         progress: Is told the bytes as they are written.
     """
-    streams = {}
-    for name, encoded in values.items():
-        try:
-            streams[name] = value_stream(decode_value(encoded))
-        except (CheckpointError, TypeError, ImportError):
-            streams[name] = value_stream(encoded)
     placed = [replace(item, memory=bytes_of_item(item, memory)) for item in items]
-    return write_rank_file(path, placed, streams, fsync=fsync, progress=progress)
+    return write_rank_file(path, placed, value_streams(values), fsync=fsync, progress=progress)
 
 
 def bytes_of_item(item: LocalChunk, memory: memoryview) -> memoryview:

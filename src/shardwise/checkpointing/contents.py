@@ -170,7 +170,7 @@ class Contents:
     """`sharded` (ours), `dcp` (torch's), `full`, `safetensors`, `fsdp1-full`, `fsdp1-sharded`, `fsdp1-local`."""
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Everything that is no tensor, by the same flat names, as plain Python values."""
+    """Everything but tensors, by the same flat names, as plain Python values."""
     file_bytes: Mapping[str, int] = field(default_factory=dict)
     """How large each file must be, where the format says so."""
     block_bytes: int = 0

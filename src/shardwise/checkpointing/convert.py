@@ -15,18 +15,17 @@ from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, Lo
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import NOTES, make_notes, plain_values, tensors_in, write_full
 from shardwise.checkpointing.formats.safetensors import DEFAULT_SHARD_BYTES, Chunks, distribute, write_safetensors
-from shardwise.checkpointing.formats.sharded import Header, file_name, write_rank_file
+from shardwise.checkpointing.formats.sharded import Header, file_name, value_streams, write_rank_file
 from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, commit_checkpoint, partial_of
 from shardwise.checkpointing.formats.values import encode_value
 from shardwise.checkpointing.hugging_face import read_sidecar_files
-from shardwise.checkpointing.pickles.zip_files import value_stream
 from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.state.names import only_model, with_our_names
 from shardwise.checkpointing.state.nested import put_together
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import bytes_of, counting
 from shardwise.checkpointing.verifying import refuse_damaged, refuse_unsound
-from shardwise.checkpointing.weights import float_dtype, refuse_remote
+from shardwise.checkpointing.weights import float_dtype, refuse_remote, refuse_suffix
 from shardwise.errors import ConfigError
 from shardwise.progress import NoProgress, Progress
 
@@ -63,7 +62,7 @@ def _write_dcp(contents: Contents, dst: files.Place, infos: Mapping[str, StoredT
         },
         details=_details(contents),
     )
-    streams = {name: value_stream(value) for name, value in contents.values.items()}
+    streams = value_streams(header.values)
     partial = begin_checkpoint(dst)
     try:
         total = sum(info.num_bytes for info in stored.values())
@@ -168,7 +167,8 @@ def convert_checkpoint(
         Local: one process, no process group. The number of ranks that wrote the source does not matter.
     """
     if format not in ("dcp", "full", "safetensors"):
-        raise ConfigError(f"{format!r} is no format to write", where="format", fix="choose dcp, full or safetensors")
+        raise ConfigError(f"{format!r} is not a format to write", where="format", fix="choose dcp, full or safetensors")
+    refuse_suffix(dst, format, 'format="full"')
     if format != "dcp":
         refuse_remote(dst)
     listener = progress or NoProgress()

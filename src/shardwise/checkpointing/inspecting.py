@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -26,7 +28,9 @@ from shardwise.findings import Finding, Severity
 from shardwise.progress import Progress
 from shardwise.units import format_bytes, format_count
 
+_log = logging.getLogger("shardwise.checkpointing")
 _MAX_VALUE_CHARACTERS = 200
+_RANDOM_STATE = re.compile(r"rng\.\d+\.(python|numpy)")
 _NEEDS_MODEL = "SW336"
 _INTERNAL = ("left_out", "flat_starts", "unnamed", "frames", "has_our_names")
 
@@ -238,7 +242,8 @@ def diff_checkpoints(
 ) -> Difference:
     """Compare two checkpoints, of any formats and any numbers of ranks.
 
-    A checkpoint that holds weights alone is compared with the weights of the other.
+    A checkpoint that holds weights alone is compared with the weights of the other. Where the random states of
+    Python or NumPy differ, that is logged and not counted: programs often seed torch alone.
 
     Args:
         a: One of them.
@@ -258,7 +263,14 @@ def diff_checkpoints(
         for name in shared:
             found += _tensor_differences(left, right, name)
             count(left.tensors[name].num_bytes)
-    names, others = ({**contents.tensors, **contents.values} for contents in (left, right))
+    unseeded = [each.name for each in found if _RANDOM_STATE.fullmatch(each.name)]
+    found = [each for each in found if each.name not in unseeded]
+    opaque, others_opaque = (contents.details.get("left_out", {}) for contents in (left, right))
+    for name in unseeded:
+        _log.warning("%s differs; not counted: a program that does not seed it starts each time with another", name)
+    for name in opaque.keys() & others_opaque.keys():
+        _log.warning("%s is in both, but not compared: %s", name, opaque[name])
+    names, others = {**left.tensors, **left.values, **opaque}, {**right.tensors, **right.values, **others_opaque}
     return Difference(
         a=str(a),
         b=str(b),
@@ -268,7 +280,7 @@ def diff_checkpoints(
         values=tuple(
             name for name, value in left.values.items() if name in right.values and _differ(value, right.values[name])
         ),
-        num_equal=len(shared) - len({difference.name for difference in found}),
+        num_equal=len(shared) - len({difference.name for difference in found}) - len(unseeded),
     )
 
 
@@ -286,7 +298,7 @@ def _only_weights(contents: Contents) -> bool:
 
 def _weights(contents: Contents) -> Contents:
     tensors = {name: tensor for name, tensor in contents.tensors.items() if name.startswith("model.")}
-    return replace(contents, tensors=tensors, values={})
+    return replace(contents, tensors=tensors, values={}, details={})
 
 
 def _tensor_differences(left: Contents, right: Contents, name: str) -> Iterator[TensorDifference]:

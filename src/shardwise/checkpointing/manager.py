@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import logging
 import math
@@ -53,28 +54,48 @@ class FlushOnExit:
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = weakref.ref(checkpointer)
-        atexit.register(self._finish)
+        self._is_terminating = self._is_flushed = False
+        atexit.register(self._at_exit)
         if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def forget(self) -> None:
         """Leave the program's end alone again."""
-        atexit.unregister(self._finish)
+        atexit.unregister(self._at_exit)
         # Compared by equality: a bound method is a new object each time. Somebody may have set another since.
         if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _finish(self) -> None:
+    def _at_exit(self) -> None:
         try:
             if (checkpointer := self._checkpointer()) is not None:
                 checkpointer.close()
         except Exception as error:  # the program ends anyway; nobody is left to catch it
             _log.error("the last save failed: %s", error)
+        if self._is_terminating:
+            _terminate()
 
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
-        self._finish()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTERM)
+        # The interrupted thread may hold a lock that the save needs: it must go on while another one waits.
+        if self._is_flushed:
+            _terminate()
+        elif not self._is_terminating:
+            self._is_terminating = True
+            _thread.start_new_thread(self._flush, ())
+
+    def _flush(self) -> None:
+        checkpointer = self._checkpointer()
+        if checkpointer is not None and (thread := checkpointer._thread) is not None:
+            thread.join()
+            if (error := checkpointer._error) is not None:
+                _log.error("the last save failed: %s", error)
+        self._is_flushed = True
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def _terminate() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _is_main_thread() -> bool:

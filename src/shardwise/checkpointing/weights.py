@@ -215,6 +215,32 @@ def _gathered(
                 trim_malloc()
 
 
+def refuse_suffix(path: str | Path, format: str, torch_format: str) -> None:
+    """Refuse a path that ends as files of another format do.
+
+    Args:
+        path: Where to write.
+        format: What to write.
+        torch_format: What the caller's users pass for a `torch.save` file.
+
+    Raises:
+        ConfigError: It does.
+    """
+    is_torch = str(path).endswith(TORCH_SUFFIXES)
+    if format in ("safetensors", "dcp") and is_torch:
+        fix = f"pass {torch_format}, or name a folder" + (" or a file that ends in .safetensors" * (format != "dcp"))
+    elif format != "safetensors" and str(path).endswith(".safetensors"):
+        fix = 'pass format="safetensors", or name ' + ("a folder" if format == "dcp" else "a file that ends in .pt")
+    else:
+        return
+    raise ConfigError(
+        f"format is {format!r}, but the path ends in {Path(path).suffix}",
+        where=str(path),
+        why="programs that read weights go by the ending",
+        fix=fix,
+    )
+
+
 def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]:
     if format not in ("safetensors", "torch"):
         raise ConfigError(
@@ -222,17 +248,7 @@ def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]
             where="save_weights(format=...)",
             fix='pass "safetensors" or "torch"; for sharded checkpoints use shardwise.Checkpointer',
         )
-    if str(path).endswith(TORCH_SUFFIXES if format == "safetensors" else ".safetensors"):
-        fixes = {
-            "safetensors": 'pass format="torch", or name a folder or a file that ends in .safetensors',
-            "torch": 'pass format="safetensors", or name a file that ends in .pt',
-        }
-        raise ConfigError(
-            f"format is {format!r}, but the path ends in {Path(path).suffix}",
-            where=str(path),
-            why="programs that read weights go by the ending",
-            fix=fixes[format],
-        )
+    refuse_suffix(path, format, 'format="torch"')
     refuse_remote(path)
     refuse_unusable(model)
     tensors = model_tensors(model)
@@ -265,7 +281,7 @@ def float_dtype(dtype: torch.dtype | str | None, where: str) -> str | None:
     """The name of a floating-point dtype; None for none.
 
     Raises:
-        ConfigError: It is no such dtype.
+        ConfigError: It is not one.
     """
     if dtype is None:
         return None
@@ -273,7 +289,7 @@ def float_dtype(dtype: torch.dtype | str | None, where: str) -> str | None:
     name = _SHORT_NAMES.get(name, name)
     if name not in ITEM_BYTES or not name.startswith(("float", "bfloat")):
         raise ConfigError(
-            f"{name!r} is no floating-point dtype",
+            f"{name!r} is not a floating-point dtype",
             where=where,
             why="floating-point tensors are cast to it",
             fix="pass one such as torch.bfloat16 or 'float32'",

@@ -135,6 +135,17 @@ def wait_in_slices(work: Any, process_group: Any, waiting: Callable[[], None]) -
             raise
 
 
+def process_groups_of(group: Any) -> tuple[Any, Any]:
+    """The process groups over which a group is sharded and replicated; None where it is not."""
+    info = group.mesh_info
+    return getattr(info, "shard_process_group", None), getattr(info, "replicate_process_group", None)
+
+
+def reduces_over_replicas(group: Any) -> bool:
+    """Whether the next reduction of a group also sums over replicas (HSDP)."""
+    return group is not None and group.all_reduce_grads
+
+
 def aborter(groups: Iterable[Any]) -> Callable[[], None]:
     """A function, for any thread, that ends the collectives of the groups where the backend can (NCCL)."""
     infos = [group.mesh_info for group in groups if group.device.type != "cpu"]
@@ -149,13 +160,13 @@ def aborter(groups: Iterable[Any]) -> Callable[[], None]:
     return abort
 
 
-def store_connector(prefix: str) -> Callable[[], Any]:
+def store_connector(prefix: str, timeout: timedelta = timedelta(seconds=30)) -> Callable[[], Any]:
     """A function that opens a connection of its own to the store that all ranks met at."""
     store: Any = dist.distributed_c10d._get_default_store()
 
     def connect() -> Any:
         own = store.clone()  # a connection serves one thread at a time, and others wait in theirs for minutes
-        own.set_timeout(timedelta(seconds=30))
+        own.set_timeout(timeout)
         return dist.PrefixStore(prefix, own)
 
     return connect

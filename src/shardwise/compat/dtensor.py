@@ -87,16 +87,25 @@ def _is_strided(placement: Any) -> bool:
     return hasattr(placement, "split_factor")
 
 
-def watch_data_assignment(assign: Callable[[DTensor, torch.Tensor], bool]) -> None:
-    """Ask `assign(tensor, value)` at each `tensor.data = value` on a DTensor; torch goes on where it returns False.
+def watch_data(
+    kind: type[torch.Tensor],
+    on_read: Callable[[Any], None],
+    assign: Callable[[Any, torch.Tensor], bool],
+) -> None:
+    """Call `on_read(tensor)` at each `tensor.data` of a class of tensors, and `assign(tensor, value)` at assignments.
 
-    torch changes only the wrapper's metadata then: the local tensor, which is what trains, stays as it was.
+    Where `assign` returns False, torch goes on: of a DTensor it changes only the wrapper's metadata; the local tensor,
+    which is what trains, stays as it was.
     """
     plain: Any = torch._C.TensorBase.data  # the descriptor, not a tensor
 
-    def set_data(self: DTensor, value: torch.Tensor) -> None:
+    def get_data(self: torch.Tensor) -> torch.Tensor:
+        on_read(self)
+        return plain.__get__(self)
+
+    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         if not assign(self, value):
             plain.__set__(self, value)
 
-    get_and_set: Any = property(lambda self: plain.__get__(self), set_data)
-    setattr(DTensor, "data", get_and_set)  # noqa: B010 - type checkers know it as an attribute of instances
+    get_and_set: Any = property(get_data, set_data)
+    setattr(kind, "data", get_and_set)  # noqa: B010 - type checkers know it as an attribute of instances

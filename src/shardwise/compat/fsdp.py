@@ -76,6 +76,33 @@ def reshard_group(group: Any) -> None:
     group._to_sharded()
 
 
+def around_unsharded(group: Any, after_unshard: Callable[[Any], None], before_reshard: Callable[[Any], None]) -> None:
+    """Call `after_unshard(group)` once its parameters are unsharded, `before_reshard(group)` before they are freed."""
+    to_unsharded = group._to_unsharded
+
+    def unshard() -> None:
+        to_unsharded()
+        after_unshard(group)
+
+    def calling_first(reshard: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            if not (group.is_sharded or group.is_sharded_post_forward):
+                before_reshard(group)
+            reshard()
+
+        return call
+
+    group._to_unsharded = unshard
+    group._to_sharded = calling_first(group._to_sharded)
+    group._to_sharded_post_forward = calling_first(group._to_sharded_post_forward)
+
+
+def wait_before_unshard(group: Any) -> None:
+    """Let the next all-gather of a group wait for what the current stream writes into its shards now."""
+    if group.device.type != "cpu":
+        group.comm_ctx.all_gather_copy_in_stream.wait_stream(group.device_handle.current_stream())
+
+
 def take_over_hooks(module: nn.Module, hook_output: Callable[[Any], None]) -> None:
     """Remove the forward hooks that `fully_shard` put on a module; the caller runs them from its own.
 

@@ -25,11 +25,13 @@ NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules",
     f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info device device_handle "
     "comm_ctx reduce_grads all_reduce_grads "
-    "is_sharded unshard wait_for_unshard post_backward _to_sharded _init_mp_dtypes _record_post_forward "
+    "is_sharded is_sharded_post_forward unshard wait_for_unshard post_backward _to_sharded= _to_unsharded= "
+    "_to_sharded_post_forward= _init_mp_dtypes _record_post_forward "
     "_training_state= _register_post_backward_hook _partial_reduce_output= _all_gather_result _all_gather_comm "
     "_reduce_scatter_comm _partial_reduce_output_layout? reduce_scatter_unused_params? finalize_backward? "
     "_reshard_after_forward_event?",
-    f"{_FSDP2}._fsdp_param_group:FSDPCommContext": "reduce_scatter_stream all_gather_state? reduce_scatter_state? "
+    f"{_FSDP2}._fsdp_param_group:FSDPCommContext": "reduce_scatter_stream all_gather_copy_in_stream "
+    "all_gather_state? reduce_scatter_state? "
     "post_forward_order?",
     f"{_FSDP2}._fsdp_param_group": "RegisterPostBackwardFunction",
     f"{_FSDP2}._fsdp_state:FSDPState": "_fsdp_param_groups|_fsdp_param_group _is_root _state_ctx _device _lazy_init "

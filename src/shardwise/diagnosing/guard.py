@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import compat
 from shardwise.diagnosing.check import mesh_of
-from shardwise.diagnosing.collective_trace import CollectiveKind, encode, open_traces
-from shardwise.diagnosing.tracer import CollectiveTracer
 from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
 from shardwise.sharding.forward_hooks import KeptUnsharded, wanting_gradient
@@ -27,6 +21,7 @@ from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
 from shardwise.sharding.nested_tensors import change_tensors
 from shardwise.sharding.notes import annotate
 from shardwise.sharding.registry import forget_when_recovered, sharded_state
+from shardwise.sharding.watching import Watch, watch
 
 
 @contextmanager
@@ -139,9 +134,9 @@ _ATTRIBUTE = "_shardwise_guard"
 class Guard:
     """What `guard` returns: watches until it is closed, the model is gone, or the process ends."""
 
-    def __init__(self, model: nn.Module, tracer: CollectiveTracer, stop: Callable[[], None]) -> None:
-        self.tracer = tracer
-        self._model, self._stop = weakref.ref(model), stop
+    def __init__(self, model: nn.Module, watching: Watch) -> None:
+        self.tracers = watching.tracers
+        self._model, self._stop = weakref.ref(model), watching.stop
 
     def __enter__(self) -> Guard:
         return self
@@ -171,22 +166,9 @@ class Guard:
             model.__dict__.pop(_ATTRIBUTE, None)
 
     def _raise_late(self) -> None:
-        if self.tracer.found_at_end is not None:
-            raise self.tracer.found_at_end
-
-
-@contextmanager
-def paused(model: nn.Module) -> Iterator[None]:
-    """Within the block, a guard of the model traces no collectives: they are not real ones."""
-    existing: Guard | None = model.__dict__.get(_ATTRIBUTE)
-    if existing is None:
-        yield
-        return
-    existing.tracer.is_paused = True
-    try:
-        yield
-    finally:
-        existing.tracer.is_paused = False
+        for tracer in self.tracers:
+            if tracer.found_at_end is not None:
+                raise tracer.found_at_end
 
 
 def guard(
@@ -199,10 +181,11 @@ def guard(
 ) -> Guard:
     """Watch a sharded model, and raise when ranks diverge.
 
-    Before each gather and each reduction a rank writes down what it is about to do, where the other ranks can read it,
-    and compares with its neighbours. A rank that took another branch raises before it starts the wrong collective; a
-    rank that waits for one that diverged, died or left the loop raises too, and one that waits for a late rank says
-    so after `patience`. What other machines write arrives up to a second later.
+    `shard` does so by itself, with a patience of a minute; this one also repairs, reports late ranks sooner, and takes
+    models that were sharded by hand. Before each all-gather, reduce-scatter and optimizer step a rank writes down what
+    it is about to do, where the other ranks can read it, and compares with its neighbours. A rank that took another
+    branch raises before it starts the wrong collective; a rank that waits for one that diverged, died or left the loop
+    raises too, and one that waits for a late rank reports it after `patience`. Close it, and nothing is compared.
 
     Args:
         model: Sharded by shardwise or by hand.
@@ -223,8 +206,7 @@ def guard(
         Collective. Afterwards it sends nothing over the network, unless there are several machines: then one rank of
         each exchanges a few hundred bytes with some others, four times a second, from a thread.
     """
-    groups = compat.named_groups(model)
-    mesh = mesh_of(model, groups)
+    mesh = mesh_of(model, compat.named_groups(model))
     if mesh is None:
         raise ShardError(
             "the model is not sharded",
@@ -234,96 +216,7 @@ def guard(
         )
     if repair is not None:
         repair_towers(model, mesh, repair)
-    existing = model.__dict__.get(_ATTRIBUTE)
-    if existing is not None:
-        return existing
-    traces, machines, exchange, rank = open_traces(mesh, machine)
-    tracer = CollectiveTracer(
-        traces,
-        machines,
-        rank,
-        tuple(groups),
-        patience=patience,
-        report=report or _print,
-        abort=compat.aborter(list(groups.values())),
-        exchange=exchange,
-        publishes_events=mesh.device_type == "cpu",
-    )
-    unwire = [watch_group(group, number, tracer) for number, group in enumerate(groups.values())]
-    unwire.append(_watch_steps(tracer, list(groups.values())))
-    tracer.start()
-
-    def stop() -> None:
-        for undo in unwire:
-            undo()
-        unwire.clear()
-        tracer.close()
-        atexit.unregister(stop)
-
-    atexit.register(stop)
-    weakref.finalize(model, stop)
-    model.__dict__[_ATTRIBUTE] = Guard(model, tracer, stop)
+    if _ATTRIBUTE not in model.__dict__:
+        watching = watch(model, patience=patience, machine=machine, report=report)
+        model.__dict__[_ATTRIBUTE] = Guard(model, watching)
     return model.__dict__[_ATTRIBUTE]
-
-
-def watch_group(group: Any, number: int, tracer: CollectiveTracer) -> Callable[[], None]:
-    """Have a group's collectives written down; returns what undoes it."""
-    events: dict[tuple[CollectiveKind, int], int] = {}
-    write = tracer.write
-
-    def event(is_reduction: bool, num_elements: int, with_gradient: bool) -> None:
-        if is_reduction:
-            kind = CollectiveKind.REDUCE
-        elif compat.in_backward():
-            kind = CollectiveKind.GATHER_BACKWARD
-        else:
-            kind = CollectiveKind.GATHER_FORWARD if with_gradient else CollectiveKind.GATHER_EVALUATION
-        key = kind, num_elements
-        if key not in events:
-            events[key] = encode(kind, number, num_elements)
-        write(events[key])
-
-    def failed(error: Exception) -> None:
-        verdict = tracer.error if error is tracer.error else tracer.explain_failure()
-        if verdict is not None and verdict is not error:
-            raise verdict from error
-
-    return compat.watch_collectives(group, before=event, failed=failed, waiting=tracer.raise_error)
-
-
-def _watch_steps(tracer: CollectiveTracer, groups: list[Any]) -> Callable[[], None]:
-    """Count the steps of optimizers that hold this model's parameters, and keep known mix-ups out of the weights.
-
-    Returns:
-        A function that stops it.
-    """
-    references = [weakref.ref(group) for group in groups]
-    is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-
-    def holds(optimizer: Optimizer) -> bool:
-        if optimizer not in is_ours:
-            living = [group for reference in references if (group := reference()) is not None]
-            own = {id(parameter) for group in living for parameter in compat.sharded_parameters(group)}
-            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            is_ours[optimizer] = any(id(parameter) in own for parameter in held)
-        return is_ours[optimizer]
-
-    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if tracer.error is not None and holds(optimizer):
-            tracer.raise_error()
-
-    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if holds(optimizer):
-            tracer.next_step()
-
-    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-
-    def stop() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return stop
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

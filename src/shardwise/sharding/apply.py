@@ -3,6 +3,7 @@
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -32,8 +33,10 @@ from shardwise.sharding.forward_hooks import (
 )
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_zero_grad
 from shardwise.sharding.graph_calls import watch_backward
+from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, forget_when_recovered, remember
-from shardwise.sharding.repointing import remember_parameters, repoint, watch_assignments, watch_optimizers
+from shardwise.sharding.repointing import remember_parameters, repoint, watch_optimizers
+from shardwise.sharding.watching import watch_by_default
 
 _SAMPLES = 64
 """Elements compared of each parameter: enough to tell two random draws apart, cheap for any size."""
@@ -114,8 +117,8 @@ def set_prefetch(plan: Plan, modules: dict[str, Any]) -> None:
         if group.backward_prefetch:
             module.set_modules_to_backward_prefetch([modules[name] for name in group.backward_prefetch])
     if plan.early_root:  # the root's parameters are gathered when its optimizer has stepped, not when forward begins
-        _EARLY_ROOTS.add(modules[""])
-        modules[""].register_load_state_dict_pre_hook(_drop_early_gather)
+        _EARLY_ROOTS.add(modules[plan.root.modules[0]])
+        modules[plan.root.modules[0]].register_load_state_dict_pre_hook(_drop_early_gather)
         if not _installed:
             register_optimizer_step_post_hook(_after_step)
             _installed = True
@@ -188,12 +191,14 @@ def shard(
     aside = {model.get_parameter(planned.fqn) for planned in (*plan.replicated, *plan.ignored)}
     for group in plan.groups:  # children first, root last
         _shard_group(group, modules, model, mesh, aside)
-    _wire(model, plan, modules, mesh)
+    for root in [group.modules[0] for group in plan.groups if group.kind == "root"]:
+        _wire(_below(root, plan), modules, mesh)
     remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
-    watch_assignments(model)
+    watch_writes(model)
     watch_zero_grad()
+    watch_by_default(model)
     return model
 
 
@@ -241,8 +246,24 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def _wire(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
+def _below(root: str, plan: Plan) -> Plan:
+    """What the plan says of one network in a container; all of it where the model itself is the root."""
+
+    def inside(name: str) -> bool:
+        return not root or f"{name}.".startswith(f"{root}.")
+
+    return replace(
+        plan,
+        groups=tuple(group for group in plan.groups if inside(group.modules[0])),
+        replicated=tuple(parameter for parameter in plan.replicated if inside(parameter.fqn)),
+        ignored=tuple(parameter for parameter in plan.ignored if inside(parameter.fqn)),
+        outer_modules=tuple(filter(inside, plan.outer_modules)),
+    )
+
+
+def _wire(plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
     """Put our hooks around FSDP2's: entries, held groups, gradients outside groups, prefetching."""
+    model = modules[plan.root.modules[0]]
     compat.patch_accumulation(model)
     replicated = _place_outside(model, plan, modules, mesh)
     _wire_entries(model, plan, modules, replicated)
@@ -260,7 +281,8 @@ def _place_outside(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], 
     for planned in plan.replicated:
         replicated.add(_places(planned, modules), mesh, device)
     for planned in plan.ignored:
-        parameter = model.get_parameter(planned.fqn)
+        (module, name), *_ = _places(planned, modules)
+        parameter = module.get_parameter(name)
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device)
     return replicated

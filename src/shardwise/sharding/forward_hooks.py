@@ -15,6 +15,7 @@ from shardwise import compat
 from shardwise.sharding.graph_calls import GroupCall, graph_calls
 from shardwise.sharding.nested_tensors import Arguments, cast_floating, change_tensors, find_tensors
 from shardwise.sharding.notes import annotate
+from shardwise.sharding.parameter_writes import LocalValue, keep_assigned
 from shardwise.sharding.registry import recover
 
 
@@ -189,7 +190,7 @@ class Replicated:
             if id(registered) not in locals_:
                 assert registered is not None
                 is_spread = isinstance(registered, DTensor)  # inside full_params a plain one stands here
-                locals_[id(registered)] = registered.to_local() if is_spread else registered
+                locals_[id(registered)] = LocalValue.apply(registered) if is_spread else registered
             # Attributes of the instance come before nn.Module's look-up of parameters.
             module.__dict__[name] = locals_[id(registered)]
 
@@ -200,8 +201,10 @@ class Replicated:
 
     def restore(self) -> None:
         """Let every module see the DTensors again."""
-        for module, name, _ in self._places:
-            module.__dict__.pop(name, None)
+        for module, name, parameter in self._places:
+            shown, registered = module.__dict__.pop(name, None), module._parameters.get(name, parameter)
+            if shown is not None and isinstance(registered, DTensor):
+                keep_assigned(shown, registered)
 
 
 class ForwardHooks:

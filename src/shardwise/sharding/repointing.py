@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise import compat
 from shardwise.errors import ShardError, ShardwiseError
-from shardwise.sharding.inventory import class_name, local_part, local_tensor, unwrapped_name
+from shardwise.sharding.inventory import class_name, local_part, unwrapped_name
 from shardwise.sharding.nested_tensors import find_tensors
 from shardwise.sharding.registry import sharded_roots
 
@@ -190,49 +190,6 @@ def refuse_foreign(
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join([*(str(tuple(tensor.shape)) for tensor in tensors[:3]), *(["…"] if len(tensors) > 3 else [])])
-
-
-_MARK = "_shardwise_sharded"
-
-
-def watch_assignments(model: nn.Module) -> None:
-    """Make assignments to `.data` of the model's sharded parameters mean what they say."""
-    _watch_data()
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            parameter.__dict__[_MARK] = True
-
-
-@functools.cache
-def _watch_data() -> None:
-    compat.watch_data_assignment(_assign)
-
-
-def _assign(parameter: DTensor, value: torch.Tensor) -> bool:
-    """Copy the values in place; False leaves a tensor that is not ours to torch."""
-    if _MARK not in parameter.__dict__:
-        return False
-    local = local_tensor(parameter)
-    if value.shape != parameter.shape or value.dtype != parameter.dtype:
-        raise ShardError(
-            f"`.data` of a sharded parameter, {list(parameter.shape)} {parameter.dtype}, was assigned "
-            f"{list(value.shape)} {value.dtype}",
-            where="parameter.data = ...",
-            why="its group gathers the shard it was made with; torch would ignore the assignment",
-            fix="change shape or dtype before sharding; ShardConfig.precision sets the dtype of computation",
-        )
-    own = local_tensor(value) if isinstance(value, DTensor) else local_part(value, parameter)
-    if isinstance(value, DTensor) and value.placements != parameter.placements:
-        raise ShardError(
-            f"`.data` of a parameter laid out as {parameter.placements} was assigned one of {value.placements}",
-            where="parameter.data = ...",
-            why="ranks would keep each other's parts",
-            fix="assign a tensor of the same layout, or the whole tensor",
-        )
-    if not local.is_meta and own.data_ptr() != local.data_ptr():
-        with torch.no_grad():
-            local.copy_(own)
-    return True
 
 
 # Counters that torch's optimizers keep per parameter. They stay plain tensors even for a parameter that is

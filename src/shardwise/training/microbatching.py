@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import compat
-from shardwise.diagnosing.guard import paused
 from shardwise.distributed.agreement import gather_objects, on_rank_zero
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.models.random_state import random_state, set_random_state
 from shardwise.sharding.registry import recover
+from shardwise.sharding.watching import paused
 from shardwise.training.data.samples import Batch
 
 T = TypeVar("T")

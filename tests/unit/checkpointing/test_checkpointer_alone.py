@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import Checkpointer
+from shardwise import Checkpointer, diff_checkpoints
 from shardwise.errors import CheckpointError, ConfigError
 
 
@@ -262,7 +262,7 @@ ENDING = """
 import os, signal, sys
 import torch
 from torch import nn
-from shardwise import Checkpointer
+from shardwise import Checkpointer, diff_checkpoints
 
 if sys.argv[2] == "own":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
@@ -292,3 +292,18 @@ def test_notes_of_a_load_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, logger="shardwise.checkpointing"), Checkpointer(tmp_path / "x") as checkpointer:
         assert checkpointer.load(model=model, path=tmp_path / "plain.pt") == 0
         assert tuple(record.getMessage() for record in caplog.records) == checkpointer.notes
+
+
+def test_random_states_that_nobody_seeded_are_no_difference(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    model, _ = a_run()
+    for name in ("a", "b"):
+        torch.manual_seed(3)
+        random.random()
+        with Checkpointer(tmp_path / name, asynchronous=False) as checkpointer:
+            checkpointer.save(1, model=model)
+    assert diff_checkpoints(tmp_path / "a", tmp_path / "b").is_empty
+    assert "rng.0.python differs; not counted" in caplog.text
+    torch.manual_seed(4)
+    with Checkpointer(tmp_path / "c", asynchronous=False) as checkpointer:
+        checkpointer.save(1, model=model)
+    assert [each.name for each in diff_checkpoints(tmp_path / "a", tmp_path / "c").tensors] == ["rng.0.torch"]

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -14,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from shardwise.checkpointing import convert
 from shardwise.checkpointing.convert import convert_checkpoint
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.inspecting import diff_checkpoints
+from shardwise.checkpointing.inspecting import diff_checkpoints, inspect_checkpoint
 from shardwise.checkpointing.verifying import verify_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
 from tests.unit.checkpointing.every_format import FORMATS, RUNS, flat_tensors, model_state, run_state
@@ -140,10 +141,10 @@ def test_what_is_there_is_not_written_over(source_folder: Path, tmp_path: Path):
 
 
 def test_wrong_arguments_are_said_before_anything_is_read(tmp_path: Path):
-    with pytest.raises(ConfigError, match="'gguf' is no format"):
+    with pytest.raises(ConfigError, match="'gguf' is not a format"):
         convert_checkpoint(tmp_path, tmp_path / "out", "gguf")
     torch.save({"x": torch.ones(1)}, tmp_path / "x.pt")
-    with pytest.raises(ConfigError, match="'int8' is no floating-point dtype"):
+    with pytest.raises(ConfigError, match="'int8' is not a floating-point dtype"):
         convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", "full", dtype="int8")
 
 
@@ -161,3 +162,42 @@ def test_a_numbered_optimizer_is_named_by_its_model(source_folder: Path, tmp_pat
     assert found["param_groups"][0]["params"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     for number, name in enumerate(found["param_groups"][0]["params"]):
         assert same(found["state"][name]["exp_avg_sq"], optimizer.state_dict()["state"][number]["exp_avg_sq"])
+
+
+ARRAYS = {
+    "array": np.arange(6, dtype=">i4").reshape(2, 3),
+    "fortran": np.asfortranarray(np.eye(2, 3)),
+    "words": np.array(["ab", "c"]),
+    "scalar": np.float64(1.5),
+    "state": np.random.RandomState(1).get_state(),
+}
+
+
+@pytest.mark.parametrize("target", ["dcp", "full"])
+def test_arrays_in_a_torch_file_are_values(tmp_path: Path, target: Any):
+    torch.save({"model": {"w": torch.ones(2)}, **ARRAYS}, tmp_path / "a.pt")
+    assert inspect_checkpoint(tmp_path / "a.pt").left_out == {}
+    assert convert_checkpoint(tmp_path / "a.pt", tmp_path / "out", target).left_out == {}
+    assert diff_checkpoints(tmp_path / "a.pt", tmp_path / "out").is_empty
+    torch.save({"model": {"w": torch.ones(2)}, **ARRAYS, "array": np.zeros((2, 3), ">i4")}, tmp_path / "b.pt")
+    assert diff_checkpoints(tmp_path / "b.pt", tmp_path / "out").values == ("extra.array",)
+
+
+def test_objects_that_are_never_made_are_named_in_a_diff(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for name in ("a.pt", "b.pt"):
+        torch.save({"w": torch.ones(2), "objects": np.array([None, name], dtype=object)}, tmp_path / name)
+    torch.save({"w": torch.ones(2)}, tmp_path / "c.pt")
+    assert diff_checkpoints(tmp_path / "a.pt", tmp_path / "b.pt").is_empty
+    assert "objects is in both, but not compared" in caplog.text
+    assert diff_checkpoints(tmp_path / "a.pt", tmp_path / "c.pt").only_in_a == ("objects",)
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [("safetensors", "x.pt"), ("dcp", "x.pt"), ("dcp", "x.safetensors"), ("full", "x.safetensors")],
+)
+def test_a_path_that_ends_as_another_format_is_refused(source_folder: Path, tmp_path: Path, target: Any, name: str):
+    torch.save({"w": torch.ones(2)}, source_folder / "x.pt")
+    with pytest.raises(ConfigError, match="but the path ends in"):
+        convert_checkpoint(source_folder / "x.pt", tmp_path / name, target)
+    assert not (tmp_path / name).exists()

@@ -151,8 +151,8 @@ def test_what_is_no_checkpoint_is_refused_with_what_was_tried(make: str, tmp_pat
     expected = {
         "nothing": "no such file or folder",
         "empty": "the folder is empty",
-        "text": "no checkpoint of a known format",
-        "partial": "no checkpoint of a known format",
+        "text": "not a checkpoint of a known format",
+        "partial": "not a checkpoint of a known format",
         "index": "no index",
     }[make]
     if make != "nothing":

@@ -39,7 +39,7 @@ def is_dcp(path: str | Path) -> bool:
 def read_dcp(path: str | Path, subfolder: str = "") -> Contents:
     """Read a Distributed Checkpoint folder as far as its index.
 
-    Values that are no plain data are left out and named in `details["left_out"]` with the reason.
+    Values that are not plain data are left out and named in `details["left_out"]` with the reason.
 
     Args:
         path: The folder.
@@ -144,7 +144,7 @@ class _Items(contextlib.ExitStack):
             try:
                 values[name] = plain_value(self._tree(stream, pickled))
             except OpaqueValue as error:
-                left_out[name] = f"the value is no plain data but holds {error}"
+                left_out[name] = f"the value is not plain data but holds {error}"
             except CheckpointError as error:
                 left_out[name] = error.what
         return values, left_out

@@ -122,7 +122,7 @@ def _open_file(place: files.Place) -> Contents:
         return _open_folder(folder)
     if is_torch_file(place) or name.endswith(TORCH_SUFFIXES):
         return read_full(place)
-    raise _unknown(place, "the file is no safetensors file, no index of one, and not what torch.save writes")
+    raise _unknown(place, "the file is not a safetensors file, not an index of one, and not what torch.save writes")
 
 
 def _open_folder(place: files.Place) -> Contents:
@@ -154,7 +154,7 @@ def _open_folder(place: files.Place) -> Contents:
 
 def _unknown(place: files.Place, found: str) -> CheckpointError:
     return CheckpointError(
-        "this is no checkpoint of a known format",
+        "this is not a checkpoint of a known format",
         where=str(place),
         why=f"{found}; tried: Distributed Checkpoint folders, ours and torch's (`manifest.json`, `.metadata`), runs of "
         "several steps, safetensors files and indexes, Hugging Face `.bin` shards, torch.save files, one or one a rank",

@@ -145,7 +145,7 @@ def _fit(
     module: str, members: Sequence[tuple[str, tuple[int, ...]]], numel: int, contents: Contents, whole: set[str]
 ) -> FlatUnit:
     """Lay the parameters end to end in the way that gives the stored number of elements."""
-    # Parameters of ignored modules are no part of a flat parameter: the checkpoint holds them as they are.
+    # Parameters of ignored modules are not part of a flat parameter: the checkpoint holds them as they are.
     flattened = [(name, shape) for name, shape in members if f"model.{name}" not in whole and name not in whole]
     world_size = contents.world_size or 1
     shard_counts = [count for count in range(world_size, 0, -1) if world_size % count == 0]  # fewer: hybrid sharding
@@ -327,7 +327,7 @@ def _owners(contents: Contents, optimizer: _Optimizer, layout: FlatLayout) -> di
         for number, name in zip(numbers, recorded, strict=True):
             owner = layout.units.get(name) or plain.get(canonical_name(name))
             if owner is None:
-                raise _wrong(contents, f"{name!r} is no parameter of the model")
+                raise _wrong(contents, f"{name!r} is not a parameter of the model")
             found[number] = owner
         return found
     if len(optimizer.groups) > 1:

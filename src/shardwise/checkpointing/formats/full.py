@@ -55,7 +55,7 @@ def with_notes(contents: Contents) -> Contents:
         structure = {str(name): tuple(path) for name, path in notes["structure"].items()}
         step, world_size = notes["step"], notes["world_size"]
         if not all(number is None or type(number) is int for number in (step, world_size)):
-            raise TypeError("a step or a number of ranks that is none")
+            raise TypeError("step and world_size must be integers or null")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         where, why = f"{contents.path}: {NOTES}", f"{type(error).__name__}: {error}"
         raise files.damaged("the notes of the file cannot be read", where, why) from None
@@ -138,7 +138,7 @@ def write_full(path: Path, tree: Mapping[str, Any], chunks: Chunks, *, overwrite
         overwrite: Replace a file that is there already.
 
     Raises:
-        CheckpointError: A value is no plain one, the file is there already, or the disk failed.
+        CheckpointError: A value is not a plain one, the file is there already, or the disk failed.
 
     Ranks:
         Local: one rank writes.

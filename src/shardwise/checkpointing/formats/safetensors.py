@@ -116,7 +116,7 @@ def read_index(path: files.Place) -> dict[str, str]:
     try:
         weight_map = json.loads(files.read_small(path, _MAX_INDEX_BYTES))["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise TypeError("weight_map is no object of strings")
+            raise TypeError("weight_map is not an object of strings")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _broken(path, "the index cannot be read", f"{type(error).__name__}: {error}") from None
     for file in dict.fromkeys(weight_map.values()):
@@ -161,7 +161,7 @@ def _read_header(folder: files.Place, name: str) -> _Header:
         length = int.from_bytes(reader.read(0, min(8, size)), "little")
         if size < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
             why = f"it has {size:,} bytes and claims a header of {length:,}"
-            raise _broken(path, "this is no safetensors file, or it was cut short", why)
+            raise _broken(path, "this is not a safetensors file, or it was cut short", why)
         data = reader.read(8, length)
     try:
         return _parse(name, data, size)
@@ -173,10 +173,10 @@ def _read_header(folder: files.Place, name: str) -> _Header:
 def _parse(file: str, data: bytes, size: int) -> _Header:
     header = json.loads(data, object_pairs_hook=_without_duplicates)
     if not isinstance(header, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("__metadata__ is no object of strings")
+        raise ValueError("__metadata__ is not an object of strings")
     block_bytes, checksums = _checksums(data, metadata)
     end = 8 + len(data)
     tensors = {name: _tensor(file, name, entry, end, checksums.get(name, "")) for name, entry in header.items()}
@@ -382,7 +382,7 @@ def distribute(
 
 
 def refuse_overwrite(path: Path, overwrite: bool, *, is_file: bool) -> None:
-    """Refuse a path that is no place for weights, or that has some already.
+    """Refuse a path that cannot hold weights, or that has some already.
 
     Args:
         path: To be written.

@@ -24,7 +24,15 @@ from shardwise.checkpointing.contents import (
     tensor_problem,
 )
 from shardwise.checkpointing.formats.values import decode_value
-from shardwise.checkpointing.pickles.zip_files import Call, Instance, Pairs, dumps, known_global, tensor_frame
+from shardwise.checkpointing.pickles.zip_files import (
+    Call,
+    Instance,
+    Pairs,
+    dumps,
+    known_global,
+    tensor_frame,
+    value_stream,
+)
 from shardwise.checkpointing.storage.files import FileWriter, Place, check_name, damaged, join, read_small, split
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum, counting, from_hex, to_hex
 from shardwise.errors import CheckpointError, raise_listed
@@ -49,6 +57,17 @@ class FileRecord:
     block_bytes: int
 
 
+def value_streams(encoded: Mapping[str, Any]) -> dict[str, bytes]:
+    """Values as `torch.save` writes them, for torch's own readers; encoded where no plain pickle holds them."""
+    streams = {}
+    for name, value in encoded.items():
+        try:
+            streams[name] = value_stream(decode_value(value))
+        except (CheckpointError, TypeError, ImportError):
+            streams[name] = value_stream(value)
+    return streams
+
+
 def file_name(rank: int) -> str:
     """The name that `torch.distributed.checkpoint` gives the file of a rank."""
     return f"__{rank}_0.distcp"
@@ -70,7 +89,7 @@ def write_rank_file(
         path: In the partial folder; must not be there yet.
         items: In the order in which they shall lie in the file. May be a generator that makes each item's memory
             when its turn comes; the memory must be its own.
-        values: Plain values by name, each as `zip_files.value_stream` makes it.
+        values: Plain values by name, from `value_streams`.
         fsync: Return only when the disk has the file.
         block_bytes: Bytes under one checksum.
         total: Bytes of all items, for the progress; needed where `items` is a generator.

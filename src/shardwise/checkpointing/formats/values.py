@@ -1,4 +1,4 @@
-"""Values that are no tensors, encoded as JSON. No torch."""
+"""Values other than tensors, encoded as JSON. No torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def decode_value(encoded: Any) -> Any:
     """What `encode_value` was given.
 
     Raises:
-        CheckpointError: It is no encoding of anything.
+        CheckpointError: It is not an encoding of anything.
     """
     if isinstance(encoded, list):
         return [decode_value(item) for item in encoded]

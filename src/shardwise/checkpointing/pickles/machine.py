@@ -90,7 +90,7 @@ class _Unpickler(_PythonUnpickler):
         if not isinstance(symbol, Symbol) or symbol.make is None:
             raise Refused(f"the pickle calls {symbol!r}, which may only be named")
         if not isinstance(args, tuple):
-            raise ValueError("arguments that are no tuple")
+            raise ValueError("arguments that are not a tuple")
         self.append(symbol.make(*args, **kwargs))
 
     def set_items(self, values: list[Any]) -> None:

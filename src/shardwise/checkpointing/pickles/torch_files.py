@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, StoredChunk
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, StoredChunk, sizes_of
 from shardwise.checkpointing.pickles.machine import MAX_PICKLE_BYTES, Record, Symbol
 from shardwise.checkpointing.pickles.torch_objects import (
     DTensorRef,
@@ -34,11 +34,11 @@ class FlatState:
 
     tensors: dict[str, Ref] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    """Plain Python values: numbers, text, bytes, None, and lists, tuples, sets and dictionaries of them."""
+    """Plain values: numbers, text, bytes, None, NumPy's arrays, and lists, tuples, sets and dictionaries of them."""
     structure: dict[str, KeyPath] = field(default_factory=dict)
     """Flat name to the path it came from."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Flat name to the class of a value that is no plain data (a scheduler object, a numpy array)."""
+    """Flat name to the class of a value that is not plain data (an array of objects)."""
 
 
 def flatten_state(tree: Any, *, where: str = "") -> FlatState:
@@ -51,7 +51,7 @@ def flatten_state(tree: Any, *, where: str = "") -> FlatState:
         where: The file, for messages.
 
     Raises:
-        CheckpointError: It is no dictionary, is nested without end, or two leaves get the same name.
+        CheckpointError: It is not a dictionary, is nested without end, or two leaves get the same name.
     """
     if not isinstance(tree, Mapping):
         raise _not_a_state(where, f"it holds a {type(tree).__name__}, not a dictionary of tensors")
@@ -127,7 +127,7 @@ def _key(key: Any) -> str:
 
 
 class OpaqueValue(Exception):
-    """The name of a class whose objects are no plain data."""
+    """The name of a class whose objects are not plain data."""
 
 
 def _plain(value: Any, walk: _Walk, depth: int) -> Any:
@@ -143,7 +143,31 @@ def _plain(value: Any, walk: _Walk, depth: int) -> Any:
         return {_plain(key, walk, depth + 1): _plain(entry, walk, depth + 1) for key, entry in value.items()}
     if isinstance(value, Record) and value.name == "argparse.Namespace":
         return _plain(value.fields, walk, depth + 1)
+    if isinstance(value, Record) and value.name.startswith("numpy."):
+        return _numpy_value(value)
     raise OpaqueValue(value.name if isinstance(value, Record) else type(value).__name__)
+
+
+def _numpy_value(value: Record) -> Any:
+    """The array or scalar whose bytes a pickle holds.
+
+    Raises:
+        OpaqueValue: It is another object of NumPy, or holds Python objects.
+    """
+    try:
+        import numpy
+
+        is_array = value.name.endswith("multiarray._reconstruct")
+        if not is_array and not value.name.endswith("multiarray.scalar"):
+            raise OpaqueValue(value.name)
+        shape, dtype, is_fortran, data = value.state[1:] if is_array else ((), value.args[0], False, value.args[1])
+        kind = numpy.dtype(dtype.args[0]).newbyteorder(dtype.state[1])
+        if kind.kind not in "biufcSU" or not isinstance(data, bytes):
+            raise OpaqueValue(f"{value.name} of {dtype.args[0]}")
+        array = numpy.frombuffer(data, kind).reshape(sizes_of(shape), order="F" if is_fortran else "C").copy()
+    except (ImportError, ValueError, TypeError, IndexError, AttributeError):
+        raise OpaqueValue(value.name) from None
+    return array if is_array else array[()]
 
 
 def _not_a_state(where: str, why: str) -> CheckpointError:

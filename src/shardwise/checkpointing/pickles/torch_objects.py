@@ -73,14 +73,14 @@ def dtype_name(symbol: Any) -> str:
     """`float32` from the symbol `torch.float32`."""
     if isinstance(symbol, Symbol) and (name := symbol.name.removeprefix("torch.")) in ITEM_BYTES:
         return name
-    raise ValueError(f"{symbol!r} is no dtype")
+    raise ValueError(f"{symbol!r} is not a dtype")
 
 
 def make_storage(identity: Any) -> StorageRef:
     """The storage that a persistent id of torch means."""
     kind, storage_type, key, _location, numel = identity
     if kind != "storage" or not isinstance(key, str) or not isinstance(storage_type, Symbol):
-        raise ValueError(f"{identity!r} is no storage")
+        raise ValueError(f"{identity!r} is not a storage")
     dtype = STORAGE_DTYPES[storage_type.name.rpartition(".")[2]]
     return StorageRef(key, dtype, count_of(numel) * ITEM_BYTES[dtype])
 
@@ -199,7 +199,7 @@ def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
 def _get_attribute(owner: Any, name: Any) -> Symbol:
     """How pickles before protocol 4 name a nested class or a member of an enumeration: we only note the name."""
     if not isinstance(owner, Symbol) or not isinstance(name, str):
-        raise ValueError("getattr of something that is no known class")
+        raise ValueError("getattr of something that is not a known class")
     return record(f"{owner.name}.{name}")
 
 

@@ -73,7 +73,7 @@ class ZipIndex:
         return offset, info.file_size
 
     def _damaged(self, why: str) -> CheckpointError:
-        return damaged("the file is no torch.save file, or a damaged one", self.where, why)
+        return damaged("the file is not a torch.save file, or a damaged one", self.where, why)
 
 
 class _Stream(io.BytesIO):

@@ -156,7 +156,7 @@ def _has_tensor(value: object) -> bool:
 
 
 def _is_taken_apart(value: Mapping[Any, Any] | Sequence[Any]) -> bool:
-    """Whether its items get names of their own: as in DCP, but keys that are no text keep their types."""
+    """Whether its items get names of their own: as in DCP, but keys other than strings keep their types."""
     if isinstance(value, Mapping):
         return (bool(value) and all(type(key) is str for key in value)) or _has_tensor(value)
     return (isinstance(value, list) and any(isinstance(item, Mapping) for item in value)) or _has_tensor(value)

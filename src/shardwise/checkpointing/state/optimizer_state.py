@@ -57,7 +57,7 @@ def named_groups(optimizer: Optimizer, names: Mapping[int, str], where: str) -> 
         where: For the error.
 
     Raises:
-        CheckpointError: It holds a parameter of no model, or state of something that is no parameter of it.
+        CheckpointError: It holds a parameter of no model, or state of something that is not a parameter of it.
     """
     groups = [tuple(group["params"]) for group in optimizer.param_groups]
     parameters = [p for group in groups for p in group]
@@ -67,7 +67,7 @@ def named_groups(optimizer: Optimizer, names: Mapping[int, str], where: str) -> 
     strange = [key for key in optimizer.state if id(key) not in held and optimizer.state[key]]
     if strange:
         raise CheckpointError(
-            f"the optimizer keeps state under a key that is none of its parameters: {type(strange[0]).__name__}",
+            f"the optimizer keeps state under a key that is not one of its parameters: {type(strange[0]).__name__}",
             where=where,
             why="such state cannot be stored by parameter name",
             fix="save the rest of its state as an object of its own: save(..., name=object_with_state_dict)",

@@ -97,7 +97,7 @@ def local_chunks(tensor: torch.Tensor) -> list[tuple[ChunkSpec, torch.Tensor]]:
     One chunk unless tensor parallelism interleaves the rows of several (`_StridedShard`).
 
     Raises:
-        CheckpointError: The ranks hold partial sums, which are no part of the tensor.
+        CheckpointError: The ranks hold partial sums, which are not parts of the tensor.
     """
     memory = local_tensor(tensor)
     if not isinstance(tensor, DTensor):

@@ -60,7 +60,7 @@ def check_name(name: str, *, where: str) -> str:
         where: The file that gives it.
 
     Raises:
-        CheckpointError: It is absolute, climbs with `..`, or is no plain file name.
+        CheckpointError: It is absolute, climbs with `..`, or is not a plain file name.
     """
     pure = PurePosixPath(name)
     strange = not pure.parts or "\\" in name or "\0" in name or ":" in name or str(pure) != name

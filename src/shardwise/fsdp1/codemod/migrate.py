@@ -12,6 +12,7 @@ from shardwise.errors import SourceError
 from shardwise.findings import SourceFinding, Status, unreadable_source
 from shardwise.fsdp1.codemod.checking import failed_check
 from shardwise.fsdp1.codemod.draft import status_fields
+from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.framework_files import convert_yaml, may_hold_config
 from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.rewriting import rewrite, skipped_everywhere, undone
@@ -116,7 +117,7 @@ def migrate(
     found = find_files(paths, (".py", *_YAML))
     texts, unreadable = _read(found)
     program = Program({path: text for path, (text, _) in texts.items() if not path.endswith(_YAML)})
-    jobs = [path for path, (text, _) in texts.items() if _is_concerned(path, text) or program.handed(path)]
+    jobs = [path for path, (text, _) in texts.items() if _is_concerned(path, text) or path in flow_of(program).files]
     skipped_everywhere(program)  # read once, before there are several processes that would each find out
 
     def work(path: str) -> MigratedFile:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import threading
 import time
 import traceback
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from shardwise.diagnosing.collective_trace import (
+from shardwise.distributed.collective_trace import (
     HISTORY,
+    OPTIMIZER_STEP,
+    CollectiveKind,
     Machines,
     RankTrace,
     StoreExchange,
-    TraceDifference,
-    describe_absence,
-    describe_difference,
-    from_text,
-    to_text,
+    group_of,
+    in_words,
+    kind_of,
+    place_of,
 )
 from shardwise.errors import ShardError
 
@@ -33,16 +38,10 @@ _EXPLAIN_SECONDS = 5.0
 _SILENT_SECONDS = 3.5
 _MAX_STACKS = 8
 _MAX_FRAMES = 6
-
-
-def note_stack(error: BaseException, rank: int, trace: RankTrace) -> None:
-    """Add to an error where a rank is."""
-    verdict = trace.verdict
-    found = None if verdict is None else from_text(verdict, rank)
-    stack = trace.text if verdict is None else found[1] if found else ""
-    note = f"rank {rank} is here:\n{stack}"
-    if stack and note not in getattr(error, "__notes__", []):
-        error.add_note(note)
+_MAX_TEXT = 1500  # five of them, quoted, fit into a trace
+_STEP_SECONDS = 5.0
+_POLL_SECONDS = 2e-5
+_MAX_MISSED = 3  # steps at which a rank was not there in time, before waiting is given up
 
 
 def stack_of(thread: int) -> str:
@@ -55,17 +54,36 @@ def stack_of(thread: int) -> str:
     return "".join(traceback.format_list((own or frames)[-_MAX_FRAMES:]))
 
 
+_WHY = (
+    "every all-gather and reduce-scatter is a collective of all ranks; ranks that run different modules wait for each "
+    "other for ever, or mix up each other's parameters and gradients"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceDifference:
+    """Ranks that came to different collectives at the same place."""
+
+    error: ShardError
+    odd: tuple[int, ...]
+    """The ranks that did not do what most ranks did."""
+
+
 class PeerView:
     """The traces of all ranks as seen from one rank; reads only.
 
     Args:
         traces: The traces of all ranks.
-        rank: This rank.
+        rank: Index of this rank's trace.
         groups: Names of the groups that events are about.
+        global_ranks: How messages number the ranks; default: as the traces.
     """
 
-    def __init__(self, traces: Sequence[RankTrace], rank: int, groups: tuple[str, ...]) -> None:
+    def __init__(
+        self, traces: Sequence[RankTrace], rank: int, groups: tuple[str, ...], global_ranks: Sequence[int] | None = None
+    ) -> None:
         self.traces, self.rank, self._groups = traces, rank, groups
+        self.global_ranks = global_ranks or range(len(traces))
         self.own = traces[rank]
         self._steps: deque[tuple[int, int]] = deque([(0, 1)], maxlen=HISTORY)
         self._compared = [0] * len(self.traces)
@@ -74,11 +92,12 @@ class PeerView:
         """Remember at which event this rank's step began."""
         self._steps.append((self.own.count, self.own.step))
 
-    def first_difference(self) -> int | None:
+    def first_difference(self, ranks: Sequence[int] | None = None) -> int | None:
         """The first place at which another rank, by what has newly arrived, did something else."""
         end_of_own = self.own.count
         found: list[int] = []
-        for rank, trace in enumerate(self.traces):
+        for rank in range(len(self.traces)) if ranks is None else ranks:
+            trace = self.traces[rank]
             end = min(end_of_own, trace.count)
             start = max(self._compared[rank], end - HISTORY, trace.first)
             if start < end:
@@ -92,20 +111,85 @@ class PeerView:
 
     def difference_at(self, index: int) -> TraceDifference | None:
         """What ranks did at a place, if not all did the same."""
+        ranks_at: dict[int, list[int]] = {}
+        for rank, trace in enumerate(self.traces):
+            if (event := trace.event(index)) is not None:
+                ranks_at.setdefault(event, []).append(rank)
+        if len(ranks_at) < 2:
+            return None
+        usual = max(ranks_at.values(), key=len)
+        odd = sorted(rank for ranks in ranks_at.values() if ranks is not usual for rank in ranks)
         step = next((step for count, step in reversed(list(self._steps)) if count <= index), self._steps[0][1])
-        return describe_difference(self.traces, index, step, self._groups)
+        rows = [f"{self._numbers(ranks)}: {in_words(event, self._groups)}" for event, ranks in ranks_at.items()]
+        what, fix = self._sentence(ranks_at, odd, step), self._fix(ranks_at)
+        return TraceDifference(ShardError(what, where="; ".join(rows), why=_WHY, fix=fix), tuple(odd))
+
+    def _sentence(self, ranks_at: dict[int, list[int]], odd: list[int], step: int) -> str:
+        """What differs, and nothing that the events do not show: which rank is wrong they do not."""
+        kinds = {kind_of(event) for event in ranks_at}
+        names = {self._groups[group_of(event)] for event in ranks_at if event != OPTIMIZER_STEP}
+        if OPTIMIZER_STEP not in ranks_at and len(names) == 1:
+            if len(kinds) == 1:
+                what = f"other gradients or shapes of `{names.pop()}` than the rest"
+                return f"{self._numbers(odd)} brought {what} at step {step}"
+            if CollectiveKind.ALL_GATHER_EVALUATION in kinds:
+                return f"{self._numbers(odd)} ended an evaluation, or began one, without the others at step {step}"
+        places = (f"{self._numbers(ranks)} {place_of(event, self._groups)}" for event, ranks in ranks_at.items())
+        return f"ranks diverge at step {step}: {', '.join(places)}"
+
+    def _fix(self, ranks_at: dict[int, list[int]]) -> str:
+        """The smallest change that lets ranks do these different things, or keeps them from it."""
+        is_reduction = any(
+            event != OPTIMIZER_STEP and kind_of(event) is CollectiveKind.REDUCE_SCATTER for event in ranks_at
+        )
+        is_forward = {kind_of(event) for event in ranks_at} <= {
+            CollectiveKind.ALL_GATHER_FORWARD,
+            CollectiveKind.ALL_GATHER_EVALUATION,
+        }
+        towers = _towers([self._groups[group_of(event)] for event in ranks_at]) if is_forward else []
+        if len({group_of(event) for event in ranks_at}) > 1 and towers:
+            skipped = " or ".join(f"shardwise.guard(model, repair=['{tower}'])" for tower in towers)
+            return (
+                f"run the same modules on every rank. For a tower that some ranks have no inputs for: {skipped}, after "
+                "sharding, on every rank; or run it there on dummy inputs and add 0 * output.sum() to the loss"
+            )
+        if OPTIMIZER_STEP in ranks_at and not is_reduction:
+            return (
+                "step the optimizer on every rank or on none: what one rank finds (NaN, no data) all must hear of first"
+            )
+        if is_forward:
+            return "call the model equally often on every rank: `lockstep(loader)` where loaders differ in length"
+        return (
+            "use the same parameters on every rank. For parameters that only some ranks use (experts, towers): "
+            "shardwise.guard(model, repair=['NAME OF THE TOWER']), after sharding, on every rank; repair=[] where only "
+            "parameters within modules differ; `lockstep(loader)` where loaders differ in length"
+        )
+
+    def _numbers(self, ranks: Sequence[int]) -> str:
+        numbers = [str(self.global_ranks[rank]) for rank in ranks]
+        return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
 
     def verdict_of_others(self) -> ShardError | None:
         """What another rank found to be wrong."""
         found = ((rank, trace.verdict) for rank, trace in enumerate(self.traces) if rank != self.rank)
-        read = (from_text(text, rank) for rank, text in found if text)
+        read = (from_text(text, self.global_ranks[rank]) for rank, text in found if text)
         return next((verdict[0] for verdict in read if verdict is not None), None)
+
+    def note_stack(self, error: BaseException, rank: int) -> None:
+        """Add to an error where a rank is."""
+        trace = self.traces[rank]
+        verdict = trace.verdict
+        found = None if verdict is None else from_text(verdict, rank)
+        stack = trace.text if verdict is None else found[1] if found else ""
+        note = f"rank {self.global_ranks[rank]} is here:\n{stack}"
+        if stack and note not in getattr(error, "__notes__", []):
+            error.add_note(note)
 
     def note_stacks_of_finders(self, error: ShardError) -> None:
         """Add to an error where those ranks are that have found something themselves."""
         for rank, trace in enumerate(self.traces):
             if rank != self.rank and trace.verdict is not None:
-                note_stack(error, rank, trace)
+                self.note_stack(error, rank)
 
     def missing(self) -> int | None:
         """A rank that will never come to where this one is: dead, or out of the loop."""
@@ -118,15 +202,44 @@ class PeerView:
         )
 
     def late(self, patience: float) -> int | None:
-        """A rank that has not come to where this one is, and has not moved for so long."""
+        """A rank that has not come to where this one is, and has not moved for `patience` seconds."""
         return self._first_rank(lambda trace: trace.count < self.own.count and trace.seconds_still > patience)
 
     def _first_rank(self, condition: Callable[[RankTrace], bool]) -> int | None:
         return next((rank for rank, trace in enumerate(self.traces) if condition(trace)), None)
 
-    def absence_of(self, rank: int) -> ShardError:
-        """The error for a rank that does not come to where this one waits."""
-        return describe_absence(self.traces, self.rank, rank, self._groups)
+    def absence_of(self, absent: int) -> ShardError:
+        """The error for a rank that does not come to the collective in which this one waits."""
+        missing, name, here = self.traces[absent], self.global_ranks[absent], self.global_ranks[self.rank]
+        doing, last = self._last_event(self.rank), self._last_event(absent)
+        waits = f"rank {here} {f'is in the {doing}' if doing else 'waits'}"
+        reached = f"last on rank {name}: {last}" if last else f"nothing yet on rank {name}"
+        where = f"{waits} in step {self.own.step}; {reached}"
+        if not missing.is_alive:
+            what = f"rank {name} died in step {missing.step}"
+            where = f"{waits} and waits for it; {reached}"
+            why = "its process is gone: killed (out of memory?), crashed, or ended by an error of its own"
+            fix = f"read the log of rank {name}; `dmesg` says whether the system killed it"
+        elif missing.has_ended:
+            what = f"rank {name} has left the training loop after {max(missing.step - 1, 0)} steps; rank {here} goes on"
+            where = f"{waits} in step {self.own.step}"
+            why = "its data ended earlier, or it broke out of the loop alone"
+            fix = "for batch in shardwise.lockstep(loader): ... stops all ranks together"
+        elif missing.seconds_unheard > _SILENT_SECONDS:
+            what = f"rank {name} died in step {missing.step}, or its machine cannot be reached"
+            where = f"{waits} and waits for it; {reached}"
+            why = f"nothing has been heard from its machine for {missing.seconds_unheard:.0f} s"
+            fix = f"read the log of rank {name}; see whether its machine still runs, and its network"
+        else:
+            what = f"rank {name} has not come to what rank {here} waits for since {missing.seconds_still:.0f} s"
+            why = "it is busy with something else (loading data, saving, evaluating), or hangs"
+            fix = "see where it is, below"
+        return ShardError(what, where=where, why=why, fix=fix)
+
+    def _last_event(self, rank: int) -> str:
+        trace = self.traces[rank]
+        event = trace.event(trace.count - 1) if trace.count else None
+        return in_words(event, self._groups) if event is not None else ""
 
     def cause_of_failure(self) -> ShardError | None:
         """Which rank is the reason that a collective of this one failed, if one is."""
@@ -141,6 +254,37 @@ class PeerView:
         return None if culprit is None else self.absence_of(culprit)
 
 
+def _towers(groups: Sequence[str]) -> list[str]:
+    """The outermost modules that contain one of the groups each, and none of the others."""
+    paths = [tuple(name.partition(" [")[0].split(".")) for name in groups]
+    found = dict.fromkeys(
+        path[: next((n for n in range(1, len(path)) if not _any_starts(paths, path[:n], path)), len(path))]
+        for path in paths
+    )
+    return [".".join(path) for path in found if path != ("(root)",)]
+
+
+def _any_starts(paths: Sequence[tuple[str, ...]], prefix: tuple[str, ...], own: tuple[str, ...]) -> bool:
+    return any(path[: len(prefix)] == prefix for path in paths if path != own)
+
+
+def to_text(error: ShardError, stack: str) -> str:
+    """An error as a rank leaves it in its trace, with its stack."""
+    parts = [error.what, error.where, error.why, error.fix, stack[-_MAX_TEXT:]]
+    return json.dumps([part[:_MAX_TEXT] for part in parts])
+
+
+def from_text(text: str, rank: int) -> tuple[ShardError, str] | None:
+    """The error that `rank` left in its trace, and its stack; None if only a part of it has arrived."""
+    try:
+        what, where, why, fix, stack = json.loads(text)
+    except ValueError:
+        return None
+    error = ShardError(what, where=where, why=why, fix=fix)
+    error.add_note(f"(found by rank {rank})")
+    return error, stack
+
+
 class CollectiveTracer:
     """Writes this rank's events, compares them with the other ranks', and raises or reports what is wrong.
 
@@ -152,6 +296,7 @@ class CollectiveTracer:
         patience: Seconds without progress after which late ranks are reported.
         report: Called with a message about ranks that are late or diverge.
         abort: Called, from the thread, when the training thread is stuck in something that will not end.
+        global_ranks: How messages number the ranks; default: as the traces.
         exchange: The exchange with other machines, if there are any.
         publishes_events: Publish each event before its collective starts: gloo ends the process where ranks bring
             buffers of different sizes, before the thread could publish it.
@@ -167,6 +312,7 @@ class CollectiveTracer:
         patience: float,
         report: Callable[[str], None],
         abort: Callable[[], None],
+        global_ranks: Sequence[int] | None = None,
         exchange: StoreExchange | None = None,
         publishes_events: bool = False,
     ) -> None:
@@ -176,7 +322,11 @@ class CollectiveTracer:
         self.found_at_end: ShardError | None = None
         """A difference that was seen only when the guard was closed."""
         self.is_closed = self.is_paused = False
-        self._view = PeerView(traces, rank, groups)
+        self.siblings: list[CollectiveTracer] = []
+        """Tracers of this rank's other process groups, whose ranks are told what this one finds."""
+        self._view = PeerView(traces, rank, groups, global_ranks)
+        self._machines, self._pid = machines, os.getpid()
+        self._num_missed = self._num_steps = self._digest = self._digested_to = 0
         self._patience, self._report, self._abort, self._exchange = patience, report, abort, exchange
         self._publish = exchange.publish if exchange is not None and publishes_events else None
         self._write = self.trace.writer([traces[other] for other in _neighbours(machines, rank)])
@@ -185,7 +335,7 @@ class CollectiveTracer:
         """Whether the training thread has got the error."""
         self._moved_to, self._reported_at, self._suspected_at = 0, -1, -1
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="shardwise-guard", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shardwise-guard", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -193,7 +343,7 @@ class CollectiveTracer:
 
     def close(self) -> None:
         """Stop watching, and tell the others that this rank will not come any more."""
-        if self.is_closed:
+        if self.is_closed or os.getpid() != self._pid:  # a forked process shares the memory, and is not this rank
             return
         self.is_closed = True
         self.trace.has_ended = True
@@ -217,6 +367,66 @@ class CollectiveTracer:
             self._raise_difference(self.trace.count - 1)
         if self._publish is not None:
             self._publish()
+
+    def before_step(self) -> None:
+        """Raise unless all ranks have come to this optimizer step by the same collectives.
+
+        Ranks of this machine are waited for, but not longer than `_STEP_SECONDS`: they may have a reason not to step.
+        """
+        if self.is_paused or self.is_closed:
+            return
+        self.write(OPTIMIZER_STEP)
+        # A process that does not exist (the fake backend) never opened its trace.
+        others = [rank for rank in self._machines.local if rank != self._view.rank and self._view.traces[rank].pid]
+        self._wait_at_step(lambda: all(self._view.traces[rank].count >= self.trace.count for rank in others))
+        if (index := self._view.first_difference(others)) is not None:
+            self._raise_difference(index)
+        if self._exchange is not None:
+            self._agree_with_machines(self._exchange)
+
+    def _wait_at_step(self, is_reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _STEP_SECONDS
+        while self._num_missed < _MAX_MISSED and not is_reached():
+            if self.error is not None:
+                self.raise_error()
+            if time.monotonic() > deadline or self._view.missing() is not None:
+                self._num_missed += 1
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _agree_with_machines(self, exchange: StoreExchange) -> None:
+        """Raise if ranks of other machines came to this optimizer step in another way, as far as is known in time."""
+        self._num_steps += 1
+        first = self._view.traces[self._machines.local[0]]
+        if exchange.steps is None:
+            self._wait_at_step(lambda: first.agreed_steps >= self._num_steps or first.has_concluded)
+            if first.has_concluded and self.error is None and (verdict := self._view.verdict_of_others()) is not None:
+                self._conclude(verdict)
+            self.raise_error()
+            return
+        start = max(self._digested_to, self.trace.count - HISTORY)
+        self._digest = zlib.crc32(self.trace.events(start, self.trace.count), self._digest)
+        self._digested_to = self.trace.count
+        if not exchange.steps.is_shared(f"{self.trace.count} {self._digest}", self.raise_error):
+            self._raise_what_machines_did(exchange)
+        self.trace.agreed_steps = self._num_steps
+
+    def _raise_what_machines_did(self, exchange: StoreExchange) -> None:
+        """Wait for the traces of all machines, and raise the first difference."""
+        self.trace.wants_all = True
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            exchange.exchange(with_all=True)
+            if (index := self._view.first_difference()) is not None:
+                self._raise_difference(index)
+            time.sleep(_TROUBLE_SECONDS)
+        error = ShardError(
+            f"machines came to the optimizer step of step {self.trace.step} by different collectives",
+            why=_WHY,
+            fix="run the same modules on every rank, and as often",
+        )
+        self._conclude(error)
+        self.raise_error()
 
     def next_step(self) -> None:
         """Note that a step has ended."""
@@ -268,8 +478,15 @@ class CollectiveTracer:
         self._note_stacks(difference.error, ranks)
         return difference
 
+    def _run(self) -> None:
+        """The thread."""
+        try:
+            self._watch()
+        except Exception:
+            self._report(f"shardwise: ranks are no longer compared, for an unexpected error:\n{traceback.format_exc()}")
+
     def _watch(self) -> None:
-        """The thread: looks at the traces four times a second, more often while something is wrong."""
+        """Looks at the traces four times a second, more often while something is wrong."""
         while not self._stopped.wait(
             _TROUBLE_SECONDS if self._exchange is not None and self._exchange.in_trouble else LOOK_SECONDS
         ):
@@ -342,12 +559,14 @@ class CollectiveTracer:
     def _note_stacks(self, error: ShardError, ranks: Sequence[int]) -> None:
         for rank in ranks:
             if self._view.traces[rank].is_text_current:
-                note_stack(error, rank, self._view.traces[rank])
+                self._view.note_stack(error, rank)
 
     def _conclude(self, error: ShardError) -> None:
         """Set the error of this rank, and show it and the stack to the others."""
-        self.error = error
-        self.trace.set_text(to_text(error, stack_of(self._training_thread)), is_verdict=True)
+        for tracer in (self, *self.siblings):
+            if tracer is self or tracer.error is None:
+                tracer.error = error
+                tracer.trace.set_text(to_text(error, stack_of(self._training_thread)), is_verdict=True)
 
     def _say(self, error: ShardError) -> None:
         self._report("\n".join([str(error), *getattr(error, "__notes__", [])]))

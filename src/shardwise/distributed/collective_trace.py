@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import json
 import mmap
 import os
 import socket
@@ -16,32 +15,40 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import compat
-from shardwise.distributed.agreement import gather_over_mesh
+from shardwise.distributed.agreement import gather_objects
 from shardwise.errors import ShardError
 
 
 class CollectiveKind(enum.IntEnum):
     """What a rank is about to do together with the others."""
 
-    GATHER_FORWARD = 0
-    GATHER_EVALUATION = 1
+    ALL_GATHER_FORWARD = 0
+    ALL_GATHER_EVALUATION = 1
     """A forward without gradients."""
-    GATHER_BACKWARD = 2
-    REDUCE = 3
+    ALL_GATHER_BACKWARD = 2
+    REDUCE_SCATTER = 3
 
 
 _NAMES = {
-    CollectiveKind.GATHER_FORWARD: "gather of {} for a forward",
-    CollectiveKind.GATHER_EVALUATION: "gather of {} for a forward without gradients",
-    CollectiveKind.GATHER_BACKWARD: "gather of {} for backward",
-    CollectiveKind.REDUCE: "reduction of the gradients of {}",
+    CollectiveKind.ALL_GATHER_FORWARD: "all-gather of `{}` for a forward",
+    CollectiveKind.ALL_GATHER_EVALUATION: "all-gather of `{}` for a forward without gradients",
+    CollectiveKind.ALL_GATHER_BACKWARD: "all-gather of `{}` for backward",
+    CollectiveKind.REDUCE_SCATTER: "reduce-scatter of the gradients of `{}`",
 }
+_PLACES = {
+    CollectiveKind.ALL_GATHER_FORWARD: "in the forward of `{}`",
+    CollectiveKind.ALL_GATHER_EVALUATION: "in the forward of `{}`",
+    CollectiveKind.ALL_GATHER_BACKWARD: "in the backward of `{}`",
+    CollectiveKind.REDUCE_SCATTER: "after the backward of `{}`",
+}
+OPTIMIZER_STEP = 0xFFFF_FFFF
+"""The event of an optimizer step. It is no collective, but what is done before it must be the same on all ranks."""
 
 
 def encode(kind: CollectiveKind, group: int, num_elements: int) -> int:
@@ -60,20 +67,15 @@ def group_of(event: int) -> int:
 
 
 def in_words(event: int, groups: Sequence[str]) -> str:
-    """As in "gather of `layers.0` for backward"."""
-    return _NAMES[kind_of(event)].format(f"`{groups[group_of(event)]}`")
+    """As in "all-gather of `layers.0` for backward"."""
+    return "optimizer step" if event == OPTIMIZER_STEP else _NAMES[kind_of(event)].format(groups[group_of(event)])
 
 
-def comes_first(event: int, other: int) -> bool:
-    """Whether, in a usual step, `event` would happen before `other`; groups are numbered as the modules stand."""
-    kinds = kind_of(event), kind_of(other)
-    forward = {CollectiveKind.GATHER_FORWARD, CollectiveKind.GATHER_EVALUATION}
-    if kinds[0] in forward and kinds[1] in forward:
-        return group_of(event) < group_of(other)
-    if kinds[0] in forward or kinds[1] in forward:
-        # A rank in a forward while another is in backward has a forward more to do.
-        return kinds[0] in forward
-    return group_of(event) > group_of(other)
+def place_of(event: int, groups: Sequence[str]) -> str:
+    """As in "in the backward of `layers.0`"."""
+    return (
+        "in the optimizer step" if event == OPTIMIZER_STEP else _PLACES[kind_of(event)].format(groups[group_of(event)])
+    )
 
 
 HISTORY = 1024
@@ -92,6 +94,7 @@ class RankTrace(ctypes.Structure):
     _fields_ = (
         ("count", ctypes.c_uint64),  # events the rank has written
         ("step", ctypes.c_uint64),  # step it is in, from 1
+        ("agreed_steps", ctypes.c_uint64),  # optimizer steps that this rank has compared with other machines
         ("pid", ctypes.c_uint64),
         ("moved_at", ctypes.c_double),  # when it was last seen to write an event
         ("sent_at", ctypes.c_double),  # when this copy was made, on the clock of its machine
@@ -220,7 +223,11 @@ def create_shared_trace(num_ranks: int) -> Path:
     """
     descriptor, name = tempfile.mkstemp(prefix="shardwise-trace-", dir=shared_folder())
     try:
-        os.truncate(descriptor, num_ranks * ctypes.sizeof(RankTrace))
+        # Not `truncate`: where the memory is full, that would succeed and the first write end the process.
+        os.posix_fallocate(descriptor, 0, num_ranks * ctypes.sizeof(RankTrace))
+    except OSError:
+        os.unlink(name)
+        raise
     finally:
         os.close(descriptor)
     return Path(name)
@@ -247,139 +254,7 @@ def _runs(pid: int) -> bool:
     return state not in "ZX"
 
 
-_WHY = (
-    "every gather and every reduction is a collective of all ranks; ranks that run different modules wait for each "
-    "other for ever, or mix up each other's data"
-)
-_FIX = (
-    "run the same modules on every rank: a dummy batch where a rank has none for a tower, `lockstep(loader)` where "
-    "loaders differ in length; parameters that only some ranks use: ShardConfig(unused_parameters='reduce')"
-)
-
-_SILENT_SECONDS = 3.0
 _GONE_SECONDS = 0.3
-_MAX_TEXT = 1500  # five of them, quoted, fit into a trace
-
-
-@dataclass(frozen=True, slots=True)
-class TraceDifference:
-    """Ranks that came to different collectives at the same place."""
-
-    error: ShardError
-    odd: tuple[int, ...]
-    """The ranks that did not do what the others did."""
-
-
-def describe_difference(
-    traces: Sequence[RankTrace], index: int, step: int, groups: Sequence[str]
-) -> TraceDifference | None:
-    """What differs at a place that belongs to `step`; None where nothing does."""
-    ranks_at: dict[int, list[int]] = {}
-    for rank, trace in enumerate(traces):
-        if (event := trace.event(index)) is not None:
-            ranks_at.setdefault(event, []).append(rank)
-    if len(ranks_at) < 2:
-        return None
-    skipped, others = _skipped(ranks_at)
-    odd = sorted(rank for event in others for rank in ranks_at[event])
-    rows = [f"{_ranks(ranks)}: {in_words(event, groups)}" for event, ranks in sorted(ranks_at.items(), key=_first_rank)]
-    sentence = _sentence(skipped, others[0], odd, groups, step)
-    return TraceDifference(ShardError(sentence, where="; ".join(rows), why=_WHY, fix=_FIX), tuple(odd))
-
-
-def describe_absence(traces: Sequence[RankTrace], rank: int, absent: int, groups: Sequence[str]) -> ShardError:
-    """The error for a rank that will not come to the collective in which `rank` waits."""
-    waiting, missing = traces[rank], traces[absent]
-    event = waiting.event(waiting.count - 1)
-    doing = f"is in the {in_words(event, groups)}" if event is not None else "waits"
-    if not missing.is_alive:
-        return ShardError(
-            f"rank {absent} died in step {missing.step}",
-            where=f"rank {rank} {doing} and waits for it; {_last(missing, absent, groups)}",
-            why="its process is gone: killed (out of memory?), crashed, or ended by an error of its own",
-            fix=f"read the log of rank {absent}; `dmesg` says whether the system killed it",
-        )
-    if missing.has_ended:
-        return ShardError(
-            f"rank {absent} has left the training loop after {max(missing.step - 1, 0)} steps; rank {rank} goes on",
-            where=f"rank {rank} {doing} in step {waiting.step}",
-            why="its data ended earlier, or it broke out of the loop alone",
-            fix="for batch in shardwise.lockstep(loader): ... stops all ranks together",
-        )
-    if missing.seconds_unheard > _SILENT_SECONDS:
-        return ShardError(
-            f"rank {absent} died in step {missing.step}, or its machine cannot be reached",
-            where=f"rank {rank} {doing} and waits for it; {_last(missing, absent, groups)}",
-            why=f"nothing has been heard from its machine for {missing.seconds_unheard:.0f} s",
-            fix=f"read the log of rank {absent}; see whether its machine still runs, and its network",
-        )
-    return ShardError(
-        f"rank {absent} has not come to what rank {rank} waits for since {missing.seconds_still:.0f} s",
-        where=f"rank {rank} {doing} in step {waiting.step}; {_last(missing, absent, groups)}",
-        why="it is busy with something else (loading data, saving, evaluating), or hangs",
-        fix="see where it is, below",
-    )
-
-
-def to_text(error: ShardError, stack: str) -> str:
-    """An error as a rank leaves it in its trace, with its stack."""
-    parts = [error.what, error.where, error.why, error.fix, stack[-_MAX_TEXT:]]
-    return json.dumps([part[:_MAX_TEXT] for part in parts])
-
-
-def from_text(text: str, rank: int) -> tuple[ShardError, str] | None:
-    """The error that `rank` left in its trace, and its stack; None if only a part of it has arrived."""
-    try:
-        what, where, why, fix, stack = json.loads(text)
-    except ValueError:
-        return None
-    error = ShardError(what, where=where, why=why, fix=fix)
-    error.add_note(f"(found by rank {rank})")
-    return error, stack
-
-
-def _skipped(ranks_at: dict[int, list[int]]) -> tuple[int, list[int]]:
-    """The event that somebody left out, and the events of those who did.
-
-    Most ranks are right; of two equally many, those have skipped something that are further in the step.
-    """
-    events = list(ranks_at)
-    size = max(len(ranks) for ranks in ranks_at.values())
-    largest = [event for event in events if len(ranks_at[event]) == size]
-    usual = largest[0]
-    for event in largest[1:]:
-        if comes_first(event, usual):
-            usual = event
-    others = [event for event in events if event != usual]
-    if len(largest) == 1 and len(others) == 1 and comes_first(others[0], usual):
-        # A minority runs something that the majority does not: it is they who are odd, but what is missing is theirs.
-        return others[0], [usual]
-    return usual, others
-
-
-def _sentence(skipped: int, other: int, odd: list[int], groups: Sequence[str], step: int) -> str:
-    name = groups[group_of(skipped)]
-    kinds = kind_of(skipped), kind_of(other)
-    if group_of(skipped) == group_of(other):
-        if kinds[0] == kinds[1]:
-            return f"{_ranks(odd)} brought other gradients or shapes of `{name}` than the rest at step {step}"
-        if CollectiveKind.GATHER_EVALUATION in kinds:
-            return f"{_ranks(odd)} ended an evaluation, or began one, without the others at step {step}"
-    done = "reduce the gradients of" if kinds[0] is CollectiveKind.REDUCE else "run"
-    return f"{_ranks(odd)} did not {done} `{name}` at step {step}"
-
-
-def _last(trace: RankTrace, rank: int, groups: Sequence[str]) -> str:
-    event = trace.event(trace.count - 1) if trace.count else None
-    return f"last on rank {rank}: {in_words(event, groups)}" if event is not None else f"nothing yet on rank {rank}"
-
-
-def _first_rank(entry: tuple[int, list[int]]) -> int:
-    return entry[1][0]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +305,9 @@ def machine_name() -> str:
 
 
 _STILL_SECONDS = 1.0
+_STEP_SECONDS = 5.0
+_STEP_SLICE = timedelta(seconds=0.25)
+_MAX_MISSED = 3  # steps at which a machine was not there in time, before waiting is given up
 
 
 class StoreExchange:
@@ -447,6 +325,8 @@ class StoreExchange:
         self._store: dist.Store | None = store
         self._lock = threading.Lock()
         self._received: dict[int, bytes] = {}
+        self.steps: StepAgreement | None = None
+        """On the first rank of a machine."""
 
     @property
     def in_trouble(self) -> bool:
@@ -493,51 +373,110 @@ class StoreExchange:
                 self._traces[rank].copy_from(zlib.decompress(message))
 
 
-def open_traces(mesh: DeviceMesh, machine: str | None) -> tuple[list[RankTrace], Machines, StoreExchange | None, int]:
+class StepAgreement:
+    """Compares between machines, before an optimizer step, what led to it. Used by the first rank of each machine.
+
+    The first machine compares what all leave in the store, and leaves the verdict there: two round trips a step.
+
+    Args:
+        store: A connection that nothing else uses, whose timeout is short: machines may have a reason not to step.
+        machine: The index of this machine.
+        num_machines: How many there are.
+    """
+
+    def __init__(self, store: dist.Store, machine: int, num_machines: int) -> None:
+        self._store, self._machine, self._others = store, machine, range(1, num_machines)
+        self._step = self._num_missed = 0
+
+    def is_shared(self, digest: str, waiting: Callable[[], None]) -> bool:
+        """Whether no machine is known to have come to this step in another way.
+
+        Args:
+            digest: Of what this machine's ranks did.
+            waiting: Called now and then while other machines are late; may raise.
+        """
+        if self._num_missed >= _MAX_MISSED:
+            return True
+        self._step += 1
+        key, last = f"step/{self._step}", f"step/{self._step - 1}"
+        try:
+            if self._machine:
+                self._store.set(f"{key}/{self._machine}", digest)
+                self._store.delete_key(f"{last}/{self._machine}")
+                return self._get([f"{key}/verdict"], waiting) != [b"differ"]
+            found = self._get([f"{key}/{machine}" for machine in self._others], waiting)
+            is_same = all(value == digest.encode() for value in found)
+            self._store.set(f"{key}/verdict", "same" if is_same else "differ")
+            self._store.delete_key(f"{last}/verdict")  # all have read it: they have come to this step
+        except RuntimeError:  # a machine is late, or the store is gone
+            self._num_missed += 1
+            with suppress(RuntimeError):
+                self._store.set(f"{key}/verdict", "unknown")
+            return True
+        return is_same
+
+    def _get(self, keys: list[str], waiting: Callable[[], None]) -> list[bytes]:
+        deadline = time.monotonic() + _STEP_SECONDS
+        while True:
+            try:
+                return self._store.multi_get(keys)
+            except RuntimeError:
+                waiting()
+                if time.monotonic() > deadline:
+                    raise
+
+
+def open_traces(
+    process_group: dist.ProcessGroup, machine: str | None
+) -> tuple[list[RankTrace], Machines, StoreExchange | None]:
     """Open the shared memory of this machine, and the way to the traces of other machines.
 
     Args:
-        mesh: The ranks that take part.
+        process_group: The ranks that take part.
         machine: The name of this machine; ranks of the same name share memory. Default: detected.
 
     Returns:
-        The traces, the machines, the exchange between machines if there are several, and this rank's index.
+        The traces by rank in the group, the machines, and the exchange between machines if there are several.
 
     Raises:
         ShardError: A rank cannot open the file that the first rank of its machine made.
 
     Ranks:
-        Collective over the mesh.
+        Collective over the group.
     """
-    members = mesh.mesh.flatten().tolist()
-    rank = members.index(dist.get_rank())
-    machines = group_by_machine(gather_over_mesh(mesh, machine or machine_name()), rank)
-    is_first = rank == machines.local[0]
-    own_path = create_shared_trace(len(members)) if is_first else None
-    path = gather_over_mesh(mesh, own_path)[machines.local[0]]
-    assert path is not None
-    traces, problem = [], None
+    rank, size = process_group.rank(), process_group.size()
+    names = gather_objects((machine or machine_name(), uuid.uuid4().hex), group=process_group)
+    machines = group_by_machine([name for name, _ in names], rank)
+    own_path, traces, problem = None, [], None
     try:
-        traces = open_shared_trace(path, len(members))
+        own_path = create_shared_trace(size) if rank == machines.local[0] else None
     except OSError as error:
         problem = str(error)
-    failed = [(rank, text) for rank, text in enumerate(gather_over_mesh(mesh, problem)) if text is not None]
+    path = gather_objects(own_path, group=process_group)[machines.local[0]]
+    try:
+        traces = open_shared_trace(path, size) if path is not None else []
+    except OSError as error:
+        problem = str(error)
+    problems = gather_objects(problem, group=process_group)
     if own_path is not None:
         own_path.unlink()
-    if failed:
+    if failed := [(rank, text) for rank, text in enumerate(problems) if text is not None]:
         raise ShardError(
             f"rank {failed[0][0]} cannot open the shared trace of its machine: {failed[0][1]}",
-            where="guard(model)",
+            where=shared_folder(),
             why="ranks of one machine share a file in memory; containers of one host may have memory of their own",
-            fix="guard(model, machine=...) with another name in each container",
+            fix="guard(model, machine=...) with another name in each container; or free the memory",
         )
     traces[rank].open()
     exchange = None
     if len(machines.ranks) > 1:
-        token = gather_over_mesh(mesh, uuid.uuid4().hex)[0]
-        exchange = StoreExchange(traces, machines, rank, compat.store_connector(f"shardwise-guard/{token}")())
+        prefix = f"shardwise-guard/{names[0][1]}"
+        exchange = StoreExchange(traces, machines, rank, compat.store_connector(prefix)())
+        if rank == machines.local[0]:
+            store = compat.store_connector(prefix, _STEP_SLICE)()
+            exchange.steps = StepAgreement(store, machines.own, len(machines.ranks))
         exchange.publish()
-        gather_over_mesh(mesh, None)  # every rank's trace can be read
+        gather_objects(None, group=process_group)  # every rank's trace can be read
         exchange.exchange(with_all=True)
-    gather_over_mesh(mesh, None)  # and has been, by the first rank of each machine
-    return traces, machines, exchange, rank
+        gather_objects(None, group=process_group)  # and has been, by the first rank of each machine
+    return traces, machines, exchange

@@ -1,0 +1,134 @@
+"""Writes to parameters of a sharded model mean what they say, in whatever state the parameter is."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import compat
+from shardwise.errors import ShardError
+from shardwise.sharding.inventory import local_part, local_tensor
+
+_MARK = "_shardwise_sharded"
+_VERSION = "_shardwise_version"
+"""On an unsharded parameter: its version when it was unsharded; -1: its `.data` was handed out since."""
+
+
+def watch_writes(model: nn.Module) -> None:
+    """Keep what is written to the model's parameters, sharded or unsharded.
+
+    FSDP2 frees an unsharded parameter and all that forward wrote into it (a logit scale that is clamped, a teacher that
+    is moved); each write is copied into the shard first. `parameter.data = value` copies the values: torch would
+    change the wrapper of a DTensor only, and the group would gather the old values into other memory.
+    """
+    _watch_data()
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            parameter.__dict__[_MARK] = True
+    for group in compat.param_groups(model):
+        compat.around_unsharded(group, _note_versions, _write_back)
+
+
+@functools.cache
+def _watch_data() -> None:
+    compat.watch_data(DTensor, lambda tensor: None, _assign_sharded)
+    compat.watch_data(nn.Parameter, _hand_out, _assign_unsharded)
+
+
+def _note_versions(group: Any) -> None:
+    for parameter in compat.unsharded_parameters(group):
+        if not parameter.is_inference():
+            parameter.__dict__[_VERSION] = parameter._version
+
+
+def _write_back(group: Any) -> None:
+    """Copy what was written into unsharded parameters to the shards, before the former are freed."""
+    is_written = False
+    for parameter, sharded in zip(compat.unsharded_parameters(group), compat.sharded_parameters(group), strict=True):
+        if parameter.__dict__.get(_VERSION, 0) != (0 if parameter.is_inference() else parameter._version):
+            _copy_changes(parameter, sharded)
+            is_written = True
+    if is_written:
+        compat.wait_before_unshard(group)
+
+
+@torch.no_grad()
+def _copy_changes(parameter: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Only values that differ: the others were perhaps rounded to the dtype of computation."""
+    local = local_tensor(sharded)
+    own = local_part(local_tensor(parameter), sharded).to(local.device)
+    local.copy_(torch.where(own == local.to(own.dtype), local, own.to(local.dtype)))
+
+
+def _hand_out(parameter: nn.Parameter) -> None:
+    if _VERSION in parameter.__dict__:
+        parameter.__dict__[_VERSION] = -1  # a write through `.data` leaves no trace
+
+
+def _assign_unsharded(parameter: nn.Parameter, value: torch.Tensor) -> bool:
+    """Copy the values in place; False leaves a parameter that is not ours to torch."""
+    if _VERSION not in parameter.__dict__:
+        return False
+    _refuse_other_kind(parameter, value)
+    with torch.no_grad():
+        parameter.copy_(value)
+    return True
+
+
+def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
+    """Copy the values in place; False leaves it to torch, where it is not ours and of another kind."""
+    if _MARK in tensor.__dict__:
+        _refuse_other_kind(tensor, value)
+    elif value.shape != tensor.shape or value.dtype != tensor.dtype or any(p.is_partial() for p in tensor.placements):
+        return False
+    local = local_tensor(tensor)
+    own = local_tensor(value) if isinstance(value, DTensor) else local_part(value, tensor)
+    if isinstance(value, DTensor) and value.placements != tensor.placements:
+        raise ShardError(
+            f"`.data` of a tensor laid out as {tensor.placements} was assigned one of {value.placements}",
+            where="parameter.data = ...",
+            why="ranks would keep each other's parts",
+            fix="assign a tensor of the same layout, or the whole tensor",
+        )
+    if not local.is_meta and own.data_ptr() != local.data_ptr():
+        with torch.no_grad():
+            local.copy_(own)
+    return True
+
+
+def _refuse_other_kind(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    if value.shape != parameter.shape or value.dtype != parameter.dtype:
+        raise ShardError(
+            f"`.data` of a sharded parameter, {list(parameter.shape)} {parameter.dtype}, was assigned "
+            f"{list(value.shape)} {value.dtype}",
+            where="parameter.data = ...",
+            why="its group gathers the shard it was made with; torch would ignore the assignment",
+            fix="change shape or dtype before sharding; ShardConfig.precision sets the dtype of computation",
+        )
+
+
+class LocalValue(torch.autograd.Function):
+    """The local tensor of a replicated DTensor, which may be written to in place; the view of `to_local` may not."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        """An alias of the local tensor that autograd does not know as a view."""
+        ctx.layout = parameter.device_mesh, parameter.placements
+        return local_tensor(parameter).data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The gradient, laid out like the parameter."""
+        return DTensor.from_local(gradients[0], *ctx.layout, run_check=False)
+
+
+def keep_assigned(shown: torch.Tensor, parameter: DTensor) -> None:
+    """Copy back what `shown.data = value` put into other memory."""
+    local = local_tensor(parameter)
+    if shown.data_ptr() != local.data_ptr():
+        with torch.no_grad():
+            local.copy_(shown)

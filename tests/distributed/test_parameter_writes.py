@@ -1,0 +1,179 @@
+"""Parameters written by the model or the loop, in any state: the next forward sees what one process would."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import shardwise as sw
+from shardwise.config.schema import PrecisionConfig, ShardConfig
+from shardwise.errors import ShardError
+from tests.ranks import ranks
+
+pytestmark = pytest.mark.torch
+
+
+def clamp(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.clamp_(max=0.7)
+
+
+def clamp_data(parameter: nn.Parameter) -> None:
+    parameter.data.clamp_(max=0.7)
+
+
+def assign_data(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data.clamp(max=0.7)
+
+
+def copy_into(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.copy_(parameter.clamp(max=0.7))
+
+
+WRITES: list[Callable[[nn.Parameter], None]] = [clamp, clamp_data, assign_data, copy_into]
+
+
+class Scaled(nn.Module):
+    """A block that limits its scale each time it is called, as CLIP limits its logit scale."""
+
+    def __init__(self, write: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self.linear, self.scale, self.write = nn.Linear(8, 8), nn.Parameter(torch.linspace(0.5, 1.5, 8)), write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self.scale)
+        return torch.relu(self.linear(x)) * self.scale
+
+
+class Model(nn.Module):
+    """Blocks that are resharded after forward, and a root with a scalar and a vector of its own."""
+
+    def __init__(
+        self, write: Callable[[nn.Parameter], None] = lambda parameter: None, *, in_root: bool = False
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Scaled((lambda _: None) if in_root else write) for _ in range(3))
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.logit_scale = nn.Parameter(torch.tensor(1.4))
+        self.write = write if in_root else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.write is not None:
+            self.write(self.logit_scale)
+            self.write(self.gain)
+        for block in self.blocks:
+            x = x + block(x)
+        return x * self.gain * self.logit_scale
+
+
+def train(model: nn.Module, rows: slice, between: Callable[[nn.Module], None] = lambda model: None) -> dict[str, Any]:
+    """Parameters after three steps on these rows of each batch; `between` runs after each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(3):
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        model(batch[rows]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        between(model)
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+
+
+def compare(
+    model: nn.Module, rank: int, between: Callable[[nn.Module], None] = lambda model: None, **config: Any
+) -> None:
+    """Train it on two ranks and in one process."""
+    expected = train(copy.deepcopy(model), slice(None), between)
+    sw.shard(model, ShardConfig(**config), mesh=init_device_mesh("cpu", (2,)))
+    found = train(model, slice(2 * rank, 2 * rank + 2), between)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].detach(), value.detach(), msg=lambda text, name=name: f"{name}: {text}")
+
+
+@ranks(2)
+@pytest.mark.parametrize("in_root", [False, True], ids=["block", "root"])
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_a_write_in_forward_reaches_the_shards(rank: int, write: Callable[[nn.Parameter], None], in_root: bool):
+    compare(Model(write, in_root=in_root), rank)
+
+
+@ranks(2)
+def test_a_write_in_16_bits_rounds_only_what_it_changed(rank: int):
+    model = Model(clamp)
+    with torch.no_grad():
+        model.blocks[0].scale.copy_(torch.linspace(0.5001, 1.5001, 8))
+    before = model.blocks[0].scale.detach().clone()
+    sw.shard(model, ShardConfig(precision=PrecisionConfig(param_dtype="bfloat16")), mesh=init_device_mesh("cpu", (2,)))
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    after = model.blocks[0].scale.full_tensor().detach()
+    limit = torch.tensor(0.7).bfloat16().float()
+    torch.testing.assert_close(after, torch.where(before.bfloat16() > 0.7, limit, before), rtol=0, atol=0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_a_write_between_steps_is_seen(rank: int, write: Callable[[nn.Parameter], None]):
+    compare(Model(), rank, lambda model: [write(parameter) for parameter in model.parameters()] and None)
+
+
+class Teacher(nn.Module):
+    """A student and its slow copy, which the forward moves as MoCo and BYOL do."""
+
+    def __init__(self, move: Callable[[nn.Parameter, nn.Parameter], None]) -> None:
+        super().__init__()
+        self.student, self.move = Model(), move
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                self.move(slow, fast)
+            target = self.teacher(x)
+        return self.student(x) - target
+
+
+def lerp(slow: nn.Parameter, fast: nn.Parameter) -> None:
+    slow.lerp_(fast, 0.1)
+
+
+def multiply_and_add(slow: nn.Parameter, fast: nn.Parameter) -> None:
+    slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+
+
+def assign(slow: nn.Parameter, fast: nn.Parameter) -> None:
+    slow.data = slow.data * 0.9 + fast.data * 0.1
+
+
+@ranks(2)
+@pytest.mark.parametrize("move", [lerp, multiply_and_add, assign], ids=lambda move: move.__name__)
+def test_a_teacher_that_forward_moves(rank: int, move: Callable[[nn.Parameter, nn.Parameter], None]):
+    compare(Teacher(move), rank)
+
+
+@ranks(2)
+def test_data_of_a_gradient_can_be_assigned(rank: int):
+    model = sw.shard(Model(), mesh=init_device_mesh("cpu", (2,)))
+    model(torch.ones(2, 8)).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data = torch.full_like(parameter.grad, 2.0)
+        assert bool((parameter.grad.full_tensor() == 2.0).all())
+
+
+@ranks(2)
+def test_another_shape_is_refused_in_forward(rank: int):
+    def grow(parameter: nn.Parameter) -> None:
+        parameter.data = torch.ones(9)
+
+    model = sw.shard(Model(grow), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ShardError, match=r"`.data` of a sharded parameter, \[8\] torch.float32, was assigned \[9\]"):
+        model(torch.ones(2, 8))

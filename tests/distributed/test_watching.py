@@ -1,0 +1,26 @@
+"""What a plain `shard` must not take for a divergence."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.sharding.apply import shard
+from tests.ranks import ranks
+
+
+@ranks(4)
+def test_replicas_may_evaluate_on_their_own(rank: int):
+    """All-gathers are collectives of a shard group; only reductions are those of all ranks."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)]), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with torch.no_grad():
+            for _ in range(1 + rank // 2):
+                model(torch.ones(2, 16))
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
