@@ -26,6 +26,7 @@ from shardwise.checkpointing.state.run import Run, Stateful
 from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.weights import refuse_remote, stream_gathered
 from shardwise.distributed.agreement import Channel, on_rank_zero, run_on_all
+from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import take_inventory
@@ -140,5 +141,4 @@ def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[int, Any]]:
 
 
 def _mesh(run: Run) -> DeviceMesh | None:
-    meshes = [mesh for model in run.models.values() if (mesh := mesh_of(model, take_inventory(model))) is not None]
-    return max(meshes, key=lambda mesh: mesh.size(), default=None)
+    return widest_mesh((), *(mesh_of(model, take_inventory(model)) for model in run.models.values()))

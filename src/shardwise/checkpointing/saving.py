@@ -26,6 +26,7 @@ from shardwise.checkpointing.state.slices import dtype_name, local_chunks
 from shardwise.checkpointing.storage.files import Place, join, remove_tree
 from shardwise.checkpointing.storage.memory import checksum
 from shardwise.distributed.agreement import Channel, as_shardwise_error, first_error, run_and_gather
+from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.planning.plan import Plan, encode_plan
 from shardwise.progress import Progress
@@ -47,7 +48,7 @@ def describe_run(run: Run) -> dict[str, Any]:
     described: dict[str, Any] = {}
     for name, model in run.models.items():
         state = sharded_state(model)
-        mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+        mesh = widest_mesh(model.parameters())
         described[name] = {
             "class": type(model).__qualname__,
             "dtypes": sorted(map(dtype_name, {p.dtype for p in model.parameters()})),
