@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.measuring import median
 from shardwise.distributed.collective_trace import (
+    OPTIMIZER_STEP,
     CollectiveKind,
     RankTrace,
     create_shared_trace,
@@ -48,7 +49,7 @@ class _Group:
 def last_events(trace: RankTrace, num_events: int) -> list[Event]:
     """Kind and group of a rank's last events."""
     events = [trace.event(index) for index in range(trace.count - num_events, trace.count)]
-    return [(kind_of(event), group_of(event)) for event in events if event is not None]
+    return [(kind_of(event), group_of(event)) for event in events if event not in (None, OPTIMIZER_STEP)]
 
 
 def replay(events: Sequence[Event], num_ranks: int, device: str) -> float:
@@ -65,15 +66,18 @@ def replay(events: Sequence[Event], num_ranks: int, device: str) -> float:
     machines = group_by_machine(["here"] * num_ranks, 0)
     tracer = CollectiveTracer(traces, machines, 0, names, patience=60.0, report=print, abort=lambda: None)
     undo = [watch_group(group, number, tracer) for number, group in enumerate(watched)]
+    for trace in traces:
+        trace.open()
     _time(watched, events)
     written = [event for index in range(len(events)) if (event := tracer.trace.event(index)) is not None]
     others = [trace.writer([]) for trace in traces[1:]]
     _write_all(others, written)
+    written.append(OPTIMIZER_STEP)
     extra = []
     for _ in range(_ROUNDS):
         _write_all(others, written)
         base = _time(plain, events)
-        extra.append(_time(watched, events) - base)
+        extra.append(_time(watched, events, tracer.before_step) - base)
     for stop in undo:
         stop()
     return median(extra)
@@ -85,11 +89,13 @@ def _write_all(writers: Sequence[Callable[[int], bool]], events: Sequence[int]) 
             write(event)
 
 
-def _time(groups: Sequence[_Group], events: Sequence[Event]) -> float:
+def _time(groups: Sequence[_Group], events: Sequence[Event], before_step: Callable[[], None] | None = None) -> float:
     start = time.perf_counter()
     for kind, number in events:
         if kind is CollectiveKind.REDUCE_SCATTER:
             groups[number].reduce()
         else:
             groups[number].unshard()
+    if before_step is not None:
+        before_step()
     return time.perf_counter() - start

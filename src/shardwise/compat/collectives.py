@@ -160,13 +160,13 @@ def aborter(groups: Iterable[Any]) -> Callable[[], None]:
     return abort
 
 
-def store_connector(prefix: str) -> Callable[[], Any]:
+def store_connector(prefix: str, timeout: timedelta = timedelta(seconds=30)) -> Callable[[], Any]:
     """A function that opens a connection of its own to the store that all ranks met at."""
     store: Any = dist.distributed_c10d._get_default_store()
 
     def connect() -> Any:
         own = store.clone()  # a connection serves one thread at a time, and others wait in theirs for minutes
-        own.set_timeout(timedelta(seconds=30))
+        own.set_timeout(timeout)
         return dist.PrefixStore(prefix, own)
 
     return connect

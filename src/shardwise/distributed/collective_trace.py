@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -93,6 +94,7 @@ class RankTrace(ctypes.Structure):
     _fields_ = (
         ("count", ctypes.c_uint64),  # events the rank has written
         ("step", ctypes.c_uint64),  # step it is in, from 1
+        ("agreed_steps", ctypes.c_uint64),  # optimizer steps that this rank has compared with other machines
         ("pid", ctypes.c_uint64),
         ("moved_at", ctypes.c_double),  # when it was last seen to write an event
         ("sent_at", ctypes.c_double),  # when this copy was made, on the clock of its machine
@@ -303,6 +305,9 @@ def machine_name() -> str:
 
 
 _STILL_SECONDS = 1.0
+_STEP_SECONDS = 5.0
+_STEP_SLICE = timedelta(seconds=0.25)
+_MAX_MISSED = 3  # steps at which a machine was not there in time, before waiting is given up
 
 
 class StoreExchange:
@@ -320,6 +325,8 @@ class StoreExchange:
         self._store: dist.Store | None = store
         self._lock = threading.Lock()
         self._received: dict[int, bytes] = {}
+        self.steps: StepAgreement | None = None
+        """On the first rank of a machine."""
 
     @property
     def in_trouble(self) -> bool:
@@ -366,6 +373,59 @@ class StoreExchange:
                 self._traces[rank].copy_from(zlib.decompress(message))
 
 
+class StepAgreement:
+    """Compares between machines, before an optimizer step, what led to it. Used by the first rank of each machine.
+
+    The first machine compares what all leave in the store, and leaves the verdict there: two round trips a step.
+
+    Args:
+        store: A connection that nothing else uses, whose timeout is short: machines may have a reason not to step.
+        machine: The index of this machine.
+        num_machines: How many there are.
+    """
+
+    def __init__(self, store: dist.Store, machine: int, num_machines: int) -> None:
+        self._store, self._machine, self._others = store, machine, range(1, num_machines)
+        self._step = self._num_missed = 0
+
+    def is_shared(self, digest: str, waiting: Callable[[], None]) -> bool:
+        """Whether no machine is known to have come to this step in another way.
+
+        Args:
+            digest: Of what this machine's ranks did.
+            waiting: Called now and then while other machines are late; may raise.
+        """
+        if self._num_missed >= _MAX_MISSED:
+            return True
+        self._step += 1
+        key, last = f"step/{self._step}", f"step/{self._step - 1}"
+        try:
+            if self._machine:
+                self._store.set(f"{key}/{self._machine}", digest)
+                self._store.delete_key(f"{last}/{self._machine}")
+                return self._get([f"{key}/verdict"], waiting) != [b"differ"]
+            found = self._get([f"{key}/{machine}" for machine in self._others], waiting)
+            is_same = all(value == digest.encode() for value in found)
+            self._store.set(f"{key}/verdict", "same" if is_same else "differ")
+            self._store.delete_key(f"{last}/verdict")  # all have read it: they have come to this step
+        except RuntimeError:  # a machine is late, or the store is gone
+            self._num_missed += 1
+            with suppress(RuntimeError):
+                self._store.set(f"{key}/verdict", "unknown")
+            return True
+        return is_same
+
+    def _get(self, keys: list[str], waiting: Callable[[], None]) -> list[bytes]:
+        deadline = time.monotonic() + _STEP_SECONDS
+        while True:
+            try:
+                return self._store.multi_get(keys)
+            except RuntimeError:
+                waiting()
+                if time.monotonic() > deadline:
+                    raise
+
+
 def open_traces(
     process_group: dist.ProcessGroup, machine: str | None
 ) -> tuple[list[RankTrace], Machines, StoreExchange | None]:
@@ -410,7 +470,11 @@ def open_traces(
     traces[rank].open()
     exchange = None
     if len(machines.ranks) > 1:
-        exchange = StoreExchange(traces, machines, rank, compat.store_connector(f"shardwise-guard/{names[0][1]}")())
+        prefix = f"shardwise-guard/{names[0][1]}"
+        exchange = StoreExchange(traces, machines, rank, compat.store_connector(prefix)())
+        if rank == machines.local[0]:
+            store = compat.store_connector(prefix, _STEP_SLICE)()
+            exchange.steps = StepAgreement(store, machines.own, len(machines.ranks))
         exchange.publish()
         gather_objects(None, group=process_group)  # every rank's trace can be read
         exchange.exchange(with_all=True)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ _MAX_FRAMES = 6
 _MAX_TEXT = 1500  # five of them, quoted, fit into a trace
 _STEP_SECONDS = 5.0
 _POLL_SECONDS = 2e-5
+_MAX_MISSED = 3  # steps at which a rank was not there in time, before waiting is given up
 
 
 def stack_of(thread: int) -> str:
@@ -323,7 +325,8 @@ class CollectiveTracer:
         self.siblings: list[CollectiveTracer] = []
         """Tracers of this rank's other process groups, whose ranks are told what this one finds."""
         self._view = PeerView(traces, rank, groups, global_ranks)
-        self._machines, self._pid, self._waits_at_steps = machines, os.getpid(), True
+        self._machines, self._pid = machines, os.getpid()
+        self._num_missed = self._num_steps = self._digest = self._digested_to = 0
         self._patience, self._report, self._abort, self._exchange = patience, report, abort, exchange
         self._publish = exchange.publish if exchange is not None and publishes_events else None
         self._write = self.trace.writer([traces[other] for other in _neighbours(machines, rank)])
@@ -378,14 +381,52 @@ class CollectiveTracer:
         self._wait_at_step(lambda: all(self._view.traces[rank].count >= self.trace.count for rank in others))
         if (index := self._view.first_difference(others)) is not None:
             self._raise_difference(index)
+        if self._exchange is not None:
+            self._agree_with_machines(self._exchange)
 
     def _wait_at_step(self, is_reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _STEP_SECONDS
-        while self._waits_at_steps and not is_reached():
+        while self._num_missed < _MAX_MISSED and not is_reached():
             if self.error is not None:
                 self.raise_error()
-            self._waits_at_steps = time.monotonic() < deadline and self._view.missing() is None
+            if time.monotonic() > deadline or self._view.missing() is not None:
+                self._num_missed += 1
+                return
             time.sleep(_POLL_SECONDS)
+
+    def _agree_with_machines(self, exchange: StoreExchange) -> None:
+        """Raise if ranks of other machines came to this optimizer step in another way, as far as is known in time."""
+        self._num_steps += 1
+        first = self._view.traces[self._machines.local[0]]
+        if exchange.steps is None:
+            self._wait_at_step(lambda: first.agreed_steps >= self._num_steps or first.has_concluded)
+            if first.has_concluded and self.error is None and (verdict := self._view.verdict_of_others()) is not None:
+                self._conclude(verdict)
+            self.raise_error()
+            return
+        start = max(self._digested_to, self.trace.count - HISTORY)
+        self._digest = zlib.crc32(self.trace.events(start, self.trace.count), self._digest)
+        self._digested_to = self.trace.count
+        if not exchange.steps.is_shared(f"{self.trace.count} {self._digest}", self.raise_error):
+            self._raise_what_machines_did(exchange)
+        self.trace.agreed_steps = self._num_steps
+
+    def _raise_what_machines_did(self, exchange: StoreExchange) -> None:
+        """Wait for the traces of all machines, and raise the first difference."""
+        self.trace.wants_all = True
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            exchange.exchange(with_all=True)
+            if (index := self._view.first_difference()) is not None:
+                self._raise_difference(index)
+            time.sleep(_TROUBLE_SECONDS)
+        error = ShardError(
+            f"machines came to the optimizer step of step {self.trace.step} by different collectives",
+            why=_WHY,
+            fix="run the same modules on every rank, and as often",
+        )
+        self._conclude(error)
+        self.raise_error()
 
     def next_step(self) -> None:
         """Note that a step has ended."""

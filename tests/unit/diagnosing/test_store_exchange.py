@@ -4,6 +4,8 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from shardwise.distributed.collective_trace import (
     HISTORY,
     RankTrace,
+    StepAgreement,
     StoreExchange,
     create_shared_trace,
     group_by_machine,
@@ -158,3 +161,28 @@ def test_machines_are_told_apart():
     assert machines.others == (1, 2, 3, 4)
     assert machines.near == (1, 4)
     assert group_by_machine(["x", "y", "x", "z", "w", "v"], 4).near == (0, 2, 4)
+
+
+@pytest.mark.parametrize(("digests", "expected"), [("aaa", [True] * 3), ("aab", [False] * 3), ("baa", [False] * 3)])
+def test_machines_agree_before_a_step(digests: str, expected: list[bool]):
+    """Twice, so that the second step is not taken for the first."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def ask(machine: int) -> list[bool]:
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+        agreement = StepAgreement(store, machine, len(digests))
+        return [agreement.is_shared(digest, lambda: None) for digest in ("same", digests[machine])]
+
+    with ThreadPoolExecutor(len(digests)) as pool:
+        answers = list(pool.map(ask, range(len(digests))))
+    assert answers == [[True, each] for each in expected]
+
+
+def test_an_error_ends_the_wait_for_a_machine_that_does_not_come():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=0.1))
+
+    def stop() -> None:
+        raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        StepAgreement(server, 0, 2).is_shared("same", stop)

@@ -7,7 +7,8 @@ import re
 
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
-from shardwise.fsdp1.codemod.program import Holds, is_constant, iterated
+from shardwise.fsdp1.codemod.program import is_constant, iterated
+from shardwise.fsdp1.codemod.sharded import Holds
 from shardwise.source.syntax import FSDP1, Comprehension, argument_of
 
 _OTHERS = re.compile(r"^self$|^cls$|accelerator|fabric|plugin|strategy", re.IGNORECASE)
@@ -319,7 +320,7 @@ def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
         match one:
             case ast.Call(func=ast.Attribute(attr="parameters" | "named_parameters", value=model)):
                 models.append(model)
-    if not any(draft.holds(one) is Holds.ALWAYS for one in models):
+    if not any(map(draft.holds, models)):
         return
     if any(isinstance(one, ast.Attribute) and one.attr in ("numel", "nelement") for one in ast.walk(loop)):
         draft.reported(
