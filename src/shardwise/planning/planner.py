@@ -67,8 +67,10 @@ def refuse_sharded(model: nn.Module) -> None:
         raise PlanError(
             f"{spread!r} is a DTensor already, though its module is not a group",
             where=spread,
-            why="a model around this one was sharded first: groups are made children first, never top-down",
-            fix="shard the outermost model only; it makes groups of its parts",
+            why="parallelize_module (tensor parallelism) distributed it, or a model around this one was sharded first: "
+            "groups are made children first, never top-down; shard() distributes plain tensors only",
+            fix="after parallelize_module, call fully_shard with the data-parallel axis of the mesh yourself, or "
+            "leave it out; of nested models, shard the outermost only",
         )
 
 
