@@ -34,7 +34,7 @@ from shardwise.sharding.forward_hooks import (
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_zero_grad
 from shardwise.sharding.graph_calls import watch_backward
 from shardwise.sharding.parameter_writes import watch_writes
-from shardwise.sharding.registry import ShardedState, forget_when_recovered, remember
+from shardwise.sharding.registry import ShardedState, on_recover, remember
 from shardwise.sharding.repointing import remember_parameters, repoint, watch_optimizers
 from shardwise.sharding.watching import watch_by_default
 
@@ -177,7 +177,8 @@ def shard(
     optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
     if plan is None:
         plan = run_on_all(lambda: make_plan(model, config, mesh=mesh, example_inputs=example_inputs), mesh)
-    check_fits(plan, model, mesh)
+    else:
+        check_fits(plan, model, mesh)
     agree_on_plan_and_weights(plan, model, mesh)
     remembered = remember_parameters(model, optimizers)
     # Recomputation inside, compilation around it, sharding outside both: the only order that works.
@@ -268,7 +269,7 @@ def _wire(plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
     replicated = _place_outside(model, plan, modules, mesh)
     _wire_entries(model, plan, modules, replicated)
     unused = UnusedParameters([g for group in plan.groups if group.reduce_unused for g in _fsdp_groups(group, modules)])
-    forget_when_recovered(model, unused.forget)
+    on_recover(model, unused.forget)
     places = [_places(planned, modules)[0] for planned in (*plan.replicated, *plan.ignored)]
     BackwardEnd(model, mesh, places, unused)
     set_prefetch(plan, modules)
@@ -297,7 +298,7 @@ def _wire_entries(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], r
         if len(group.modules) > 1
     ]
     for entry in parts:
-        forget_when_recovered(model, entry.forget)
+        on_recover(model, entry.forget)
     branches = any(group.held and group.reduce_unused for group in plan.groups)
     single = [group for group in plan.groups if group is not plan.root and len(group.modules) == 1]
     hooks = {group.name: ForwardHooks(modules[group.modules[0]], model, _casts(group)) for group in single}
