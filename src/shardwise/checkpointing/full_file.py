@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.broadcasting import RequestReader, open_on_ranks
-from shardwise.checkpointing.contents import Contents, StoredTensor
+from shardwise.checkpointing.contents import Contents, KeyPath, StoredTensor
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import NOTES, make_notes, plain_values, tensors_in, write_full
 from shardwise.checkpointing.formats.safetensors import refuse_overwrite
@@ -134,7 +134,7 @@ def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[int, Any]]:
     for name, tensor in found.tensors.items():
         infos[name] = StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
         tensors[id(infos[name])] = tensor
-    parts: dict[tuple[str | int, ...], Any] = {found.paths[name]: info for name, info in infos.items()}
+    parts: dict[KeyPath, Any] = {found.paths[name]: info for name, info in infos.items()}
     parts |= {found.paths[alias]: infos[name] for alias, name in found.aliases.items()}
     parts |= {found.paths[name]: value for name, value in plain_values(found.values).items()}
     return {**put_together(parts), NOTES: make_notes(found.values, found.paths)}, tensors

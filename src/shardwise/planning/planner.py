@@ -279,6 +279,9 @@ class Draft:
         """Keep whole what FSDP2 cannot split."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             self.ignored[key] = f"{dtype_name(parameter.dtype)} storage is left as it is"
+        elif parameter.ndim == 0 and parameter.is_complex():
+            # DTensor has no view_as_real of a scalar, which torch's optimizers step a complex parameter by.
+            self.ignored[key] = "a complex scalar is not split; its gradients are averaged"
         elif parameter.ndim == 0:
             self.replicated[key] = "a scalar has no dimension to split"
         elif parameter.numel() == 0:

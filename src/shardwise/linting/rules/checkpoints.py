@@ -166,7 +166,11 @@ def shards_saved_as_model(context: LintContext) -> Iterator[Hit]:
             if isinstance(saved, ObjectRef) and saved in event.argument(0, "obj") and trace.is_sharded(saved, event):
                 message = "a sharded model is saved as an object: the file holds this rank's shards"
                 yield Hit(event.node, message, f"save a gathered state dict: {_GATHERED}")
-            elif isinstance(saved, StateDict) and _is_of_shards(trace, saved, event):
+            elif (
+                isinstance(saved, StateDict)
+                and _is_of_shards(trace, saved, event)
+                and not context.asks_kind(saved.call)
+            ):
                 message = f"what is saved here are this rank's shards (state dict of line {saved.call.lineno})"
                 fix = f"gather first: {_GATHERED} on every rank, then save on rank 0; "
                 yield Hit(event.node, message, fix + "or use torch.distributed.checkpoint.save")
