@@ -1,17 +1,17 @@
-"""holdings(): every kind of memory is counted, when it is there and only then."""
+"""memory_breakdown(): every kind of memory is counted, when it is there and only then."""
 
 import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.sharding.notes import annotate, holdings
+from shardwise.sharding.notes import annotate, memory_breakdown
 from tests.ranks import ranks
 
 FLOAT = 4
 
 
 def sizes(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, int]:
-    return {holding.what.partition(" of ")[0]: holding.num_bytes for holding in holdings(model, optimizers)}
+    return {holding.what.partition(" of ")[0]: holding.num_bytes for holding in memory_breakdown(model, optimizers)}
 
 
 @ranks(2)

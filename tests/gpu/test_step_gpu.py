@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.compat import LocalGradScaler
 from shardwise.config.run import OptimizerConfig
 from shardwise.distributed.local_ranks import start_local
 from shardwise.training.metrics import peak_flops
@@ -58,6 +59,35 @@ def test_a_bad_step_is_left_out_without_waiting(name: str, no_waiting: None):
     assert all(torch.equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
     assert all(a.isfinite().all() for a in weights[2])
     assert not torch.equal(weights[1][0], weights[2][0])
+
+
+def test_a_bad_step_is_known_where_it_is_waited_for():
+    optimizer = build_optimizer(nn.Linear(8, 8).cuda(), OptimizerConfig())
+    loss, norm = torch.tensor(math.nan, device="cuda"), torch.tensor(1.0, device="cuda")
+    assert not allows_step(optimizer, loss, norm, wait=True), "an average of the weights would move"
+
+
+class Agreeing(LocalGradScaler):
+    """Plays a rank whose peer has found a value that is not finite."""
+
+    num_calls = 0
+
+    def agree(self, found_inf: torch.Tensor) -> None:
+        """Stands for the all-reduce."""
+        self.num_calls += 1
+        found_inf.add_(1)
+
+
+@pytest.mark.parametrize("devices", [["cuda"], ["cpu"], ["cpu", "cuda"]], ids="-".join)
+def test_ranks_agree_once_whatever_devices_have_gradients(devices: list[str]):
+    parameters = [nn.Parameter(torch.ones(2, device=device)) for device in devices]
+    scaler, optimizer = Agreeing("cuda", init_scale=4.0), torch.optim.SGD(parameters, lr=1.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    scaler.step(optimizer)
+    assert scaler.num_calls == 1
+    assert all(bool((parameter == 1).all()) for parameter in parameters), "the peer's finding skips the step here"
 
 
 def test_step_metrics_are_read_one_step_late_without_waiting():

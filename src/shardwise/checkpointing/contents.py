@@ -37,6 +37,10 @@ the storage class in torch's pickles; empty where there is none."""
 ITEM_BYTES = {dtype: num_bytes for dtype, (num_bytes, _, _) in DTYPES.items()}
 
 
+KeyPath = tuple[str | int, ...]
+"""Keys that lead to a value in a nested state dict."""
+
+
 def count_of(value: Any) -> int:
     """A size or offset that a file gives, checked.
 
@@ -179,7 +183,7 @@ class Contents:
     world_size: int | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
     """What else the format knows: mesh, plan, versions, dates."""
-    structure: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    structure: Mapping[str, KeyPath] = field(default_factory=dict)
     """Flat name to the path in the nested state dict it came from, where a dot would be ambiguous."""
     streams: tuple[TorchStream, ...] = ()
     """The `torch.save` streams that the checkpoint is made of."""

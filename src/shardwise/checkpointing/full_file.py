@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.broadcasting import RequestReader, open_on_ranks
-from shardwise.checkpointing.contents import Contents, StoredTensor
+from shardwise.checkpointing.contents import Contents, KeyPath, StoredTensor
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import NOTES, make_notes, plain_values, tensors_in, write_full
 from shardwise.checkpointing.formats.safetensors import refuse_overwrite
@@ -26,6 +26,7 @@ from shardwise.checkpointing.state.run import Run, Stateful
 from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.weights import refuse_remote, stream_gathered
 from shardwise.distributed.agreement import Channel, on_rank_zero, run_on_all
+from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import take_inventory
@@ -133,12 +134,11 @@ def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[int, Any]]:
     for name, tensor in found.tensors.items():
         infos[name] = StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
         tensors[id(infos[name])] = tensor
-    parts: dict[tuple[str | int, ...], Any] = {found.paths[name]: info for name, info in infos.items()}
+    parts: dict[KeyPath, Any] = {found.paths[name]: info for name, info in infos.items()}
     parts |= {found.paths[alias]: infos[name] for alias, name in found.aliases.items()}
     parts |= {found.paths[name]: value for name, value in plain_values(found.values).items()}
     return {**put_together(parts), NOTES: make_notes(found.values, found.paths)}, tensors
 
 
 def _mesh(run: Run) -> DeviceMesh | None:
-    meshes = [mesh for model in run.models.values() if (mesh := mesh_of(model, take_inventory(model))) is not None]
-    return max(meshes, key=lambda mesh: mesh.size(), default=None)
+    return widest_mesh((), *(mesh_of(model, take_inventory(model)) for model in run.models.values()))

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import compat
-from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredTensor
+from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor
 from shardwise.checkpointing.reading import Request
 from shardwise.checkpointing.sharing import PER_RANK
 from shardwise.checkpointing.state.names import canonical_name
-from shardwise.checkpointing.state.nested import LAYOUT, Path, dotted, flatten, put_together, unflatten
+from shardwise.checkpointing.state.nested import LAYOUT, dotted, flatten, put_together, unflatten
 from shardwise.checkpointing.state.optimizer_state import (
     KINDS,
     LIVE_OPTIONS,
@@ -46,7 +46,7 @@ class RankView:
     mixed: Mapping[str, str] = field(default_factory=dict)
     """Optimizers whose stored state is not whole, and why: see `verifying.mixed_order`."""
 
-    def path(self, name: str) -> Path:
+    def path(self, name: str) -> KeyPath:
         """The keys that lead to a name in the nested state dict."""
         return self.contents.structure.get(name) or tuple(name.split("."))
 
@@ -119,7 +119,13 @@ class Restoring:
 
 
 def plan_object(
-    restoring: Restoring, view: RankView, key: str, live: Any, put: Callable[[Any], object], *, path: Path | None = None
+    restoring: Restoring,
+    view: RankView,
+    key: str,
+    live: Any,
+    put: Callable[[Any], object],
+    *,
+    path: KeyPath | None = None,
 ) -> None:
     """Plan to restore one object from what is stored under `key`.
 
@@ -186,14 +192,14 @@ def _takes(tensor: torch.Tensor, stored: StoredTensor) -> bool:
 class _StoredGroup:
     """A parameter group in a checkpoint."""
 
-    options: dict[Path, str]
+    options: dict[KeyPath, str]
     """The keys in the group, and the flat name."""
     names: list[str]
     """Of its parameters."""
 
 
 def plan_optimizer(
-    restoring: Restoring, view: RankView, optimizer: Optimizer, groups: list[NamedGroup], path: Path, *, strict: bool
+    restoring: Restoring, view: RankView, optimizer: Optimizer, groups: list[NamedGroup], path: KeyPath, *, strict: bool
 ) -> None:
     """Plan to restore one optimizer.
 
@@ -249,7 +255,7 @@ def _plan_state(
     view: RankView,
     optimizer: Optimizer,
     parameter: torch.Tensor,
-    stored: Mapping[Path, tuple[Kind | None, str]],
+    stored: Mapping[KeyPath, tuple[Kind | None, str]],
     options: Mapping[str, Any],
 ) -> None:
     """Plan to restore one parameter's state.
@@ -262,8 +268,8 @@ def _plan_state(
         stored: By the keys in the state: its layout, where the checkpoint says it, and the flat name.
         options: Of the parameter's group.
     """
-    parts: dict[Path, Any] = {}
-    kinds: dict[Path, Kind] = {}
+    parts: dict[KeyPath, Any] = {}
+    kinds: dict[KeyPath, Kind] = {}
     for keys, (known_kind, name) in stored.items():
         tensor = view.contents.tensors.get(name)
         if tensor is None:
@@ -289,7 +295,7 @@ def _plan_state(
 
 
 def _live_state(
-    optimizer: Optimizer, parameter: torch.Tensor, keys: Path, kind: Kind, stored: StoredTensor
+    optimizer: Optimizer, parameter: torch.Tensor, keys: KeyPath, kind: Kind, stored: StoredTensor
 ) -> torch.Tensor | None:
     """The optimizer's own tensor, where it is just what the stored one needs."""
     tensor = (optimizer.state.get(parameter) or {}).get(keys[0]) if len(keys) == 1 else None
@@ -306,7 +312,7 @@ def _plan_options(
     restoring: Restoring, view: RankView, group: NamedGroup, stored: _StoredGroup, prefix: str
 ) -> dict[str, Any]:
     """Plan to set a group's options; return what they will be."""
-    values: dict[Path, Any] = {}
+    values: dict[KeyPath, Any] = {}
     for keys, name in stored.options.items():
         tensor = view.contents.tensors.get(name)
         values[keys] = view.contents.values[name] if tensor is None else new_tensor(tensor)
@@ -339,10 +345,10 @@ def _find_group(group: NamedGroup, place: int, stored: list[_StoredGroup]) -> _S
     return best if best is not None and wanted.intersection(best.names) else None
 
 
-def _read_index(view: RankView, path: Path) -> tuple[dict[str, dict[Path, str]], list[_StoredGroup]]:
+def _read_index(view: RankView, path: KeyPath) -> tuple[dict[str, dict[KeyPath, str]], list[_StoredGroup]]:
     """What is stored of an optimizer: by parameter, the keys in its state and the flat name; and the groups."""
-    states: dict[str, dict[Path, str]] = {}
-    groups: dict[int, dict[Path, str]] = {}
+    states: dict[str, dict[KeyPath, str]] = {}
+    groups: dict[int, dict[KeyPath, str]] = {}
     for name in view.names_under(dotted(path) + "."):
         keys = view.path(name)[len(path) :]
         if len(keys) >= 3 and keys[0] == "state":

@@ -14,25 +14,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.checkpointing import sharing
 from shardwise.checkpointing.background_writer import Work, WriterProcess, bytes_of_item, commit, write_items
-from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, LocalChunk, StoredChunk, StoredTensor
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, KeyPath, LocalChunk, StoredChunk, StoredTensor
 from shardwise.checkpointing.formats.sharded import FileRecord, Header, file_name
 from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, partial_of
-from shardwise.checkpointing.sharing import (
-    PER_RANK,
-    dedup_chunks,
-    dedup_tensors,
-    digest,
-    merge_values,
-    ranks_without_state,
-)
 from shardwise.checkpointing.staging import Arena, AsyncCopy, StagedTensor
-from shardwise.checkpointing.state.nested import FlatState, Path
+from shardwise.checkpointing.state.nested import FlatState
 from shardwise.checkpointing.state.run import Run
 from shardwise.checkpointing.state.slices import dtype_name, local_chunks
 from shardwise.checkpointing.storage.files import Place, join, remove_tree
 from shardwise.checkpointing.storage.memory import checksum
 from shardwise.distributed.agreement import Channel, as_shardwise_error, first_error, run_and_gather
+from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.planning.plan import Plan, encode_plan
 from shardwise.progress import Progress
@@ -54,7 +48,7 @@ def describe_run(run: Run) -> dict[str, Any]:
     described: dict[str, Any] = {}
     for name, model in run.models.items():
         state = sharded_state(model)
-        mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+        mesh = widest_mesh(model.parameters())
         described[name] = {
             "class": type(model).__qualname__,
             "dtypes": sorted(map(dtype_name, {p.dtype for p in model.parameters()})),
@@ -75,12 +69,12 @@ def _axes(mesh: Any) -> dict[str, int]:
     return {name: mesh.size(axis) for axis, name in enumerate(names)}
 
 
-def _path(name: str, paths: Mapping[str, Path]) -> Path:
+def _path(name: str, paths: Mapping[str, KeyPath]) -> KeyPath:
     if name in paths:
         return paths[name]
-    if name.startswith(f"{PER_RANK}."):
+    if name.startswith(f"{sharing.PER_RANK}."):
         _, rank, rest = name.split(".", 2)
-        return (PER_RANK, rank, *paths.get(rest, (rest,)))
+        return (sharing.PER_RANK, rank, *paths.get(rest, (rest,)))
     return tuple(name.split("."))  # other ranks' random numbers
 
 
@@ -205,15 +199,15 @@ class Saver:
             plain = self._plain_tensors(pending)
         except Exception as caught:
             error = caught
-        told = back.all_gather((_portable(error), digest(plain), digest(values)))
+        told = back.all_gather((_portable(error), sharing.digest(plain), sharing.digest(values)))
         failed = first_error([each[0] for each in told])
         record: FileRecord | None = None
         if failed is None:  # where the ranks' tables are equal, nothing is sent
             tables = [plain] * back.size if len({each[1] for each in told}) == 1 else back.all_gather(plain)
             values_of_ranks = [values] if len({each[2] for each in told}) == 1 else back.gather(values)
-            values = merge_values(values_of_ranks) if back.rank == 0 else {}
+            values = sharing.merge_values(values_of_ranks) if back.rank == 0 else {}
             try:
-                record = self._write(pending, dedup_tensors(tables)[back.rank], values, progress)
+                record = self._write(pending, sharing.dedup_tensors(tables)[back.rank], values, progress)
             except Exception as caught:
                 error = caught
         outcomes = back.gather((_portable(error), record))
@@ -271,8 +265,8 @@ class Saver:
         sharded = [staged for staged in staged_tensors if staged.kind == "sharded"]
         if layouts != self._layouts:  # as a rule only the first time
             tables = self._front.all_gather([staged.chunk for staged in sharded])
-            refuse_missing(ranks_without_state(tables))
-            self._chosen, self._layouts = dedup_chunks(tables)[self._front.rank], layouts
+            refuse_missing(sharing.ranks_without_state(tables))
+            self._chosen, self._layouts = sharing.dedup_chunks(tables)[self._front.rank], layouts
         chosen = {id(sharded[index]) for index in self._chosen}
         return [staged for staged in staged_tensors if staged.kind != "sharded" or id(staged) in chosen], collected
 

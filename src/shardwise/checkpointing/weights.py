@@ -18,17 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.broadcasting import RequestReader, open_on_ranks
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredTensor, portions
+from shardwise.checkpointing.formats import safetensors
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import tensors_in, write_full
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
-from shardwise.checkpointing.formats.safetensors import (
-    DEFAULT_SHARD_BYTES,
-    Chunks,
-    check_target,
-    distribute,
-    refuse_overwrite,
-    write_safetensors,
-)
 from shardwise.checkpointing.hugging_face import in_model_layout
 from shardwise.checkpointing.loading import load_requests
 from shardwise.checkpointing.matching import Matched, match, rename_contents
@@ -99,7 +92,7 @@ def save_weights(
     format: Literal["safetensors", "torch"] = "safetensors",
     dtype: torch.dtype | str | None = None,
     *,
-    max_shard_bytes: int | str | None = DEFAULT_SHARD_BYTES,
+    max_shard_bytes: int | str | None = safetensors.DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> None:
@@ -138,17 +131,19 @@ def save_weights(
     if format == "torch":
         tree = {name: info for tensor, info in zip(tensors, infos, strict=True) for name in tensor.names}
         order = tensors_in(tree)
-        check = partial(refuse_overwrite, target_path, overwrite, is_file=True)
+        check = partial(safetensors.refuse_overwrite, target_path, overwrite, is_file=True)
         write = partial(write_full, target_path, tree, overwrite=overwrite)
     else:
         limit = _limit(max_shard_bytes)
-        order = [info for shard in distribute(infos, target_path, limit) for info in shard]
-        check = partial(check_target, target_path, infos, overwrite)
+        order = [info for shard in safetensors.distribute(infos, target_path, limit) for info in shard]
+        check = partial(safetensors.check_target, target_path, infos, overwrite)
 
-        def write(chunks: Chunks) -> None:
+        def write(chunks: safetensors.Chunks) -> None:
             sidecars = sidecar_files(model, target) if not target_path.name.endswith(".safetensors") else {}
             names = {"stem": weights_stem(model), "sidecars": sidecars}
-            write_safetensors(target_path, infos, chunks, max_shard_bytes=limit, overwrite=overwrite, **names)
+            safetensors.write_safetensors(
+                target_path, infos, chunks, max_shard_bytes=limit, overwrite=overwrite, **names
+            )
 
     on_rank_zero(check, group=mesh)  # before anything is gathered
     by_name = {tensor.name: tensor.tensor for tensor in tensors}
@@ -157,7 +152,7 @@ def save_weights(
 
 def stream_gathered(
     named: Sequence[tuple[StoredTensor, torch.Tensor]],
-    write: Callable[[Chunks], None],
+    write: Callable[[safetensors.Chunks], None],
     mesh: DeviceMesh | None,
     progress: Progress | None = None,
 ) -> None:

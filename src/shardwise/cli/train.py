@@ -31,10 +31,12 @@ def train(
 
     config = load(RunConfig, run, settings or ())
     if print_config:
-        from shardwise.cli.running import number_of_ranks
+        from shardwise.cli.running import number_of_ranks, user_code
         from shardwise.training.run import resolved_yaml
 
-        typer.echo(resolved_yaml(config, number_of_ranks(nproc)), nl=False)
+        with user_code():
+            text = resolved_yaml(config, number_of_ranks(nproc))
+        typer.echo(text, nl=False)
         return
     training = _train(config, nproc)
     if training is not None and read_launch().rank == 0:

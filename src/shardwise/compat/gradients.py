@@ -160,7 +160,11 @@ class LocalGradScaler(torch.amp.GradScaler):
                 flag = found.setdefault(device, found_inf.to(device, copy=True))
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale.to(device))
             for flag in found.values():
-                self.agree(flag)
+                if flag is not found_inf:
+                    found_inf += flag.to(found_inf.device)
+            self.agree(found_inf)  # once: a rank may have no gradient on a device where the others have one
+            for flag in found.values():
+                flag.copy_(found_inf)
         return found
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from shardwise import compat
 from shardwise.distributed.agreement import gather_over_mesh
+from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import ShardError
 from shardwise.findings import Finding, Severity
 from shardwise.planning.plan import PlannedParameter
@@ -197,8 +198,7 @@ def mesh_of(model: nn.Module, groups: dict[str, Any]) -> DeviceMesh | None:
     """The mesh that a model is sharded over, by shardwise or by hand; None when it is not."""
     if (state := sharded_state(model)) is not None:
         return state.mesh
-    sharded = (parameter for group in groups.values() for parameter in compat.sharded_parameters(group))
-    return next((parameter.device_mesh for parameter in sharded if isinstance(parameter, DTensor)), None)
+    return widest_mesh(parameter for group in groups.values() for parameter in compat.sharded_parameters(group))
 
 
 def not_sharded(subject: Subject) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from shardwise.sharding.forward_hooks import KeptUnsharded, wanting_gradient
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
 from shardwise.sharding.nested_tensors import change_tensors
 from shardwise.sharding.notes import annotate
-from shardwise.sharding.registry import forget_when_recovered, sharded_state
+from shardwise.sharding.registry import on_recover, sharded_state
 from shardwise.sharding.watching import Watch, watch
 
 
@@ -119,7 +119,7 @@ def _reduce_unused(model: nn.Module, mesh: DeviceMesh, groups: list[Any]) -> Non
     state = sharded_state(model)
     planned = set() if state is None else {id(g) for g in _groups_that_send_zeros(model, state.plan)}
     unused = UnusedParameters([group for group in groups if id(group) not in planned])
-    forget_when_recovered(model, unused.forget)
+    on_recover(model, unused.forget)
     BackwardEnd(model, mesh, [], unused)
 
 

@@ -2,12 +2,14 @@
 
 import socket
 import weakref
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from shardwise.config.schema import MODEL_PARALLEL_AXES, PIPELINE_AXES, MeshConfig, refuse_model_parallel
 from shardwise.distributed.agreement import gather_objects
@@ -104,10 +106,35 @@ def make_mesh(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> 
         sizes = config.sizes(launch.world_size)
         device_type = _device_asked_for(config)
         _start_group(launch, device_type, timeout_s)
-    made, key = _meshes(), (device_type, *sizes.items())
+    return mesh_of_sizes(device_type, sizes)
+
+
+def mesh_of_sizes(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
+    """The mesh of all ranks with these axes.
+
+    Ranks:
+        Collective, the first time.
+    """
+    key = (device_type, *sizes.items())
+    return made_once(key, lambda: init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+
+
+def made_once(key: object, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    """The mesh that `make` made for `key` in this process group: every new one would make groups of its own."""
+    made = _meshes()
     if key not in made:
-        made[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        made[key] = make()
     return made[key]
+
+
+def widest_mesh(tensors: Iterable[torch.Tensor], *meshes: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh with most ranks, then most axes, of the DTensors and `meshes`; None where there are none.
+
+    Under tensor parallelism some parameters know only the data-parallel axes.
+    """
+    found = [mesh for mesh in meshes if mesh is not None]
+    found += [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    return max(found, key=lambda mesh: (mesh.size(), mesh.ndim), default=None)
 
 
 def default_mesh() -> DeviceMesh:

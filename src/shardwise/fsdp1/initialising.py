@@ -1,6 +1,5 @@
 """What FSDP1's constructor does: meshes, initial values, plans, hooks."""
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -8,14 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.distributed.agreement import gather_objects
 from shardwise.distributed.launchers import read_launch
-from shardwise.distributed.mesh import data_parallel_sizes
+from shardwise.distributed.mesh import data_parallel_sizes, made_once, mesh_of_sizes
 from shardwise.errors import ConfigError, ShardError
 from shardwise.fsdp1.settings import FREES
 from shardwise.fsdp1.units import clean_name, units_in
@@ -29,8 +28,6 @@ from shardwise.sharding.registry import recover
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, compat.HYBRID_SHARD_ZERO2)
 _AXES = ("replicate", "shard")
-# One mesh for all units of a model: each new one would make process groups of its own.
-_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def find_mesh(
@@ -71,19 +68,15 @@ def find_mesh(
         )
     if device_mesh is not None and device_mesh.mesh_dim_names is not None:
         data_parallel_sizes(device_mesh)
-    world = dist.group.WORLD
-    if world is None:
+    if not dist.is_initialized():
         raise ConfigError(
             "there is no process group yet",
             where="FullyShardedDataParallel(...)",
             why="parameters are sharded over the ranks of a process group",
             fix="torch.distributed.init_process_group(...) first, as FSDP1 needs it too",
         )
-    made = _MADE.setdefault(world, {})
     key = (strategy, process_group, device_mesh, device_type)
-    if key not in made:
-        made[key] = _make(strategy, process_group, device_mesh, device_type)
-    return made[key]
+    return made_once(key, lambda: _make(*key))
 
 
 def _make(
@@ -100,14 +93,14 @@ def _make(
     if strategy in HYBRID:
         return _pair(process_group, device_type) if process_group is not None else _by_machine(device_type)
     if process_group is None or process_group is dist.group.WORLD:
-        return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        return mesh_of_sizes(device_type, {"shard": dist.get_world_size()})
     return DeviceMesh.from_group(process_group, device_type, mesh_dim_names=("shard",))
 
 
 def _replicated(group: dist.ProcessGroup | None, device_type: str) -> DeviceMesh:
     """As many copies as there are ranks: a replicate axis of all, a shard axis of one."""
     if group is None or group is dist.group.WORLD:
-        return init_device_mesh(device_type, (dist.get_world_size(), 1), mesh_dim_names=_AXES)
+        return mesh_of_sizes(device_type, {"replicate": dist.get_world_size(), "shard": 1})
     alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="mesh_shard")
     ranks = torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int).view(-1, 1)
     return DeviceMesh.from_group([group, alone], device_type, mesh=ranks, mesh_dim_names=_AXES)
@@ -133,7 +126,7 @@ def _by_machine(device_type: str) -> DeviceMesh:
             why="every machine holds one copy, spread over its ranks",
             fix="start the same number of ranks on every machine, or pass device_mesh=",
         )
-    return init_device_mesh(device_type, (num_ranks // num_local, num_local), mesh_dim_names=_AXES)
+    return mesh_of_sizes(device_type, {"replicate": num_ranks // num_local, "shard": num_local})
 
 
 _TORCHS = compat.default_comm_hooks()

@@ -171,6 +171,7 @@ def check_codes(codes: Iterable[str], *, where: str) -> None:
 RELEVANT = re.compile(
     rb"fully_shard|[Ff][Ss][Dd][Pp]|distributed\.checkpoint|distributed import checkpoint"
     rb"|full_tensor|gradient_sync|shardwise"
+    rb"|\b(dist|distributed)\.(barrier|all_reduce|all_gather|broadcast|reduce|gather|scatter|all_to_all)"
 )
 
 

@@ -11,7 +11,7 @@ from pkgutil import iter_modules
 
 from shardwise.findings import Edit, Safety, Severity, SourceFinding
 from shardwise.source.interpreter import read_program
-from shardwise.source.syntax import FileContext
+from shardwise.source.syntax import FileContext, checked_types
 from shardwise.source.trace import Shard, Trace
 from shardwise.source.values import ProgramEvent
 
@@ -46,6 +46,12 @@ class LintContext:
     def events_of(self, *names: str) -> Iterator[tuple[Trace, ProgramEvent]]:
         """Every call of one of these public names, in every run."""
         return ((trace, event) for trace, event in self.events if event.is_call_to(*names))
+
+    def asks_kind(self, node: ast.AST) -> bool:
+        """Whether the function around a node asks `isinstance(..., FSDPModule)`: it serves other models too."""
+        function = self.file.enclosing_function(node)
+        asked = [one for inner in ast.walk(function) for one in checked_types(inner)] if function is not None else []
+        return any(self.file.is_any(one, {"torch.distributed.fsdp.FSDPModule"}) for one in asked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def assign(tree: Tree, candidates: list[GroupCandidate], calls: Calls, names: di
         else:
             candidates = [each for each in candidates if not all(map(joined.contains, each.nodes))] + [joined]
     why = "remaining parameters; unsharded from the first forward to the end of backward"
-    candidates = [*_children_first(candidates, tree), GroupCandidate((tree.root,), "root", why)]
+    candidates = [*_children_first(candidates, tree), *(GroupCandidate((root,), "root", why) for root in tree.roots)]
     result = Assignment(candidates, [[] for _ in candidates], replicated)
     index_of = {id(node): index for index, candidate in enumerate(candidates) for node in candidate.nodes}
     for key, holders in owners.items():

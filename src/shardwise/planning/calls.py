@@ -168,6 +168,8 @@ class Calls:
     """Parameter → modules whose code computes with it while its owner is not entered."""
     repeated: Names = frozenset()
     """Modules called more than once a pass."""
+    roots: tuple[str, ...] = ("",)
+    """Modules that a script calls: the root, or where that is a container without code, the networks in it."""
     public_methods: tuple[str, ...] = ()
     """Methods of the root that compute, and that a script may call in place of the root's forward."""
     unreadable: tuple[str, ...] = ()

@@ -95,13 +95,21 @@ class Tree:
         model: The root.
         key_of: `id(parameter)` to the key of the tensor it stands for; unmapped ones do not count.
         numel: Elements by key, for `size`.
+        roots: Names of the modules that scripts call.
     """
 
-    def __init__(self, model: nn.Module, key_of: dict[int, int], numel: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        key_of: dict[int, int],
+        numel: Mapping[int, int] | None = None,
+        roots: Iterable[str] = ("",),
+    ) -> None:
         self.numel = numel or {}
         self.nodes: dict[str, Node] = {}
         self._by_module: dict[int, Node] = {}
         self.root = self._build("", model, None, key_of)
+        self.roots = [self.nodes[name] for name in roots]
 
     def _build(self, fqn: str, module: nn.Module, parent: Node | None, key_of: dict[int, int]) -> Node:
         node = Node(fqn, module, parent)
@@ -134,7 +142,7 @@ class Tree:
     def matching(self, pattern: str) -> list[Node]:
         """Nodes whose name fits the pattern or whose class has that very name; the root for `(root)`."""
         if pattern == ROOT_PATTERN:
-            return [self.root]
+            return self.roots
         fits = name_matcher(pattern)
         return [node for node in self.root.walk() if node.class_name == pattern or (node.fqn and fits(node.fqn))]
 
@@ -193,29 +201,32 @@ def find_candidates(tree: Tree, calls: Calls) -> list[GroupCandidate]:
         Candidates in tree order: repeated blocks, then leaves as large as a good part of a block, then pieces taken
         out of the root until it is no larger than the largest of the others.
     """
-    search = _Search(tree, calls)
-    candidates = search.blocks()
-    candidates += search.big_leaves(candidates)
-    candidates += search.relieve_root(candidates)
-    return [around_calls(candidate, calls) for candidate in candidates]
+    found: list[GroupCandidate] = []
+    for root in tree.roots:
+        search = _Search(tree, root, calls)
+        candidates = search.blocks()
+        candidates += search.big_leaves(candidates)
+        candidates += search.relieve_root(candidates)
+        found += candidates
+    return [around_calls(candidate, calls) for candidate in found]
 
 
 class _Search:
-    """One pass over a tree; keeps what was seen on the way."""
+    """One pass over the tree below a root; keeps what was seen on the way."""
 
-    def __init__(self, tree: Tree, calls: Calls) -> None:
-        self.tree, self.calls = tree, calls
+    def __init__(self, tree: Tree, root: Node, calls: Calls) -> None:
+        self.tree, self.root, self.calls = tree, root, calls
         self.found: dict[Node, str] = {}
         self.outside: list[Node] = []
 
     def blocks(self) -> list[GroupCandidate]:
         """Elements of lists and sequences, then classes that repeat elsewhere; the outermost of nested ones,
         unless it is a stage that itself holds a run of blocks."""
-        self._descend(self.tree.root, frozenset())
+        self._descend(self.root, frozenset())
         counts = Counter(type(node.module) for node in self.outside if not isinstance(node.module, nn.Sequential))
         repeated = frozenset(kind for kind, count in counts.items() if count > 1)
         self.found, self.outside = {}, []
-        self._descend(self.tree.root, repeated)
+        self._descend(self.root, repeated)
         largest = max((self.tree.size(node) for node in self.found), default=0)
         return [
             GroupCandidate((node,), "block", reason)
@@ -241,7 +252,7 @@ class _Search:
         while True:
             everything = candidates + taken
             grouped = by_node(everything)
-            left = self.tree.root.keys.difference(*(node.keys for node in grouped))
+            left = self.root.keys.difference(*(node.keys for node in grouped))
             limit = max(map(self.tree.size, grouped), default=0)
             pieces = [
                 (self.tree.size(node.keys & left), node)
@@ -307,7 +318,7 @@ class _Search:
                     if not child.is_atom:
                         collect(child)
 
-        collect(self.tree.root)
+        collect(self.root)
         return free
 
     def _may_stand_alone(self, node: Node) -> bool:
@@ -397,14 +408,14 @@ def named_candidates(tree: Tree, config: ShardConfig) -> list[GroupCandidate]:
     if config.wrap_if:
         found |= dict.fromkeys(_by_predicate(tree, config.wrap_if), "chosen by wrap_if")
     if config.group_by == "children":
-        found |= dict.fromkeys(_children(tree.root), "direct child of the root")
+        found |= dict.fromkeys((node for root in tree.roots for node in _children(root)), "direct child of the root")
     if config.group_by == "attribute":
         marked = (node for node in tree.root.walk() if getattr(node.module, "_fsdp_wrap", None) and node.fqn)
         found |= dict.fromkeys(_callable(marked, "`_fsdp_wrap`"), "marked by its `_fsdp_wrap` attribute")
     return [
         GroupCandidate((node,), "leaf" if node.is_atom else "block", found[node], explicit=True)
         for node in tree.root.walk()
-        if node in found and node is not tree.root and node.keys
+        if node in found and node not in tree.roots and node.keys
     ]
 
 
@@ -435,8 +446,9 @@ def _by_size(tree: Tree, least: int) -> list[Node]:
             return 0
         return left
 
-    for child in tree.root.children:
-        visit(child)
+    for root in tree.roots:
+        for child in root.children:
+            visit(child)
     return taken
 
 
@@ -445,7 +457,7 @@ def _by_predicate(tree: Tree, predicate: Callable[..., object]) -> list[Node]:
     chosen = [
         node
         for node in tree.root.walk()
-        if node is not tree.root and (predicate(node.fqn, node.module) if takes_name else predicate(node.module))
+        if node not in tree.roots and (predicate(node.fqn, node.module) if takes_name else predicate(node.module))
     ]
     return _callable(chosen, "wrap_if")
 

@@ -149,7 +149,7 @@ class Plan:
 
     @property
     def root(self) -> Group:
-        """The group of the model itself."""
+        """The group of the model itself, or of the last network in a container."""
         return self.groups[-1]
 
     @property

@@ -72,16 +72,6 @@ def refuse_sharded(model: nn.Module) -> None:
         )
 
 
-def refuse_uncallable(module: nn.Module) -> None:
-    """Refuse a root that cannot be called at all."""
-    if type(module).forward is nn.Module.forward and isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise PlanError(
-            f"the model is a {type(module).__name__}, which has no forward",
-            why="FSDP2 gathers parameters when a module is called, and a container is never called",
-            fix="shard its elements, or put it into a module with a forward",
-        )
-
-
 def refuse_unsupported(model: nn.Module) -> None:
     """Raise for parameters that FSDP2 cannot shard and nothing here can make shardable.
 
@@ -168,7 +158,6 @@ def make_plan(
 ) -> Plan:
     """`plan()` with the hardware's capability given."""
     refuse_sharded(model)
-    refuse_uncallable(model)
     refuse_unsupported(model)
     axes, device = mesh_axes(mesh)
     check_config(config, axes)
@@ -244,13 +233,15 @@ class Draft:
         every = {id(parameter): key for key, tensor in enumerate(self.tensors) for parameter in tensor.parameters}
         asked = ignored_keys(Tree(model, every), names, config.ignored)
         self.ignored = dict.fromkeys(sorted(asked), "named in ignored")
+        self._check_roots()
         self.replicated: dict[int, str] = {}
         for key, tensor in enumerate(self.tensors):
             if key not in self.ignored:
                 self._set_aside(key, tensor.parameter)
         aside = self.ignored.keys() | self.replicated.keys()
         numel = {key: tensor.parameter.numel() for key, tensor in enumerate(self.tensors)}
-        self.tree = Tree(model, {identity: key for identity, key in every.items() if key not in aside}, numel)
+        in_groups = {identity: key for identity, key in every.items() if key not in aside}
+        self.tree = Tree(model, in_groups, numel, calls.roots)
         self.dtype_of = {key: dtype_name(tensor.parameter.dtype) for key, tensor in enumerate(self.tensors)}
         self.trainable = {key for key, tensor in enumerate(self.tensors) if tensor.parameter.requires_grad}
         self.upcast: dict[int, str] = {}
@@ -261,6 +252,26 @@ class Draft:
             )
             for override in config.overrides
         ]
+
+    def _check_roots(self) -> None:
+        """Every trainable parameter belongs to one of the modules that scripts call; others are left as they are."""
+        for key, tensor in enumerate(self.tensors):
+            roots = {
+                root for root in self.calls.roots for name in tensor.names if not root or name.startswith(root + ".")
+            }
+            if len(roots) == 1 or key in self.ignored:
+                continue
+            if not roots and not tensor.parameter.requires_grad:
+                self.ignored[key] = "frozen, and of no module that can be called"
+                continue
+            first = tensor.names[0]
+            shared = f"{' and '.join(map(repr, tensor.names))} are one parameter of two networks"
+            raise PlanError(
+                shared if roots else f"{first!r} belongs to no module that can be called",
+                where=first,
+                why=f"{type(self.model).__name__} has no forward: each network in it is unsharded by its own call",
+                fix="define forward, or a method that computes, on a module around all that belongs together",
+            )
 
     def _set_aside(self, key: int, parameter: nn.Parameter) -> None:
         """Keep whole what FSDP2 cannot split."""
@@ -372,12 +383,13 @@ class Draft:
         methods = self.calls.methods
         found = [f"{node.fqn}:{method}" for node in candidate.nodes for method in sorted(methods.get(node.fqn, ()))]
         if candidate.is_root:
-            found += [f":{method}" for method in ("forward", *self.calls.public_methods)]
+            found += [f"{candidate.nodes[0].fqn}:{method}" for method in ("forward", *self.calls.public_methods)]
         names = {node.fqn for node in candidate.nodes}
         for entry in self.config.entry_points:
             module, _, method = entry.rpartition(":")
             self._check_entry_point(entry, module, method)
-            is_home = module in names or (candidate.is_root and module not in self._group_modules)
+            is_inside = candidate.is_root and candidate.contains(self.tree.nodes[module])
+            is_home = module in names or (is_inside and module not in self._group_modules)
             found += [f"{module}:{method}"] if is_home else []
         return tuple(dict.fromkeys(found))
 
@@ -420,7 +432,7 @@ class Draft:
 
     def _outer_modules(self, groups: list[Group]) -> tuple[str, ...]:
         """Callable modules around or beside the groups that use the root's parameters."""
-        names = {parameter.fqn for parameter in groups[-1].parameters}
+        names = {parameter.fqn for group in groups if group.kind == "root" for parameter in group.parameters}
         root_keys = {key for key, tensor in enumerate(self.tensors) if tensor.names[0] in names}
         found: list[str] = []
 
@@ -433,7 +445,8 @@ class Draft:
                 if not child.is_atom:
                     visit(child)
 
-        visit(self.tree.root)
+        for root in self.tree.roots:
+            visit(root)
         return tuple(found)
 
     def _warnings(self, groups: list[Group]) -> list[str]:

@@ -3,6 +3,7 @@
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ from shardwise.sharding.forward_hooks import (
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_zero_grad
 from shardwise.sharding.graph_calls import watch_backward
 from shardwise.sharding.parameter_writes import watch_writes
-from shardwise.sharding.registry import ShardedState, forget_when_recovered, remember
+from shardwise.sharding.registry import ShardedState, on_recover, remember
 from shardwise.sharding.repointing import remember_parameters, repoint, watch_optimizers
 from shardwise.sharding.watching import watch_by_default
 
@@ -116,8 +117,8 @@ def set_prefetch(plan: Plan, modules: dict[str, Any]) -> None:
         if group.backward_prefetch:
             module.set_modules_to_backward_prefetch([modules[name] for name in group.backward_prefetch])
     if plan.early_root:  # the root's parameters are gathered when its optimizer has stepped, not when forward begins
-        _EARLY_ROOTS.add(modules[""])
-        modules[""].register_load_state_dict_pre_hook(_drop_early_gather)
+        _EARLY_ROOTS.add(modules[plan.root.modules[0]])
+        modules[plan.root.modules[0]].register_load_state_dict_pre_hook(_drop_early_gather)
         if not _installed:
             register_optimizer_step_post_hook(_after_step)
             _installed = True
@@ -176,7 +177,8 @@ def shard(
     optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
     if plan is None:
         plan = run_on_all(lambda: make_plan(model, config, mesh=mesh, example_inputs=example_inputs), mesh)
-    check_fits(plan, model, mesh)
+    else:
+        check_fits(plan, model, mesh)
     agree_on_plan_and_weights(plan, model, mesh)
     remembered = remember_parameters(model, optimizers)
     # Recomputation inside, compilation around it, sharding outside both: the only order that works.
@@ -190,7 +192,8 @@ def shard(
     aside = {model.get_parameter(planned.fqn) for planned in (*plan.replicated, *plan.ignored)}
     for group in plan.groups:  # children first, root last
         _shard_group(group, modules, model, mesh, aside)
-    _wire(model, plan, modules, mesh)
+    for root in [group.modules[0] for group in plan.groups if group.kind == "root"]:
+        _wire(_below(root, plan), modules, mesh)
     remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
@@ -244,13 +247,29 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def _wire(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
+def _below(root: str, plan: Plan) -> Plan:
+    """What the plan says of one network in a container; all of it where the model itself is the root."""
+
+    def inside(name: str) -> bool:
+        return not root or f"{name}.".startswith(f"{root}.")
+
+    return replace(
+        plan,
+        groups=tuple(group for group in plan.groups if inside(group.modules[0])),
+        replicated=tuple(parameter for parameter in plan.replicated if inside(parameter.fqn)),
+        ignored=tuple(parameter for parameter in plan.ignored if inside(parameter.fqn)),
+        outer_modules=tuple(filter(inside, plan.outer_modules)),
+    )
+
+
+def _wire(plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
     """Put our hooks around FSDP2's: entries, held groups, gradients outside groups, prefetching."""
+    model = modules[plan.root.modules[0]]
     compat.patch_accumulation(model)
     replicated = _place_outside(model, plan, modules, mesh)
     _wire_entries(model, plan, modules, replicated)
     unused = UnusedParameters([g for group in plan.groups if group.reduce_unused for g in _fsdp_groups(group, modules)])
-    forget_when_recovered(model, unused.forget)
+    on_recover(model, unused.forget)
     places = [_places(planned, modules)[0] for planned in (*plan.replicated, *plan.ignored)]
     BackwardEnd(model, mesh, places, unused)
     set_prefetch(plan, modules)
@@ -263,7 +282,8 @@ def _place_outside(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], 
     for planned in plan.replicated:
         replicated.add(_places(planned, modules), mesh, device)
     for planned in plan.ignored:
-        parameter = model.get_parameter(planned.fqn)
+        (module, name), *_ = _places(planned, modules)
+        parameter = module.get_parameter(name)
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device)
     return replicated
@@ -278,7 +298,7 @@ def _wire_entries(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], r
         if len(group.modules) > 1
     ]
     for entry in parts:
-        forget_when_recovered(model, entry.forget)
+        on_recover(model, entry.forget)
     branches = any(group.held and group.reduce_unused for group in plan.groups)
     single = [group for group in plan.groups if group is not plan.root and len(group.modules) == 1]
     hooks = {group.name: ForwardHooks(modules[group.modules[0]], model, _casts(group)) for group in single}

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.distributed.agreement import gather_over_mesh, raise_together
+from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ConfigError, ShardError, listed
 from shardwise.sharding.inventory import (
     ShardLayout,
@@ -407,7 +408,7 @@ def _find_reshaped(slots: _Slots, changed: dict[nn.Parameter, torch.Tensor], mod
 
 @torch.no_grad()
 def _write_back(changed: dict[nn.Parameter, torch.Tensor], rank0_only: bool) -> None:
-    mesh = _widest_mesh(changed) if rank0_only else None
+    mesh = widest_mesh(changed) if rank0_only else None
     for parameter, new in changed.items():
         if mesh is not None:
             is_here = not new.is_meta
@@ -416,14 +417,8 @@ def _write_back(changed: dict[nn.Parameter, torch.Tensor], rank0_only: bool) -> 
         local_tensor(parameter).copy_(local_part(new.detach(), parameter))
 
 
-def _widest_mesh(tensors: Iterable[torch.Tensor]) -> DeviceMesh | None:
-    """The mesh with most ranks: under tensor parallelism some parameters know only the data-parallel axes."""
-    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
-    return max(meshes, key=lambda mesh: mesh.size(), default=None)
-
-
 def _is_first_rank(tensors: Iterable[torch.Tensor]) -> bool:
-    mesh = _widest_mesh(tensors)
+    mesh = widest_mesh(tensors)
     if mesh is None:
         return not dist.is_initialized() or dist.get_rank() == 0
     coordinate = mesh.get_coordinate()

@@ -208,13 +208,13 @@ class TensorEntry:
         else:
             new = _empty_like(self.local.contiguous(), compat.shard_device(self.fsdp_param))
         new = compat.dtensor_like(new, self.tensor) if isinstance(self.tensor, DTensor) else new
-        self.stand(compat.replace_in_place(self.tensor, new))
+        self.set_tensor(compat.replace_in_place(self.tensor, new))
         if self.fsdp_param is not None:
             compat.adopt_shard(self.fsdp_param)
         if poisoned:
             poison(self.local)
 
-    def stand(self, tensor: torch.Tensor) -> None:
+    def set_tensor(self, tensor: torch.Tensor) -> None:
         """Let `tensor` be this entry's from now on, in all its places."""
         if tensor is not self.tensor:
             self.tensor = tensor
@@ -239,7 +239,7 @@ class TensorEntry:
             return self.tensor.detach().to(device, copy=True)
 
     @contextmanager
-    def standing_in_full(self, device: torch.device) -> Iterator[None]:
+    def with_full_tensor(self, device: torch.device) -> Iterator[None]:
         """Let a poisoned whole tensor stand in all places of a sharded one, then give the places back."""
         full = _empty_like(self.tensor, device)
         poison(full)

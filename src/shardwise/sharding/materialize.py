@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise import compat
 from shardwise.distributed.agreement import gather_over_mesh
-from shardwise.distributed.mesh import default_mesh, latest_mesh
+from shardwise.distributed.mesh import default_mesh, latest_mesh, widest_mesh
 from shardwise.errors import ShardError
 from shardwise.models.random_state import kept_random_state, seed_everything
 from shardwise.planning.plan import numbered_alike
@@ -415,7 +415,7 @@ class _Initialisation:
         with ExitStack() as stack:
             for entry in owed:
                 if isinstance(entry.tensor, DTensor):
-                    stack.enter_context(entry.standing_in_full(self._device))
+                    stack.enter_context(entry.with_full_tensor(self._device))
             try:
                 with self._on_demand:
                     # Only a leaf's: a module with children may be there to write those.
@@ -436,7 +436,7 @@ class _Initialisation:
             broadcast_from_first(full, self._mesh_to_sync, range(self._mesh_to_sync.ndim))
         is_sharded = isinstance(entry.tensor, DTensor)
         if not is_sharded and full.shape != entry.tensor.shape:
-            entry.stand(full.to(self._device))  # a table that was rebuilt in another size
+            entry.set_tensor(full.to(self._device))  # a table that was rebuilt in another size
         elif full is not entry.tensor:
             entry.store(full)
         entry.written = not is_poisoned(full)
@@ -474,12 +474,10 @@ def _failed(module: nn.Module, path: str, error: Exception) -> ShardError:
 
 def mesh_of(model: nn.Module, entries: Sequence[TensorEntry]) -> DeviceMesh | None:
     """The ranks that hold this model between them; None in a single process without a process group."""
-    meshes = [entry.tensor.device_mesh for entry in entries if isinstance(entry.tensor, DTensor)]
-    if (state := sharded_state(model)) is not None:
-        meshes.append(state.mesh)
-    if not meshes:
+    state = sharded_state(model)
+    mesh = widest_mesh((entry.tensor for entry in entries), None if state is None else state.mesh)
+    if mesh is None:
         return default_mesh() if dist.is_initialized() else None
-    mesh = max(meshes, key=lambda mesh: mesh.ndim)
     # Ranks along a tensor axis hold the same plain tensors and must draw the same numbers.
     whole = latest_mesh()
     is_part = whole is not None and set(mesh.mesh_dim_names or "?") < set(whole.mesh_dim_names or ())

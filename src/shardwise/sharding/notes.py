@@ -28,7 +28,7 @@ class MemoryUse:
     """What would make it less."""
 
 
-def holdings(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> list[MemoryUse]:
+def memory_breakdown(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> list[MemoryUse]:
     """Count what this rank holds, the largest first.
 
     Args:
@@ -70,7 +70,7 @@ def holdings(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> list[Mem
     return sorted((holding for holding in found if holding.num_bytes), key=lambda holding: -holding.num_bytes)
 
 
-def describe_holdings(found: Iterable[MemoryUse]) -> str:
+def format_breakdown(found: Iterable[MemoryUse]) -> str:
     """One line a kind, with what would make it less."""
     return "\n".join(
         f"{format_bytes(h.num_bytes):>10}  {h.what}" + (f" -> {h.change}" if h.change else "") for h in found
@@ -115,7 +115,7 @@ def annotate(error: BaseException, model: nn.Module) -> None:
             rows.append(f"with shardwise: {_flat(failure.with_shardwise)}")
     if isinstance(error, torch.OutOfMemoryError):
         phase = "backward" if compat.in_backward() else "forward or step"
-        rows.append(f"in {phase}, this rank holds:\n{describe_holdings(holdings(model, optimizers_of(model)))}")
+        rows.append(f"in {phase}, this rank holds:\n{format_breakdown(memory_breakdown(model, optimizers_of(model)))}")
     if rows:
         error.add_note("\n  ".join([_MARK, *rows]))
 

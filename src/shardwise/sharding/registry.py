@@ -38,7 +38,7 @@ def sharded_state(model: nn.Module) -> ShardedState | None:
     return model.__dict__.get(_ATTRIBUTE)
 
 
-def forget_when_recovered(model: nn.Module, forget: Callable[[], None]) -> None:
+def on_recover(model: nn.Module, forget: Callable[[], None]) -> None:
     """Call `forget` when a step of `model` failed and is given up; also for a model sharded by hand."""
     model.__dict__.setdefault(_NOTES, []).append(forget)
 

@@ -161,7 +161,20 @@ class _Interpreter(ast.NodeVisitor):
             for value in test.values:
                 self._assume(value, taken, branch)
         else:
-            self._guards.append(BranchTest(test, taken, self.file.source(test), branch))
+            self._guards.append(BranchTest(test, taken, self._tested_text(test), branch))
+
+    def _tested_text(self, test: _Test, hops: int = 4) -> str:
+        """The text of a test; for a name that is bound once, and for `name := value`, that of the value."""
+        match test:
+            case ast.NamedExpr():
+                return self._tested_text(test.value, hops)
+            case ast.UnaryOp(op=ast.Not()):
+                return f"not {self._tested_text(test.operand, hops)}"
+            case ast.Name():
+                values = self.file.assigned(test)
+                if hops and len(values) == 1 and not isinstance(values[0], ast.Constant):
+                    return self._tested_text(values[0], hops - 1)
+        return self.file.source(test)
 
     def _load(self, owner: ObjectRef, name: str) -> Values:
         """An attribute, or an item by the name `[]`, of an object."""
@@ -336,7 +349,12 @@ class _Interpreter(ast.NodeVisitor):
             return join(body, self.visit(node.orelse))
 
     def visit_BoolOp(self, node: ast.BoolOp) -> Values:
-        return join(*(self.visit(value) for value in node.values))
+        length, results = len(self._guards), []
+        for value in node.values:  # each is reached where those before it hold, or do not
+            results.append(self.visit(value))
+            self._assume(value, isinstance(node.op, ast.And))
+        del self._guards[length:]
+        return join(*results)
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> Values:
         self.env[node.target.id] = self.visit(node.value)

@@ -205,7 +205,7 @@ class BranchTest:
     test: ast.expr | ast.ExceptHandler
     taken: bool
     key: str
-    """The test's text without `not`, to recognise the same test elsewhere."""
+    """The text of what is tested, to recognise the same test elsewhere; of a name, what it was assigned."""
     branch: tuple[ast.AST, bool]
     """The whole test, of which this may be a part, and whether that was taken."""
 
@@ -264,14 +264,16 @@ class ProgramEvent:
 
 def exclude_each_other(one: ProgramEvent, other: ProgramEvent) -> bool:
     """Whether tests on the way to both cannot hold in one run, as far as the tests' text shows."""
-    return any(_contradict(a, b) for a in one.guards for b in other.guards)
+    return any(contradict(a, b) for a in one.guards for b in other.guards)
 
 
-def _contradict(a: BranchTest, b: BranchTest) -> bool:
+def contradict(a: BranchTest, b: BranchTest) -> bool:
+    """Whether two tests cannot come out so in one run, as far as their text shows."""
     if a.branch[0] is b.branch[0] and a.branch[1] != b.branch[1]:
         return True
-    if a.key == b.key:
-        return a.taken != b.taken
+    (key, holds), (other_key, other_holds) = _tested(a), _tested(b)
+    if key == other_key:
+        return holds != other_holds
     left, right = _comparison(a.test), _comparison(b.test)
     if left is None or right is None or left[0] != right[0]:
         return False
@@ -280,6 +282,11 @@ def _contradict(a: BranchTest, b: BranchTest) -> bool:
     numbers = [value for value in values if isinstance(value, int | float)]
     values.update(number + step for number in numbers for step in (-1, -0.5, 0.5, 1))
     return not any(left[1](value) is a.taken and right[1](value) is b.taken for value in values)
+
+
+def _tested(guard: BranchTest) -> tuple[str, bool]:
+    """What a test asks, without `not`, and whether it holds."""
+    return guard.key.removeprefix("not "), guard.taken != guard.key.startswith("not ")
 
 
 _OPERATIONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
@@ -312,7 +319,8 @@ def _comparison(test: ast.AST) -> tuple[str, Callable[[Any], bool | None], list[
         except TypeError:  # `"a" < 1`
             return None
 
-    return ast.dump(test.left), holds, constants
+    left = test.left.target if isinstance(test.left, ast.NamedExpr) else test.left
+    return ast.unparse(left), holds, constants
 
 
 def is_plain(value: object) -> bool:

@@ -413,7 +413,7 @@ def train(run: TrainingRun, stop: StopRequest) -> None:
             part = forward_and_backward(run, batch)
             loss = run.step_metrics.mean(part, stop=stop.asked)
             norm = clip_grad_norm_(model, max_norm)
-            if allows_step(optimizer, loss, norm):
+            if allows_step(optimizer, loss, norm, wait=run.ema is not None):
                 optimizer.step()
                 if run.ema is not None:
                     run.ema.update()

@@ -204,7 +204,7 @@ def batch_of(step: int, left_out: Iterable[int]) -> int:
     return batch
 
 
-def allows_step(optimizer: Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
+def allows_step(optimizer: Optimizer, loss: Tensor, grad_norm: Tensor, *, wait: bool = False) -> bool:
     """Whether to call `optimizer.step()`: not where the loss or the norm is not finite.
 
     On an accelerator nothing waits for the device: a fused optimizer leaves a bad step out by itself, so the answer is
@@ -214,9 +214,12 @@ def allows_step(optimizer: Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
         optimizer: About to step.
         loss: 0-d, the same on every rank.
         grad_norm: 0-d, the same on every rank; NaN or infinite where any gradient is.
+        wait: Wait for the device and give the true answer, as an average of the weights must not move after a bad step.
     """
     is_bad = ~(torch.isfinite(loss.detach()) & torch.isfinite(grad_norm.detach()))
-    return (is_bad.is_cuda and compat.set_found_inf(optimizer, is_bad.to(torch.float32))) or not bool(is_bad)
+    if is_bad.is_cuda and not wait and compat.set_found_inf(optimizer, is_bad.to(torch.float32)):
+        return True
+    return not bool(is_bad)
 
 
 class BadLosses:

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.state.slices import model_tensors
-from shardwise.checkpointing.storage.files import is_remote
 from shardwise.checkpointing.weights import load_weights
 from shardwise.config.load import to_yaml
 from shardwise.config.run import OptimizerConfig, RunConfig
@@ -305,7 +304,7 @@ def check_disk(config: RunConfig, num_bytes: int, found: CheckpointRef | None) -
     """
     folder, training, checkpoint = Path(config.folder or "") / CHECKPOINTS, config.training, config.checkpoint
     is_done = found is not None and found.path.parent == folder and found.step >= training.steps
-    if is_remote(config.folder or "") or is_done:  # an object store has no end; a finished run saves nothing
+    if is_done:  # a finished run saves nothing
         return []
     free = _free_bytes(folder)
     if num_bytes > free:

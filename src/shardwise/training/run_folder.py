@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from shardwise.checkpointing.storage.files import is_remote
 from shardwise.config.load import to_yaml
 from shardwise.config.run import RunConfig
 from shardwise.distributed.launchers import read_launch
@@ -31,12 +32,19 @@ def with_folder(config: RunConfig, *, reserve: bool = True) -> RunConfig:
         reserve: Make the folder, so that nobody else gets the name.
 
     Raises:
-        ConfigError: It cannot be made.
+        ConfigError: It cannot be made, or is a URL.
 
     Ranks:
         Local: call it once, before the ranks start, so that a restart finds its checkpoints.
     """
     if config.folder is not None:
+        if is_remote(config.folder):
+            raise ConfigError(
+                f"{config.folder} is a URL",
+                where="folder",
+                why="metrics, settings and checkpoints of a run go to a local or mounted folder",
+                fix="set folder to a path, and copy its checkpoints; or train with Checkpointer, which writes to URLs",
+            )
         return config
     name = _plain_name(Path(config.model).name) or "run"
     if job := _plain_name(read_launch().job):  # the same after the launcher has started the job again

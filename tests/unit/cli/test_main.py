@@ -90,6 +90,13 @@ def test_printed_config_is_the_run_with_reasons(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [], "printing makes nothing"
 
 
+def test_printed_config_may_name_a_module_of_the_working_folder(tmp_path: Path):
+    (tmp_path / "beside.py").write_text("from torch import nn\nprint('imported')\nbuild = lambda: nn.Linear(4, 4)\n")
+    result = shardwise("train", "--print-config", "--set", "model=beside:build", "--nproc", "2", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert yaml.safe_load(result.stdout)["model"] == "beside:build"
+
+
 def test_error_on_a_rank_is_printed_once_with_its_rank(tmp_path: Path):
     result = shardwise("train", "--nproc", "2", "--set", "mesh.shard=3", cwd=tmp_path)
     assert result.returncode == 2

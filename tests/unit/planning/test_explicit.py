@@ -103,8 +103,3 @@ def test_ignored_parameters_and_modules_leave_their_groups():
     assert {p.fqn for p in result.ignored} == {"blocks.0.norm.weight", "blocks.0.norm.bias", "head.weight"}
     grouped = {p.fqn for group in result.groups for p in group.parameters}
     assert not grouped & {p.fqn for p in result.ignored}
-
-
-def test_a_root_without_forward_is_refused():
-    with pytest.raises(PlanError, match="the model is a ModuleList"):
-        plan(nn.ModuleList([Block()]), mesh=TWO_RANKS)

@@ -131,3 +131,12 @@ def test_resolved_settings_of_a_wrong_run_are_refused_with_all_problems(tmp_path
     config = replace(config, training=replace(config.training, batch_size=3))
     with pytest.raises(ConfigError, match="2 problems keep this run from starting"):
         resolved_yaml(config, 2)
+
+
+def test_a_url_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(folder="s3://bucket/run")
+    for start in (lambda: with_folder(config), lambda: resolved_yaml(config, 1)):
+        with pytest.raises(ConfigError, match="s3://bucket/run is a URL"):
+            start()
+    assert list(tmp_path.iterdir()) == []

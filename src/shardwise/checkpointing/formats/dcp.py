@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.checkpointing.contents import (
     ChunkSpec,
     Contents,
+    KeyPath,
     StoredChunk,
     StoredTensor,
     TorchStream,
@@ -19,7 +20,7 @@ from shardwise.checkpointing.contents import (
 )
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, read_manifest
 from shardwise.checkpointing.pickles.machine import Record
-from shardwise.checkpointing.pickles.torch_files import FlatState, OpaqueValue, TorchFile, plain_value
+from shardwise.checkpointing.pickles.torch_files import OpaqueValue, TorchFile, TorchState, plain_value
 from shardwise.checkpointing.pickles.torch_objects import TensorRef, dtype_name, read_dcp_pickle, read_torch_pickle
 from shardwise.checkpointing.pickles.zip_files import ZipIndex
 from shardwise.checkpointing.storage import files
@@ -117,7 +118,7 @@ def _find(streams: Mapping[Any, TorchStream], name: Any, starts: tuple[int, ...]
     return stream
 
 
-def _structure(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
+def _structure(planner_data: Any) -> dict[str, KeyPath]:
     """DCP's mapping of flat names to paths; absent in folders written without flattening."""
     return {
         name: path
@@ -157,7 +158,7 @@ class _Items(contextlib.ExitStack):
             raise self._damaged(stream, f"it does not hold the {dtype} of shape {spec.sizes} that is {stream.name}")
         offset, num_bytes = index.locate(f"data/{tree.storage.key}")
         storages = {tree.storage.key: (stream.offset + offset, num_bytes)}
-        file = TorchFile(files.join(self._folder, stream.file), FlatState(), storages, num_bytes)
+        file = TorchFile(files.join(self._folder, stream.file), TorchState(), storages, num_bytes)
         chunk = file.chunk(tree, spec)
         return chunk if chunk.data is not None else replace(chunk, file=stream.file)
 

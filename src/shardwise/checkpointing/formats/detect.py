@@ -6,15 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardwise.checkpointing.contents import Contents
+from shardwise.checkpointing.formats import fsdp1
 from shardwise.checkpointing.formats.dcp import is_dcp, read_dcp
-from shardwise.checkpointing.formats.fsdp1 import (
-    LAYOUT_FILE,
-    flat_sizes,
-    layout_of_model,
-    needs_model,
-    read_layout,
-    unflatten,
-)
 from shardwise.checkpointing.formats.full import is_bin_shards, read_bin_shards, read_full
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES, find_series, read_rank_files
 from shardwise.checkpointing.formats.safetensors import is_safetensors, read_safetensors
@@ -82,10 +75,10 @@ def open_checkpoint(path: str | files.Place, *, model: nn.Module | None = None) 
     """
     place = files.place(path)
     contents = _open_file(place) if files.size_of(place) is not None else _open_folder(place)
-    if not needs_model(contents):
+    if not fsdp1.needs_model(contents):
         return contents
-    layout = layout_of_model(model, contents) if model is not None else read_layout(contents.folder)
-    return contents if layout is None else unflatten(contents, layout)
+    layout = fsdp1.layout_of_model(model, contents) if model is not None else fsdp1.read_layout(contents.folder)
+    return contents if layout is None else fsdp1.unflatten(contents, layout)
 
 
 def require_names(contents: Contents, *, optimizers: bool = True) -> None:
@@ -98,8 +91,8 @@ def require_names(contents: Contents, *, optimizers: bool = True) -> None:
     Raises:
         CheckpointError: With what to pass.
     """
-    flat = len(flat_sizes(contents))
-    if not flat and not (optimizers and needs_model(contents)):
+    flat = len(fsdp1.flat_sizes(contents))
+    if not flat and not (optimizers and fsdp1.needs_model(contents)):
         return
     if not flat and isinstance(reason := contents.details.get("unnamed"), CheckpointError):
         raise reason
@@ -108,7 +101,7 @@ def require_names(contents: Contents, *, optimizers: bool = True) -> None:
         f"the checkpoint holds {what}, and the files do not say which parameters they are",
         where=str(contents.path),
         why="only the model's definition, or a layout recorded while it was there, tells their names and shapes",
-        fix=f"pass the model (`--model MODEL`, or model=), or put a {LAYOUT_FILE} beside the files",
+        fix=f"pass the model (`--model MODEL`, or model=), or put a {fsdp1.LAYOUT_FILE} beside the files",
     )
 
 

@@ -9,7 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Contents, StoredChunk, StoredTensor, chunks_of_range, sizes_of
+from shardwise.checkpointing.contents import (
+    ITEM_BYTES,
+    Contents,
+    KeyPath,
+    StoredChunk,
+    StoredTensor,
+    chunks_of_range,
+    sizes_of,
+)
 from shardwise.checkpointing.state.names import canonical_name
 from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
@@ -197,9 +205,6 @@ def _recorded_unit(unit: Mapping[str, Any]) -> FlatUnit:
     if any(not 0 <= entry.start <= entry.start + entry.numel <= int(unit["numel"]) for entry in entries):
         raise ValueError("a parameter that does not lie in its flat parameter")
     return FlatUnit(str(unit["module"]), entries, int(unit["numel"]))
-
-
-KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)

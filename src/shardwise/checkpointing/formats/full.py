@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredTensor, TorchStream
+from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor, TorchStream
 from shardwise.checkpointing.formats.safetensors import Chunks, append_tensor, read_index, refuse_overwrite
 from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.pickles.torch_files import RECORD, checksum_record, read_torch_file
@@ -24,7 +24,7 @@ _HIDDEN = ("__layout__", "__kinds__")
 
 def make_notes(
     encoded: Mapping[str, Any],
-    structure: Mapping[str, tuple[str | int, ...]],
+    structure: Mapping[str, KeyPath],
     *,
     step: int | None = None,
     world_size: int | None = None,

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredChunk, StoredTensor, TorchStream
+from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredChunk, StoredTensor, TorchStream
 from shardwise.checkpointing.formats.fsdp1 import FLAT_PARAM
-from shardwise.checkpointing.pickles.torch_files import KeyPath, Ref, TorchFile, is_torch_file, read_torch_file
+from shardwise.checkpointing.pickles.torch_files import Ref, TorchFile, is_torch_file, read_torch_file
 from shardwise.checkpointing.pickles.torch_objects import DTensorRef, ShardedRef, TensorRef
 from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError

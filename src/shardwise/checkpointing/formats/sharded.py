@@ -15,6 +15,7 @@ from shardwise.checkpointing.contents import (
     ITEM_BYTES,
     ChunkSpec,
     Contents,
+    KeyPath,
     LocalChunk,
     StoredChunk,
     StoredTensor,
@@ -24,15 +25,7 @@ from shardwise.checkpointing.contents import (
     tensor_problem,
 )
 from shardwise.checkpointing.formats.values import decode_value
-from shardwise.checkpointing.pickles.zip_files import (
-    Call,
-    Instance,
-    Pairs,
-    dumps,
-    known_global,
-    tensor_frame,
-    value_stream,
-)
+from shardwise.checkpointing.pickles import zip_files
 from shardwise.checkpointing.storage.files import FileWriter, Place, check_name, damaged, join, read_small, split
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum, counting, from_hex, to_hex
 from shardwise.errors import CheckpointError, raise_listed
@@ -62,9 +55,9 @@ def value_streams(encoded: Mapping[str, Any]) -> dict[str, bytes]:
     streams = {}
     for name, value in encoded.items():
         try:
-            streams[name] = value_stream(decode_value(value))
+            streams[name] = zip_files.value_stream(decode_value(value))
         except (CheckpointError, TypeError, ImportError):
-            streams[name] = value_stream(value)
+            streams[name] = zip_files.value_stream(value)
     return streams
 
 
@@ -124,7 +117,7 @@ def write_rank_file(
         for item in items:
             _check(item)
             start = at
-            head, tail = tensor_frame(item.dtype, item.spec.sizes, start=start)
+            head, tail = zip_files.tensor_frame(item.dtype, item.spec.sizes, start=start)
             yield around(head)
             offset, sums, data = at, [], bytes_of(item.memory)
             for begin in range(0, len(data), block_bytes):
@@ -187,7 +180,7 @@ def torch_metadata(
     records: Iterable[FileRecord],
     *,
     aliases: Mapping[str, str],
-    structure: Mapping[str, tuple[str | int, ...]],
+    structure: Mapping[str, KeyPath],
 ) -> bytes:
     """The pickle of torch's `Metadata` for these files.
 
@@ -214,37 +207,37 @@ def torch_metadata(
     state = {
         "state_dict_metadata": entries,
         "planner_data": {name: tuple(structure.get(name, (name,))) for name in entries},
-        "storage_data": Pairs(tuple(places)),
+        "storage_data": zip_files.Pairs(tuple(places)),
         "storage_meta": None,
         "version": _DCP_VERSION,
     }
-    return dumps(_instance("Metadata", state))
+    return zip_files.dumps(_instance("Metadata", state))
 
 
-def _tensor_entry(parts: list[StoredTensor]) -> Instance:
+def _tensor_entry(parts: list[StoredTensor]) -> zip_files.Instance:
     specs = [part.chunks[0].spec for part in parts]
     chunks = [
         _instance("ChunkStorageMetadata", {"offsets": _size(spec.starts), "sizes": _size(spec.sizes)}) for spec in specs
     ]
     # What TensorProperties.__getstate__ gives: dtype, layout, requires_grad, memory format, pinned.
-    layout = Call(known_global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory_format = Call(known_global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-    properties = (known_global("torch", parts[0].dtype), layout, False, memory_format, False)
+    layout = zip_files.Call(zip_files.known_global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = zip_files.Call(zip_files.known_global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    properties = (zip_files.known_global("torch", parts[0].dtype), layout, False, memory_format, False)
     state = {"properties": _instance("TensorProperties", properties), "size": _size(parts[0].shape), "chunks": chunks}
     return _instance("TensorStorageMetadata", state)
 
 
-def _place(stream: TorchStream) -> Instance:
-    kind = known_global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    return Instance(kind, {"relative_path": stream.file, "offset": stream.offset, "length": stream.num_bytes})
+def _place(stream: TorchStream) -> zip_files.Instance:
+    kind = zip_files.known_global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    return zip_files.Instance(kind, {"relative_path": stream.file, "offset": stream.offset, "length": stream.num_bytes})
 
 
-def _size(sizes: tuple[int, ...]) -> Call:
-    return Call(known_global("torch", "Size"), (tuple(sizes),))
+def _size(sizes: tuple[int, ...]) -> zip_files.Call:
+    return zip_files.Call(zip_files.known_global("torch", "Size"), (tuple(sizes),))
 
 
-def _instance(name: str, state: Any) -> Instance:
-    return Instance(known_global(_METADATA, name), state)
+def _instance(name: str, state: Any) -> zip_files.Instance:
+    return zip_files.Instance(zip_files.known_global(_METADATA, name), state)
 
 
 MANIFEST_NAME = "manifest.json"
@@ -265,7 +258,7 @@ class Header:
     """By flat name, each as `values.encode_value` gives it."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of stored tensors (tied weights)."""
-    structure: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    structure: Mapping[str, KeyPath] = field(default_factory=dict)
     """Flat name to its path in the nested state dict."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """JSON: mesh axes, plans, versions, date, metric."""
@@ -425,7 +418,7 @@ def _value(name: str, encoded: Any) -> Any:
         raise ValueError(f"{name}: {error.what}") from None
 
 
-def _path(parts: Any) -> tuple[str | int, ...]:
+def _path(parts: Any) -> KeyPath:
     if not isinstance(parts, list) or not all(type(part) in (str, int) for part in parts):
         raise ValueError(f"{parts!r:.60} is not a path")
     return tuple(parts)

@@ -8,45 +8,25 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from shardwise.checkpointing.formats.sharded import (
-    MANIFEST_NAME,
-    METADATA_NAME,
-    FileRecord,
-    Header,
-    manifest_bytes,
-    torch_metadata,
-)
-from shardwise.checkpointing.storage.files import (
-    Place,
-    exists,
-    join,
-    make_folder,
-    names_in,
-    os_errors,
-    place,
-    remove_tree,
-    size_of,
-    split,
-    sync_folder,
-    write_small,
-)
+from shardwise.checkpointing.formats import sharded
+from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
 _PARTIAL, _REMOVING = ".partial", ".removing"
 
 
-def step_folder(root: str | Place, step: int) -> Place:
+def step_folder(root: str | files.Place, step: int) -> files.Place:
     """Where the checkpoint of a step lies under `root`."""
-    return join(place(root), f"step-{step:08d}")
+    return files.join(files.place(root), f"step-{step:08d}")
 
 
-def partial_of(folder: Place) -> Place:
+def partial_of(folder: files.Place) -> files.Place:
     """Where a checkpoint is written before it is committed; in an object store its own place."""
     return folder if isinstance(folder, str) else folder.with_name(folder.name + _PARTIAL)
 
 
-def begin_checkpoint(folder: Place) -> Place:
+def begin_checkpoint(folder: files.Place) -> files.Place:
     """Make the partial folder, empty, for a checkpoint that shall be called `folder`.
 
     Returns:
@@ -58,20 +38,22 @@ def begin_checkpoint(folder: Place) -> Place:
     Ranks:
         Local: call it on rank 0, before any rank writes.
     """
-    if is_committed(folder) or (isinstance(folder, Path) and exists(folder)):
+    if is_committed(folder) or (isinstance(folder, Path) and files.exists(folder)):
         raise CheckpointError(
-            f"there is a checkpoint called {split(folder)[1]} already",
+            f"there is a checkpoint called {files.split(folder)[1]} already",
             where=str(folder),
             why="a committed checkpoint is never written over",
             fix="save under another step or into another folder, or remove this one",
         )
     partial = partial_of(folder)
-    remove_tree(partial)  # left over from a save that was interrupted
-    make_folder(partial)
+    files.remove_tree(partial)  # left over from a save that was interrupted
+    files.make_folder(partial)
     return partial
 
 
-def commit_checkpoint(folder: Place, records: Iterable[FileRecord], header: Header, *, fsync: bool = True) -> None:
+def commit_checkpoint(
+    folder: files.Place, records: Iterable[sharded.FileRecord], header: sharded.Header, *, fsync: bool = True
+) -> None:
     """Make what the ranks have written a checkpoint: metadata, manifest, sync, rename.
 
     Args:
@@ -88,54 +70,54 @@ def commit_checkpoint(folder: Place, records: Iterable[FileRecord], header: Head
     """
     records = sorted(records, key=lambda record: record.file)
     partial = partial_of(folder)
-    metadata = torch_metadata(records, aliases=header.aliases, structure=header.structure)
-    manifest = manifest_bytes(folder, records, header, {METADATA_NAME: metadata})
-    write_small(join(partial, METADATA_NAME), metadata, fsync=fsync)
-    write_small(join(partial, MANIFEST_NAME), manifest, fsync=fsync)
+    metadata = sharded.torch_metadata(records, aliases=header.aliases, structure=header.structure)
+    manifest = sharded.manifest_bytes(folder, records, header, {sharded.METADATA_NAME: metadata})
+    files.write_small(files.join(partial, sharded.METADATA_NAME), metadata, fsync=fsync)
+    files.write_small(files.join(partial, sharded.MANIFEST_NAME), manifest, fsync=fsync)
     if isinstance(folder, str) or isinstance(partial, str):
         return
     if fsync:
-        sync_folder(partial)
-    with os_errors("give the checkpoint its name", folder):
+        files.sync_folder(partial)
+    with files.os_errors("give the checkpoint its name", folder):
         os.rename(partial, folder)
     if fsync:
-        sync_folder(folder.parent)
+        files.sync_folder(folder.parent)
         with contextlib.suppress(CheckpointError):  # the first save may have made the run's folder, in one not ours
-            sync_folder(folder.parent.parent)
+            files.sync_folder(folder.parent.parent)
 
 
-def is_committed(folder: Place) -> bool:
+def is_committed(folder: files.Place) -> bool:
     """Whether a complete checkpoint of ours lies there."""
-    if split(folder)[1].endswith((_PARTIAL, _REMOVING)):
+    if files.split(folder)[1].endswith((_PARTIAL, _REMOVING)):
         return False
-    return size_of(join(folder, MANIFEST_NAME)) is not None
+    return files.size_of(files.join(folder, sharded.MANIFEST_NAME)) is not None
 
 
-def committed_steps(root: str | Place) -> list[int]:
+def committed_steps(root: str | files.Place) -> list[int]:
     """The steps of all committed checkpoints under `root`, in ascending order."""
-    root = place(root)
-    steps = [int(match.group(1)) for name in names_in(root) if (match := _STEP.fullmatch(name))]
+    root = files.place(root)
+    steps = [int(match.group(1)) for name in files.names_in(root) if (match := _STEP.fullmatch(name))]
     return sorted(step for step in steps if is_committed(step_folder(root, step)))
 
 
-def remove_checkpoint(folder: Place) -> None:
+def remove_checkpoint(folder: files.Place) -> None:
     """Remove a checkpoint so that it is never seen half removed.
 
     Ranks:
         Local: call it on rank 0.
     """
     if isinstance(folder, str):
-        remove_tree(join(folder, MANIFEST_NAME))
-        remove_tree(folder)
+        files.remove_tree(files.join(folder, sharded.MANIFEST_NAME))
+        files.remove_tree(folder)
     else:
         retired = folder.with_name(folder.name + _REMOVING)
-        remove_tree(retired)
-        with os_errors("remove the checkpoint", folder), contextlib.suppress(FileNotFoundError):
+        files.remove_tree(retired)
+        with files.os_errors("remove the checkpoint", folder), contextlib.suppress(FileNotFoundError):
             os.rename(folder, retired)
-        remove_tree(retired)
+        files.remove_tree(retired)
 
 
-def sweep(root: str | Place) -> list[Place]:
+def sweep(root: str | files.Place) -> list[files.Place]:
     """Remove what interrupted saves and removals left under `root`; nothing may be saving there now.
 
     Returns:
@@ -144,14 +126,14 @@ def sweep(root: str | Place) -> list[Place]:
     Ranks:
         Local: call it on rank 0.
     """
-    root = place(root)
+    root = files.place(root)
     leftovers = []
-    for name in names_in(root):
+    for name in files.names_in(root):
         bare = name.removesuffix(_PARTIAL).removesuffix(_REMOVING)
         if _STEP.fullmatch(bare) is None:
             continue
-        if bare != name or (isinstance(root, str) and not is_committed(join(root, name))):
-            leftovers.append(join(root, name))
+        if bare != name or (isinstance(root, str) and not is_committed(files.join(root, name))):
+            leftovers.append(files.join(root, name))
     for leftover in leftovers:
-        remove_tree(leftover)
+        files.remove_tree(leftover)
     return leftovers

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, StoredChunk, sizes_of
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, KeyPath, StoredChunk, sizes_of
 from shardwise.checkpointing.pickles.machine import MAX_PICKLE_BYTES, Record, Symbol
 from shardwise.checkpointing.pickles.torch_objects import (
     DTensorRef,
@@ -22,14 +22,13 @@ from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checks
 from shardwise.errors import CheckpointError
 
 Ref = TensorRef | ShardedRef | DTensorRef
-KeyPath = tuple[str | int, ...]
 _TENSORS = (TensorRef, ShardedRef, DTensorRef)
 _MAX_DEPTH = 64
 _MAX_REVISITS = 200_000
 
 
 @dataclass(slots=True)
-class FlatState:
+class TorchState:
     """The leaves of a nested state dict, by flat name."""
 
     tensors: dict[str, Ref] = field(default_factory=dict)
@@ -41,7 +40,7 @@ class FlatState:
     """Flat name to the class of a value that is not plain data (an array of objects)."""
 
 
-def flatten_state(tree: Any, *, where: str = "") -> FlatState:
+def flatten_state(tree: Any, *, where: str = "") -> TorchState:
     """Flatten what `read_torch_pickle` returned, with the names DCP would give.
 
     Dictionaries are always entered, lists where they hold a tensor or a dictionary; anything else is a leaf.
@@ -55,8 +54,8 @@ def flatten_state(tree: Any, *, where: str = "") -> FlatState:
     """
     if not isinstance(tree, Mapping):
         raise _not_a_state(where, f"it holds a {type(tree).__name__}, not a dictionary of tensors")
-    flat = FlatState()
-    walk = _Walk()
+    flat = TorchState()
+    walk = _Visited()
     for path, leaf in _leaves((), tree, walk, where):
         name = ".".join(map(str, path))
         if name in flat.structure:
@@ -79,10 +78,10 @@ def plain_value(value: Any) -> Any:
     Raises:
         OpaqueValue: It holds an object of some class, or a tensor.
     """
-    return _plain(value, _Walk(), 0)
+    return _plain(value, _Visited(), 0)
 
 
-class _Walk:
+class _Visited:
     """Containers seen on one walk: a pickle may share them, so that a small one can hold endless paths."""
 
     def __init__(self) -> None:
@@ -111,7 +110,7 @@ class _Walk:
         return entered
 
 
-def _leaves(path: KeyPath, value: Any, walk: _Walk, where: str) -> Iterator[tuple[KeyPath, Any]]:
+def _leaves(path: KeyPath, value: Any, walk: _Visited, where: str) -> Iterator[tuple[KeyPath, Any]]:
     is_mapping = isinstance(value, Mapping)
     if not is_mapping and not walk.is_entered(value):
         yield path, value
@@ -130,7 +129,7 @@ class OpaqueValue(Exception):
     """The name of a class whose objects are not plain data."""
 
 
-def _plain(value: Any, walk: _Walk, depth: int) -> Any:
+def _plain(value: Any, walk: _Visited, depth: int) -> Any:
     if value is None or isinstance(value, (str, int, float, complex, bytes)):
         return value
     if isinstance(value, Symbol):
@@ -224,7 +223,7 @@ class TorchFile:
     """A `torch.save` file, read as far as its pickle."""
 
     place: files.Place
-    state: FlatState
+    state: TorchState
     storages: Mapping[str, tuple[int, int]]
     """Storage key to the byte of the file at which it starts, and its bytes."""
     num_bytes: int

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwise.checkpointing.contents import Contents, StoredTensor
+from shardwise.checkpointing.contents import Contents, KeyPath, StoredTensor
 from shardwise.errors import CheckpointError, listed, nearest
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
@@ -166,7 +166,6 @@ def match_names(
     return Matching(best, tuple(name for name in stored if name not in used), stripped)
 
 
-KeyPath = tuple[str | int, ...]
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "params")
 _STEP_NAMES = ("step", "global_step", "iteration", "iter")
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpointing.contents import KeyPath
 from shardwise.checkpointing.formats.values import decode_value, encode_value
 from shardwise.errors import CheckpointError
 from shardwise.models.random_state import random_state, set_random_state
 
 LAYOUT = "__layout__"
 """Under `<object>.__layout__` stands how the names of an object fit together."""
-Path = tuple[str | int, ...]
 
 
 @dataclass(slots=True)
@@ -30,14 +30,14 @@ class FlatState:
     """Tensors that nothing changes before the next optimizer step, so that copying them may take until then."""
     values: dict[str, Any] = field(default_factory=dict)
     """Encoded, hence snapshots: what changes in the object later does not change them."""
-    paths: dict[str, Path] = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)
     """Flat name to the keys that lead there."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names of tied weights."""
     details: dict[str, Any] = field(default_factory=dict)
     """What the manifest says of the run besides; JSON."""
 
-    def add(self, path: Path, value: Any, *, unchanged_until_step: bool = False) -> str:
+    def add(self, path: KeyPath, value: Any, *, unchanged_until_step: bool = False) -> str:
         """Add a tensor or an encoded value; return its name.
 
         Raises:
@@ -60,18 +60,18 @@ class FlatState:
             self.values[name] = value
         return name
 
-    def add_object(self, state: object, path: Path, *, unchanged_until_step: bool = False) -> None:
+    def add_object(self, state: object, path: KeyPath, *, unchanged_until_step: bool = False) -> None:
         """Add an object's state, and its layout beside it."""
         self.add((*path, LAYOUT), flatten(state, path, self, unchanged_until_step=unchanged_until_step)[1])
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """The flat name of what stands under these keys."""
     return ".".join(map(str, path))
 
 
 def flatten(
-    nested: object, path: Path, into: FlatState | None = None, *, unchanged_until_step: bool = False
+    nested: object, path: KeyPath, into: FlatState | None = None, *, unchanged_until_step: bool = False
 ) -> tuple[FlatState, Any]:
     """Take `nested` apart.
 
@@ -89,7 +89,7 @@ def flatten(
     """
     flat = FlatState() if into is None else into
 
-    def take(value: object, path: Path) -> Any:
+    def take(value: object, path: KeyPath) -> Any:
         if isinstance(value, torch.Tensor):
             return {"tensor": flat.add(path, value, unchanged_until_step=unchanged_until_step)}
         if isinstance(value, Mapping) and _is_taken_apart(value):
@@ -129,14 +129,14 @@ def unflatten(layout: Any, find: Callable[[str, bool], Any]) -> Any:
     )
 
 
-def put_together(parts: Mapping[Path, Any]) -> Any:
+def put_together(parts: Mapping[KeyPath, Any]) -> Any:
     """A nested value from its leaves by path; numbers are places in lists.
 
     For checkpoints that carry no layout: those of torch itself.
     """
     if set(parts) == {()}:
         return parts[()]
-    children: dict[str | int, dict[Path, Any]] = {}
+    children: dict[str | int, dict[KeyPath, Any]] = {}
     for path, value in parts.items():
         if not path:
             raise CheckpointError("a stored name is both a value and a folder of values", why="names must be unique")

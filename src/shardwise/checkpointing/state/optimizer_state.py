@@ -18,7 +18,8 @@ from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from shardwise import compat
-from shardwise.checkpointing.state.nested import FlatState, Path, dotted, flatten
+from shardwise.checkpointing.contents import KeyPath
+from shardwise.checkpointing.state.nested import FlatState, dotted, flatten
 from shardwise.errors import CheckpointError
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.repointing import refuse_foreign
@@ -81,7 +82,7 @@ def named_groups(optimizer: Optimizer, names: Mapping[int, str], where: str) -> 
     return [NamedGroup(options, tuple(names[id(p)] for p in parameters), parameters) for options, parameters in ordered]
 
 
-def collect_optimizer(found: FlatState, optimizer: Optimizer, groups: list[NamedGroup], path: Path) -> None:
+def collect_optimizer(found: FlatState, optimizer: Optimizer, groups: list[NamedGroup], path: KeyPath) -> None:
     """Add everything the optimizer holds, under the names torch's `get_optimizer_state_dict` gives.
 
     Args:
@@ -114,7 +115,7 @@ def collect_optimizer(found: FlatState, optimizer: Optimizer, groups: list[Named
         found.add((*path, KINDS), kinds)
 
 
-def _leaves(state: Mapping[str, Any], start: Path) -> Iterator[tuple[Path, Any]]:
+def _leaves(state: Mapping[str, Any], start: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     """Tensors and encoded values of one parameter's state; there are thousands, nearly all of tensors only."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor):

@@ -8,8 +8,9 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.checkpointing.contents import KeyPath
 from shardwise.checkpointing.state.names import canonical_name
-from shardwise.checkpointing.state.nested import FlatState, Path, dotted, encoded_random_state
+from shardwise.checkpointing.state.nested import FlatState, dotted, encoded_random_state
 from shardwise.checkpointing.state.optimizer_state import NamedGroup, collect_optimizer, named_groups, parameter_names
 from shardwise.checkpointing.state.slices import ModelTensor, model_tensors
 from shardwise.errors import CheckpointError, ConfigError
@@ -141,12 +142,12 @@ class Run:
         return found
 
 
-def model_path(name: str) -> Path:
+def model_path(name: str) -> KeyPath:
     """Where a model stands in the checkpoint; a single one has no name."""
     return ("model", name) if name else ("model",)
 
 
-def optimizer_path(name: str) -> Path:
+def optimizer_path(name: str) -> KeyPath:
     """Where an optimizer stands in the checkpoint; a single one has no name."""
     return ("optim", name) if name else ("optim",)
 
@@ -161,7 +162,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _collect_model(found: FlatState, model: nn.Module, tensors: list[ModelTensor], path: Path) -> None:
+def _collect_model(found: FlatState, model: nn.Module, tensors: list[ModelTensor], path: KeyPath) -> None:
     for entry in tensors:
         if entry.tensor.is_meta:
             raise CheckpointError(

@@ -92,12 +92,13 @@ class ArgumentList:
         last = kept[-1] if kept else None
         tail = [one for one in gone if last is None or one.start > last.end]
         comma = last.comma if last is not None else None
-        if tail and last is not None and not self._on_own_lines(tail):
+        joins_tail = bool(tail) and last is not None and not self._on_own_lines(tail)
+        if joins_tail and last is not None:
             gone = [one for one in gone if one not in tail]
             found.append(self._region(last.end, tail[-1].behind))
             comma = None
         found += map(self._removal, gone)
-        return found + (self._additions(last, comma) if self._added else [])
+        return found + (self._additions(last, comma, joins_tail) if self._added else [])
 
     def _on_own_lines(self, tail: list[WrittenArgument]) -> bool:
         """Whether a run of arguments at the end shares no line with anything else."""
@@ -131,7 +132,7 @@ class ArgumentList:
     def _comments_in(self, start: int, end: int) -> list[str]:
         return [comment for offset, comment in self._comments if start <= offset < end]
 
-    def _additions(self, last: WrittenArgument | None, comma: int | None) -> list[Edit]:
+    def _additions(self, last: WrittenArgument | None, comma: int | None, joins_tail: bool) -> list[Edit]:
         text = self.context.text
         if last is None:
             return [change(self._open, self._open, ", ".join(self._added))]
@@ -140,7 +141,7 @@ class ArgumentList:
         joint = "\n" + lead.group() if lead and line_start > self._open else " "
         more = f",{joint}".join(self._added)
         end = last.end if comma is None else comma + 1
-        comment = _COMMENT.match(text, end)
+        comment = None if joins_tail else _COMMENT.match(text, end)  # else the region behind it keeps the comment
         place = comment.end() if comment else end
         if comma is not None:
             return [change(place, place, joint + more + ("" if joint == " " else ","))]

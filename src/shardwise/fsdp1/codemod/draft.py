@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 from shardwise.errors import SourceError
 from shardwise.findings import Edit, Severity, SourceFinding, Status, source_finding
 from shardwise.fsdp1.codemod.emitted import functions, is_ours, origins
-from shardwise.fsdp1.codemod.program import Holds, Program, Sharded
+from shardwise.fsdp1.codemod.flow import flow_of
+from shardwise.fsdp1.codemod.program import Program
+from shardwise.fsdp1.codemod.sharded import Holds, Sharded
 from shardwise.pages import read_pages
 from shardwise.source.edits import apply, change
 from shardwise.source.syntax import FileContext
@@ -120,7 +122,7 @@ class FileDraft:
     @property
     def sharded(self) -> Sharded:
         """Which variables hold a wrapped model."""
-        return self.program.sharded(self.context)
+        return flow_of(self.program).file(self.context)
 
     def holds(self, node: ast.expr) -> Holds:
         """Whether an expression is a wrapped model."""

@@ -107,6 +107,9 @@ def _yaml_config(
     is_fsdp2 = str(bare.get("version", 1)) == "2"
     if str(around.get("distributed_type")).upper() == "FSDP" and not is_fsdp2:
         conversion = framework_settings.convert_accelerate(bare, launched=True, around=around)
+        for key in [key for key in settings if has_prefix and not key.startswith("fsdp_")]:
+            why = f"accelerate reads only settings that start with fsdp_, not {key}"
+            conversion.blocks.append(Undecided(why, f"write fsdp_{key} if that was meant, or remove it"))
         if "parallelism_config" in around and conversion.beside:
             conversion.beside.clear()
             conversion.notes.append("parallelism_config is there already; check its sizes")

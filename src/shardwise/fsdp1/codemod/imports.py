@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Collection
+from pathlib import PurePath
 
 from shardwise.errors import SourceError
 from shardwise.findings import Edit
 from shardwise.fsdp1.codemod.draft import FileDraft
 from shardwise.fsdp1.codemod.emitted import assemble, is_ours, names_used, origins
+from shardwise.fsdp1.codemod.program import Program
 from shardwise.source.edits import apply, change
 from shardwise.source.syntax import FileContext, Function
 
@@ -16,7 +19,10 @@ _OURS = (
     "torch.distributed.fsdp",
     "torch.distributed.algorithms._checkpoint",
     "torch.distributed.checkpoint.optimizer",
+    "functools",
 )
+_WRITTEN_WITH = ("functools", "torch.distributed.fsdp")
+"""Modules without effects of their own, imported as such for FSDP1's settings."""
 _IMPORTS = ast.Import | ast.ImportFrom
 
 
@@ -41,11 +47,39 @@ def finish(draft: FileDraft) -> str:
     block = "\n\n\n".join(pieces)
     for old, new in renamed.items():
         block = re.sub(rf"\b{old}\b", new, block)
-    edits = _removals(draft.context, after, block)
+    edits = _removals(draft.context, after, block, keep=imported_elsewhere(draft.program, draft.context).keys())
     statements = _statements(missing, renamed)
     if statements or block:
-        edits.append(_insertion(after, statements, block, draft.newline, edits))
-    return apply(text, edits)
+        new_names = {renamed.get(name, name) for name in missing} | draft.helpers
+        edits.append(_insertion(after, statements, block, edits, new_names))
+    text = apply(text, edits)
+    return re.sub(r"\r?\n", draft.newline, text) if _has_one_line_end(draft.context.text) else text
+
+
+def _has_one_line_end(text: str) -> bool:
+    return text.count("\r\n") in (0, text.count("\n"))
+
+
+def imported_elsewhere(program: Program, context: FileContext) -> dict[str, str]:
+    """The names that other files of the program take from a file, and where they do."""
+    path = PurePath(context.path)
+    stem = re.escape(path.parent.name if path.stem == "__init__" else path.stem)
+    imports = re.compile(rf"^[ \t]*(from|import)\b[^\n]*\b{stem}\b|^[ \t]*from \.+ import", re.MULTILINE)
+    found: dict[str, str] = {}
+    for other in program.files(imports.search):
+        for node in other.parents if other is not context else ():
+            taken: list[tuple[str, str]] = []
+            if isinstance(node, ast.ImportFrom):
+                module = "." * node.level + (node.module or "")
+                names = [alias.name for alias in node.names]
+                every = context.scopes[context.tree].names if names == ["*"] else names
+                taken = [(module, name) for name in every]
+            elif isinstance(node, ast.Attribute):
+                taken = [(origin.rpartition(".")[0], node.attr) for origin in other.origins(node, raw=True)]
+            for module, name in taken:
+                if module.strip(".") and program.find_module(other, module) is context:
+                    found.setdefault(name, f"{other.path}:{getattr(node, 'lineno', 1)}")
+    return found
 
 
 def _missing(after: FileContext, wanted: set[str]) -> tuple[list[str], dict[str, str]]:
@@ -80,10 +114,12 @@ def _statements(missing: list[str], renamed: dict[str, str]) -> list[str]:
     return lines
 
 
-def _insertion(after: FileContext, statements: list[str], block: str, newline: str, removals: list[Edit]) -> Edit:
+def _insertion(
+    after: FileContext, statements: list[str], block: str, removals: list[Edit], new_names: set[str]
+) -> Edit:
     """The new statements behind the file's imports, else behind its docstring or its first comments."""
     text, body = after.text, after.tree.body
-    last, head = _last_import(after.tree), ""
+    last, head = _last_import(after.tree, new_names), ""
     if last is None and body and ast.get_docstring(after.tree, clean=False) is not None:
         last, head = body[0], "\n"
     if last is not None:
@@ -98,16 +134,19 @@ def _insertion(after: FileContext, statements: list[str], block: str, newline: s
         whole += f"\n\n{block}\n" + "\n" * max(0, 2 - (blank.group().count("\n") if blank else 0))
     if place and text[place - 1] not in "\r\n":
         whole = "\n" + whole
+    newline = "\r\n" if "\r\n" in text else "\n"
     return change(place, place, whole.replace("\n", newline))
 
 
-def _last_import(tree: ast.Module) -> ast.stmt | None:
-    """The last of the imports at the top of a file; those further down, behind functions, do not count."""
+def _last_import(tree: ast.Module, new_names: set[str]) -> ast.stmt | None:
+    """The last of the imports at the top of a file: not behind functions, nor behind the first use of a new name."""
     last = None
     for statement in tree.body:
         is_main_guard = isinstance(statement, ast.If) and any(
             isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(statement.test)
         )
+        if any(isinstance(node, ast.Name) and node.id in new_names for node in ast.walk(statement)):
+            break
         if is_main_guard or isinstance(statement, Function | ast.ClassDef | ast.For | ast.While | ast.With):
             break
         inner = [one for one in ast.walk(statement) if isinstance(one, ast.stmt)]
@@ -118,17 +157,21 @@ def _last_import(tree: ast.Module) -> ast.stmt | None:
     return last
 
 
-def _removals(before: FileContext, after: FileContext, helpers_text: str) -> list[Edit]:
-    """Imports of FSDP1 names that were used before and are not now."""
+def _removals(before: FileContext, after: FileContext, helpers_text: str, keep: Collection[str]) -> list[Edit]:
+    """Imports that were used before and are not now, of FSDP1 and of what its settings are written with."""
     if after.path.endswith("__init__.py"):
         return []
-    unused = _used(before.tree) - _used(after.tree) - set(re.findall(r"\b\w+\b", helpers_text))
+    unused = _used(before.tree) - _used(after.tree) - set(keep) - set(re.findall(r"\b\w+\b", helpers_text))
     for statement in after.tree.body:
         if isinstance(statement, ast.Assign) and any(getattr(one, "id", "") == "__all__" for one in statement.targets):
             unused -= {str(one.value) for one in ast.walk(statement.value) if isinstance(one, ast.Constant)}
     edits: list[Edit] = []
     for node in after.parents:
-        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith(_OURS):
+        if isinstance(node, ast.ImportFrom):
+            may_go = not node.level and (node.module or "").startswith(_OURS)
+        else:
+            may_go = isinstance(node, ast.Import) and all(alias.name in _WRITTEN_WITH for alias in node.names)
+        if may_go and isinstance(node, _IMPORTS):
             edits += _without(after, node, [alias for alias in node.names if (alias.asname or alias.name) in unused])
     return edits
 
@@ -143,7 +186,7 @@ def _used(tree: ast.Module) -> set[str]:
     return names
 
 
-def _without(after: FileContext, node: ast.ImportFrom, gone: list[ast.alias]) -> list[Edit]:
+def _without(after: FileContext, node: ast.Import | ast.ImportFrom, gone: list[ast.alias]) -> list[Edit]:
     text, span = after.text, after.positions.span
     start, end = span(node)
     if gone and len(gone) == len(node.names):

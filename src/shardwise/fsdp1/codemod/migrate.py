@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.errors import SourceError
 from shardwise.findings import SourceFinding, Status, unreadable_source
+from shardwise.fsdp1.codemod.checking import failed_check
 from shardwise.fsdp1.codemod.draft import status_fields
+from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.framework_files import convert_yaml, may_hold_config
 from shardwise.fsdp1.codemod.program import Program
-from shardwise.fsdp1.codemod.rewriting import rewrite, skipped_everywhere
+from shardwise.fsdp1.codemod.rewriting import rewrite, skipped_everywhere, undone
 from shardwise.progress import Progress
 from shardwise.source.files import find_files, map_files, read_bytes, write_bytes
 from shardwise.source.syntax import decode
@@ -93,7 +95,9 @@ def migrate(
     """Rewrite the FSDP1 code in files and folders to FSDP2.
 
     All files given are read as one program, so that names can be followed between modules. A call is rewritten only
-    if all of it can be; the rest is left as it is, with a finding that says what a person must decide.
+    if all of it can be; the rest is left as it is, with a finding that says what a person must decide. A rewritten file
+    is checked before it is written: it compiles, other files still find in it what they import, lint finds no new
+    error in it, and a second run changes nothing.
 
     Args:
         paths: Python files, YAML files of frameworks, and folders of them.
@@ -113,7 +117,7 @@ def migrate(
     found = find_files(paths, (".py", *_YAML))
     texts, unreadable = _read(found)
     program = Program({path: text for path, (text, _) in texts.items() if not path.endswith(_YAML)})
-    jobs = [path for path, (text, _) in texts.items() if _is_concerned(path, text) or program.handed(path)]
+    jobs = [path for path, (text, _) in texts.items() if _is_concerned(path, text) or path in flow_of(program).files]
     skipped_everywhere(program)  # read once, before there are several processes that would each find out
 
     def work(path: str) -> MigratedFile:
@@ -121,6 +125,7 @@ def migrate(
 
     done = map_files(work, jobs, num_processes=num_processes, progress=progress)
     files = sorted([*(file for file in done if file.changed or file.findings), *unreadable], key=lambda file: file.path)
+    files = _checked(files, program, target, num_processes)
     if write:
         for file in files:
             if file.changed:
@@ -158,6 +163,29 @@ def _migrate_file(path: str, text: str, encoding: str, program: Program, target:
     except SourceError as error:
         return _unreadable(path, error, text)
     return MigratedFile(path=path, before=text, output=output, findings=tuple(findings), encoding=encoding)
+
+
+def _checked(
+    files: list[MigratedFile], program: Program, target: Target, num_processes: int | None
+) -> list[MigratedFile]:
+    """The files, those as they were whose rewrite does not pass every check."""
+    outputs = {file.path: file.output for file in files if file.changed}
+    after = Program(program.texts | {path: text for path, text in outputs.items() if path in program.texts})
+    skipped_everywhere(after)
+
+    def work(path: str) -> str:
+        is_code = path in program.texts
+        failed = failed_check(path, program, after) if is_code else ""
+        is_stable = failed or not _migrate_file(path, outputs[path], "", after, target).changed
+        return failed or ("" if is_stable else "would be changed again by a second run")
+
+    failed = dict(zip(outputs, map_files(work, list(outputs), num_processes=num_processes), strict=True))
+    return [_restored(file, why) if (why := failed.get(file.path)) else file for file in files]
+
+
+def _restored(file: MigratedFile, why: str) -> MigratedFile:
+    findings = tuple(undone(finding, f"the rewritten file {why}") for finding in file.findings)
+    return replace(file, output=file.before, findings=findings)
 
 
 def _unreadable(path: str, error: SourceError, text: str = "") -> MigratedFile:

@@ -7,7 +7,8 @@ import re
 
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
-from shardwise.fsdp1.codemod.program import Holds, is_constant, iterated
+from shardwise.fsdp1.codemod.program import is_constant, iterated
+from shardwise.fsdp1.codemod.sharded import Holds
 from shardwise.source.syntax import FSDP1, Comprehension, argument_of
 
 _OTHERS = re.compile(r"^self$|^cls$|accelerator|fabric|plugin|strategy", re.IGNORECASE)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ from shardwise.errors import SourceError
 from shardwise.findings import Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod import constructors
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
+from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.framework_files import framework_findings
 from shardwise.fsdp1.codemod.imports import finish
 from shardwise.fsdp1.codemod.leftovers import built_anywhere, report_handed_out, report_leftovers, subclasses
@@ -84,7 +87,7 @@ def _wraps(program: Program) -> bool:
     """Whether the program has an FSDP(...) call, or `fully_shard`."""
     if any("fully_shard(" in text or "sw.shard(" in text for text in program.texts.values()):
         return True
-    return any(program.sharded(one).constructors for one in program.files(_NAMED.search))
+    return any(flow_of(program).file(one).constructors for one in program.files(_NAMED.search))
 
 
 def _report_wrapped_elsewhere(draft: FileDraft) -> None:
@@ -155,12 +158,13 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
         if not draft.edits:
             return context.text, notes
         try:
+            _keep_comments(draft)
             text = finish(draft)
             ast.parse(text)
         except (SourceError, SyntaxError):
             continue  # with fewer rules
         return text, notes
-    return context.text, [_undone(note, "the rewritten file would not parse") for note in notes]
+    return context.text, [undone(note, "the rewritten file would not parse") for note in notes]
 
 
 def _apply_rule(rule: Rule, draft: FileDraft, keeps: str) -> None:
@@ -174,10 +178,31 @@ def _apply_rule(rule: Rule, draft: FileDraft, keeps: str) -> None:
     if why:
         fresh = draft.notes[len(earlier["notes"]) :]
         draft.restore(earlier | {"taken": draft.taken})
-        draft.notes += [_undone(note, why) for note in fresh]
+        draft.notes += [undone(note, why) for note in fresh]
 
 
-def _undone(note: SourceFinding, why: str) -> SourceFinding:
+def _keep_comments(draft: FileDraft) -> None:
+    """Put the comments of replaced code, where the new code has no place for them, in front of its statement."""
+    context = draft.context
+    tokens = tokenize.generate_tokens(io.StringIO(context.text, newline="").readline)
+    starts = context.positions.starts
+    comments = [(starts[one.start[0] - 1] + one.start[1], one.string) for one in tokens if one.type == tokenize.COMMENT]
+    written = "".join(edit.text for edit in draft.edits)
+    statements = [node for node in context.parents if isinstance(node, ast.stmt) and draft.starts_line(node)]
+    for edit in list(draft.edits):
+        lost = [text for offset, text in comments if edit.start <= offset < edit.end and text not in written]
+        around = [one for one in statements if draft.span(one)[0] <= edit.start < draft.span(one)[1]]
+        if lost and around:
+            earlier = draft.snapshot()
+            draft.insert_before(max(around, key=lambda one: one.lineno), lost)
+            try:
+                apply(context.text, draft.edits)
+            except SourceError:
+                draft.restore(earlier)
+
+
+def undone(note: SourceFinding, why: str) -> SourceFinding:
+    """A finding about code that was to be rewritten and is left alone after all."""
     if note.status is not Status.REWRITTEN:
         return note
     return replace(

@@ -22,7 +22,7 @@ from shardwise.fsdp1.codemod.program import (
     once,
     single_value,
 )
-from shardwise.source.syntax import FileContext, argument_of
+from shardwise.source.syntax import FileContext, Function, argument_of
 
 STATE_CODE, PLAIN_CODE, OPTIMIZER_CODE, LOCAL_CODE = "SW110", "SW111", "SW112", "SW113"
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
@@ -164,18 +164,47 @@ def _refuse_local(gather: Gather) -> None:
 
 
 _RANK_ZERO = re.compile(
-    r"rank\w*(\(\))?\s*==\s*0|not\s+[\w.]*rank\b|is_main|main_process|is_master|master_process|is_rank_?0"
+    r"rank\w*(\([\w.]*\))?\s*==\s*0|rank\w*(\(\))? in [\[(](-1, 0|0, -1|0)[,\])]|^not\s+[\w.]*rank\b"
+    r"|^(?!not )[\w.]*(is_main|main_process|is_master|master_process|is_rank_?0|is_rank_zero)"
+)
+_OTHER_RANKS = re.compile(
+    r"rank\w*(\([\w.]*\))?\s*(!=|>)\s*0|^[\w.]*rank(\(\))?$|^not\s.*(is_main|main_process|is_master|is_rank_?0)"
 )
 
 
-def under_rank_zero(context: FileContext, call: ast.Call) -> bool:
-    """Whether only rank 0 comes to a call."""
+def only_on_some_ranks(context: FileContext, call: ast.Call) -> bool:
+    """Whether a test for the rank stands between a call and the function around it."""
     for inner, outer in itertools.pairwise([call, *context.ancestors(call)]):
-        if isinstance(outer, ast.If) and inner in outer.body:
-            test = ast.unparse(outer.test)
-            if _RANK_ZERO.search(test) and " or " not in test and " and " not in test:
+        match outer:
+            case ast.If(test=test, body=body) if inner in body and _asks_for_rank(test):
                 return True
+            case ast.If(test=test, orelse=body) if inner in body and _asks_for_rank(test, is_other=True):
+                return True
+            case ast.IfExp(test=test, body=body) if inner is body and _asks_for_rank(test):
+                return True
+            case ast.BoolOp(op=ast.And(), values=values) if inner in values:
+                if any(map(_asks_for_rank, values[: values.index(inner)])):
+                    return True
+        for body in (getattr(outer, "body", None), getattr(outer, "orelse", None)):
+            before = body[: body.index(inner)] if isinstance(body, list) and inner in body else []
+            if any(isinstance(one, ast.If) and _leaves_other_ranks(one) for one in before):
+                return True
+        if isinstance(outer, Function):
+            break
     return False
+
+
+def _asks_for_rank(test: ast.expr, *, is_other: bool = False) -> bool:
+    """Whether a test holds on rank 0 only; for `is_other`, on all ranks but 0."""
+    if isinstance(test, ast.BoolOp):
+        is_and = isinstance(test.op, ast.And) != is_other
+        return (any if is_and else all)(_asks_for_rank(one, is_other=is_other) for one in test.values)
+    return (_OTHER_RANKS if is_other else _RANK_ZERO).search(ast.unparse(test)) is not None
+
+
+def _leaves_other_ranks(branch: ast.If) -> bool:
+    """`if rank != 0: return`."""
+    return isinstance(branch.body[-1], ast.Return) and _asks_for_rank(branch.test, is_other=True)
 
 
 def rules_out(context: FileContext, call: ast.Call) -> bool:
@@ -218,6 +247,20 @@ def sets_types_globally(program: Program) -> bool:
         for context in program.files(lambda text: ".set_state_dict_type" in text)
         for call in context.calls
     )
+
+
+def set_by_helper(program: Program, context: FileContext, call: ast.Call) -> int | None:
+    """The line of a function, other than FSDP1's own, that is entered around a call and sets a state-dict type."""
+    for block in context.ancestors(call):
+        for item in block.items if isinstance(block, ast.With) else ():
+            entered = item.context_expr
+            if not isinstance(entered, ast.Call) or static_name(context, entered) == "state_dict_type":
+                continue
+            found = program.function(context, entered.func)
+            body = ast.unparse(found[1]) if found is not None else ast.unparse(entered.func)
+            if "state_dict_type" in body or (found is None and "state_dict" in body):
+                return entered.lineno
+    return None
 
 
 def _is_used_nearby(context: FileContext, call: ast.Call) -> bool:

@@ -6,7 +6,8 @@ import ast
 
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
 from shardwise.fsdp1.codemod.emitted import functions
-from shardwise.fsdp1.codemod.program import Holds, given_by_name, is_constant, is_none
+from shardwise.fsdp1.codemod.program import given_by_name, is_constant, is_none
+from shardwise.fsdp1.codemod.sharded import Holds
 from shardwise.fsdp1.codemod.state_calls import (
     DEFAULT,
     FULL,
@@ -18,12 +19,13 @@ from shardwise.fsdp1.codemod.state_calls import (
     StateSettings,
     dissolve,
     drop_dead_configs,
+    only_on_some_ranks,
     read_settings,
     remove_statement,
     rules_out,
+    set_by_helper,
     sets_types_globally,
     static_name,
-    under_rank_zero,
     write_get,
     write_load_model,
     write_load_optimizer,
@@ -337,7 +339,7 @@ def _refuse_leaks(context: FileContext, call: ast.Call, block: ast.With | None) 
 def _rewrite_call(draft: FileDraft, call: ast.Call, settings: StateSettings, *, sure: bool = True) -> None:
     """Rewrite one call. Not `sure`: the model may also be a plain one, whose own method must stay."""
     context, names = draft.context, draft.names.copy()
-    if under_rank_zero(context, call):
+    if only_on_some_ranks(context, call):
         fix = "call it on every rank and use the result on rank 0"
         raise Blocked("it is called on one rank only, and gathering takes all of them", fix, call)
     if _optimizer_method(context, call):
@@ -383,6 +385,8 @@ def _rewrite_plain(draft: FileDraft, call: ast.Call) -> None:
         with draft.attempt():
             if sets_types_globally(draft.program):
                 raise Blocked("set_state_dict_type decides elsewhere what it gives", _BY_HAND, code=code)
+            if (line := set_by_helper(draft.program, draft.context, call)) is not None:
+                raise Blocked(f"the function called on line {line} decides what it gives", _BY_HAND, code=code)
             _rewrite_call(draft, call, DEFAULT, sure=holds is Holds.ALWAYS)
             draft.rewritten(code, call, f"{shown} is gathered as FSDP1 did")
     except Blocked as blocked:
@@ -395,7 +399,8 @@ def _holds(draft: FileDraft, call: ast.Call) -> Holds:
     if not (isinstance(call.func, ast.Attribute) and call.func.attr in _METHODS):
         return Holds.NEVER
     context, model = draft.context, call.func.value
-    holds, function = draft.holds(model), context.enclosing_function(call)
+    function = context.enclosing_function(call)
+    holds = draft.holds(model) or Holds(draft.sharded.holds_part(model))
     if not holds or rules_out(context, call) or (function is not None and function.name in functions()):
         return Holds.NEVER
     nearby = [one for one in draft.sharded.constructors if context.enclosing_function(one) is function]

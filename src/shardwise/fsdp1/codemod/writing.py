@@ -255,6 +255,8 @@ def _prepare(wrap: Wrap) -> set[str]:
     """`sync_module_states`, `param_init_fn` and `ignored_*`: done by the helper, unit by unit, as FSDP1 does."""
     became = {"sync_module_states": "sync_from_rank0", "ignored_modules": "ignored", "ignored_states": "ignored"}
     features: set[str] = set()
+    if not is_none(wrap.value("ignored_modules")) and not is_none(wrap.value("ignored_states")):
+        raise Blocked("both ignored_modules and ignored_states are given, which FSDP1 refuses too", "give one of them")
     for name, feature in {**became, "param_init_fn": "param_init_fn"}.items():
         value = wrap.value(name)
         if is_none(value) or (name == "sync_module_states" and is_constant(value, False)):

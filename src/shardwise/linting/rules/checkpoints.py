@@ -10,6 +10,7 @@ from shardwise.findings import Safety
 from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source import facts
 from shardwise.source.edits import change
+from shardwise.source.ranks import asks_for_rank_zero
 from shardwise.source.syntax import FULLY_SHARD, FileContext, last_name, tested_classes
 from shardwise.source.trace import Trace
 from shardwise.source.values import (
@@ -20,6 +21,7 @@ from shardwise.source.values import (
     ProgramEvent,
     StateDict,
     Value,
+    contradict,
     modules,
     nested,
     owners_of_params,
@@ -164,7 +166,11 @@ def shards_saved_as_model(context: LintContext) -> Iterator[Hit]:
             if isinstance(saved, ObjectRef) and saved in event.argument(0, "obj") and trace.is_sharded(saved, event):
                 message = "a sharded model is saved as an object: the file holds this rank's shards"
                 yield Hit(event.node, message, f"save a gathered state dict: {_GATHERED}")
-            elif isinstance(saved, StateDict) and _is_of_shards(trace, saved, event):
+            elif (
+                isinstance(saved, StateDict)
+                and _is_of_shards(trace, saved, event)
+                and not context.asks_kind(saved.call)
+            ):
                 message = f"what is saved here are this rank's shards (state dict of line {saved.call.lineno})"
                 fix = f"gather first: {_GATHERED} on every rank, then save on rank 0; "
                 yield Hit(event.node, message, fix + "or use torch.distributed.checkpoint.save")
@@ -176,13 +182,6 @@ def _is_of_shards(trace: Trace, state: StateDict, event: ProgramEvent) -> bool:
     return any(trace.holds_shards(owner, event) is not None for owner in owners)
 
 
-_RANK = re.compile(r"^_?((global|world|local|node|process)_)?rank$|^(local_)?process_index$", re.IGNORECASE)
-_MAIN = re.compile(
-    r"^_?(is_)?(global_|local_)?(main|master|rank_?(0|zero)|chief|coordinator)(_process|_rank)?$"
-    r"|^is_(rank_zero|global_zero|main_process|local_main_process|world_process_zero|first_rank)$|^should_(save|log)_on_rank_0$"
-)
-_RANK_CALLS = frozenset({"torch.distributed.get_rank", "torch.distributed.get_node_local_rank"})
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 _RANK_ZERO_DECORATORS = re.compile(r"^(rank_zero_only|only_on_rank_zero|on_main_process|main_process_only)$")
 _CHECKPOINT = "torch.distributed.checkpoint"
 _ALWAYS_COLLECTIVE = (f"{_CHECKPOINT}.save", f"{_CHECKPOINT}.load", f"{_CHECKPOINT}.async_save", FULLY_SHARD)
@@ -264,7 +263,7 @@ def _others_do_it_too(file: FileContext, trace: Trace, event: ProgramEvent) -> b
     guards = [(guard, side) for guard in event.guards if (side := _side(file, guard)) is not None]
     others = [one for one in trace.events if one is not event and one.method == event.method and not one.is_store]
     return any(
-        _is_other_branch(twin, guard) or _side(file, twin) is (not side)
+        contradict(twin, guard) or _side(file, twin) is (not side)
         for other in others
         for twin in other.guards
         for guard, side in guards
@@ -277,12 +276,6 @@ def _side(file: FileContext, guard: BranchTest) -> bool | None:
     return None if asked is None else asked is guard.taken
 
 
-def _is_other_branch(one: BranchTest, other: BranchTest) -> bool:
-    if one.branch[0] is other.branch[0]:
-        return one.branch[1] != other.branch[1]
-    return one.key == other.key and one.taken != other.taken
-
-
 def _parting_test(file: FileContext, event: ProgramEvent) -> ast.expr | None:
     """The test, or decorator, that keeps an event from happening on every rank; None where there is none."""
     for guard in event.guards:
@@ -291,56 +284,3 @@ def _parting_test(file: FileContext, event: ProgramEvent) -> ast.expr | None:
     functions = [file.enclosing_function(node) for node in (event.node, *event.chain)]
     decorators = [one for function in functions if function is not None for one in function.decorator_list]
     return next((one for one in decorators if _RANK_ZERO_DECORATORS.match(last_name(one))), None)
-
-
-def asks_for_rank_zero(file: FileContext, test: ast.AST, hops: int = 4) -> bool | None:
-    """True if a test holds on one rank only, False if on all but one, None if it asks for something else."""
-    if _is_rank(file, test):
-        return False  # `if rank:` is all but rank 0
-    match test:
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            inner = asks_for_rank_zero(file, operand, hops)
-            return None if inner is None else not inner
-        case ast.Compare(left=left, ops=[operation], comparators=[right]) if _is_rank(file, left):
-            return _compares_to_zero(operation, right)
-        case ast.Name() | ast.Attribute():
-            if _MAIN.match(last_name(test)):
-                return True
-            values = file.assigned(test) if hops and isinstance(test, ast.Name) else []
-            if len(values) == 1 and not isinstance(values[0], ast.Name | ast.Constant):
-                return asks_for_rank_zero(file, values[0], hops - 1)
-        case ast.Call(func=function, args=[]) if _MAIN.match(last_name(function)):
-            return True
-        case ast.BoolOp(op=ast.And(), values=values):
-            return True if any(asks_for_rank_zero(file, value, hops) for value in values) else None
-    return None
-
-
-def _compares_to_zero(operation: ast.cmpop, right: ast.expr) -> bool | None:
-    """What `rank == 0`, `rank in (0, -1)`, `rank > 0` and the like ask for."""
-    if isinstance(right, ast.List | ast.Tuple):
-        some = [ast.unparse(one) for one in right.elts]
-        is_member = isinstance(operation, ast.In | ast.NotIn) and set(some) <= {"0", "-1"}
-        return isinstance(operation, ast.In) if is_member else None
-    if not isinstance(right, ast.Constant):
-        return None
-    if isinstance(operation, ast.Eq | ast.Is):
-        return True
-    if right.value == 0 and isinstance(operation, ast.NotEq | ast.IsNot | ast.Gt):
-        return False
-    return True if right.value == 0 and isinstance(operation, ast.LtE) else None
-
-
-def _is_rank(file: FileContext, node: ast.AST) -> bool:
-    match node:
-        case ast.Name() | ast.Attribute():
-            return bool(_RANK.match(last_name(node)))
-        case ast.Call(args=[], keywords=[]):  # of the world, not of a group
-            return file.is_any(node.func, _RANK_CALLS) or getattr(node.func, "attr", "") == "get_rank"
-        case ast.Call(func=ast.Name(id="int"), args=[inner]):
-            return _is_rank(file, inner)
-        case ast.Call(func=ast.Attribute(attr="get" | "getenv"), args=[ast.Constant(value=name), *_]):
-            return name in _RANK_VARIABLES
-        case ast.Subscript(slice=ast.Constant(value=name)):
-            return name in _RANK_VARIABLES
-    return False

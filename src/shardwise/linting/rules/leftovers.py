@@ -122,6 +122,8 @@ def fsdp1_call_on_fsdp2_model(context: LintContext) -> Iterator[Hit]:
     """
     for trace, event in context.events:
         if event.method in _FSDP1_METHODS and not event.is_store and _is_on_fsdp2(trace, event):
+            if context.asks_kind(event.node):
+                continue
             message = f"{event.method} is FSDP1's; the model is sharded by fully_shard"
             yield Hit(event.node, message, _FSDP1_METHODS[event.method])
         elif event.is_call_to(_SCALER) and trace.shards and not any(True for _ in context.file.calls_to(FSDP1)):

@@ -17,6 +17,7 @@ from shardwise.source.trace import Shard, Trace
 from shardwise.source.values import (
     BranchTest,
     Constant,
+    DictValue,
     ObjectRef,
     ProgramEvent,
     TupleValue,
@@ -44,6 +45,13 @@ _FROM_FSDP1 = {
     "forward_prefetch": "set_modules_to_forward_prefetch()",
     "limit_all_gathers": "nothing: FSDP2 needs no limit",
     "use_orig_params": "nothing: parameters keep their names",
+}
+_TYPES = {
+    "mesh": "a DeviceMesh",
+    "reshard_after_forward": "True, False, None or a number of ranks",
+    "mp_policy": "a MixedPrecisionPolicy",
+    "offload_policy": "an OffloadPolicy",
+    "shard_placement_fn": "a function from a parameter to a Shard",
 }
 _FSDP2_TYPES = {"mp_policy": "MixedPrecisionPolicy", "offload_policy": "CPUOffloadPolicy"}
 _INIT_MESH = "torch.distributed.device_mesh.init_device_mesh"
@@ -92,6 +100,17 @@ def wrong_fully_shard_argument(context: LintContext) -> Iterator[Hit]:
             elif name == "mp_policy" and entry.values == {Constant(None)}:
                 fix = "leave mp_policy out, or pass MixedPrecisionPolicy()"
                 yield Hit(entry.node, "mp_policy=None fails: fully_shard reads its fields", fix)
+            elif name in _KNOWN and entry.values and all(_is_wrong_literal(name, value) for value in entry.values):
+                message = f"{context.file.source(entry.node)} is not a value of {name}"
+                yield Hit(entry.node, message, f"give it {_TYPES.get(name, 'what fully_shard documents')}")
+
+
+def _is_wrong_literal(name: str, value: Value) -> bool:
+    """Whether a text, number, list or dict in the file is given where `fully_shard` takes none."""
+    if isinstance(value, TupleValue | DictValue):
+        return name in _TYPES
+    kinds = (bool, int) if name == "reshard_after_forward" else ()
+    return isinstance(value, Constant) and value.value is not None and not isinstance(value.value, kinds)
 
 
 @rule("SW219", fix=_NAMED_MESH)
@@ -346,8 +365,8 @@ _NESTED = {
 def checkpointing_after_shard(context: LintContext) -> Iterator[Hit]:
     """Activation checkpointing applied after `fully_shard` wraps the sharded block from outside.
 
-    Why: FSDP's hooks then run inside the recomputation, so parameters are gathered twice and casts are replayed; the
-    block's checkpoint wrapper has to be what is sharded.
+    Why: FSDP's hooks then run inside the recomputation. On torch 2.11 they do not cast the block's inputs again, which
+    fails in backward where the block casts them; from 2.13 on, gradients and all-gathers are those of the other order.
     """
     for trace, event in context.events_of(*_APPLY_CHECKPOINTING, _WRAP_CHECKPOINTING):
         is_whole = event.is_call_to(*_APPLY_CHECKPOINTING)

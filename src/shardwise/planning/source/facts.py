@@ -129,16 +129,17 @@ _BOOKKEEPING = (
 _ENTRIES = {"training_step", "train_step", "eval_step"}
 
 
-def _public_methods(model: nn.Module, recorder: CallRecorder) -> list[str]:
-    """Read the root's public methods; return those that compute."""
+def _public_methods(root: str, recorder: CallRecorder) -> list[str]:
+    """Read the public methods of a module that scripts call; return those that compute."""
     found: list[str] = []
+    model = recorder.places.modules[root]
     for name in _candidates(type(model)):
         function = underlying(inspect.getattr_static(type(model), name))[0]
         node = find_node(function) if function is not None else None
         if name == "generate" and function is not None and (function.__module__ or "").startswith("transformers."):
             found.append(name)  # thousands of lines that end in self(...)
             continue
-        if node is None or not recorder.follow(("", name)):
+        if node is None or not recorder.follow((root, name)):
             continue
         if is_generator(node) or inspect.iscoroutinefunction(function):
             recorder.notes.append(f"{name}() computes step by step as its caller asks; it cannot be an entry point")
@@ -176,7 +177,11 @@ def read_calls(model: nn.Module, traced: Calls | None = None) -> Calls:
     if has_forward(model):
         recorder.follow(("", "forward"))
     below_forward = set(recorder.analyses)
-    public_methods = _public_methods(model, recorder)
+    public_methods = _public_methods("", recorder)
+    parts = [places.name(part) for part in _callable_children(model) if has_parameters(part)]
+    is_container = not has_forward(model) and not public_methods
+    roots = tuple(dict.fromkeys(parts)) if is_container and parts else ("",)
+    methods_of_parts = {name: _public_methods(name, recorder) for name in roots if name}
     for name, module in places.modules.items():
         # Nothing was found to enter it: the user's script may call it, so read it as if it did.
         skipped = not name or is_holder(module) or id(module) in places.internal or not has_parameters(module)
@@ -194,11 +199,14 @@ def read_calls(model: nn.Module, traced: Calls | None = None) -> Calls:
     for use in _escaped(recorder):
         table.add(use)
     table.called |= called
-    unconditional = {"", *_unconditional(recorder)}
+    for name, methods in methods_of_parts.items():
+        table.methods[name].update(methods)
+    unconditional = {*roots, "", *_unconditional(recorder, roots)}
     return table.calls(
         assumed=frozenset(recorder.assumed - seen.called),
         conditional=frozenset(name for name in called - unconditional if has_parameters(places.modules[name])),
         repeated=seen.repeated | (_repeated(recorder) - seen.called),
+        roots=roots,
         public_methods=tuple(public_methods),
         unreadable=tuple(recorder.unreadable),
         notes=tuple(dict.fromkeys(recorder.notes)),
@@ -223,9 +231,9 @@ def _escaped(recorder: CallRecorder) -> list[Use]:
     ]
 
 
-def _unconditional(recorder: CallRecorder) -> set[str]:
-    """Modules that run whatever the data, from the root down."""
-    pending = [entry for entry in recorder.analyses if not entry[0]]
+def _unconditional(recorder: CallRecorder, roots: tuple[str, ...]) -> set[str]:
+    """Modules that run whatever the data, from the roots down."""
+    pending = [entry for entry in recorder.analyses if entry[0] in roots or entry == _BY_SCRIPT]
     seen = set(pending)
     certain: set[str] = set()
     while pending:

@@ -1,0 +1,54 @@
+"""What a rewritten file must pass before it is written."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+from shardwise.findings import Severity, SourceFinding
+from shardwise.fsdp1.codemod.imports import imported_elsewhere
+from shardwise.fsdp1.codemod.program import Program
+from shardwise.linting.files import LintSettings
+from shardwise.linting.lint import lint_text
+
+
+def failed_check(path: str, before: Program, after: Program) -> str:
+    """Why a rewritten Python file must not be written; empty if nothing is wrong with it.
+
+    Args:
+        path: Of the file.
+        before: The program as it was.
+        after: The program with every rewrite.
+    """
+    text = after.texts[path]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about strings and comparisons of the file's own
+            compile(text, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        return f"would not compile: {error}"
+    return _lost_import(path, before, after) or _new_error(path, before.texts[path], text)
+
+
+def _lost_import(path: str, before: Program, after: Program) -> str:
+    old, new = before.file(path), after.file(path)
+    lost = old.scopes[old.tree].names.keys() - new.scopes[new.tree].names.keys()
+    if lost and not new.scopes[new.tree].stars:
+        for name, place in sorted(imported_elsewhere(after, new).items()):
+            if name in lost:
+                return f"would no longer have {name}, which {place} takes from it"
+    return ""
+
+
+def _new_error(path: str, before: str, after: str) -> str:
+    """What lint calls an error after the rewrite and did not before, but for what it says of unchanged FSDP1 code."""
+    known = Counter(finding.code for finding in _errors(before, path))
+    for finding in _errors(after, path):
+        known[finding.code] -= 1
+        if known[finding.code] < 0:
+            return f"would have an error that lint finds, {finding.code} on line {finding.line}: {finding.message}"
+    return ""
+
+
+def _errors(text: str, path: str) -> list[SourceFinding]:
+    return [one for one in lint_text(text, path, LintSettings()).findings if one.severity is Severity.ERROR]

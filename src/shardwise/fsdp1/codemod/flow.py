@@ -1,0 +1,223 @@
+"""Where wrapped models go in a program: a fixpoint over variables, attributes, items, parameters and return values.
+
+An expression has values: the objects that the program may have there. Nothing depends on the order in which files or
+functions are read. No torch, no I/O.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from functools import cached_property
+
+from shardwise.fsdp1.codemod.program import Program, once
+from shardwise.fsdp1.codemod.sharded import ANYWHERE, Callable, Sharded, Values, instance, is_of_wrapped
+from shardwise.source.syntax import FSDP1, FileContext, Function
+from shardwise.source.values import ObjectRef
+
+_FSDP = re.compile(r"FSDP|FullyShardedDataParallel")
+_USES = re.compile(r"state_dict|\.module\b|_fsdp|no_sync|clip_grad_norm_|numel\(")
+"""What a file does that is worth reading it for."""
+
+
+class Flow:
+    """The values of a whole program.
+
+    Only files that name FSDP, or that a wrapped model comes to, are read.
+
+    Args:
+        program: All files given.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.values: dict[ast.AST, set[ObjectRef]] = {}
+        """By the node that binds a variable or parameter, and by the function that returns them."""
+        self.fields: dict[object, dict[str, dict[ast.AST, set[ObjectRef]]]] = {}
+        """By object or class, attribute or item, and the place of the store."""
+        self.sites: dict[Callable, dict[ast.Call, Sharded]] = {}
+        """The calls of each function."""
+        self.wrapped: dict[ast.Call, set[ObjectRef]] = {}
+        """What each constructor wraps."""
+        self.files: dict[str, Sharded] = {}
+        self.methods: dict[str, list[tuple[Sharded, Function]]] = {}
+        self.own_methods: dict[tuple[ast.ClassDef, str], list[tuple[Sharded, Function]]] = {}
+        self.family: dict[ast.ClassDef, set[ast.ClassDef]] = {}
+        """The classes above and below each class, itself included."""
+        self.homes: dict[ast.ClassDef, Sharded] = {}
+        self._seen: set[str] = set()
+        self._tags: dict[object, set[str]] = {}
+        self._imports: dict[str, set[str]] = {}
+        self._readers: dict[object, set[Sharded]] = {}
+        self._reading: Sharded | None = None
+        self._dirty: set[Sharded] = set()
+        for context in program.files(_FSDP.search):
+            self.activate(context)
+        self._settle()
+        hints = [file.read_hints() for file in list(self.files.values())]
+        for file, told in zip(list(self.files.values()), hints, strict=True):
+            file.follow_hints(told)
+        self._dirty.update(self.files.values())
+        self._settle()
+        for file in self.files.values():
+            file.forget()
+
+    def file(self, context: FileContext) -> Sharded:
+        """The values of a file's expressions."""
+        return self.files.get(context.path) or Sharded(context, self)
+
+    def _settle(self) -> None:
+        """Read each file again until nothing that it has read changes."""
+        while self._dirty:
+            for file in [one for one in self.files.values() if one in self._dirty]:
+                self._dirty.discard(file)
+                self._reading = file
+                file.read()
+            self._activate_importers()
+        self._reading = None
+
+    def look_up(self, key: ast.AST) -> set[ObjectRef]:
+        """The values of a variable, parameter or function so far; whoever asks is read again when there are more."""
+        self._note(key)
+        return self.values.get(key, set())
+
+    def stored(self, owner: object) -> dict[str, dict[ast.AST, set[ObjectRef]]]:
+        """The attributes and items of an object or class so far."""
+        self._note(owner)
+        return self.fields.get(owner, {})
+
+    def _note(self, key: object) -> None:
+        if self._reading is not None:
+            self._readers.setdefault(key, set()).add(self._reading)
+
+    def activate(self, context: FileContext) -> Sharded:
+        """Read a file from now on."""
+        if context.path not in self.files:
+            file = self.files[context.path] = Sharded(context, self)
+            self._dirty.update(self.files.values())  # methods by their name
+            for node in context.nodes(ast.ClassDef):
+                self.homes[node] = file
+                for method in (one for one in node.body if isinstance(one, Function)):
+                    self.methods.setdefault(method.name, []).append((file, method))
+                    self.own_methods.setdefault((node, method.name), []).append((file, method))
+                for base in node.bases:
+                    found = self.program.definition(context, base)
+                    if found is not None and isinstance(found[1], ast.ClassDef):
+                        self.activate(found[0])
+                        self._relate(node, found[1])
+        return self.files[context.path]
+
+    def _relate(self, below: ast.ClassDef, above: ast.ClassDef) -> None:
+        """Attributes of a class are those of the classes above and below, not of its siblings."""
+        own = self.family.setdefault(below, {below}), self.family.setdefault(above, {above})
+        tops = [one for one in own[1] if one is above or above in self._below(one)]
+        for low in [one for one in own[0] if one is below or one in self._below(below)]:
+            for top in tops:
+                self.family[low].add(top)
+                self.family[top].add(low)
+        self._bases.setdefault(below, set()).add(above)
+
+    @cached_property
+    def _bases(self) -> dict[ast.ClassDef, set[ast.ClassDef]]:
+        return {}
+
+    def _below(self, top: ast.ClassDef) -> set[ast.ClassDef]:
+        direct = {one for one, bases in self._bases.items() if top in bases}
+        return direct.union(*map(self._below, direct - {top}))
+
+    def _activate_importers(self) -> None:
+        """Read the files that import a function which returns a wrapped model, or a class or variable that has one."""
+        names = {one.name: True for one in self.values if isinstance(one, Function) and self.matters(self.values[one])}
+        names |= {
+            one.name: False for one in self._tags if isinstance(one, ast.ClassDef) and self.matters([instance(one)])
+        }
+        for file in self.files.values():
+            for name, bindings in file.context.scopes[file.context.tree].names.items():
+                if any(self.matters(self.values.get(one.node, ())) for one in bindings):
+                    names[name] = True
+        fresh = {name: always for name, always in names.items() if name not in self._seen}
+        self._seen |= set(fresh)
+        pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(fresh)))})\b") if fresh else None
+
+        def concerns(text: str) -> bool:
+            found = set(pattern.findall(text)) if pattern else set()
+            return any(fresh[name] for name in found) or bool(found and _USES.search(text))
+
+        for context in self.program.files(concerns) if fresh else ():
+            if context.path not in self.files and not self.imports(context).isdisjoint(self.files):
+                self.activate(context)
+
+    def imports(self, context: FileContext) -> set[str]:
+        """The files of the program that a file imports from."""
+        if context.path not in self._imports:
+            aliases = (one.origin for bindings in context.scopes[context.tree].names.values() for one in bindings)
+            modules = {part for origin in aliases if origin for part in (origin, origin.rpartition(".")[0])}
+            found = (self.program.find_module(context, one) for one in modules if one and not one.startswith("torch"))
+            self._imports[context.path] = {one.path for one in found if one is not None}
+        return self._imports[context.path]
+
+    def tags(self, value: ObjectRef) -> set[str]:
+        """Whether a value is, or has somewhere inside, a wrapped model (`FSDP1`) or parameters."""
+        found = set(value.whole.origins & {FSDP1, "parameters"})
+        for owner in self.owners(value):
+            self._note(("tags", owner))
+            found |= self._tags.get(owner, set())
+        return found
+
+    def matters(self, values: Iterable[ObjectRef]) -> bool:
+        """Whether a wrapped model is among the values or can be reached from them."""
+        return any(FSDP1 in self.tags(one) for one in values)
+
+    def crossing(self, values: Values) -> Values:
+        """Those values that are followed from one function to another."""
+        kept = set()
+        for one in values:
+            if is_of_wrapped(one):  # by whichever constructor
+                anyone = ObjectRef(ANYWHERE, origins=one.whole.origins)
+                kept.add(anyone.part(one.path[0]) if one.path else anyone)
+            elif one.definition is not None and not one.path:
+                kept.add(instance(one.definition))
+            elif self.tags(one) or isinstance(one.site, ast.Lambda | Function):
+                kept.add(one)
+        return frozenset(kept)
+
+    def owners(self, value: ObjectRef) -> Iterable[object]:
+        """Under what the attributes of an object are kept."""
+        if value.definition is None or value.path:
+            return (value,)
+        return self.family.get(value.definition, {value.definition})
+
+    def add(self, key: ast.AST, values: Values) -> None:
+        """Let a variable, parameter or function have these values too."""
+        self._grow(key, self.values.setdefault(key, set()), values)
+
+    def store(self, owner: ObjectRef, name: str, values: Values, place: ast.AST) -> None:
+        """Let an attribute or item have these values too."""
+        key = owner.definition if owner.definition is not None and not owner.path else owner
+        tags = set().union(*map(self.tags, values))
+        for one in (key, owner.whole, owner.parent) if owner.path else (key,):
+            known = self._tags.setdefault(one, set()) if tags else tags
+            if not tags <= known:
+                known |= tags
+                self._dirty |= self._readers.get(("tags", one), set())
+        self._grow(key, self.fields.setdefault(key, {}).setdefault(name, {}).setdefault(place, set()), values)
+
+    def wrap(self, call: ast.Call, values: Values) -> None:
+        """Remember what a constructor wraps."""
+        self.wrapped.setdefault(call, set()).update(values)
+
+    def _grow(self, key: object, known: set[ObjectRef], values: Values) -> None:
+        if not values <= known:
+            known |= values
+            self._dirty |= self._readers.get(key, set())
+
+    def enter(self, file: Sharded, call: ast.Call, function: Callable) -> None:
+        """Remember that a call enters a function."""
+        self.sites.setdefault(function, {})[call] = file
+
+
+@once
+def flow_of(program: Program) -> Flow:
+    """The values of a program, found once."""
+    return Flow(program)

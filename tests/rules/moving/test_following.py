@@ -1,0 +1,138 @@
+"""A wrapped model is followed wherever it goes, in whatever order files and functions stand; no-op cases first."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from shardwise.findings import SourceFinding, Status
+from shardwise.fsdp1.codemod.program import Program
+from shardwise.fsdp1.codemod.rewriting import rewrite
+
+IMPORTS = "import copy\nimport torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n\n\n"
+
+
+def migrate(*bodies: str, **files: str) -> tuple[str, list[SourceFinding]]:
+    """The first text after migration with the others, and all findings in it."""
+    texts = {"main.py": IMPORTS + "".join(bodies), **{f"{name}.py": text for name, text in files.items()}}
+    program = Program(texts)
+    return rewrite(program.file("main.py"), program, "torch")
+
+
+def codes(findings: list[SourceFinding], status: Status | None = None) -> list[str]:
+    return [one.code for one in findings if status in (None, one.status)]
+
+
+LOADS = {
+    "before": "def run():\n    model = make()\n    model.load_state_dict(s)\n    model = FSDP(model)\n",
+    "before_a_check": "def run(model):\n    model.load_state_dict(s)\n    if sharded:\n        model = FSDP(model)\n"
+    "    if isinstance(model, FSDP):\n        print(model)\n    return model\n",
+    "in_a_helper_called_before": "def load(model):\n    model.load_state_dict(s)\n\n\ndef run():\n    model = build()\n"
+    "    load(model)\n    return FSDP(model)\n",
+    "of_another_class": "class One:\n    def __init__(self):\n        self.model = FSDP(build())\n\n\nclass Two:\n"
+    "    def __init__(self):\n        self.model = build()\n        self.model.load_state_dict(s)\n",
+    "branch_that_returns": "def run(model):\n    if sharded:\n        model = FSDP(model)\n        return model\n"
+    "    model.load_state_dict(s)\n    return model\n",
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_load_into_a_model_that_is_not_wrapped_yet_is_left_alone(name: str):
+    text, findings = migrate(LOADS[name])
+    assert "model.load_state_dict(s)" in text
+    assert "SW111" not in codes(findings)
+
+
+WRAP = "def wrap():\n    return FSDP(build())\n\n\n"
+SAVES = {
+    "attribute_chain": "class Run:\n    def __init__(self, policy):\n        self.policy = policy\n"
+    "        self.policy.v_head = FSDP(policy.v_head)\n\n    def save(self):\n"
+    "        return self.policy.v_head.state_dict()\n",
+    "part_of_the_model": "class Run:\n    def __init__(self, policy):\n        self.policy = FSDP(policy)\n\n"
+    "    def save(self):\n        return self.policy.v_head.state_dict()\n",
+    "dictionary": WRAP
+    + "state = {'model': wrap(), 'step': 0}\n\n\ndef save():\n    return state['model'].state_dict()\n",
+    "dictionary_filled_later": WRAP + "state = {}\nstate['model'] = wrap()\nout = state.get('model').state_dict()\n",
+    "list": WRAP + "models = []\nmodels.append(wrap())\nfor one in models:\n    out = one.state_dict()\n",
+    "returned_pair": "def make():\n    return FSDP(build()), 1\n\n\nmodel, step = make()\nout = model.state_dict()\n",
+    "function_before_its_caller": "def save(model):\n    return model.state_dict()\n\n\n" + WRAP + "save(wrap())\n",
+    "closure": WRAP
+    + "def outer():\n    model = wrap()\n\n    def save():\n        return model.state_dict()\n    return save\n",
+    "keyword_arguments": "def save(**parts):\n    return parts['model'].state_dict()\n\n\n"
+    + WRAP
+    + "save(model=wrap())\n",
+    "object_handed_on": "def save(run):\n    return run.model.state_dict()\n\n\n" + WRAP + "run = Namespace()\n"
+    "run.model = wrap()\nsave(run)\n",
+    "base_class": "class Base:\n    def save(self):\n        return self.model.state_dict()\n\n\nclass Mine(Base):\n"
+    "    def __init__(self):\n        self.model = FSDP(build())\n",
+    "property": "class Run:\n    def __init__(self):\n        self._model = FSDP(build())\n\n    @property\n"
+    "    def model(self):\n        return self._model.module\n\n    def save(self):\n"
+    "        return self.model.state_dict()\n",
+    "method_of_an_object": WRAP + "class Saver:\n    def save(self, net):\n        return net.state_dict()\n\n\n"
+    "def run(saver):\n    saver.save(wrap())\n",
+    "same_model_under_its_old_name": "def run(net):\n    model = FSDP(net)\n    return net.state_dict(), model\n",
+    "copy": WRAP + "ema = copy.deepcopy(wrap())\nout = ema.state_dict()\n",
+    "compiled": WRAP + "model = torch.compile(wrap())\nout = model._orig_mod.state_dict()\n",
+    "unknown_function_gives_it_back": WRAP + "def run():\n    model = wrap()\n    model = prepare(model)\n"
+    "    return model.state_dict()\n",
+}
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_state_dict_of_a_model_that_came_by(name: str):
+    text, findings = migrate(SAVES[name])
+    assert "SW111" in codes(findings), text
+
+
+BUILD = IMPORTS + "def build():\n    return {'model': FSDP(torch.nn.Linear(2, 2))}\n"
+SAVE = "def save(state, path):\n    torch.save(state['model'].state_dict(), path)\n"
+MAIN = "import torch\nfrom build import build\nfrom save import save\n\nstate = build()\nsave(state, 'path')\n"
+UNRELATED = IMPORTS + "def save(model):\n    return model\n\n\nmodel = FSDP(torch.nn.Linear(1, 1))\n"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["build", "save", "main", "unrelated"]))[::5])
+def test_files_are_read_in_any_order_beside_any_other(order: tuple[str, ...]):
+    files = {"build": BUILD, "save": "import torch\n\n\n" + SAVE, "main": MAIN, "unrelated": UNRELATED}
+    program = Program({f"{name}.py": files[name] for name in order})
+    text, findings = rewrite(program.file("save.py"), program, "torch")
+    assert "torch.save(_whole_state(state['model']), path)" in text
+    assert codes(findings) == ["SW111"]
+
+
+RANKS = {
+    "and": "if rank == 0 and is_last:\n    torch.save(model.state_dict(), path)\n",
+    "nested": "if is_last:\n    if dist.get_rank() == 0:\n        torch.save(model.state_dict(), path)\n",
+    "returned": "def save(model, rank):\n    if rank != 0:\n        return\n"
+    "    torch.save(model.state_dict(), path)\n\n\nsave(model, 0)\n",
+    "expression": "state = model.state_dict() if rank == 0 else None\n",
+    "else": "if rank != 0:\n    pass\nelse:\n    torch.save(model.state_dict(), path)\n",
+    "main_process": "if args.is_main_process and done:\n    torch.save(model.state_dict(), path)\n",
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_state_dict_on_one_rank_does_not_become_a_collective(name: str):
+    text, findings = migrate("model = FSDP(build())\n", RANKS[name])
+    assert "model.state_dict()" in text
+    assert codes(findings, Status.NEEDS_DECISION) == ["SW111"]
+
+
+@pytest.mark.parametrize("test", ["rank == 0 or is_last", "is_last", "step % 2 == 0"])
+def test_state_dict_that_all_ranks_may_come_to_is_gathered(test: str):
+    _, findings = migrate("model = FSDP(build())\n", f"if {test}:\n    state = model.state_dict()\n")
+    assert codes(findings, Status.NEEDS_DECISION) == []
+
+
+KIND = "from torch.distributed.fsdp import StateDictType\n\n\n@contextlib.contextmanager\ndef kind(model):\n"
+KIND += "    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):\n        yield\n\n\n"
+
+
+@pytest.mark.parametrize(
+    "entered", ["kind(model)", "fsdp_state_dict_type_context(model, 'sharded')"], ids=["own", "foreign"]
+)
+def test_state_dict_under_the_context_of_a_helper_is_not_taken_for_a_full_one(entered: str):
+    text, findings = migrate(KIND, f"model = FSDP(build())\nwith {entered}:\n    out = model.state_dict()\n")
+    assert "out = model.state_dict()" in text
+    (finding,) = [one for one in findings if one.code == "SW111"]
+    assert finding.status is Status.NEEDS_DECISION
