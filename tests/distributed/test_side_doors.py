@@ -137,6 +137,10 @@ def train(model, compute_loss, batches):
             (compute_loss(model, x + step) / len(batches)).backward()
         optimizer.step()
         optimizer.zero_grad()
+    # FSDP2's nodes refer to the model, which would keep itself alive by a tensor of its own.
+    RESULTS.clear()
+    for block in model.blocks:
+        block.kept = block.penalty = None
 
 
 def batch(rank: int) -> torch.Tensor:

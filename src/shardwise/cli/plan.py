@@ -35,11 +35,11 @@ def plan(
     nproc: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Plan for so many ranks on this machine's device; default: as many as `train` would start."
+            min=1, help="Number of ranks to plan for, on this machine's device; default: those `train` would start."
         ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Plan for so many ranks, each with a GPU; none is needed here.")
+        int | None, typer.Option(min=1, help="Number of ranks to plan for, each with a GPU; none is needed here.")
     ] = None,
     explain: Annotated[
         str | None,

@@ -82,11 +82,11 @@ TABLE = (
     KnownBad(
         "SW618", "accelerate", ">=1.13,<1.16", "the promised upcast of 16-bit weights to float32 does nothing",
         "cast the model yourself before prepare(): model.float()",
-        "https://github.com/huggingface/accelerate/issues/3979",
+        "https://github.com/huggingface/accelerate/issues/3979", severity=Severity.NOTE,
     ),
     KnownBad(
         "SW619", "accelerate", "<1.16", "without a GPU the FSDP plugin is dropped silently and DDP runs instead",
-        "use shardwise on the CPU", "measured with accelerate 1.15.0",
+        "use shardwise on the CPU", "measured with accelerate 1.15.0", severity=Severity.NOTE,
     ),
     KnownBad(
         "SW620", "nccl", "<2.30", "several ranks on one GPU are refused (\"Duplicate GPU detected\")",

@@ -67,8 +67,10 @@ def refuse_sharded(model: nn.Module) -> None:
         raise PlanError(
             f"{spread!r} is a DTensor already, though its module is not a group",
             where=spread,
-            why="a model around this one was sharded first: groups are made children first, never top-down",
-            fix="shard the outermost model only; it makes groups of its parts",
+            why="parallelize_module (tensor parallelism) distributed it, or a model around this one was sharded first: "
+            "groups are made children first, never top-down; shard() distributes plain tensors only",
+            fix="after parallelize_module, call fully_shard with the data-parallel axis of the mesh yourself, or "
+            "leave it out; of nested models, shard the outermost only",
         )
 
 
@@ -277,6 +279,9 @@ class Draft:
         """Keep whole what FSDP2 cannot split."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             self.ignored[key] = f"{dtype_name(parameter.dtype)} storage is left as it is"
+        elif parameter.ndim == 0 and parameter.is_complex():
+            # DTensor has no view_as_real of a scalar, which torch's optimizers step a complex parameter by.
+            self.ignored[key] = "a complex scalar is not split; its gradients are averaged"
         elif parameter.ndim == 0:
             self.replicated[key] = "a scalar has no dimension to split"
         elif parameter.numel() == 0:

@@ -161,20 +161,7 @@ class _Interpreter(ast.NodeVisitor):
             for value in test.values:
                 self._assume(value, taken, branch)
         else:
-            self._guards.append(BranchTest(test, taken, self._tested_text(test), branch))
-
-    def _tested_text(self, test: _Test, hops: int = 4) -> str:
-        """The text of a test; for a name that is bound once, and for `name := value`, that of the value."""
-        match test:
-            case ast.NamedExpr():
-                return self._tested_text(test.value, hops)
-            case ast.UnaryOp(op=ast.Not()):
-                return f"not {self._tested_text(test.operand, hops)}"
-            case ast.Name():
-                values = self.file.assigned(test)
-                if hops and len(values) == 1 and not isinstance(values[0], ast.Constant):
-                    return self._tested_text(values[0], hops - 1)
-        return self.file.source(test)
+            self._guards.append(BranchTest(test, taken, self.file.tested_text(test), branch))
 
     def _load(self, owner: ObjectRef, name: str) -> Values:
         """An attribute, or an item by the name `[]`, of an object."""

@@ -470,6 +470,19 @@ class FileContext:
             return [binding.value for binding in self.bindings(node) if binding.value is not None]
         return [node] if isinstance(node, ast.expr) else []
 
+    def tested_text(self, test: ast.expr | ast.ExceptHandler, hops: int = 4) -> str:
+        """The text of a test; for a name that is bound once, and for `name := value`, that of the value."""
+        match test:
+            case ast.NamedExpr():
+                return self.tested_text(test.value, hops)
+            case ast.UnaryOp(op=ast.Not()):
+                return f"not {self.tested_text(test.operand, hops)}"
+            case ast.Name():
+                values = self.assigned(test)
+                if hops and len(values) == 1 and not isinstance(values[0], ast.Constant):
+                    return self.tested_text(values[0], hops - 1)
+        return self.source(test)
+
     def origins(self, node: ast.AST | None, *, raw: bool = False) -> frozenset[str]:
         """The dotted names that an expression may stand for, through imports, aliases and assignments.
 

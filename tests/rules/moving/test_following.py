@@ -136,3 +136,69 @@ def test_state_dict_under_the_context_of_a_helper_is_not_taken_for_a_full_one(en
     assert "out = model.state_dict()" in text
     (finding,) = [one for one in findings if one.code == "SW111"]
     assert finding.status is Status.NEEDS_DECISION
+
+
+COLLECTED = "def run(model):\n    params = [p for p in model.parameters() if p.requires_grad]\n"
+OPTIMIZERS = {
+    "of_a_list": COLLECTED + "    optimizer = torch.optim.AdamW(params)\n    model = FSDP(model)\n    return model\n",
+    "of_a_list_built_after": COLLECTED + "    model = FSDP(model)\n    return torch.optim.AdamW(params)\n",
+    "of_groups": "def run(model):\n    groups = [{'params': [p for n, p in model.named_parameters() if 'bias' in n]}]\n"
+    "    optimizer = torch.optim.AdamW(groups)\n    model = FSDP(model)\n    return model, optimizer\n",
+    "of_a_part": "def run(model):\n    optimizer = torch.optim.AdamW(p for _, p in model.head.named_parameters())\n"
+    "    model = FSDP(model)\n    return model, optimizer\n",
+    "of_a_helper": "def groups(net):\n    return [{'params': list(net.parameters())}]\n\n\ndef run(model):\n"
+    "    optimizer = torch.optim.AdamW(groups(model))\n    model = FSDP(model)\n    return model, optimizer\n",
+    "of_a_method": "def run(model):\n    opt = model.configure_optimizers(0.1)\n    model = FSDP(model)\n"
+    "    return model, opt\n",
+    "of_a_file": "from other import groups\n\n\ndef run(model):\n    optimizer = torch.optim.AdamW(groups(model))\n"
+    "    model = FSDP(model)\n    return model, optimizer\n",
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_of_parameters_taken_before_is_moved_or_refused(name: str):
+    other = "def groups(net):\n    return [p for p in net.parameters()]\n"
+    text, findings = migrate(OPTIMIZERS[name], other=other)
+    if "SW101" in codes(findings, Status.NEEDS_DECISION):
+        assert "fully_shard" not in text
+    else:
+        assert "SW128" in codes(findings, Status.REWRITTEN)
+        assert text.rindex("model = fully_shard(model)") < text.rindex("torch.optim.AdamW(")
+        taken = [line for line in text.splitlines() if "model.parameters()" in line or "named_parameters()" in line]
+        assert all(text.rindex("model = fully_shard(model)") < text.index(line) for line in taken)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def run(model):\n    size = sum(p.numel() for p in model.parameters())\n    model = FSDP(model)\n"
+        "    return torch.optim.AdamW(model.parameters()), size\n",
+        "def run(model, teacher):\n    optimizer = torch.optim.AdamW(teacher.parameters())\n    model = FSDP(model)\n"
+        "    return model, optimizer\n",
+        "def run(model):\n    if sharded:\n        model = FSDP(model)\n        return make(model)\n"
+        "    return torch.optim.AdamW(model.parameters())\n",
+    ],
+    ids=["counted", "other_model", "other_branch"],
+)
+def test_optimizer_in_its_place_is_no_hindrance(body: str):
+    _, findings = migrate(body)
+    assert codes(findings, Status.REWRITTEN) == ["SW101"]
+
+
+INTERNALS = {
+    "group": "def norm(model):\n    return dist.all_reduce(x, group=model.process_group)\n\n\nnorm(wrap())\n",
+    "unit": "def look(model):\n    for unit in model.modules():\n        print(unit.head._handle)\n\n\nlook(wrap())\n",
+    "parameter": "def look(p):\n    return p._mp_param\n",
+}
+
+
+@pytest.mark.parametrize("name", INTERNALS)
+def test_internals_of_a_model_that_came_by_are_reported(name: str):
+    _, findings = migrate(WRAP, INTERNALS[name])
+    assert "SW127" in codes(findings, Status.NEEDS_DECISION)
+
+
+def test_parameters_of_a_model_that_came_by_are_counted_once():
+    body = "def size(model):\n    return world_size * sum(p.numel() for p in model.parameters())\n\n\nsize(wrap())\n"
+    _, findings = migrate(WRAP, body)
+    assert "SW135" in codes(findings, Status.REPORTED)

@@ -13,7 +13,14 @@ from shardwise.source.syntax import FileContext, Function, given_to
 
 FLAT = {"flat_param", "_flat_param", "_all_handles", "_is_flat_param", "_shard_param_infos"}
 """What nothing but FSDP1's flat parameters has."""
-_SURE = {*FLAT, "_gradient_postdivide_factor", "_gradient_predivide_factor"}
+_SURE = {
+    *FLAT,
+    "_mp_param",
+    "_mp_shard",
+    "_full_param_padded",
+    "_gradient_postdivide_factor",
+    "_gradient_predivide_factor",
+}
 INTERNAL = {*_SURE, "_handle", "_handles", "_fsdp_wrapped_module", "_is_root", "_has_params", "_unshard_params"}
 _ATTRIBUTES = {"process_group", "sharding_strategy", "compute_device", "training_state", "check_is_root", "_lazy_init"}
 _ATTRIBUTES |= {"mixed_precision", "cpu_offload", "backward_prefetch", "limit_all_gathers"}
@@ -132,7 +139,7 @@ def _report_internals(draft: FileDraft) -> None:
         for names, code, message, fix in _OF_MODELS:
             if not isinstance(node, ast.Attribute) or node.attr not in names or node in draft.taken:
                 continue
-            if node.attr in _SURE or draft.holds(node.value):
+            if node.attr in _SURE or draft.sharded.holds_part(node.value):
                 _leave(draft, code, node, message.format(node.attr), fix)
 
 

@@ -320,7 +320,7 @@ def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
         match one:
             case ast.Call(func=ast.Attribute(attr="parameters" | "named_parameters", value=model)):
                 models.append(model)
-    if not any(draft.holds(one) is Holds.ALWAYS for one in models):
+    if not any(map(draft.holds, models)):
         return
     if any(isinstance(one, ast.Attribute) and one.attr in ("numel", "nelement") for one in ast.walk(loop)):
         draft.reported(

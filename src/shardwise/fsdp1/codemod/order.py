@@ -159,6 +159,8 @@ _OPTIMIZER = re.compile(
     r"^torch\.optim\.(?!lr_scheduler)\w+$|(?:^|\.)(?:AdamW|Adam|SGD|Adafactor|AdamW8bit|Lion|Adagrad|FusedAdam)$"
 )
 
+_NAMED = re.compile(r"optim|(^|_)opt$", re.IGNORECASE)
+
 
 def refuse_early_optimizers(wrap: Wrap) -> None:
     """Refuse a constructor that comes after its optimizer, where the optimizer cannot be moved.
@@ -167,7 +169,8 @@ def refuse_early_optimizers(wrap: Wrap) -> None:
         Blocked: With the line of the optimizer.
     """
     draft = wrap.draft
-    lines = [one.lineno for one in _early(draft, wrap.call) if not _to_move(draft, one, wrap.call)]
+    early = _early(draft, wrap.call)
+    lines = [call.lineno for call, taken in early if not _to_move(draft, taken, wrap.call)]
     lines += [*_handed_out(draft, wrap.call), *_handed_in(wrap)]
     if lines:
         raise Blocked(
@@ -196,11 +199,12 @@ def _handed_out(draft: FileDraft, wrap: ast.Call) -> Iterator[int]:
     used = {node.id for node in ours if isinstance(node.ctx, ast.Load) and node.lineno > wrap.lineno}
     used -= {node.id for node in ours if isinstance(node.ctx, ast.Store) and node.lineno > wrap.lineno}
     for node in ours:
-        is_bound = isinstance(node.ctx, ast.Store) and "optim" in node.id.lower() and node.lineno < wrap.lineno
+        is_bound = isinstance(node.ctx, ast.Store) and _NAMED.search(node.id) and node.lineno < wrap.lineno
         match context.statement(node):
             case ast.Assign(value=ast.Call() as call, targets=targets) if is_bound and node.id in used:
                 elements = [one for target in targets for one in getattr(target, "elts", [])]
-                texts = {context.source(one) for one in [*given_to(call), *elements]}
+                receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []  # model.make_optimizer()
+                texts = {context.source(one) for one in [*given_to(call), *elements, *receiver]}
                 is_known = any(map(_OPTIMIZER.search, context.origins(call.func)))  # `_early` has it
                 if names & texts and not is_known and not context.are_exclusive(call, wrap):
                     yield context.statement(node).lineno
@@ -211,8 +215,10 @@ def move_optimizers(draft: FileDraft) -> None:
     context, positions = draft.context, draft.context.positions
     for wrap in _rewritten(draft):
         place = positions.line_end(draft.span(context.statement(wrap))[1])
-        for call in _early(draft, wrap):
-            for statement in _to_move(draft, call, wrap):
+        for call, taken in _early(draft, wrap):
+            for statement in _to_move(draft, taken, wrap):
+                if statement in draft.taken:
+                    continue
                 start, end = positions.starts[statement.lineno - 1], positions.line_end(draft.span(statement)[1])
                 draft.edits += [change(start, end, ""), change(place, place, context.text[start:end])]
                 draft.taken.update(ast.walk(statement))
@@ -221,18 +227,17 @@ def move_optimizers(draft: FileDraft) -> None:
             )
 
 
-def _early(draft: FileDraft, wrap: ast.Call) -> list[ast.Call]:
-    """Optimizers of the wrapped model that the same function builds before it wraps."""
-    context, names, home = draft.context, _model_names(draft, wrap), draft.context.enclosing_function(wrap)
-    found = []
+def _early(draft: FileDraft, wrap: ast.Call) -> list[tuple[ast.Call, ast.Call]]:
+    """Optimizers of the function that wraps a model, each with the call that takes its parameters before."""
+    context, sharded, found = draft.context, draft.sharded, []
+    home, models = context.enclosing_function(wrap), sharded.wrapped_by(wrap)
     for call in context.calls:
-        if call.lineno >= wrap.lineno or context.enclosing_function(call) is not home:
-            continue
-        asked = [node for node in ast.walk(call) if isinstance(node, ast.Attribute)]
-        given = {context.source(node.value) for node in asked if node.attr in ("parameters", "named_parameters")}
-        is_optimizer = any(map(_OPTIMIZER.search, context.origins(call.func)))
-        if is_optimizer and given & names and not context.are_exclusive(call, wrap):
-            found.append(call)
+        if context.enclosing_function(call) is home and any(map(_OPTIMIZER.search, context.origins(call.func))):
+            given = [values for one in given_to(call) for values in sharded.values(one)]
+            for taken, owners in sharded.parameters_taken(given, home):
+                if models & owners and sharded.reaching.may_reach(taken, wrap):
+                    found.append((call, taken))
+                    break
     return found
 
 

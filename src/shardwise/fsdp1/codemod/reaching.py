@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterable
 
-from shardwise.source.syntax import FileContext, Function
+from shardwise.source.syntax import Comprehension, FileContext, Function
 
 _LEAVES = ast.Return | ast.Raise | ast.Continue | ast.Break
 _CONDITIONS = ast.If | ast.Try | ast.For | ast.While | ast.AsyncFor
@@ -46,6 +47,9 @@ class Reaching:
         ):
             return True
         around = set(context.ancestors(used))
+        inside = next((one for one in context.ancestors(place) if isinstance(one, Comprehension | ast.stmt)), None)
+        if isinstance(inside, Comprehension) and isinstance(place, ast.Name):
+            return inside in around  # its variable
         if _end(context, place) > _start(used):
             loops = {one for one in context.ancestors(place) if isinstance(one, _LOOPS)}
             return not loops.isdisjoint(around)
@@ -71,6 +75,9 @@ class Reaching:
             return False
         home = self.function(place) if not isinstance(place, ast.arg) else context.parents[context.parents[place]]
         statement = context.statement(other)
+        around_other = itertools.takewhile(lambda one: one is not statement, context.ancestors(other))
+        if any(isinstance(one, Comprehension | ast.IfExp | ast.BoolOp) for one in around_other):
+            return False
         if self.function(other) is not home or isinstance(statement, ast.AugAssign | ast.For | ast.AsyncFor):
             return False
         is_local = self.function(used) is home

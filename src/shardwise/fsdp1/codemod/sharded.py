@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import enum
 import functools
 from collections.abc import Iterable, Iterator
@@ -42,7 +43,7 @@ _INNER = {"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_mo
 """Attributes of wrappers that are the wrapped model."""
 _PASS_ON = {"torch.compile", "copy.deepcopy", "copy.copy", "typing.cast"}
 _PARAMETERS = {"parameters", "named_parameters"}
-_CONTENTS = {"list", "tuple", "set", "sorted", "iter", "reversed", "filter", "values", "copy"}
+_CONTENTS = {"list", "tuple", "set", "sorted", "iter", "reversed", "filter", "values", "copy", "modules", "children"}
 _COMMON = {*dir(dict), *dir(list), *dir(str), *dir(set), *_SAME, *_PARAMETERS, "forward", "step", "zero_grad"}
 _COMMON |= {"state_dict", "load_state_dict", "backward", "item", "detach", "size", "apply", "modules", "children"}
 """Methods that objects of no class of the program have as well."""
@@ -112,6 +113,34 @@ class Sharded:
     def holds_part(self, node: ast.expr) -> bool:
         """Whether an expression may be a wrapped model or a part of one."""
         return any(map(is_of_wrapped, self.values(node)))
+
+    def wrapped_by(self, call: ast.Call) -> set[ObjectRef]:
+        """The models, as they were before, that a constructor wraps."""
+        return {one.whole for one in self.flow.wrapped.get(call, ()) if not is_of_wrapped(one)}
+
+    def parameters_taken(
+        self, values: Iterable[ObjectRef], home: Function | None
+    ) -> Iterator[tuple[ast.Call, set[ObjectRef]]]:
+        """The calls of a function that take the parameters among the values, and of which objects."""
+        seen, waiting = set[ObjectRef](), list(values)
+        while waiting:
+            value = waiting.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            waiting += [one for by in self.flow.stored(value).values() for found in by.values() for one in found]
+            taken = value.whole.site
+            if "parameters" not in value.whole.origins or not isinstance(taken, ast.Call):
+                continue
+            inside = self.context.enclosing_function(taken) if taken in self.context.parents else None
+            if taken in self.context.parents and inside is home and isinstance(taken.func, ast.Attribute):
+                yield taken, {one.whole for one in self.values(taken.func.value)}
+                continue
+            for function, sites in self.flow.sites.items():  # by a helper that is handed the model
+                if any(taken is one for one in ast.walk(function)):
+                    for site in (one for one in sites if one in self.context.parents):
+                        if self.context.enclosing_function(site) is home:
+                            yield site, {one.whole for given in given_to(site) for one in self.values(given)}
 
     def _is_reached_always(self, node: ast.expr) -> bool:
         """Whether a variable or attribute is given a wrapped model on every way to its use."""
@@ -283,6 +312,8 @@ class Sharded:
             return frozenset(self.flow.look_up(node))
         found = self.context.scope(node).find(node.id)
         values = _union(frozenset(self.flow.look_up(place)) for place in self._places(node))
+        if not values and not hasattr(builtins, node.id):
+            values |= {ObjectRef(self._variable(node)[0], origins=frozenset({f"unbound {node.id}"}))}
         if found is None:
             return values | self._of_module(node)
         defined = [one.definition for one in found[1] if isinstance(one.definition, Function)]
@@ -571,9 +602,10 @@ class Sharded:
         self, call: ast.Call, context: FileContext, target: Callable | ast.ClassDef, owner: ObjectRef | None
     ) -> Values:
         """Give the parameters of a function its arguments; what it returns."""
-        matters = context.path in self.flow.files or self._hands_on(call)
-        if not matters:
-            return _NOTHING
+        if context.path not in self.flow.files and not self._hands_on(call):
+            takes = isinstance(target, Function) and "parameters(" in context.source(target)
+            if not takes:
+                return _NOTHING
         file = self.flow.activate(context)
         if isinstance(target, ast.ClassDef):
             made = ObjectRef(call, definition=target)
