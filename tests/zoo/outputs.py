@@ -167,10 +167,16 @@ class WithStoredLoss(Root):
     def __init__(self) -> None:
         super().__init__(StoredLossBlock)
 
+    def forget(self) -> None:
+        """FSDP2's nodes refer to the model, which would keep itself alive by a tensor of its own."""
+        for block in self.blocks:
+            block.auxiliary = None
+
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
         auxiliary = torch.stack([block.auxiliary for block in self.blocks]).sum()
+        self.forget()
         return self.out(x).square().mean() + 0.1 * auxiliary
 
 
@@ -181,7 +187,9 @@ class OnlyStoredLoss(WithStoredLoss):
         for block in self.blocks:
             x = block(x)
         self.out(x)
-        return torch.stack([block.auxiliary for block in self.blocks]).sum()
+        auxiliary = torch.stack([block.auxiliary for block in self.blocks]).sum()
+        self.forget()
+        return auxiliary
 
 
 def state_batch(seed: int) -> State:

@@ -83,6 +83,8 @@ def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
     """Copy the values in place; False leaves it to torch, where it is not ours and of another kind."""
     if _MARK in tensor.__dict__:
         _refuse_other_kind(tensor, value)
+    elif isinstance(tensor, nn.Parameter):
+        return False  # of a model that was sharded by hand
     elif value.shape != tensor.shape or value.dtype != tensor.dtype or any(p.is_partial() for p in tensor.placements):
         return False
     local = local_tensor(tensor)
