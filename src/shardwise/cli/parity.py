@@ -58,7 +58,7 @@ def compare_on_rank(config: RunConfig, steps: int, batch: str | None) -> Parity:
     from shardwise.distributed.mesh import data_parallel_mesh, init_distributed, shutdown
     from shardwise.models.batches import make_batch
     from shardwise.models.load import find_callable, is_callable_name, load_model
-    from shardwise.training.run import check_batch
+    from shardwise.training.data.loader import check_batch
 
     mesh = init_distributed(config.mesh)
     num_ranks = data_parallel_mesh(mesh).size()

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from shardwise import compat
+from shardwise.config.load import check_ranges
 from shardwise.config.run import OptimizerConfig
-from shardwise.errors import ConfigError, raise_listed
+from shardwise.errors import ConfigError
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import ShardLayout, layout_of, local_part, local_tensor, sharded_axes
 
@@ -410,8 +411,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     Ranks:
         Local. Its `step` is collective for Muon, else local.
     """
-    what = "{num} setting(s) of the optimizer are out of range"
-    raise_listed(list(_out_of_range(config)), what, why="the update is not defined there", fix="set them in range")
+    check_ranges(config, "optimizer")
     reshard(model)
     groups = _groups(model, config)
     if config.name == "muon":
@@ -482,13 +482,3 @@ def _fused(optimizer: type[Optimizer], groups: list[dict[str, Any]], config: Opt
             fix="set optimizer.fused = auto",
         )
     return True if is_possible and config.fused is not False else None
-
-
-def _out_of_range(config: OptimizerConfig) -> Iterator[str]:
-    for name in ("learning_rate", "muon_learning_rate", "weight_decay", "eps"):
-        if not getattr(config, name) >= 0:  # refuses NaN too
-            yield f"optimizer.{name} is {getattr(config, name)}: at least 0"
-    if not 0 <= config.momentum < 1:
-        yield f"optimizer.momentum is {config.momentum}: at least 0 and below 1"
-    if not all(0 <= beta < 1 for beta in config.betas):
-        yield f"optimizer.betas is {config.betas}: at least 0 and below 1"

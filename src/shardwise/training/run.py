@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpointing.state.slices import model_tensors
 from shardwise.checkpointing.weights import load_weights
-from shardwise.config.load import to_yaml
+from shardwise.config.load import check_ranges, to_yaml
 from shardwise.config.run import OptimizerConfig, RunConfig
 from shardwise.config.schema import MeshConfig, ShardConfig
 from shardwise.diagnosing.check import check, refuse_errors
@@ -35,6 +34,7 @@ from shardwise.progress import Progress
 from shardwise.sharding.apply import shard
 from shardwise.sharding.materialize import materialize
 from shardwise.training.data import open_data, open_evaluation
+from shardwise.training.data.loader import check_batch
 from shardwise.training.ema import EMA
 from shardwise.training.metrics import Metrics, StepLogger, StepMetrics
 from shardwise.training.microbatching import Microbatches
@@ -163,54 +163,6 @@ def _of_all_ranks(errors: list[ShardwiseError]) -> list[ShardwiseError]:
                 what = f"rank {rank}: {error.what}"
                 found[error.where] = type(error)(what, where=error.where, why=error.why, fix=error.fix)
     return list(found.values())
-
-
-_AT_LEAST_1 = (
-    "training.steps", "training.batch_size", "training.micro_batch_size", "training.evaluate_every",
-    "training.evaluation_batches", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every",
-    "checkpoint.keep_best", "metrics.every", "data.sequence_length",
-)  # fmt: skip
-_AT_LEAST_0 = ("training.max_bad_steps", "training.max_restarts", "training.max_grad_norm", "training.sample_tokens")
-_LEAST = dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_AT_LEAST_0, 0)
-
-
-def check_settings(config: RunConfig, num_data_ranks: int, problems: Problems) -> None:
-    """Find settings that contradict each other or the number of ranks.
-
-    Args:
-        config: The run.
-        num_data_ranks: Ranks that get batches of their own.
-        problems: Gets them.
-    """
-    training = config.training
-    for path, lowest in _LEAST.items():
-        value = attrgetter(path)(config)
-        if value is not None and not value >= lowest:
-            with problems.collecting():
-                raise ConfigError(f"{path} is {value}", where=path, fix=f"set {path} = {max(lowest, 1)} or more")
-    with problems.collecting():
-        check_batch(training.batch_size, num_data_ranks)
-    if training.ema_decay is not None and not 0 <= training.ema_decay <= 1:
-        with problems.collecting():
-            raise ConfigError(
-                f"training.ema_decay is {training.ema_decay}",
-                where="training.ema_decay",
-                why="the average is decay * average + (1 - decay) * weights",
-                fix="set training.ema_decay = 0.999, or null for none",
-            )
-
-
-def check_batch(batch_size: int, num_ranks: int) -> None:
-    """Raise unless every rank gets the same number of sequences."""
-    if batch_size >= 1 and batch_size % num_ranks:
-        near = max(batch_size // num_ranks, 1) * num_ranks
-        divisors = [n for n in range(1, num_ranks + 1) if batch_size % n == 0]
-        raise ConfigError(
-            f"a batch of {batch_size} sequences cannot be divided among {num_ranks} ranks",
-            where="training.batch_size",
-            why="it is the batch of all ranks together, and each has the same number of sequences",
-            fix=f"set training.batch_size = {near}, or start {divisors[-1]} rank{'s' if divisors[-1] > 1 else ''}",
-        )
 
 
 def check_length(model: nn.Module, config: RunConfig) -> None:
@@ -373,9 +325,12 @@ def examine(
         is_first: Look at the folder, as only rank 0 does.
     """
     examined = Examined(config)
-    check_settings(config, num_data_ranks, problems)
-    with problems.collecting():
-        check_weights(config)
+    for check_part in (
+        lambda: check_ranges(config),
+        lambda: check_batch(config.training.batch_size, num_data_ranks),
+        lambda: check_weights(config),
+    ):
+        problems.result_of(check_part)
     examined.model = model = problems.result_of(lambda: load_model(config.model, options=config.model_options))
     if model is not None:
         examined.objective = problems.result_of(lambda: Objective(model, config.training.objective))
@@ -522,7 +477,7 @@ class TrainingRun:
     def _open_data(self, model: nn.Module, device: str, stack: ExitStack) -> None:
         config, num_ranks = self.config, self.num_data_ranks
         where = {
-            "batch_size": max(config.training.batch_size // num_ranks, 1) * num_ranks,  # a wrong one is told elsewhere
+            "batch_size": config.training.batch_size,
             "rank": self.rank,
             "num_ranks": num_ranks,
             "vocab_size": config_size(model, "vocab_size"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from torch.optim import Optimizer
 
+from shardwise.config.load import check_ranges
 from shardwise.config.run import ScheduleConfig
-from shardwise.errors import raise_listed
+from shardwise.errors import ConfigError
 
 _WSD_PART = 5
 """Without `decay_steps`, `wsd` decays in the last fifth of the run."""
@@ -58,9 +58,8 @@ class Schedule:
     """
 
     def __init__(self, optimizer: Optimizer, config: ScheduleConfig, total_steps: int) -> None:
-        what = "{num} setting(s) of the schedule are out of range"
-        fix = "set them in range, or change training.steps"
-        raise_listed(list(_problems(config, total_steps)), what, why="a schedule fits into its run", fix=fix)
+        check_ranges(config, "schedule")
+        _refuse_long_decay(config, total_steps)
         self.optimizer, self.config, self.total_steps = optimizer, config, total_steps
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         self.steps_done = 0
@@ -102,13 +101,12 @@ def _decay_steps(config: ScheduleConfig, total_steps: int) -> int:
     return min(max(1, total_steps // _WSD_PART), max(0, total_steps - config.warmup_steps))
 
 
-def _problems(config: ScheduleConfig, total_steps: int) -> Iterator[str]:
-    if config.warmup_steps < 0:
-        yield f"schedule.warmup_steps is {config.warmup_steps}: at least 0"
-    if not 0 <= config.final_ratio <= 1:
-        yield f"schedule.final_ratio is {config.final_ratio}: from 0 to 1"
-    if config.name != "wsd" or config.decay_steps is None:
-        return
-    if not 1 <= config.decay_steps <= total_steps - config.warmup_steps:
-        left = total_steps - config.warmup_steps
-        yield f"schedule.decay_steps is {config.decay_steps}: from 1 to the {left} steps left after the warm-up"
+def _refuse_long_decay(config: ScheduleConfig, total_steps: int) -> None:
+    left = total_steps - config.warmup_steps
+    if config.name == "wsd" and config.decay_steps is not None and not 1 <= config.decay_steps <= left:
+        raise ConfigError(
+            f"schedule.decay_steps is {config.decay_steps}: from 1 to the {left} steps left after the warm-up",
+            where="schedule.decay_steps",
+            why="a schedule fits into its run",
+            fix="set it in range, or change training.steps",
+        )

@@ -144,20 +144,20 @@ def test_prompts_that_leave_no_room(tmp_path: Path, pack: bool):
     assert "or its prompt alone fills a sequence of 8 tokens" in refusal(config).what
 
 
-@pytest.mark.parametrize(("batch_size", "num_ranks", "near"), [(10, 4, 8), (3, 4, 4), (0, 2, 2), (7, 2, 8)])
+@pytest.mark.parametrize(("batch_size", "num_ranks", "near"), [(10, 4, 8), (3, 4, 4), (0, 2, 2), (7, 2, 6)])
 def test_a_batch_that_ranks_cannot_share(batch_size: int, num_ranks: int, near: int):
     error = refusal(DataConfig(), batch_size=batch_size, num_ranks=num_ranks)
-    assert error.what == f"a batch of {batch_size} cannot be divided among {num_ranks} ranks"
+    assert error.what == f"a batch of {batch_size} sequences cannot be divided among {num_ranks} ranks"
     assert error.fix.startswith(f"set training.batch_size = {near},")
 
 
 def test_settings_out_of_range_are_all_named():
     error = refusal(DataConfig(sequence_length=0, workers=-1, prefetch=0, evaluation_fraction=1.0))
     assert [line.partition(":")[0] for line in error.where.splitlines()] == [
+        "data.evaluation_fraction",
         "data.sequence_length",
         "data.workers",
         "data.prefetch",
-        "data.evaluation_fraction",
     ]
 
 

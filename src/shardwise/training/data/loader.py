@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from shardwise.config.load import check_ranges
 from shardwise.config.run import DataConfig
 from shardwise.errors import CheckpointError, ConfigError, ShardError, raise_listed
 from shardwise.progress import NoProgress, Progress
@@ -369,10 +370,11 @@ def open_data(
     Ranks:
         Local. Errors of files that only one machine has are raised there only: see `raise_together`.
     """
-    _check_settings(config, batch_size, num_ranks)
+    check_ranges(config, "data")
     samples, tokenizer, identity = open_samples(
         config, config.source, "data.source", vocab_size, progress or NoProgress()
     )
+    check_batch(batch_size, num_ranks)  # after problems of the data, which a run reports beside it
     num_samples = samples.num_samples - _num_held_out(config, samples)
     return Loader(
         samples,
@@ -417,7 +419,8 @@ def open_evaluation(
     Ranks:
         Local. Every rank gets as many batches as the others.
     """
-    _check_settings(config, batch_size, num_ranks)
+    check_ranges(config, "data")
+    check_batch(batch_size, num_ranks)
     if config.evaluation is not None:
         samples, _, _ = open_samples(config, config.evaluation, "data.evaluation", vocab_size, NoProgress())
         first = 0
@@ -455,23 +458,14 @@ def _num_held_out(config: DataConfig, samples: Samples) -> int:
     return num
 
 
-def _check_settings(config: DataConfig, batch_size: int, num_ranks: int) -> None:
-    least = {"sequence_length": 1, "workers": 0, "prefetch": 1}
-    values = {name: getattr(config, name) for name in least}
-    problems = [f"data.{name}: {values[name]}, at least {least[name]}" for name in least if values[name] < least[name]]
-    if not 0 <= config.evaluation_fraction < 1:
-        problems.append(f"data.evaluation_fraction: {config.evaluation_fraction}, at least 0 and below 1")
-    raise_listed(
-        problems,
-        "{num} setting(s) of the data are out of range",
-        why="a sequence has a token, a worker a batch to hold, and something is left to train on",
-        fix="leave them out to have the defaults, or set them within their bounds",
-    )
+def check_batch(batch_size: int, num_ranks: int) -> None:
+    """Raise unless every rank gets the same number of sequences, and at least one."""
     if batch_size < 1 or batch_size % num_ranks:
-        near = max(1, round(batch_size / num_ranks)) * num_ranks
+        near = max(batch_size // num_ranks, 1) * num_ranks
+        divisors = [n for n in range(1, num_ranks + 1) if batch_size % n == 0] if batch_size > 0 else [1]
         raise ConfigError(
-            f"a batch of {batch_size} cannot be divided among {num_ranks} ranks",
+            f"a batch of {batch_size} sequences cannot be divided among {num_ranks} ranks",
             where="training.batch_size",
-            why="every rank takes the same number of sequences, so that none waits for another",
-            fix=f"set training.batch_size = {near}, or start another number of ranks",
+            why="it is the batch of all ranks together, and each has the same number of sequences",
+            fix=f"set training.batch_size = {near}, or start {divisors[-1]} rank{'s' if divisors[-1] > 1 else ''}",
         )
