@@ -203,9 +203,10 @@ def test_activations_are_recomputed_and_offloaded_on_the_blocks(rank: int) -> No
         assert reasons_of(plan, key) == [f"{key}: of 2 modules, first blocks.0"]
     inputs = torch.ones(2, 6, requires_grad=True)
     kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t.detach(), lambda t: t):
-        sw.prepare_fully_shard(tiny(), None, {"activation_cpu_offload": True}).blocks[0](inputs)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        outputs = sw.prepare_fully_shard(tiny(), None, {"activation_cpu_offload": True}).blocks[0](inputs)
     assert inputs.data_ptr() not in kept  # packed inside, to a copy in CPU memory
+    outputs.sum().backward()  # on CPU an output that is saved is its own copy, and keeps the graph until backward
 
 
 class Choosing(Composed):
