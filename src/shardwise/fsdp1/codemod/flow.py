@@ -19,6 +19,7 @@ from shardwise.source.values import ObjectRef
 _FSDP = re.compile(r"FSDP|FullyShardedDataParallel")
 _USES = re.compile(r"state_dict|\.module\b|_fsdp|no_sync|clip_grad_norm_|numel\(")
 """What a file does that is worth reading it for."""
+_MAX_VALUES = 24
 
 
 class Flow:
@@ -169,16 +170,16 @@ class Flow:
         """Whether a wrapped model is among the values or can be reached from them."""
         return any(FSDP1 in self.tags(one) for one in values)
 
-    def crossing(self, values: Values) -> Values:
-        """Those values that are followed from one function to another."""
-        kept = set()
+    def crossing(self, values: Values, *, is_returned: bool = False) -> Values:
+        """Those values that are followed from one function to another; parameters only to a caller."""
+        kept, followed = set(), {FSDP1, "parameters"} if is_returned else {FSDP1}
         for one in values:
             if is_of_wrapped(one):  # by whichever constructor
                 anyone = ObjectRef(ANYWHERE, origins=one.whole.origins)
                 kept.add(anyone.part(one.path[0]) if one.path else anyone)
             elif one.definition is not None and not one.path:
                 kept.add(instance(one.definition))
-            elif self.tags(one) or isinstance(one.site, ast.Lambda | Function):
+            elif self.tags(one) & followed or isinstance(one.site, ast.Lambda | Function):
                 kept.add(one)
         return frozenset(kept)
 
@@ -208,6 +209,10 @@ class Flow:
         self.wrapped.setdefault(call, set()).update(values)
 
     def _grow(self, key: object, known: set[ObjectRef], values: Values) -> None:
+        if (
+            len(known) + len(values) > _MAX_VALUES
+        ):  # of so many only wrapped models are followed, else large frameworks take minutes
+            values = frozenset(filter(is_of_wrapped, values))
         if not values <= known:
             known |= values
             self._dirty |= self._readers.get(key, set())

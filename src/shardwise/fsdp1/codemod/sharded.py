@@ -48,7 +48,7 @@ _COMMON = {*dir(dict), *dir(list), *dir(str), *dir(set), *_SAME, *_PARAMETERS, "
 _COMMON |= {"state_dict", "load_state_dict", "backward", "item", "detach", "size", "apply", "modules", "children"}
 """Methods that objects of no class of the program have as well."""
 _ITEM = "[]"
-_MAX_PATH = 3
+_MAX_PATH = 2
 
 
 class Holds(enum.IntEnum):
@@ -643,7 +643,7 @@ class Sharded:
                 self.flow.store(rest, f"[{keyword.arg!r}]", self.flow.crossing(values), call)
                 self.flow.add(arguments.kwarg, frozenset({rest}))
         returned = frozenset(self.flow.look_up(target))
-        kept = self.flow.crossing(returned)
+        kept = self.flow.crossing(returned, is_returned=True)
         return kept if len(kept) == len(returned) else kept | {ObjectRef(call)}
 
     def _hand(self, file: Sharded, parameter: ast.arg, values: Values) -> None:
