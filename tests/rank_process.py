@@ -14,6 +14,7 @@ import random
 import reprlib
 import signal
 import sys
+import threading
 import tomllib
 import traceback
 import warnings
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.distributed import mesh as meshes
+from shardwise.sharding.watching import Watch
 from tests.leaks import leaks_since, num_groups, restore, take_snapshot
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -93,10 +95,18 @@ def _run(job: Job, rank: int) -> Outcome:
     meshes.forget_meshes()  # the mesh of another test would be this one's default
     outcome = _outcome_of(job, rank)
     gc.collect()
+    _stop_watching()
     if outcome.status == "passed" and (leaks := leaks_since(before)):
         outcome = Outcome("leaked", "the test leaked:\n  " + "\n  ".join(leaks), "leak")
     restore(before)
     return Outcome(outcome.status, outcome.text, outcome.kind, num_groups())
+
+
+def _stop_watching() -> None:
+    """End the threads of models that live on: FSDP2's nodes refer to the model, which may keep a tensor of its own."""
+    if any(thread.name == "shardwise-guard" for thread in threading.enumerate()):
+        for watching in [one for one in gc.get_objects() if isinstance(one, Watch)]:
+            watching.stop()
 
 
 def _freeze_imports() -> None:

@@ -142,7 +142,8 @@ def meta_without_init(context: LintContext) -> Iterator[Hit]:
 
 def _is_for_resuming(event: ProgramEvent) -> bool:
     """Whether an event happens only when a checkpoint is resumed: a fresh run comes by without it."""
-    return any(guard.taken and _RESUMING.search(guard.key) for guard in event.guards)
+    texts = (f"{guard.key} {ast.unparse(guard.test)}" for guard in event.guards if guard.taken)
+    return any(_RESUMING.search(text) for text in texts)
 
 
 def _sharded_on_meta(trace: Trace) -> set[ObjectRef]:
