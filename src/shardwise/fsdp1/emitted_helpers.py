@@ -485,21 +485,21 @@ def _load_optimizer_state(model, optimizer, state, kind, config=None):
 
 def _whole_state(model):
     """model.state_dict() in whole tensors, for sharded models and plain ones."""
-    if any(isinstance(one, FSDPModule) for one in model.modules()):
+    if any(isinstance(one, (FSDPModule, DTensor)) for one in (*model.modules(), *model.parameters())):
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return model.state_dict()
 
 
 def _load_whole_state(model, state, strict=True):
     """model.load_state_dict(state) from whole tensors, for sharded models and plain ones."""
-    if any(isinstance(one, FSDPModule) for one in model.modules()):
+    if any(isinstance(one, (FSDPModule, DTensor)) for one in (*model.modules(), *model.parameters())):
         return set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=strict))
     return model.load_state_dict(state, strict=strict)
 
 
 def _load_optimizer(model, optimizer, state, **options):
     """optimizer.load_state_dict(state), for optimizers of sharded models and plain ones."""
-    if any(isinstance(one, FSDPModule) for one in model.modules()):
+    if any(isinstance(one, (FSDPModule, DTensor)) for one in (*model.modules(), *model.parameters())):
         set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(**options))
     else:
         optimizer.load_state_dict(state)
