@@ -115,3 +115,9 @@ def test_a_parameter_of_the_container_is_refused():
     )
     with pytest.raises(PlanError, match=r"extra\.log_alpha"):
         plan(container, mesh=MeshConfig(shard=2))
+
+
+@pytest.mark.parametrize("model", [nn.ModuleList(), nn.ModuleDict(), nn.ModuleList([nn.ReLU()])], ids=repr)
+def test_a_container_without_parameters_is_refused(model: nn.Module):
+    with pytest.raises(PlanError, match="without parameters"):
+        plan(model, mesh=MeshConfig(shard=2, device="cpu"))

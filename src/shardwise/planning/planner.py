@@ -78,8 +78,15 @@ def refuse_unsupported(model: nn.Module) -> None:
     """Raise for parameters that FSDP2 cannot shard and nothing here can make shardable.
 
     Raises:
-        PlanError: A lazy module without shapes yet, or a layer that makes sparse gradients.
+        PlanError: A lazy module without shapes yet, a layer that makes sparse gradients, or a container of nothing.
     """
+    if isinstance(model, nn.ModuleList | nn.ModuleDict) and next(model.parameters(), None) is None:
+        raise PlanError(
+            f"the model is a {type(model).__name__} without parameters",
+            where=type(model).__name__,
+            why="each network in a container is sharded by itself, and there is none with parameters",
+            fix="shard the module that has the parameters",
+        )
     for name, module in model.named_modules():
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
         if any(is_lazy(parameter) for parameter in own):

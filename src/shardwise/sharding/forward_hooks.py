@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import compat
 from shardwise.sharding.graph_calls import GroupCall, graph_calls
-from shardwise.sharding.nested_tensors import Arguments, cast_floating, change_tensors, find_tensors
+from shardwise.sharding.nested_tensors import CastArguments, cast_floating, change_tensors, find_tensors
 from shardwise.sharding.notes import annotate
 from shardwise.sharding.parameter_writes import LocalValue, keep_assigned
 from shardwise.sharding.registry import recover
@@ -39,13 +39,13 @@ class CallOfGroup:
 
     def __init__(self, module: nn.Module, casts: Casts) -> None:
         self.module, self.casts = module, casts
-        self._arguments = Arguments()
+        self._arguments = CastArguments()
         self._graph_call: GroupCall | None = None
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Begin; returns the arguments in the group's compute dtype."""
         self._graph_call = graph_calls().enter(self.module)
-        self._arguments = Arguments()
+        self._arguments = CastArguments()
         if self.casts.input_dtype is not None:
             args, kwargs = self._arguments.cast_floating((args, kwargs), self.casts.input_dtype)
         return args, kwargs
@@ -90,7 +90,7 @@ class CallOfGroup:
     def fail(self) -> None:
         """End after an exception."""
         graph_calls().abandon(self._graph_call)
-        self._arguments, self._graph_call = Arguments(), None
+        self._arguments, self._graph_call = CastArguments(), None
 
     def _unshard(self, *_: Any) -> None:
         compat.pre_backward(self.module)

@@ -49,7 +49,7 @@ def cast_inputs(batch: Any, dtype: torch.dtype | None = None, device: torch.devi
     )
 
 
-class Arguments:
+class CastArguments:
     """Changes the tensors that a call is given, and lets the caller see what the call did to them all the same.
 
     A list with a tensor that is changed is copied; a block that appends to it would append to the copy, and the caller

@@ -12,6 +12,12 @@ DTYPES = [
 ONE_BYTE = {torch.uint8, torch.int8, torch.float8_e4m3fn}
 
 
+def test_fingerprint_sees_rows_that_changed_places():
+    tensor = torch.arange(24.0).reshape(4, 6)
+    assert fingerprint(tensor) == fingerprint(tensor.clone())
+    assert fingerprint(tensor) != fingerprint(tensor[[1, 0, 2, 3]])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0, 4)], ids=str)
 def test_untouched_tensor_is_found_and_a_written_one_is_not(dtype: torch.dtype, shape: tuple[int, ...]):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable
-from functools import cached_property
 
 from shardwise.fsdp1.codemod.program import Program, once
 from shardwise.fsdp1.codemod.sharded import ANYWHERE, Callable, Sharded, Values, instance, is_of_wrapped
@@ -20,6 +19,7 @@ _FSDP = re.compile(r"FSDP|FullyShardedDataParallel")
 _USES = re.compile(r"state_dict|\.module\b|_fsdp|no_sync|clip_grad_norm_|numel\(")
 """What a file does that is worth reading it for."""
 _MAX_VALUES = 24
+"""Beyond this number of values at one place only wrapped models are followed; large frameworks would take minutes."""
 
 
 class Flow:
@@ -47,6 +47,7 @@ class Flow:
         self.family: dict[ast.ClassDef, set[ast.ClassDef]] = {}
         """The classes above and below each class, itself included."""
         self.homes: dict[ast.ClassDef, Sharded] = {}
+        self._bases: dict[ast.ClassDef, set[ast.ClassDef]] = {}
         self._seen: set[str] = set()
         self._tags: dict[object, set[str]] = {}
         self._imports: dict[str, set[str]] = {}
@@ -118,10 +119,6 @@ class Flow:
                 self.family[low].add(top)
                 self.family[top].add(low)
         self._bases.setdefault(below, set()).add(above)
-
-    @cached_property
-    def _bases(self) -> dict[ast.ClassDef, set[ast.ClassDef]]:
-        return {}
 
     def _below(self, top: ast.ClassDef) -> set[ast.ClassDef]:
         direct = {one for one, bases in self._bases.items() if top in bases}
@@ -209,9 +206,7 @@ class Flow:
         self.wrapped.setdefault(call, set()).update(values)
 
     def _grow(self, key: object, known: set[ObjectRef], values: Values) -> None:
-        if (
-            len(known) + len(values) > _MAX_VALUES
-        ):  # of so many only wrapped models are followed, else large frameworks take minutes
+        if len(known) + len(values) > _MAX_VALUES:
             values = frozenset(filter(is_of_wrapped, values))
         if not values <= known:
             known |= values
