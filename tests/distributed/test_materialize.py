@@ -456,7 +456,7 @@ def test_peak_memory_is_the_shard_and_one_module(rank: int, from_the_top: bool, 
     # late; holding all tensors that the root touches would make 12.
     limit = (10.5 if from_the_top else 5.5) * mebibyte
     assert 5 * mebibyte <= max(allocated) <= limit, max(allocated) / mebibyte
-    assert allocated[-1] <= (6.5 if from_the_top else 4.1) * mebibyte
+    assert allocated[-1] <= (6.5 if from_the_top else 5.1) * mebibyte  # one copy may still be gloo's
 
 
 @ranks(4)
