@@ -10,6 +10,7 @@ try:
     from shardwise.compat.fsdp import *
     from shardwise.compat.fsdp1 import *
     from shardwise.compat.gradients import *
+    from shardwise.compat.one_rank import *
     from shardwise.compat.runtime import *
 except ImportError:
     check_torch()  # says which private names are missing, and what to install

@@ -175,10 +175,11 @@ class ShardConfig(Strict):
     """Explicit prefetching."""
     overrides: tuple[GroupOverride, ...] = ()
     """Per-pattern settings; the last match wins."""
-    activations: Literal["keep", "full", "selective", "every_n"] = "keep"
-    """What `checkpoint_activations` recomputes in backward instead of keeping; `keep` recomputes nothing."""
-    compile: bool = False
-    """Compile each repeated block, as `compile_blocks` does."""
+    activations: Literal["auto", "keep", "full", "selective", "every_n"] = "auto"
+    """What `checkpoint_activations` recomputes in backward instead of keeping; `keep` recomputes nothing. `auto` is
+    `keep`; in `shardwise train` on GPUs it becomes `selective`, then `full`, when a single sequence does not fit."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile each repeated block, as `compile_blocks` does. `auto`: in `shardwise train` on GPUs, nowhere else."""
     shard_dim: Literal["auto", "first"] = "auto"
     """`auto` takes dim 0 unless another dimension wastes less padding; `first` is always dim 0."""
     mixed_storage: Literal["split", "upcast"] = "split"

@@ -182,9 +182,9 @@ def shard(
     agree_on_plan_and_weights(plan, model, mesh)
     remembered = remember_parameters(model, optimizers)
     # Recomputation inside, compilation around it, sharding outside both: the only order that works.
-    if config is not None and config.activations != "keep":
+    if config is not None and config.activations not in ("auto", "keep"):
         checkpoint_activations(model, config.activations, config=plan)
-    if config is not None and config.compile:
+    if config is not None and config.compile is True:
         compile_blocks(model, config=plan)
     replaced = dict.fromkeys(model.parameters())
     _prepare_storage(model, plan)
@@ -265,6 +265,7 @@ def _below(root: str, plan: Plan) -> Plan:
 def _wire(plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
     """Put our hooks around FSDP2's: entries, held groups, gradients outside groups, prefetching."""
     model = modules[plan.root.modules[0]]
+    compat.cast_instead_of_copies(model)
     compat.patch_accumulation(model)
     replicated = _place_outside(model, plan, modules, mesh)
     _wire_entries(model, plan, modules, replicated)

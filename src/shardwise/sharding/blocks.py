@@ -292,10 +292,37 @@ def change_activations(
             if getattr(module.forward, "__func__", None) is type(module).forward:
                 del module.forward
         if mode != "none":
-            ops = (frozenset(saved_ops) or _costly_ops()) if mode == "selective" else frozenset()
-            module.forward = CheckpointedForward(module, ops, preserve_rng=preserve_rng)
+            module.forward = CheckpointedForward(module, mode, saved_ops, preserve_rng=preserve_rng)
         if offload:
             module.forward = OffloadedForward(module)
+
+
+def recompute_later(model: nn.Module, plan: Plan) -> None:
+    """Prepare the model's blocks for `recompute_more`; until then they recompute nothing."""
+    blocks = find_blocks(model, plan, action="recompute_later")
+    change_activations(blocks, ["selective"] * len(blocks))
+    for forward in _checkpointed(model):
+        forward.set_mode("none")
+
+
+def recompute_more(model: nn.Module) -> Mode | None:
+    """Let the blocks that `recompute_later` prepared recompute selectively, and then everything.
+
+    Returns:
+        How they recompute from now on; None where nothing was prepared, or all is recomputed already.
+    """
+    found = _checkpointed(model)
+    if not found or found[0].mode == "full":
+        return None
+    mode: Mode = "selective" if found[0].mode == "none" else "full"
+    for forward in found:
+        forward.set_mode(mode)
+    return mode
+
+
+def _checkpointed(model: nn.Module) -> list["CheckpointedForward"]:
+    chains = [replaced for module in model.modules() for replaced in replacements(module)]
+    return [replaced for replaced in chains if isinstance(replaced, CheckpointedForward)]
 
 
 class CheckpointedForward(ReplacedForward):
@@ -303,25 +330,33 @@ class CheckpointedForward(ReplacedForward):
 
     Args:
         module: The block.
-        saved_ops: Operators whose results are kept; none: everything is recomputed.
+        mode: What is run again.
+        saved_ops: For `selective`: operators whose results are kept, in place of the default ones.
         preserve_rng: Draw the same random numbers again.
     """
 
-    def __init__(self, module: nn.Module, saved_ops: frozenset[Any], *, preserve_rng: bool) -> None:
+    def __init__(self, module: nn.Module, mode: Mode, saved_ops: Collection[Any] = (), *, preserve_rng: bool) -> None:
         super().__init__(module.forward)
-        self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
-        if saved_ops:
-            # torch.compile follows exactly this form.
-            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, saved_ops))
+        self.preserve_rng, self.saved_ops = preserve_rng, frozenset(saved_ops)
+        self.set_mode(mode)
         self.names = list(inspect.signature(self.__wrapped__).parameters)
         indices = (getattr(inner, "layer_idx", None) for inner in module.modules())
         self.layer = next((index for index in indices if isinstance(index, int)), 0)
         self.buffers = WrittenBuffers(module)
         self.compiles_inside = is_known_to_write(module)  # a compiler does not follow the care taken of them
 
+    def set_mode(self, mode: Mode) -> None:
+        """Recompute in this way from the next call on."""
+        self.mode = mode
+        self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng}
+        if mode == "selective":
+            # torch.compile follows exactly this form.
+            kept = partial(_keep, self.saved_ops or _costly_ops())
+            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block; what it computes inside is not kept."""
-        if not torch.is_grad_enabled():
+        """Run the block; what it computes inside is not kept, as far as the mode says."""
+        if self.mode == "none" or not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
         args, kwargs = without_cache(self.names, self.layer, args, kwargs)
         options: dict[str, Any] = self.options

@@ -32,9 +32,10 @@ from shardwise.sharding.full_params import reshard
 from shardwise.training.ema import EMA
 from shardwise.training.generating import generate
 from shardwise.training.objective import Batch, Objective, allows_step
+from shardwise.training.optimizers import ClippingAdamW
 from shardwise.training.run import TrainingRun, open_run
 from shardwise.training.run_folder import Training
-from shardwise.training.step import accumulate, clip_grad_norm_, lockstep, scale_grads_
+from shardwise.training.step import accumulate, clip_grad_norm_, clipping_factor, grad_norm, lockstep, scale_grads_
 
 
 @contextmanager
@@ -403,7 +404,7 @@ def train(run: TrainingRun, stop: StopRequest) -> None:
     Ranks:
         Collective.
     """
-    model, optimizer, settings, every = run.model, run.optimizer, run.config.training, run.config.checkpoint.every
+    optimizer, settings, every = run.optimizer, run.config.training, run.config.checkpoint.every
     max_norm = settings.max_grad_norm or math.inf
     with profiled(run.config.metrics, run.folder, rank=run.mesh.get_rank(), steps_done=run.step) as step_done:
         while run.step < settings.steps and not run.step_metrics.stop_agreed:
@@ -412,7 +413,7 @@ def train(run: TrainingRun, stop: StopRequest) -> None:
             run.step += 1
             part = forward_and_backward(run, batch)
             loss = run.step_metrics.mean(part, stop=stop.asked)
-            norm = clip_grad_norm_(model, max_norm)
+            norm = clip(run, max_norm)
             if allows_step(optimizer, loss, norm, wait=run.ema is not None):
                 optimizer.step()
                 if run.ema is not None:
@@ -429,6 +430,15 @@ def train(run: TrainingRun, stop: StopRequest) -> None:
                 metric = evaluate_now(run) if is_due(run.step, settings.evaluate_every) else None
                 if is_kept:
                     save(run, metric)
+
+
+def clip(run: TrainingRun, max_norm: float) -> Tensor:
+    """Clip the gradients, or let the optimizer do it while it reads them; return their norm before."""
+    if not isinstance(run.optimizer, ClippingAdamW):
+        return clip_grad_norm_(run.model, max_norm)
+    norm = grad_norm(run.model)
+    run.optimizer.gradient_factor = clipping_factor(norm, max_norm)
+    return norm
 
 
 def forward_and_backward(run: TrainingRun, batch: Batch) -> Tensor:

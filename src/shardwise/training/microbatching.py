@@ -16,6 +16,7 @@ from shardwise import compat
 from shardwise.distributed.agreement import gather_objects, on_rank_zero
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.models.random_state import random_state, set_random_state
+from shardwise.sharding.blocks import recompute_more
 from shardwise.sharding.registry import recover
 from shardwise.sharding.watching import paused
 from shardwise.training.data.samples import Batch
@@ -111,7 +112,7 @@ class Microbatches:
         if not self._is_found:
             return work(self.split(batch))
         while True:
-            state = _volatile_state(self._model)
+            state = volatile_state(self._model)
             try:
                 return work(self.split(batch))
             except Exception as error:
@@ -121,31 +122,34 @@ class Microbatches:
             # Here the exception, which refers to the activations, is gone.
             if _is_distributed():
                 self._give_up(failure)
-            _forget(self._model, state)
+            undo(self._model, state)
             self._halve({0: failure})
 
     def _try(self, work: Callable[[list[Batch]], object], batch: Batch) -> dict[int, str]:
         """Run a step without communication; return the out-of-memory errors by rank."""
-        state, failure = _volatile_state(self._model), None
+        state, failure = volatile_state(self._model), None
         try:
             with compat.local_collectives(), paused(self._model):
                 work(self.split(batch))
         except Exception as error:  # any other error may come from incomplete weights; a real one is raised by the step
             failure = str(error) if is_out_of_memory(error) else None
-        _forget(self._model, state)
+        undo(self._model, state)
         return {rank: text for rank, text in enumerate(gather_objects(failure)) if text is not None}
 
     def _halve(self, failures: dict[int, str]) -> None:
         ranks = ", ".join(map(str, failures))
         if self.size == 1:
-            raise _does_not_fit(*next(iter(failures.items())))
-        before, self.size = self.size, -(-self.size // 2)
+            mode = recompute_more(self._model)
+            if mode is None:
+                raise _does_not_fit(*next(iter(failures.items())))
+            change, setting = "blocks recompute their activations from now on", f"shard.activations = {mode}"
+        else:
+            before, self.size = self.size, -(-self.size // 2)
+            change = f"micro-batches of {self.size} rows from now on, not {before}"
+            setting = f"training.micro_batch_size = {self.size}"
         self.num_halvings += 1
         if not _is_distributed() or dist.get_rank() == 0:
-            self._report(
-                f"out of memory on rank {ranks}: micro-batches of {self.size} rows from now on, not {before}. "
-                f"Set training.micro_batch_size = {self.size} to start with that."
-            )
+            self._report(f"out of memory on rank {ranks}: {change}. Set {setting} to start with that.")
 
     def _give_up(self, failure: str) -> NoReturn:
         """Record half the size for the next start, and raise: the other ranks wait in collectives of this step."""
@@ -196,12 +200,12 @@ def _read(record: Path) -> int | None:
         return None
 
 
-def _volatile_state(model: nn.Module) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
+def volatile_state(model: nn.Module) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
     """What a forward changes: random numbers, and buffers with a copy of each."""
     return random_state(), [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
 
-def _forget(model: nn.Module, state: tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]) -> None:
+def undo(model: nn.Module, state: tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]) -> None:
     """Undo a step that failed or was a trial, and free its memory."""
     recover(model)
     random_numbers, buffers = state

@@ -16,9 +16,11 @@ from shardwise import compat
 from shardwise.config.run import TrainingConfig
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.models.load import find_callable
+from shardwise.training.chunked_loss import ChunkedLoss, output_matrix
 from shardwise.training.data import Loader
 from shardwise.training.data.samples import IGNORED, Batch
 from shardwise.training.metrics import StepReading
+from shardwise.training.microbatching import undo, volatile_state
 
 Call = Callable[[nn.Module, Batch], tuple[Tensor, Tensor | int]]
 
@@ -47,6 +49,8 @@ class Objective:
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         # A cache is of no use here, and with one transformers does not see from position_ids where documents begin.
         self._settings = {"use_cache": False} if "use_cache" in parameters else {}
+        self._head = output_matrix(model) if self._custom is None else None
+        self._is_tried = False
 
     @property
     def counts_ahead(self) -> bool:
@@ -69,8 +73,24 @@ class Objective:
             return self._loss_of_model(model, batch) * num_rows(batch), self.count(batch)
         inputs = {name: batch[name] for name in _MODEL_INPUTS if name in batch and name in self._accepted}
         tokens = () if "input_ids" in inputs else (batch["input_ids"],)  # reference models call it otherwise
-        output = model(*tokens, **inputs, **self._settings)
-        return next_token_loss(logits_of(output), batch["labels"]), self.count(batch)
+        return self._next_token_loss(model, batch["labels"], tokens, inputs | self._settings), self.count(batch)
+
+    def _next_token_loss(
+        self, model: nn.Module, labels: Tensor, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        if self._head is not None:
+            before = None if self._is_tried else volatile_state(model)
+            chunked = ChunkedLoss(self._head, labels)
+            with chunked.computed():
+                output = model(*args, **kwargs)
+            loss, self._is_tried = chunked.of(logits_of(output)), True
+            if loss is not None:
+                return loss
+            self._head = None  # the model does more with its logits than return them
+            if before is not None:
+                del output
+                undo(model, before)
+        return next_token_loss(logits_of(model(*args, **kwargs)), labels)
 
     def _loss_of_model(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean over the rows that the model's own forward returns."""

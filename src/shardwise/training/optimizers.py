@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -279,33 +281,154 @@ class Muon(Optimizer):
     def _step_adamw(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         if not parameters:
             return
-        states = [self._adamw_state(parameter, group) for parameter in parameters]
-        adamw(
-            [local_tensor(parameter) for parameter in parameters],
-            [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None],
-            [local_tensor(state["exp_avg"]) for state in states],
-            [local_tensor(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=group["fused"],
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        states = [adamw_state(self, parameter, group) for parameter in parameters]
+        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        step_adamw(parameters, gradients, states, group, self.found_inf)
 
-    def _adamw_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        state = self.state[parameter]
-        if not state:
-            device = local_tensor(parameter).device if group["fused"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return state
+
+def adamw_state(optimizer: Optimizer, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+    """AdamW's state of a parameter, made at the first step and laid out as `torch.optim.AdamW` has it."""
+    state = optimizer.state[parameter]
+    if not state:
+        device = local_tensor(parameter).device if group["fused"] else "cpu"
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+    return state
+
+
+def step_adamw(
+    parameters: Sequence[Tensor],
+    gradients: list[Tensor],
+    states: Sequence[dict[str, Any]],
+    group: dict[str, Any],
+    found_inf: Tensor | None,
+) -> None:
+    """AdamW as torch has it, on this rank's parts of some parameters of a group."""
+    adamw(
+        [local_tensor(parameter) for parameter in parameters],
+        gradients,
+        [local_tensor(state["exp_avg"]) for state in states],
+        [local_tensor(state["exp_avg_sq"]) for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=group["fused"],
+        found_inf=found_inf,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+_LARGE = 2**18
+"""From this number of elements on, a kernel of its own costs less than reading and writing the gradient once more."""
+
+
+class ClippingAdamW(torch.optim.AdamW):
+    """torch's fused AdamW, with the same state, that also scales gradients while it reads them.
+
+    Clipping on its own reads and writes all gradients once more. Gradients may be narrower than their parameters: one
+    that was computed in bfloat16 and not added to anything has no more digits.
+
+    Args:
+        params: Parameter groups, on CUDA devices.
+        **options: Of `torch.optim.AdamW`.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]], **options: Any) -> None:
+        super().__init__(params, fused=True, **options)
+        self.gradient_factor: Tensor | None = None
+        """What the gradients of the next step are multiplied by, a 0-d tensor; None: nothing."""
+        self.found_inf: Tensor | None = None
+        """1 where the next step is to change nothing, decided on the device."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Change every parameter that has a gradient; `gradient_factor` is used up.
+
+        Ranks:
+            Local.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            large = [parameter for parameter in parameters if local_tensor(parameter).numel() >= _LARGE]
+            self._step_large(large, group)
+            self._step_small([parameter for parameter in parameters if parameter not in set(large)], group)
+        self.gradient_factor = None
+        return loss
+
+    def _step_small(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
+        states = [adamw_state(self, parameter, group) for parameter in parameters]
+        gradients = [
+            local_tensor(parameter.grad).to(parameter.dtype) for parameter in parameters if parameter.grad is not None
+        ]
+        if self.gradient_factor is not None:
+            gradients = list(torch._foreach_mul(gradients, self.gradient_factor))
+        step_adamw(parameters, gradients, states, group, self.found_inf)
+
+    def _step_large(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
+        states = [adamw_state(self, parameter, group) for parameter in parameters]
+        steps = [state["step"] for state in states]
+        one = torch.ones((), device=steps[0].device)
+        is_bad = torch.zeros_like(one) if self.found_inf is None else self.found_inf.to(one)
+        factor = one if self.gradient_factor is None else self.gradient_factor.to(one)
+        torch._foreach_add_(steps, 1 - is_bad)
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        passed = torch.stack(steps).double()
+        step_sizes = (lr / (1 - beta1**passed)).float().unbind()
+        corrections = (1 - beta2**passed).rsqrt().float().unbind()
+        # In tensors, as another learning rate would compile the kernel again; rounded once, as torch's kernel does.
+        settings = [1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"]]
+        constants = torch.tensor(settings, device=one.device)
+        for parameter, state, step_size, correction in zip(parameters, states, step_sizes, corrections, strict=True):
+            assert parameter.grad is not None
+            tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            flat = [local_tensor(tensor).view(-1) for tensor in tensors]
+            _compiled_update()(*flat, factor, is_bad, step_size, correction, constants)
+
+
+def _update(
+    parameter: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    factor: Tensor,
+    is_bad: Tensor,
+    step_size: Tensor,
+    correction: Tensor,
+    constants: Tensor,
+) -> None:
+    """AdamW of one parameter; nothing where `is_bad`."""
+    decay, one_minus_beta1, beta2, one_minus_beta2, eps = constants.unbind()
+    gradient, is_good = gradient.to(parameter.dtype) * factor, is_bad == 0
+    new_mean = mean + (gradient - mean) * one_minus_beta1
+    new_square = square * beta2 + gradient * gradient * one_minus_beta2
+    new = parameter * decay - step_size * new_mean / (new_square.sqrt() * correction + eps)
+    parameter.copy_(torch.where(is_good, new, parameter))
+    mean.copy_(torch.where(is_good, new_mean, mean))
+    square.copy_(torch.where(is_good, new_square, square))
+
+
+@functools.cache
+def _compiled_update() -> Callable[..., None]:
+    return torch.compile(_update, dynamic=True)
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile makes kernels for the device."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def orthogonalizing_dtype(device: torch.device) -> torch.dtype:
@@ -424,7 +547,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
             nesterov=config.nesterov and config.momentum > 0,
             fused=_fused(torch.optim.SGD, groups, config),
         )
-    return torch.optim.AdamW(groups, lr=config.learning_rate, **_adamw_options(groups, config))
+    options = _adamw_options(groups, config)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if options["fused"] and all(can_compile(p.device) and p.dtype == torch.float32 for p in parameters):
+        del options["fused"]
+        return ClippingAdamW(groups, lr=config.learning_rate, **options)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, **options)
 
 
 def _adamw_options(groups: list[dict[str, Any]], config: OptimizerConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from shardwise import compat
 from shardwise.checkpointing.state.slices import model_tensors
 from shardwise.checkpointing.weights import load_weights
 from shardwise.config.load import check_ranges, to_yaml
@@ -25,13 +26,14 @@ from shardwise.diagnosing.check import check, refuse_errors
 from shardwise.distributed.agreement import agree_on, gather_objects, on_rank_zero, raise_together
 from shardwise.distributed.launchers import read_launch
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, init_distributed
-from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError, listed
+from shardwise.errors import ConfigError, EnvironmentProblem, ShardError, ShardwiseError, listed
 from shardwise.models.described import config_size, max_length
 from shardwise.models.load import load_model
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
 from shardwise.progress import Progress
 from shardwise.sharding.apply import shard
+from shardwise.sharding.blocks import checkpoint_activations, compile_blocks, recompute_later
 from shardwise.sharding.materialize import materialize
 from shardwise.training.data import open_data, open_evaluation
 from shardwise.training.data.loader import check_batch
@@ -39,7 +41,7 @@ from shardwise.training.ema import EMA
 from shardwise.training.metrics import Metrics, StepLogger, StepMetrics
 from shardwise.training.microbatching import Microbatches
 from shardwise.training.objective import BadLosses, Objective, StepBatches
-from shardwise.training.optimizers import Kind, build_optimizer, parameter_kinds
+from shardwise.training.optimizers import ClippingAdamW, Kind, build_optimizer, can_compile, parameter_kinds
 from shardwise.training.run_folder import prepare_folder, refuse_other_model, with_folder, write_config
 from shardwise.training.saving import (
     CHECKPOINTS,
@@ -206,6 +208,28 @@ def plan_run(model: nn.Module, config: ShardConfig, mesh: DeviceMesh | MeshConfi
             fix="set shard.precision.param_dtype = bfloat16, or storage where the GPU has no bfloat16",
         )
     return made
+
+
+def prepare_blocks(model: nn.Module, config: ShardConfig, made: Plan, device: torch.device) -> None:
+    """Compile a model's blocks and let them recompute, as asked; where `auto` stands, what is fastest on the device.
+
+    Args:
+        model: Not sharded yet.
+        config: Its `activations` and `compile`.
+        made: Its plan.
+        device: Where the model will compute.
+    """
+    if config.activations == "auto":
+        with suppress(ShardError):  # it has no blocks
+            if device.type == "cuda":
+                recompute_later(model, made)
+    elif config.activations != "keep":
+        checkpoint_activations(model, config.activations, config=made)
+    if config.compile is True:
+        compile_blocks(model, config=made)
+    elif config.compile == "auto" and can_compile(device):
+        with suppress(ShardError):
+            compile_blocks(model, config=made)
 
 
 def checkpoint_bytes(model: nn.Module, made: Plan, config: RunConfig) -> int:
@@ -496,9 +520,12 @@ class TrainingRun:
         self.checkpoints = stack.enter_context(Checkpoints(self.folder, config.checkpoint))
         resumed = self.checkpoints.find()
         torch.manual_seed(config.seed)  # of new weights: the same on every rank, whatever their number
-        shard(model, config.shard, mesh=self.mesh, plan=made)
+        prepare_blocks(model, config.shard, made, self.device)
+        shard(model, mesh=self.mesh, plan=made)
         fill(model, config, is_resumed=resumed is not None)
         self.optimizer = build_optimizer(model, config.optimizer)
+        if isinstance(self.optimizer, ClippingAdamW) and self.objective.counts_ahead:
+            compat.keep_gradient_dtype(model)
         self.schedule = Schedule(self.optimizer, config.schedule, training.steps)
         self.ema = EMA(model, training.ema_decay) if training.ema_decay is not None else None
         self.bad_losses = BadLosses(training)

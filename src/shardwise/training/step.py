@@ -295,8 +295,23 @@ def clip_grad_norm_(
                 why="clipping cannot repair a gradient that is not finite",
                 fix="skip this step, or leave error_if_nonfinite out",
             )
-        _scale(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # by 1.0 is cheaper than asking the device
+        _scale(gradients, clipping_factor(norm, max_norm))
     return norm
+
+
+def grad_norm(model: nn.Module) -> torch.Tensor:
+    """The 2-norm of all gradients, as `clip_grad_norm_` returns it, which are left as they are.
+
+    Ranks:
+        Collective, as `clip_grad_norm_` is.
+    """
+    with torch.no_grad():
+        return total_norm(*collect_gradients(model), 2.0)
+
+
+def clipping_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What gradients of this norm are multiplied by; by 1.0 is cheaper than asking the device."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def scale_grads_(model: nn.Module, factor: torch.Tensor) -> None:
