@@ -85,9 +85,9 @@ def _add_gradient(record: Any, gradient: torch.Tensor) -> None:
         gradient = gradient if parameter.grad_dtype is None else gradient.to(parameter.dtype)
         parameter.grad = record.to_sharded_dtensor(gradient)
     elif parameter.grad.dtype == parameter.dtype:
-        parameter.grad._local_tensor += gradient
+        parameter.grad.to_local().add_(gradient)
     else:
-        total = parameter.grad._local_tensor.to(parameter.dtype).add_(gradient)
+        total = parameter.grad.to_local().to(parameter.dtype).add_(gradient)
         parameter.grad = record.to_sharded_dtensor(total)
     hooks: Iterable[Callable[[torch.Tensor], None]] = (parameter._post_accumulate_grad_hooks or {}).values()
     for hook in hooks:

@@ -20,7 +20,8 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard"
 NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_param:FSDPParam": "sharded_param _unsharded_param reset_sharded_param "
     "padded_sharded_param_size mp_policy= unsharded_accumulated_grad? to_accumulated_grad_if_needed? "
-    "reduce_dtype? "
+    "reduce_dtype? param_dtype _sharded_param_data _sharded_local_tensor sharded_size "
+    "init_all_gather_outputs to_sharded_dtensor "
     "offload_to_cpu device mesh_info _module_info _orig_size",
     f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules",
     f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info device device_handle "
@@ -29,11 +30,11 @@ NEEDED: dict[str, str] = {
     "_to_sharded_post_forward= _init_mp_dtypes _record_post_forward "
     "_training_state= _register_post_backward_hook _partial_reduce_output= _all_gather_result _all_gather_comm "
     "_reduce_scatter_comm _partial_reduce_output_layout? reduce_scatter_unused_params? finalize_backward? "
-    "_reshard_after_forward_event?",
+    "_reshard_after_forward_event? gradient_divide_factor _all_reduce_hook",
     f"{_FSDP2}._fsdp_param_group:FSDPCommContext": "reduce_scatter_stream all_gather_copy_in_stream "
     "all_gather_state? reduce_scatter_state? "
     "post_forward_order?",
-    f"{_FSDP2}._fsdp_param_group": "RegisterPostBackwardFunction",
+    f"{_FSDP2}._fsdp_param_group": "RegisterPostBackwardFunction foreach_reduce",
     f"{_FSDP2}._fsdp_state:FSDPState": "_fsdp_param_groups|_fsdp_param_group _is_root _state_ctx _device _lazy_init "
     "_training_state _pre_forward _post_forward _pre_backward _pre_forward_hook_handle _post_forward_hook_handle "
     "_register_pre_backward_hook _root_post_backward_final_callback _device_handle? _comm_ctx? "
@@ -60,7 +61,7 @@ NEEDED: dict[str, str] = {
     "torch.autograd": "_get_sequence_nr _engine_run_backward",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.autograd.graph:Node": "_sequence_nr",
-    "torch:Tensor": "_base",
+    "torch:Tensor": "_base _post_accumulate_grad_hooks",
     "torch:UntypedStorage": "_cdata",
     "torch._C": "_current_graph_task_id _will_engine_execute_node _storage_Use_Count _distributed_c10d",
     "torch._C._distributed_c10d": "_dump_fr_trace? _dump_nccl_trace?",

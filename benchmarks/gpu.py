@@ -1,0 +1,240 @@
+"""Training speed on one GPU, row by row: `shardwise train` with its defaults, and what it is compared with.
+
+python -m benchmarks.gpu train-8b train-1b --save      each row in a process of its own, one after the other
+python -m benchmarks.gpu --list                        the rows
+
+World size 1: nothing is communicated. Random tokens, fp32 parameters and Adam states, bf16 compute, clipping on.
+MFU counts `6 N + 12 L W S` operations a token against the GPU's stated bf16 peak; causal MFU counts half of attention.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import shardwise as sw
+from benchmarks.measuring import median
+from benchmarks.reporting import Result, parse, report
+from benchmarks.train_overhead import RandomTokens, steps_of
+from shardwise.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from shardwise.diagnosing.guard import explained, guard
+from shardwise.models.llama import SHAPES
+from shardwise.models.load import load_model
+from shardwise.progress import NoProgress
+from shardwise.training import run as run_module
+from shardwise.training.loop import gc_frozen
+from shardwise.training.metrics import flops_per_token, peak_flops
+
+_STRETCH = 5
+"""Steps that are timed together: `fit` reads its numbers a few steps late and does not wait in between."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing to measure."""
+
+    model: str
+    batch: int
+    length: int = 8192
+    kind: str = "train"
+    """`train`: the loop of `shardwise train`. `plain`: a loop on `sw.shard`, compiled blocks, torch's fused AdamW,
+    torch's cross-entropy. `unwrapped`: that loop without sharding, under autocast."""
+    goal: float | None = None
+    """MFU."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Of `ShardConfig`, where they are not the defaults."""
+    warmup: int = 10
+    stretches: int = 6
+
+
+ROWS = {
+    "train-8b": Row("llama3-8b", 1, goal=0.60),
+    "train-8b-batch4": Row("llama3-8b", 4, goal=0.65, warmup=3, stretches=2),
+    "train-3b": Row("llama3-3b", 2, 4096, goal=0.58),
+    "train-3b-batch4": Row("llama3-3b", 4, 4096, goal=0.58),
+    "train-1b": Row("llama3-1b", 2, goal=0.62),
+    "train-1b-batch8": Row("llama3-1b", 8, goal=0.62, stretches=3),
+    "plain-8b-selective": Row("llama3-8b", 1, kind="plain", settings=(("activations", "selective"),)),
+    "plain-1b": Row("llama3-1b", 2, kind="plain"),
+    "unwrapped-1b": Row("llama3-1b", 2, kind="unwrapped"),
+}
+_CLASSES = {
+    "attention": ("sdpa", "flash", "cudnn", "fmha"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "matmul"),
+    "memory copies": ("memcpy", "memset"),
+    "compiled": ("triton",),
+}
+
+
+def train_steps(row: Row, folder: str) -> tuple[torch.nn.Module, Callable[[int], None], dict[str, Any]]:
+    """The loop of `shardwise train`."""
+    run_module.check_disk = lambda *_: []  # nothing is saved here
+    config = RunConfig(
+        model=row.model,
+        weights="none",
+        data=DataConfig(source="benchmarks.train_overhead:random_tokens", sequence_length=row.length),
+        shard=replace(sw.ShardConfig(), **dict(row.settings)),
+        optimizer=OptimizerConfig(learning_rate=3e-4),
+        training=TrainingConfig(steps=10**6, batch_size=row.batch, sample=None),
+        checkpoint=CheckpointConfig(every=None),
+        folder=folder,
+    )
+    run = run_module.open_run(config, NoProgress()).__enter__()
+    guard(run.model).__enter__()
+    explained(run.model).__enter__()
+    found = {"optimizer": type(run.optimizer).__name__}
+
+    def steps(count: int) -> None:
+        steps_of(run, count)
+        found["micro_batch_size"] = run.microbatches.size
+        found["retries_of_the_run"] = run.microbatches.num_halvings
+
+    return run.model, steps, found
+
+
+def plain_steps(row: Row) -> tuple[torch.nn.Module, Callable[[int], None], dict[str, Any]]:
+    """A loop as a user writes it."""
+    mesh = sw.init_distributed()
+    config = replace(sw.ShardConfig(), **({"compile": True} | dict(row.settings)))
+    model: Any = load_model(row.model)
+    if row.kind == "plain":
+        model = sw.materialize(sw.shard(model, config, mesh=mesh))
+    else:
+        model = sw.materialize(sw.compile_blocks(model), device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    data, position = RandomTokens(row.length), 0
+
+    def steps(count: int) -> None:
+        nonlocal position
+        for _ in range(count):
+            rows = [data[(position + number) % len(data)] for number in range(row.batch)]
+            position += row.batch
+            batch = {name: torch.stack([each[name] for each in rows]).cuda(non_blocking=True) for name in rows[0]}
+            with torch.autocast("cuda", torch.bfloat16) if row.kind == "unwrapped" else nullcontext():
+                logits = model(batch["input_ids"])
+            F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten()).backward()
+            sw.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return model, steps, {}
+
+
+def measure(row: Row, folder: str) -> dict[str, Any]:
+    """Everything of one row, in this process."""
+    torch.set_float32_matmul_precision("high")
+    started = time.perf_counter()
+    model, steps, found = train_steps(row, folder) if row.kind == "train" else plain_steps(row)
+    steps(row.warmup)
+    torch.cuda.synchronize()
+    found["set-up and warm-up s"] = round(time.perf_counter() - started, 1)
+    torch.cuda.reset_peak_memory_stats()
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    times: list[float] = []
+    with gc_frozen():
+        for _ in range(row.stretches):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            steps(_STRETCH)
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - begin) / _STRETCH)
+    flops, peak = flops_per_token(model, row.length), peak_flops("cuda") or float("nan")
+    shape = SHAPES[row.model]
+    causal = flops - 6.0 * shape.num_layers * shape.hidden_size * row.length
+    rate = row.batch * row.length / median(times)
+    found |= {
+        "step_ms": round(median(times) * 1e3, 1),
+        "steps": row.stretches * _STRETCH,
+        "mfu": round(rate * flops / peak, 4),
+        "causal_mfu": round(rate * causal / peak, 4),
+        "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 1),
+        "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"] - retries,
+        "kernels_ms": kernel_times(steps, median(times) * 1e3),
+        "ceiling_tflops": round(ceiling() / 1e12, 1),
+    }
+    return {
+        "rate": rate,
+        **found,
+        "percent_of_ceiling": round(100 * rate * flops / (found["ceiling_tflops"] * 1e12), 1),
+    }
+
+
+def kernel_times(steps: Callable[[int], None], step_ms: float) -> dict[str, float]:
+    """Milliseconds of a step by class of kernel; `idle` is what is left of the step."""
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        steps(2)
+        torch.cuda.synchronize()
+    spent: dict[str, float] = {}
+    for event in recorded.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name.lower()
+            kind = next((kind for kind, parts in _CLASSES.items() if any(part in name for part in parts)), "other")
+            spent[kind] = spent.get(kind, 0.0) + event.device_time / 2e3
+    spent["idle"] = step_ms - sum(spent.values())
+    return {kind: round(milliseconds, 1) for kind, milliseconds in spent.items()}
+
+
+def ceiling() -> float:
+    """Operations a second of one large matrix product in bf16, measured beside."""
+    torch.cuda.empty_cache()
+    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(5):
+        left @ right
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(30):
+        left @ right
+    torch.cuda.synchronize()
+    return 30 * 2 * 8192**3 / (time.perf_counter() - begin)
+
+
+def result_of(name: str, found: dict[str, Any]) -> Result:
+    """The row as it is kept."""
+    row = ROWS[name]
+    rate = found.pop("rate")
+    case = f"gpu/{name}: {row.model}, {row.batch} x {row.length} tokens"
+    goal = {} if row.goal is None else {"goal": f"MFU >= {row.goal}", "met": found["mfu"] >= row.goal}
+    return Result(case=case, value=round(rate), unit="tokens/s", **goal, details={**asdict(row), **found})
+
+
+def main() -> int:
+    options = parse(__doc__ or "", toy_help="not here: rows are models", add=_add_options)
+    if options.list:
+        print("\n".join(ROWS))
+        return 0
+    if options.here:
+        with tempfile.TemporaryDirectory() as folder:
+            print("FOUND " + json.dumps(measure(ROWS[options.rows[0]], folder)), flush=True)
+        return 0
+    status = 0
+    for name in options.rows:
+        ran = subprocess.run([sys.executable, "-m", "benchmarks.gpu", name, "--here"], capture_output=True, text=True)
+        found = [line for line in ran.stdout.splitlines() if line.startswith("FOUND ")]
+        if not found:
+            print(f"{name} failed:\n{ran.stdout[-1500:]}\n{ran.stderr[-3000:]}", flush=True)
+            status = 1
+            continue
+        print(ran.stderr[-600:] if "out of memory" in ran.stderr else "", end="")
+        report("gpu", [result_of(name, json.loads(found[0].removeprefix("FOUND ")))], save=options.save)
+    return status
+
+
+def _add_options(parser: Any) -> None:
+    parser.add_argument("rows", nargs="*", choices=[*ROWS, []], help="which, by name")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--here", action="store_true", help="measure one row in this process")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
