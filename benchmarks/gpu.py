@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -75,7 +75,9 @@ _CLASSES = {
 }
 
 
-def train_steps(row: Row, folder: str) -> tuple[torch.nn.Module, Callable[[int], None], dict[str, Any]]:
+def train_steps(
+    row: Row, folder: str, stack: ExitStack
+) -> tuple[torch.nn.Module, Callable[[int], None], dict[str, Any]]:
     """The loop of `shardwise train`."""
     run_module.check_disk = lambda *_: []  # nothing is saved here
     config = RunConfig(
@@ -88,9 +90,9 @@ def train_steps(row: Row, folder: str) -> tuple[torch.nn.Module, Callable[[int],
         checkpoint=CheckpointConfig(every=None),
         folder=folder,
     )
-    run = run_module.open_run(config, NoProgress()).__enter__()
-    guard(run.model).__enter__()
-    explained(run.model).__enter__()
+    run = stack.enter_context(run_module.open_run(config, NoProgress()))
+    stack.enter_context(guard(run.model))
+    stack.enter_context(explained(run.model))
     found = {"optimizer": type(run.optimizer).__name__}
 
     def steps(count: int) -> None:
@@ -129,11 +131,11 @@ def plain_steps(row: Row) -> tuple[torch.nn.Module, Callable[[int], None], dict[
     return model, steps, {}
 
 
-def measure(row: Row, folder: str) -> dict[str, Any]:
+def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
     """Everything of one row, in this process."""
     torch.set_float32_matmul_precision("high")
     started = time.perf_counter()
-    model, steps, found = train_steps(row, folder) if row.kind == "train" else plain_steps(row)
+    model, steps, found = train_steps(row, folder, stack) if row.kind == "train" else plain_steps(row)
     steps(row.warmup)
     torch.cuda.synchronize()
     found["set-up and warm-up s"] = round(time.perf_counter() - started, 1)
@@ -213,8 +215,8 @@ def main() -> int:
         print("\n".join(ROWS))
         return 0
     if options.here:
-        with tempfile.TemporaryDirectory() as folder:
-            print("FOUND " + json.dumps(measure(ROWS[options.rows[0]], folder)), flush=True)
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            print("FOUND " + json.dumps(measure(ROWS[options.rows[0]], folder, stack)), flush=True)
         return 0
     status = 0
     for name in options.rows:
