@@ -12,9 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,7 +105,7 @@ def train_steps(
     return run.model, steps, found
 
 
-def plain_steps(row: Row) -> tuple[torch.nn.Module, Callable[[int], None], dict[str, Any]]:
+def plain_steps(row: Row) -> Steps:
     """A loop as a user writes it."""
     mesh = sw.init_distributed()
     config = replace(sw.ShardConfig(), **({"compile": True} | dict(row.settings)))
@@ -161,6 +163,7 @@ def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
         "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 1),
         "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"] - retries,
+        "host_waits": host_waits(steps),
         "kernels_ms": kernel_times(steps, median(times) * 1e3),
         "ceiling_tflops": round(ceiling() / 1e12, 1),
     }
@@ -184,6 +187,17 @@ def kernel_times(steps: Callable[[int], None], step_ms: float) -> dict[str, floa
             spent[kind] = spent.get(kind, 0.0) + event.device_time / 2e3
     spent["idle"] = step_ms - sum(spent.values())
     return {kind: round(milliseconds, 1) for kind, milliseconds in spent.items()}
+
+
+def host_waits(steps: Callable[[int], None]) -> list[str]:
+    """Places where the host waits for the GPU, as far as torch sees them; the last step of a stretch reads the loss."""
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps(3)
+    torch.cuda.set_sync_debug_mode("default")
+    places = [f"{Path(each.filename).name}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)]
+    return [f"{place} ({places.count(place)})" for place in dict.fromkeys(places)]
 
 
 def ceiling() -> float:

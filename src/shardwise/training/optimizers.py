@@ -389,14 +389,14 @@ class ClippingAdamW(torch.optim.AdamW):
         passed = torch.stack(steps).double()
         step_sizes = (lr / (1 - beta1**passed)).float().unbind()
         corrections = (1 - beta2**passed).rsqrt().float().unbind()
-        # In tensors, as another learning rate would compile the kernel again; rounded once, as torch's kernel does.
-        settings = [1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"]]
-        constants = torch.tensor(settings, device=one.device)
+        # In tensors, as another learning rate would compile the kernel again; filled there, as a copy would wait.
+        settings = (1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"])
+        constants = [torch.full_like(one, value) for value in settings]
         for parameter, state, step_size, correction in zip(parameters, states, step_sizes, corrections, strict=True):
             assert parameter.grad is not None
             tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
             flat = [local_tensor(tensor).view(-1) for tensor in tensors]
-            _compiled_update()(*flat, factor, is_bad, step_size, correction, constants)
+            _compiled_update()(*flat, factor, is_bad, step_size, correction, *constants)
 
 
 def _update(
@@ -408,10 +408,13 @@ def _update(
     is_bad: Tensor,
     step_size: Tensor,
     correction: Tensor,
-    constants: Tensor,
+    decay: Tensor,
+    one_minus_beta1: Tensor,
+    beta2: Tensor,
+    one_minus_beta2: Tensor,
+    eps: Tensor,
 ) -> None:
     """AdamW of one parameter; nothing where `is_bad`."""
-    decay, one_minus_beta1, beta2, one_minus_beta2, eps = constants.unbind()
     gradient, is_good = gradient.to(parameter.dtype) * factor, is_bad == 0
     new_mean = mean + (gradient - mean) * one_minus_beta1
     new_square = square * beta2 + gradient * gradient * one_minus_beta2
