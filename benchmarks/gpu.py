@@ -77,9 +77,11 @@ _CLASSES = {
 }
 
 
-def train_steps(
-    row: Row, folder: str, stack: ExitStack
-) -> tuple[torch.nn.Module, Callable[[int], None], dict[str, Any]]:
+Steps = tuple[torch.nn.Module, Callable[[int], None], dict[str, Any]]
+"""The model, a function that makes some steps, and what is known of the recipe."""
+
+
+def train_steps(row: Row, folder: str, stack: ExitStack) -> Steps:
     """The loop of `shardwise train`."""
     run_module.check_disk = lambda *_: []  # nothing is saved here
     config = RunConfig(
