@@ -387,9 +387,9 @@ class ClippingAdamW(torch.optim.AdamW):
         torch._foreach_add_(steps, 1 - is_bad)
         (beta1, beta2), lr = group["betas"], group["lr"]
         passed = torch.stack(steps).double()
-        step_sizes = (lr / (1 - beta1**passed)).float().unbind()
-        corrections = (1 - beta2**passed).rsqrt().float().unbind()
-        # In tensors, as another learning rate would compile the kernel again; filled there, as a copy would wait.
+        step_sizes = (lr / (1 - torch.full_like(passed, beta1).pow(passed))).float().unbind()
+        corrections = (1 - torch.full_like(passed, beta2).pow(passed)).rsqrt().float().unbind()
+        # In tensors, as another learning rate would compile the kernel again; filled there, as copies would wait.
         settings = (1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"])
         constants = [torch.full_like(one, value) for value in settings]
         for parameter, state, step_size, correction in zip(parameters, states, step_sizes, corrections, strict=True):
