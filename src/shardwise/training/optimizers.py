@@ -384,7 +384,7 @@ class ClippingAdamW(torch.optim.AdamW):
         one = torch.ones((), device=steps[0].device)
         is_bad = torch.zeros_like(one) if self.found_inf is None else self.found_inf.to(one)
         factor = one if self.gradient_factor is None else self.gradient_factor.to(one)
-        torch._foreach_add_(steps, 1 - is_bad)
+        torch._foreach_add_(steps, [1 - is_bad] * len(steps))  # one tensor for all would be read on the host
         (beta1, beta2), lr = group["betas"], group["lr"]
         passed = torch.stack(steps).double()
         step_sizes = (lr / (1 - torch.full_like(passed, beta1).pow(passed))).float().unbind()
