@@ -24,13 +24,7 @@ from shardwise.planning.planner import plan as make_plan
 from shardwise.planning.planner import refuse_sharded
 from shardwise.planning.settings import dtype_name
 from shardwise.sharding.blocks import checkpoint_activations, compile_blocks
-from shardwise.sharding.forward_hooks import (
-    Casts,
-    ForwardHooks,
-    PartsForwardHooks,
-    Replicated,
-    RootForwardHooks,
-)
+from shardwise.sharding.forward_hooks import Casts, ForwardHooks, PartsForwardHooks, Replicated, RootForwardHooks
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_zero_grad
 from shardwise.sharding.graph_calls import watch_backward
 from shardwise.sharding.parameter_writes import watch_writes
