@@ -33,7 +33,7 @@ from shardwise.checkpointing.storage.files import is_remote
 from shardwise.checkpointing.storage.memory import bytes_of, counting, trim_malloc
 from shardwise.distributed.agreement import is_first, on_rank_zero, raise_together, run_and_gather, run_on_all
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.models.described import hugging_face_config
+from shardwise.models.configs import hugging_face_config
 from shardwise.progress import Progress
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order
 from shardwise.sharding.inventory import class_name, is_meta, take_inventory

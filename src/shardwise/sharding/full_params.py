@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
-from shardwise.distributed.agreement import gather_over_mesh, raise_together
+from shardwise.distributed.agreement import gather_over_mesh, is_first, raise_together
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ConfigError, ShardError, listed
 from shardwise.sharding import inventory
@@ -412,10 +412,7 @@ def _write_back(changed: dict[nn.Parameter, torch.Tensor], rank0_only: bool) -> 
 
 def _is_first_rank(tensors: Iterable[torch.Tensor]) -> bool:
     mesh = widest_mesh(tensors)
-    if mesh is None:
-        return not dist.is_initialized() or dist.get_rank() == 0
-    coordinate = mesh.get_coordinate()
-    return coordinate is not None and not any(coordinate)
+    return is_first(mesh) if mesh is not None else not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _refuse_meta(model: nn.Module) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import compat
 from shardwise.errors import ShardError, ShardwiseError
@@ -112,6 +112,38 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         # updated shards from the next forward.
         if (group := reference()) is not None and not compat.is_resharded(group):
             compat.wait_and_reshard(group)
+
+
+def around_steps(
+    groups: Iterable[Any], before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+) -> Callable[[], None]:
+    """Call `before` and `after` each step of an optimizer that holds parameters of FSDP2's groups.
+
+    Returns:
+        A function that stops it.
+    """
+    references = [weakref.ref(group) for group in groups]
+    is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+
+    def calling(callback: Callable[[], None]) -> Callable[..., None]:
+        def call(optimizer: Optimizer, *_: Any) -> None:
+            if optimizer not in is_ours:
+                living = [group for reference in references if (group := reference()) is not None]
+                own = {id(parameter) for group in living for parameter in compat.sharded_parameters(group)}
+                is_ours[optimizer] = any(id(parameter) in own for parameter in _held(optimizer))
+            if is_ours[optimizer]:
+                callback()
+
+        return call
+
+    hooks = [register_optimizer_step_pre_hook(calling(before))] if before is not None else []
+    hooks += [register_optimizer_step_post_hook(calling(after))] if after is not None else []
+
+    def stop() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return stop
 
 
 def optimizers_of(model: nn.Module) -> list[Optimizer]:

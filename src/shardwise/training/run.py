@@ -26,7 +26,7 @@ from shardwise.distributed.agreement import agree_on, gather_objects, on_rank_ze
 from shardwise.distributed.launchers import read_launch
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, init_distributed
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError, listed
-from shardwise.models.described import config_size, max_length
+from shardwise.models.configs import config_size, max_length
 from shardwise.models.load import load_model
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
