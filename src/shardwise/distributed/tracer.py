@@ -495,7 +495,7 @@ class CollectiveTracer:
             elif (index := self._view.first_difference()) is not None:
                 self._handle_difference(index)
             elif self.trace.count and self.trace.seconds_still > _DEAD_SECONDS:
-                self._look_for_absent()
+                self._find_absent()
         if self._exchange is not None:
             self._exchange.exchange()
 
@@ -520,7 +520,7 @@ class CollectiveTracer:
             self._say(difference.error)
             self._conclude(difference.error)
 
-    def _look_for_absent(self) -> None:
+    def _find_absent(self) -> None:
         view, here = self._view, self.trace.count
         is_late, missing = self.trace.seconds_still > self._patience, view.missing()
         found, late, error = view.verdict_of_others(), None, None

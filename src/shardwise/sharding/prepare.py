@@ -136,7 +136,7 @@ def _read_wrap_value(translation: Translation, name: str, answer: dict[str, Any]
             fields["offload"] = bool((given or {"offload_params": value}).get("offload_params"))
         elif key not in _KEYS:
             hint = fix_name(key, _KEYS, f"choose among {', '.join(_KEYS)}")
-            translation.problem(where, "is no setting of a single group", hint)
+            translation.problem(where, "is not a setting of a single group", hint)
         elif name_of_precision == "FULL":
             fields["param_dtype"] = "storage"
         elif given is not None:

@@ -35,7 +35,7 @@ def _order_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     place = {id(parameter): index for index, (_, parameter) in enumerate(_named_parameters())}
     held = dict(enumerate(_held(optimizer)))
     state = state_dict["state"]
-    # A state dict by name has keys that are no numbers; they come last, in their order.
+    # A state dict by name has keys that are not numbers; they come last, in their order.
     ordered = sorted(state, key=lambda entry: place.get(id(held.get(entry)), len(place)))
     return {**state_dict, "state": {entry: state[entry] for entry in ordered}}
 
@@ -174,7 +174,7 @@ def _examine(optimizer: Optimizer) -> list[weakref.ref[Any]]:
                     optimizer,
                     gathered,
                     class_name(root),
-                    why="the optimizer was built while the model stood gathered (after unshard(), or in a "
+                    why="the optimizer was built while the model was unsharded (after unshard(), or in a "
                     "forward): it holds the temporary copies, and the shards would never change",
                     fix="call model.reshard() before building the optimizer",
                 )

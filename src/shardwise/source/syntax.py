@@ -320,7 +320,7 @@ def given_to(call: ast.Call) -> list[ast.expr]:
 
 
 def last_name(node: ast.AST | None) -> str:
-    """`c` of `a.b.c`; empty for what is no name."""
+    """`c` of `a.b.c`; empty for anything that is not a name."""
     return getattr(node, "attr", "") or getattr(node, "id", "")
 
 

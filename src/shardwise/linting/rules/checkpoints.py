@@ -260,7 +260,7 @@ def _others_do_it_too(file: FileContext, trace: Trace, event: ProgramEvent) -> b
 
 
 def _side(file: FileContext, guard: BranchTest) -> bool | None:
-    """True where only the first rank passes, False where all but it do, None where the test is no such."""
+    """True where only the first rank passes, False where all but it do, None for any other test."""
     asked = asks_for_rank_zero(file, guard.test)
     return None if asked is None else asked is guard.taken
 
