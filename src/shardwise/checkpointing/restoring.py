@@ -20,9 +20,10 @@ from shardwise.checkpointing.state import optimizer_state
 from shardwise.checkpointing.state.names import canonical_name
 from shardwise.checkpointing.state.nested import LAYOUT, dotted, flatten, put_together, unflatten
 from shardwise.checkpointing.state.optimizer_state import KINDS, LIVE_OPTIONS, Kind, NamedGroup, default_kind, kind_of
-from shardwise.checkpointing.state.slices import dtype_name, local_chunks
+from shardwise.checkpointing.state.slices import local_chunks
 from shardwise.checkpointing.verifying import USE_THE_MODEL, mixed_order, unsure_order
 from shardwise.errors import CheckpointError
+from shardwise.planning.settings import dtype_name
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.repointing import follow_names
 

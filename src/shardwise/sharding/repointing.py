@@ -226,7 +226,7 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> str:
 
 # Counters that torch's optimizers keep per parameter. They stay plain tensors even for a parameter that is
 # itself a scalar, because the optimizers hand them to foreach kernels in lists of their own.
-_COUNTERS = {"step", "mu_product", "eta", "mu"}
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def remember_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[int, str]:
@@ -337,7 +337,7 @@ def _check_state(where: str, name: str, state: dict[str, Any] | None, parameter:
 
 
 def _is_split(key: str, value: object, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and key not in _COUNTERS and value.shape == parameter.shape
+    return isinstance(value, torch.Tensor) and key not in COUNTERS and value.shape == parameter.shape
 
 
 def _split(value: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
