@@ -46,13 +46,13 @@ def watch_operators(seen: Callable[[str, list[torch.Tensor]], None]) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    class Watch(TorchDispatchMode):
+    class WatchedOperators(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             tensors = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
             seen(func.overloadpacket.__name__, tensors)
             return func(*args, **(kwargs or {}))
 
-    return Watch()
+    return WatchedOperators()
 
 
 def pin_host_memory(address: int, num_bytes: int) -> bool:
