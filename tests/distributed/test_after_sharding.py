@@ -94,7 +94,7 @@ def test_a_parameter_that_is_replaced_between_steps_is_refused(rank: int, change
     model = sw.shard(Net(), mesh=mesh_of(2))
     model(normal(rank, 4, 16)).mean().backward()
     change(model)
-    with pytest.raises(ShardError, match="'weight' of a sharded .*Linear is not the parameter that was sharded"):
+    with pytest.raises(ShardError, match=r"'weight' of a sharded .*Linear is not the parameter that was sharded"):
         model(normal(rank, 4, 16))
 
 
