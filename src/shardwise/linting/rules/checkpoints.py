@@ -9,23 +9,12 @@ from collections.abc import Iterator
 from shardwise.findings import Safety
 from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source import facts
+from shardwise.source import values as v
 from shardwise.source.edits import change
 from shardwise.source.ranks import asks_for_rank_zero
 from shardwise.source.syntax import FULLY_SHARD, FileContext, last_name, tested_classes
 from shardwise.source.trace import Trace
-from shardwise.source.values import (
-    BranchTest,
-    DictValue,
-    ObjectRef,
-    Param,
-    ProgramEvent,
-    StateDict,
-    Value,
-    contradict,
-    modules,
-    nested,
-    owners_of_params,
-)
+from shardwise.source.values import BranchTest, DictValue, ObjectRef, ProgramEvent, StateDict, Value, modules, nested
 
 _READERS = frozenset({"torch.load", "safetensors.torch.load_file", "safetensors.torch.load"})
 _SAVERS = ("torch.save", "safetensors.torch.save_file", "safetensors.torch.save", "safetensors.torch.save_model")
@@ -245,12 +234,12 @@ def _collective(file: FileContext, trace: Trace, event: ProgramEvent) -> str:
         return f"Checkpointer.{name}()"
     if name == "full_tensor" and not event.args:
         # Under `isinstance(p, DTensor)` only where the parameter's model is known to be sharded.
-        owners = [value.owner for value in event.receiver if isinstance(value, Param | StateDict)]
+        owners = [value.owner for value in event.receiver if isinstance(value, v.Param | StateDict)]
         is_sharded = any(trace.holds_shards(owner, event) is not None for owner in owners)
         is_tested = any("DTensor" in tested_classes(file, guard.test) for guard in event.guards)
         return "full_tensor()" if is_sharded or not is_tested else ""
     if event.is_call_to(_CLIP):
-        owners = owners_of_params(event.argument(0, "parameters"))
+        owners = v.owners_of_params(event.argument(0, "parameters"))
         return f"{name}() of sharded parameters" if any(trace.holds_shards(o, event) for o in owners) else ""
     if not event.origins and any(trace.is_sharded(module, event) for module in modules(event.called)):
         return "the forward of a sharded model"
@@ -273,7 +262,7 @@ def _others_do_it_too(file: FileContext, trace: Trace, event: ProgramEvent) -> b
     guards = [(guard, side) for guard in event.guards if (side := _side(file, guard)) is not None]
     others = [one for one in trace.events if one is not event and one.method == event.method and not one.is_store]
     return any(
-        contradict(twin, guard) or _side(file, twin) is (not side)
+        v.contradict(twin, guard) or _side(file, twin) is (not side)
         for other in others
         for twin in other.guards
         for guard, side in guards
@@ -281,7 +270,7 @@ def _others_do_it_too(file: FileContext, trace: Trace, event: ProgramEvent) -> b
 
 
 def _side(file: FileContext, guard: BranchTest) -> bool | None:
-    """True where only the first rank passes, False where all but it do, None where the test is no such."""
+    """True where only the first rank passes, False where all but it do, None for any other test."""
     asked = asks_for_rank_zero(file, guard.test)
     return None if asked is None else asked is guard.taken
 
