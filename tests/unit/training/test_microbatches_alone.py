@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, TrainingError
+from shardwise.models.llama import SHAPES, Llama
+from shardwise.planning.planner import plan
+from shardwise.sharding.blocks import CheckpointedForward, recompute_later, recompute_more
 from shardwise.training.microbatching import Batch, Microbatches
 
 
@@ -96,3 +99,28 @@ def test_other_errors_leave_as_they_are(size: int | None, error: Exception):
     assert caught.value is error
     assert len(calls) == 1
     assert micro.num_halvings == 0
+
+
+def test_a_single_row_that_does_not_fit_is_recomputed_first():
+    """One block is enough: selectively at first, then all of it, and then the error."""
+    model, said, modes = Llama(SHAPES["llama3-debug"]), [], []
+    recompute_later(model, plan(model))
+    forward = model.model.layers[0].forward
+    assert isinstance(forward, CheckpointedForward)
+    assert forward.mode == "none"
+
+    def work(parts: list[Batch]) -> None:
+        modes.append(forward.mode)
+        model(parts[0]["ids"][None]).sum().backward()
+        if forward.mode != "full":
+            raise MemoryError("full")
+
+    micro = Microbatches(model, 2, report=said.append)
+    micro.run(work, batch(2))
+    assert modes == ["none", "none", "selective", "full"]
+    assert said[1:] == [
+        "out of memory on rank 0: blocks recompute their activations from now on. "
+        f"Set shard.activations = {mode} to start with that."
+        for mode in ("selective", "full")
+    ]
+    assert recompute_more(model) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from shardwise import compat
 from shardwise.config.run import OptimizerConfig
 from shardwise.errors import ConfigError
 from shardwise.models.load import load_model
+from shardwise.training import optimizers
 from shardwise.training.optimizers import Muon, build_optimizer, orthogonalize, parameter_kinds
 
 
@@ -219,3 +221,36 @@ def test_a_step_held_back_on_the_device_changes_nothing(name: str):
         assert torch.equal(parameter, expected)
     for mine, other in zip(optimizer.state.values(), plain.state.values(), strict=True):
         assert all(torch.equal(mine[key], other[key]) for key in other)
+
+
+def test_clipping_adamw_is_adamw_on_scaled_gradients(monkeypatch: pytest.MonkeyPatch):
+    """Large and small parameters, a learning rate that changes, a step that is left out, gradients in bfloat16."""
+    monkeypatch.setattr(optimizers, "_compiled_update", lambda: optimizers._update)  # no compiler for CPUs in tests
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(600, 600)), nn.Parameter(torch.randn(30))]
+    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    clipping = optimizers.ClippingAdamW([{"params": ours}], **options)
+    plain = torch.optim.AdamW(theirs, **options)
+    for step in range(5):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad_dtype = None
+            mine.grad = torch.randn_like(mine).to(torch.bfloat16 if step % 2 else torch.float32)
+            other.grad = mine.grad.float() * 0.3
+        clipping.gradient_factor = torch.tensor(0.3)
+        clipping.step()
+        plain.step()
+        for group in (*clipping.param_groups, *plain.param_groups):
+            group["lr"] *= 0.9
+        clipping.found_inf = torch.ones(())
+        for mine in ours:
+            mine.grad = torch.full_like(mine, math.nan)
+        clipping.step()  # changes nothing
+        clipping.found_inf = None
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)  # rounded in another order
+    states = clipping.state_dict()["state"], plain.state_dict()["state"]
+    assert {key: set(state) for key, state in states[0].items()} == {
+        key: set(state) for key, state in states[1].items()
+    }
+    assert [state["step"].item() for state in states[0].values()] == [5, 5]
