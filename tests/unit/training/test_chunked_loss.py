@@ -19,7 +19,7 @@ class WithBias(Llama):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)  # pyrefly: ignore[bad-assignment]
 
 
 class Capped(Llama):
