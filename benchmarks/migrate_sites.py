@@ -3,7 +3,8 @@
 python -m benchmarks.migrate_sites FOLDER
 
 FOLDER holds a checkout of each repository below, named owner+name. The list and the seed were committed before any of
-the code was read. At most two calls are drawn of each repository, so that large ones do not crowd out the rest; tests are left out.
+the code was read. At most two calls are drawn of each repository, so that large ones do not crowd out the rest; tests
+are left out.
 """
 
 import ast
@@ -12,21 +13,57 @@ import sys
 from pathlib import Path
 
 SEED, COUNT, PER_REPOSITORY = 20261117, 40, 2
-REPOSITORIES = """
-AllenInstitute/distributed-vae Alpha-VLLM/Lumina-T2X Alpha-VLLM/Lumina-mGPT ByteDance-Seed/Bagel
-FoundationVision/Infinity FoundationVision/LlamaGen Gvilenius/weipipe HazyResearch/lolcats IBM/dolomite-engine
-InternLM/InternEvo NVlabs/Sana RLinf/RLinf
-Ranjithnathk/Parallel-Deep-Learning-for-Leukemia-Classification-from-Blood-Smear-Images TRI-ML/prismatic-vlms
-Vahe1994/AQLM Wan-Video/Wan2.1 XueZeyue/DanceGRPO abacaj/fine-tune-mistral abacaj/train-with-fsdp
-ajayvohra2005/gpt2-fsdp baraql/lai-proj chrisociepa/allamo conceptofmind/PaLM eminorhan/simsiam
-eminorhan/visual-recognition-memory facebookresearch/coconut facebookresearch/multimodal
-facebookresearch/optimizers faizanahemad/dot-tokens-communication
-foundation-model-stack/foundation-model-stack genmoai/mochi guandeh17/Self-Forcing hiyouga/EasyR1
-krayF1sh/ecot-prm kyutai-labs/moshi-finetune mistralai/mistral-finetune mohame54/Dit neelsjain/NEFTune
-nvidia-cosmos/cosmos-predict1 openvla/openvla oumi-ai/oumi sab148/nxtaim-distributed-models saforem2/ezpz
-seopbo/llmpy sirluk/pytorch_transformer tianweiy/CausVid wuwowuyi/DPO-and-GRPO-implementation
-xdit-project/xDiT yangdongchao/ALMTokenizer2
-""".split()
+REPOSITORIES = [
+    "AllenInstitute/distributed-vae",
+    "Alpha-VLLM/Lumina-T2X",
+    "Alpha-VLLM/Lumina-mGPT",
+    "ByteDance-Seed/Bagel",
+    "FoundationVision/Infinity",
+    "FoundationVision/LlamaGen",
+    "Gvilenius/weipipe",
+    "HazyResearch/lolcats",
+    "IBM/dolomite-engine",
+    "InternLM/InternEvo",
+    "NVlabs/Sana",
+    "RLinf/RLinf",
+    "Ranjithnathk/Parallel-Deep-Learning-for-Leukemia-Classification-from-Blood-Smear-Images",
+    "TRI-ML/prismatic-vlms",
+    "Vahe1994/AQLM",
+    "Wan-Video/Wan2.1",
+    "XueZeyue/DanceGRPO",
+    "abacaj/fine-tune-mistral",
+    "abacaj/train-with-fsdp",
+    "ajayvohra2005/gpt2-fsdp",
+    "baraql/lai-proj",
+    "chrisociepa/allamo",
+    "conceptofmind/PaLM",
+    "eminorhan/simsiam",
+    "eminorhan/visual-recognition-memory",
+    "facebookresearch/coconut",
+    "facebookresearch/multimodal",
+    "facebookresearch/optimizers",
+    "faizanahemad/dot-tokens-communication",
+    "foundation-model-stack/foundation-model-stack",
+    "genmoai/mochi",
+    "guandeh17/Self-Forcing",
+    "hiyouga/EasyR1",
+    "krayF1sh/ecot-prm",
+    "kyutai-labs/moshi-finetune",
+    "mistralai/mistral-finetune",
+    "mohame54/Dit",
+    "neelsjain/NEFTune",
+    "nvidia-cosmos/cosmos-predict1",
+    "openvla/openvla",
+    "oumi-ai/oumi",
+    "sab148/nxtaim-distributed-models",
+    "saforem2/ezpz",
+    "seopbo/llmpy",
+    "sirluk/pytorch_transformer",
+    "tianweiy/CausVid",
+    "wuwowuyi/DPO-and-GRPO-implementation",
+    "xdit-project/xDiT",
+    "yangdongchao/ALMTokenizer2",
+]
 CLASS = "FullyShardedDataParallel"
 
 
