@@ -20,14 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.contents import Contents
+from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.sharded import FileRecord, read_manifest
-from shardwise.checkpointing.formats.sharded_commit import (
-    committed_steps,
-    is_committed,
-    step_folder,
-    sweep,
-)
 from shardwise.checkpointing.loading import load_run
 from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.retention import Retainer, Retention
@@ -200,7 +194,7 @@ class Checkpointer:
                 return False
         self.wait()
         if not self._is_swept:  # what an earlier run left half done
-            self._channel.run_on_all(lambda: sweep(self.folder) if self._channel.rank == 0 else None)
+            self._channel.run_on_all(lambda: sharded.sweep(self.folder) if self._channel.rank == 0 else None)
             self._is_swept = True
 
         def collect() -> FlatState:
@@ -301,7 +295,7 @@ class Checkpointer:
         self.extra, self.notes = loaded.extra, loaded.notes
         is_own = path is None or self.folder in (place(path), split(place(path))[0])
         if is_own and self._channel.rank == 0:
-            self._retainer.adopt(committed_steps(self.folder))
+            self._retainer.adopt(sharded.committed_steps(self.folder))
         for note in loaded.notes:
             _log.info(note)
         return loaded.step
@@ -315,7 +309,7 @@ class Checkpointer:
         self._check_usable()
         is_first = self._channel.rank == 0
         _, steps = run_and_gather(
-            lambda: (None, max(committed_steps(self.folder), default=None) if is_first else None),
+            lambda: (None, max(sharded.committed_steps(self.folder), default=None) if is_first else None),
             self._channel,
             CheckpointError,
         )
@@ -323,7 +317,7 @@ class Checkpointer:
 
     def path(self, step: int) -> Place:
         """Where the checkpoint of a step lies, or would lie."""
-        return step_folder(self.folder, step)
+        return sharded.step_folder(self.folder, step)
 
     def wait(self) -> None:
         """Return when nothing is being written any more.
@@ -373,9 +367,9 @@ class Checkpointer:
             error.add_note(f"(also, the last save failed: {failed})")
 
     def _open(self, step: int | None) -> Contents:
-        if step is not None and is_committed(self.path(step)):
-            return read_manifest(self.path(step))
-        steps = committed_steps(self.folder)
+        if step is not None and sharded.is_committed(self.path(step)):
+            return sharded.read_manifest(self.path(step))
+        steps = sharded.committed_steps(self.folder)
         raise CheckpointError(
             "there is no checkpoint to load" if step is None else f"there is no checkpoint of step {step}",
             where=str(self.folder),
@@ -389,7 +383,7 @@ class Checkpointer:
         except BaseException as error:
             self._error = error
 
-    def _retire(self, newest: int, records: Sequence[FileRecord]) -> None:
+    def _retire(self, newest: int, records: Sequence[sharded.FileRecord]) -> None:
         """Remove what need not be kept, on rank 0, unless a file of the newest is not what was written."""
         folder = self.path(newest)
         short = [record.file for record in records if size_problem(join(folder, record.file), record.num_bytes)]
@@ -400,7 +394,7 @@ class Checkpointer:
                 why="a file of the newest checkpoint does not have the size it had",
                 fix="see who else writes there; older checkpoints were kept",
             )
-        self._retainer.retire({step: self.path(step) for step in committed_steps(self.folder)}, newest)
+        self._retainer.retire({step: self.path(step) for step in sharded.committed_steps(self.folder)}, newest)
 
     def _check_usable(self) -> None:
         if self._is_closed:

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.checkpointing.formats.sharded import read_manifest
-from shardwise.checkpointing.formats.sharded_commit import is_committed, remove_checkpoint
+from shardwise.checkpointing.formats.sharded import is_committed, read_manifest, remove_checkpoint
 from shardwise.checkpointing.storage.files import Place
 from shardwise.errors import CheckpointError, ConfigError
 

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpointing import sharing
 from shardwise.checkpointing.background_writer import Work, WriterProcess, bytes_of_item, commit, write_items
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, KeyPath, LocalChunk, StoredChunk, StoredTensor
-from shardwise.checkpointing.formats.sharded import FileRecord, Header, file_name
-from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, partial_of
+from shardwise.checkpointing.formats.sharded import FileRecord, Header, begin_checkpoint, file_name, partial_of
 from shardwise.checkpointing.staging import Arena, AsyncCopy, StagedTensor
 from shardwise.checkpointing.state.nested import FlatState
 from shardwise.checkpointing.state.run import Run

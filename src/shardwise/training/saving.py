@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.formats.sharded_commit import is_committed
+from shardwise.checkpointing.formats.sharded import is_committed
 from shardwise.checkpointing.full_file import save_full
 from shardwise.checkpointing.manager import Checkpointer
 from shardwise.checkpointing.retention import Retainer, Retention
