@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardwise.checkpointing.inspecting import diff_checkpoints as diff_checkpoints
     from shardwise.checkpointing.inspecting import inspect_checkpoint as inspect_checkpoint
     from shardwise.checkpointing.manager import Checkpointer as Checkpointer
-    from shardwise.checkpointing.state.names import KeyReport as KeyReport
+    from shardwise.checkpointing.matching import KeyReport as KeyReport
     from shardwise.checkpointing.verifying import verify_checkpoint as verify_checkpoint
     from shardwise.checkpointing.weights import load_weights as load_weights
     from shardwise.checkpointing.weights import save_weights as save_weights
@@ -70,7 +70,7 @@ _HOMES = {
     "shardwise.checkpointing.full_file": ("load_full", "save_full"),
     "shardwise.checkpointing.inspecting": ("Inspection", "diff_checkpoints", "inspect_checkpoint"),
     "shardwise.checkpointing.manager": ("Checkpointer",),
-    "shardwise.checkpointing.state.names": ("KeyReport",),
+    "shardwise.checkpointing.matching": ("KeyReport",),
     "shardwise.checkpointing.verifying": ("verify_checkpoint",),
     "shardwise.checkpointing.weights": ("load_weights", "save_weights"),
     "shardwise.config.run": ("RunConfig",),

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.sharded import is_committed
 from shardwise.checkpointing.full_file import save_full
-from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.retention import Retainer, Retention
+from shardwise.checkpointing.manager import Checkpointer, Retainer, Retention
 from shardwise.checkpointing.state.names import with_our_names
 from shardwise.checkpointing.state.slices import model_tensors
 from shardwise.config.run import CheckpointConfig
