@@ -100,6 +100,7 @@ def _is_reordered(contents: Contents, name: str, bare: str) -> bool:
 class Restoring:
     """A load in the making."""
 
+    view: RankView
     requests: list[Request] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
     """To be called in order, once everything is read."""
@@ -117,26 +118,19 @@ class Restoring:
 
 
 def plan_object(
-    restoring: Restoring,
-    view: RankView,
-    key: str,
-    live: Any,
-    put: Callable[[Any], object],
-    *,
-    path: KeyPath | None = None,
+    restoring: Restoring, key: str, live: Any, put: Callable[[Any], object], *, path: KeyPath | None = None
 ) -> None:
     """Plan to restore one object from what is stored under `key`.
 
     Args:
         restoring: Is added to.
-        view: The checkpoint.
         key: The flat name under which it stands.
         live: Its state now: tensors in it are read into where they have the stored shape, as DCP does; that is
             how sharded ones keep their layout.
         put: Takes the restored state.
         path: The keys that lead to it, where a key has a dot.
     """
-    path = path or (key,)
+    view, path = restoring.view, path or (key,)
     tensors, values = view.contents.tensors, view.contents.values
     layout = values.get(f"{key}.{nested.LAYOUT}")
     names = [key] if key in tensors or key in values else []
@@ -197,26 +191,19 @@ class _StoredGroup:
 
 
 def plan_optimizer(
-    restoring: Restoring,
-    view: RankView,
-    optimizer: Optimizer,
-    groups: list[optim.NamedGroup],
-    path: KeyPath,
-    *,
-    strict: bool,
+    restoring: Restoring, optimizer: Optimizer, groups: list[optim.NamedGroup], path: KeyPath, *, strict: bool
 ) -> None:
     """Plan to restore one optimizer.
 
     Args:
         restoring: Is added to.
-        view: The checkpoint.
         optimizer: Stepped or not; it is never stepped here.
         groups: Its groups by name.
         path: Where its state stands.
         strict: Every parameter must be in the same group as it was.
     """
     follow_names(optimizer)
-    prefix, problems = nested.dotted(path), restoring.problems
+    view, prefix, problems = restoring.view, nested.dotted(path), restoring.problems
     states, stored_groups = _read_index(view, path)
     if prefix in view.mixed:
         problems.append(f"{prefix} (SW337): {view.mixed[prefix]}; {USE_THE_MODEL}")
@@ -241,7 +228,7 @@ def plan_optimizer(
         stored = _find_group(group, place, stored_groups)
         options: dict[str, Any] = {}
         if stored is not None and not (strict and set(stored.names) != set(group.names)):
-            options = _plan_options(restoring, view, group, stored, prefix)
+            options = _plan_options(restoring, group, stored)
         else:
             what = f"the group with {group.names[0]}" if group.names else f"the empty group {place}"
             if strict:
@@ -253,12 +240,11 @@ def plan_optimizer(
             found = {
                 keys: (kinds.get(f"{name}.{nested.dotted(keys)}"), full) for keys, full in states.get(name, {}).items()
             }
-            _plan_state(restoring, view, optimizer, parameter, found, options)
+            _plan_state(restoring, optimizer, parameter, found, options)
 
 
 def _plan_state(
     restoring: Restoring,
-    view: RankView,
     optimizer: Optimizer,
     parameter: torch.Tensor,
     stored: Mapping[KeyPath, tuple[optim.Kind | None, str]],
@@ -268,18 +254,18 @@ def _plan_state(
 
     Args:
         restoring: Is added to.
-        view: The checkpoint.
         optimizer: Keeps the state.
         parameter: Whose state it is.
         stored: By the keys in the state: its layout, where the checkpoint says it, and the flat name.
         options: Of the parameter's group.
     """
+    contents = restoring.view.contents
     parts: dict[KeyPath, Any] = {}
     kinds: dict[KeyPath, optim.Kind] = {}
     for keys, (known_kind, name) in stored.items():
-        tensor = view.contents.tensors.get(name)
+        tensor = contents.tensors.get(name)
         if tensor is None:
-            parts[keys] = view.contents.values[name]
+            parts[keys] = contents.values[name]
             continue
         key = nested.dotted(keys)
         kinds[keys] = kind = known_kind or optim.default_kind(key, tensor.shape, parameter)
@@ -314,14 +300,12 @@ def _live_state(
     return tensor if tuple(tensor.shape) == stored.shape else None
 
 
-def _plan_options(
-    restoring: Restoring, view: RankView, group: optim.NamedGroup, stored: _StoredGroup, prefix: str
-) -> dict[str, Any]:
+def _plan_options(restoring: Restoring, group: optim.NamedGroup, stored: _StoredGroup) -> dict[str, Any]:
     """Plan to set a group's options; return what they will be."""
-    values: dict[KeyPath, Any] = {}
+    contents, values = restoring.view.contents, {}
     for keys, name in stored.options.items():
-        tensor = view.contents.tensors.get(name)
-        values[keys] = view.contents.values[name] if tensor is None else new_tensor(tensor)
+        tensor = contents.tensors.get(name)
+        values[keys] = contents.values[name] if tensor is None else new_tensor(tensor)
         if tensor is not None:
             restoring.read_into(name, values[keys])
     options = nested.put_together(values) if values else {}
@@ -384,7 +368,7 @@ class LoadPlan:
 
     def __init__(self, run: Run, view: RankView, rank: int, *, strict: bool, rng: bool) -> None:
         self._run, self._view, self._strict = run, view, strict
-        self.restoring = Restoring()
+        self.restoring = Restoring(view)
         self.matched: dict[str, Matched] = {}
         """By model: which stored tensor goes into which of its own."""
         self.extra: Any = None
@@ -444,20 +428,20 @@ class LoadPlan:
             full = prefix + key
             if self._strict or f"{full}.{nested.LAYOUT}" in view.contents.values:
                 path = (*section_path("model", name), key)
-                plan_object(self.restoring, view, full, module.get_extra_state(), module.set_extra_state, path=path)
+                plan_object(self.restoring, full, module.get_extra_state(), module.set_extra_state, path=path)
 
     def _plan_rest(self) -> None:
         run, view, restoring = self._run, self._view, self.restoring
         groups = run.groups(run.tensors())
         for key, optimizer in run.optimizers.items():
-            plan_optimizer(restoring, view, optimizer, groups[key], section_path("optim", key), strict=self._strict)
+            plan_optimizer(restoring, optimizer, groups[key], section_path("optim", key), strict=self._strict)
         for key, item in run.objects.items():
             if self._strict or view.names_under(f"{key}."):
-                plan_object(restoring, view, key, item.state_dict(), item.load_state_dict)
+                plan_object(restoring, key, item.state_dict(), item.load_state_dict)
             else:
                 restoring.notes.append(f"{key} is not in the checkpoint and was left as it is")
         if f"extra.{nested.LAYOUT}" in view.contents.values or view.names_under("extra."):
-            plan_object(restoring, view, "extra", {}, lambda value: setattr(self, "extra", value))
+            plan_object(restoring, "extra", {}, lambda value: setattr(self, "extra", value))
 
     def _plan_random_numbers(self, rank: int) -> None:
         own = self._view.names_under(f"rng.{rank}.")
@@ -478,17 +462,6 @@ def _prefix(model: str) -> str:
 _MAX_LINES = 30
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a load brought besides the values in the objects."""
-
-    step: int
-    extra: Any
-    """What was given as `extra` when it was saved."""
-    notes: tuple[str, ...]
-    """What the user should know, such as random numbers that had to be made up."""
-
-
 def load_run(
     run: Run,
     contents: Contents,
@@ -499,7 +472,7 @@ def load_run(
     rng: bool,
     progress: Progress | None = None,
     reader: RequestReader | None = None,
-) -> Loaded:
+) -> LoadPlan:
     """Read a checkpoint into a run's objects.
 
     Args:
@@ -511,6 +484,9 @@ def load_run(
         rng: Also set the random number generators.
         progress: Is told the bytes that this rank reads.
         reader: Who reads; default: every rank its own part.
+
+    Returns:
+        What was done, with the `extra` that was saved.
 
     Raises:
         CheckpointError: The same on every rank. Before the first byte is written nothing was changed; afterwards
@@ -556,7 +532,7 @@ def load_run(
         nested.set_encoded_random_state(
             plan.random_numbers if is_own else nested.derived_state(plan.random_numbers, channel.rank)
         )
-    return Loaded(contents.step or 0, plan.extra, tuple(plan.restoring.notes))
+    return plan
 
 
 def load_requests(

@@ -400,13 +400,13 @@ class Checkpointer:
         loaded = load_run(
             run, contents, self._channel, strict=strict, verify=verify, rng=self._rng, progress=self._progress
         )
-        self.extra, self.notes = loaded.extra, loaded.notes
+        self.extra, self.notes = loaded.extra, tuple(loaded.restoring.notes)
         is_own = path is None or self.folder in (place(path), split(place(path))[0])
         if is_own and self._channel.rank == 0:
             self._retainer.adopt(sharded.committed_steps(self.folder))
-        for note in loaded.notes:
+        for note in self.notes:
             _log.info(note)
-        return loaded.step
+        return contents.step or 0
 
     def latest(self) -> int | None:
         """The highest step of a committed checkpoint, or None.

@@ -121,10 +121,6 @@ class Checkpoints:
         self._checkpointer = Checkpointer(self.folder, asynchronous=config.asynchronous, **keep)
         self._saved_step = -1
 
-    def find(self) -> CheckpointRef | None:
-        """The checkpoint to go on from, as `checkpoint.resume` says."""
-        return on_rank_zero(lambda: find_resumed(self.folder, self.config.resume))
-
     def newest(self) -> CheckpointRef | None:
         """The newest checkpoint of this run."""
         self.wait()
