@@ -22,10 +22,11 @@ from shardwise.checkpointing.state import nested
 from shardwise.checkpointing.state import optimizer_state as optim
 from shardwise.checkpointing.state.names import canonical_name
 from shardwise.checkpointing.state.run import EXTRA_STATE, Run, extra_states, mark_unusable, mark_usable, section_path
-from shardwise.checkpointing.state.slices import dtype_name, local_chunks, model_tensors
+from shardwise.checkpointing.state.slices import local_chunks, model_tensors
 from shardwise.checkpointing.verifying import USE_THE_MODEL, mixed_order, unsure_order
 from shardwise.distributed.agreement import Channel
 from shardwise.errors import CheckpointError, listed
+from shardwise.planning.settings import dtype_name
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import local_tensor, take_inventory
 from shardwise.sharding.materialize import allocate, materialize
