@@ -48,22 +48,22 @@ def trace_calls(model: nn.Module, example_inputs: Any) -> Calls:
             with watch.hooked(), torch.enable_grad():
                 model(*args, **kwargs)
     except Exception as error:  # the model's own code runs here and may raise anything
-        where = _failing_module(error, places) or "the root"
+        where = innermost_module(error.__traceback__, model) or "the root"
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return dataclasses.replace(watch.calls(), complete=False, notes=(f"tracing stopped in {where}: {why}",))
     return watch.calls()
 
 
-def _failing_module(error: BaseException, places: Places) -> str:
-    """The name of the innermost module whose call an error came out of."""
-    name, trace = "", error.__traceback__
+def innermost_module(trace: types.TracebackType | None, model: nn.Module) -> str | None:
+    """The name of the deepest module of the model whose method was running; None where there is none."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = None
     while trace is not None:
-        code = trace.tb_frame.f_code
-        module = trace.tb_frame.f_locals.get("self") if code.co_name == "_call_impl" else None
-        if isinstance(module, nn.Module) and module in places:
-            name = places.name(module)
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            found = names[id(owner)]
         trace = trace.tb_next
-    return name
+    return found
 
 
 @contextmanager
