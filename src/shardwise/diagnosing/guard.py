@@ -16,11 +16,11 @@ from shardwise import compat
 from shardwise.diagnosing.check import mesh_of
 from shardwise.distributed.agreement import agree_on
 from shardwise.errors import ShardError
+from shardwise.models.nested_tensors import change_tensors
 from shardwise.planning.calls import is_within
 from shardwise.sharding.error_notes import annotate
 from shardwise.sharding.forward_hooks import KeptUnsharded, wanting_gradient
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
-from shardwise.sharding.nested_tensors import change_tensors
 from shardwise.sharding.registry import on_recover, sharded_state
 from shardwise.sharding.watching import Watch, watch
 

@@ -19,6 +19,7 @@ from shardwise.config.schema import ROOT_PATTERN, GroupOverride, MeshConfig, Pre
 from shardwise.distributed.agreement import gather_objects, run_on_all
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh, make_mesh, ranks_per_machine
 from shardwise.errors import ConfigError, ShardError, fix_name
+from shardwise.models.nested_tensors import cast_buffers
 from shardwise.planning.assignment import find_tensors
 from shardwise.planning.calls import callable_children, enclosing, has_parameters
 from shardwise.planning.groups import is_explicit, name_matcher
@@ -30,7 +31,6 @@ from shardwise.sharding.apply import shard
 from shardwise.sharding.blocks import Mode, change_activations, find_blocks
 from shardwise.sharding.fsdp1_keys import NAMED, Translation, fields_of, read_fields, resolve_named, translate
 from shardwise.sharding.materialize import materialize
-from shardwise.sharding.nested_tensors import cast_buffers
 
 _PLAIN = ("reshard_after_forward", "offload", "forward_prefetch", "backward_prefetch")
 _KEYS = (*_PLAIN, "cpu_offload", "mixed_precision", "mp_policy")
