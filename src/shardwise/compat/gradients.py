@@ -1,7 +1,6 @@
 """Gradients of FSDP2's parameter groups: accumulation, reduction, clearing, unused parameters."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBa
 from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from shardwise.compat import fsdp
 from shardwise.compat.fsdp import fsdp_modules, fsdp_state, groups_of, param_groups, unsharded_parameters
 
 # Since torch 2.15 gradients accumulate in `grad` of the unsharded parameter, in its `grad_dtype`.
@@ -243,11 +243,10 @@ def fill_unused_gradient(group: Any, fsdp_param: Any) -> bool | None:
 
 
 def set_reduce_dtype(group: Any, dtype: torch.dtype) -> None:
-    """Sum a group's gradients in another dtype from now on."""
-    for owner in (group, *group.fsdp_params):  # torch 2.15 has a policy for each parameter
-        if hasattr(owner, "mp_policy"):
-            owner.mp_policy = dataclasses.replace(owner.mp_policy, reduce_dtype=dtype)
-    group._init_mp_dtypes()
+    """Sum a group's gradients in another dtype from now on; complex ones keep theirs."""
+    if not any(parameter.is_complex() for parameter in fsdp.sharded_parameters(group)):
+        fsdp.change_policy(group, reduce_dtype=dtype)
+        group._init_mp_dtypes()
 
 
 class LocalGradScaler(torch.amp.GradScaler):

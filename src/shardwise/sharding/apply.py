@@ -221,6 +221,8 @@ def _shard_group(
         offload_policy=policy,
         ignored_params=aside,
     )
+    if len({getattr(torch, p.dtype).is_complex for p in group.parameters if p.trainable}) > 1:
+        compat.set_complex_apart(members[0])
 
 
 def _placement_function(group: Group, model: nn.Module) -> Callable[[nn.Parameter], Shard | None] | None:

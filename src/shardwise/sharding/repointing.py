@@ -17,7 +17,7 @@ from shardwise import compat
 from shardwise.errors import ShardError, ShardwiseError
 from shardwise.models.nested_tensors import find_tensors
 from shardwise.sharding.inventory import class_name, local_part, unwrapped_name
-from shardwise.sharding.registry import sharded_roots
+from shardwise.sharding.registry import sharded_roots, sharded_state
 
 _FOLLOWING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -180,9 +180,28 @@ def _examine(optimizer: Optimizer) -> list[weakref.ref[Any]]:
                 )
             if any(id(parameter) in held for parameter in compat.sharded_parameters(group)):
                 owned.append(weakref.ref(group))
+        _refuse_added(optimizer, held, root)
     if owned:
         follow_names(optimizer)
     return owned
+
+
+def _refuse_added(optimizer: Optimizer, held: set[int], root: nn.Module) -> None:
+    """Raise if the optimizer holds parameters that were added to the model since it was sharded."""
+    state = sharded_state(root)
+    if state is None or state.mesh.size() == 1:
+        return
+    outside = (*state.plan.replicated, *state.plan.ignored)
+    averaged = {unwrapped_name(name) for planned in outside for name in (planned.fqn, *planned.aliases)}
+    for name, parameter in root.named_parameters():
+        is_plain = id(parameter) in held and parameter.requires_grad and not isinstance(parameter, DTensor)
+        if is_plain and unwrapped_name(name) not in averaged:
+            raise ShardError(
+                f"{type(optimizer).__name__} holds {name!r}, which was added to {class_name(root)} after sharding",
+                where=name,
+                why="it is in no group, so that nobody averages its gradient: every rank would train its own",
+                fix="add the module before shard(), or shard(...) it itself before adding it",
+            )
 
 
 def _is_replaced(parameter: torch.Tensor) -> bool:

@@ -72,6 +72,13 @@ def _mentions_rank(nodes: list[ast.expr]) -> bool:
     return any("rank" in name for name in names)
 
 
+def _has_own_file(context: LintContext, call: ast.Call) -> bool:
+    """Whether a rank's number is in the path that is written to, or in what a variable of the path is given."""
+    given = [*call.args[1:], *(one.value for one in call.keywords if one.arg != "obj")]
+    names = [one for node in given for one in ast.walk(node) if isinstance(one, ast.Name)]
+    return _mentions_rank([*given, *(value for one in names for value in context.file.assigned(one))])
+
+
 @rule("SW224", safety=Safety.SAFE)
 def state_dict_option_misplaced(context: LintContext) -> Iterator[Hit]:
     """State-dict functions take their settings in `StateDictOptions`, and broadcasting needs a full state dict.
@@ -148,9 +155,11 @@ def shards_saved_as_model(context: LintContext) -> Iterator[Hit]:
     """
     for trace, event in context.events_of(*_SAVERS):
         assert isinstance(event.node, ast.Call), "a call of a function"
-        if _mentions_rank(event.node.args[1:] + [one.value for one in event.node.keywords if one.arg != "obj"]):
+        if _has_own_file(context, event.node):
             continue  # every rank writes a file of its own, and knows it
-        for saved in nested(event.argument(0, "obj")):
+        values = list(nested(event.argument(0, "obj")))
+        chosen = {one.owner for one in values if isinstance(one, StateDict) and one.is_full}
+        for saved in values:
             if isinstance(saved, ObjectRef) and saved in event.argument(0, "obj") and trace.is_sharded(saved, event):
                 message = "a sharded model is saved as an object: the file holds this rank's shards"
                 yield Hit(event.node, message, f"save a gathered state dict: {_GATHERED}")
@@ -158,6 +167,7 @@ def shards_saved_as_model(context: LintContext) -> Iterator[Hit]:
                 isinstance(saved, StateDict)
                 and _is_of_shards(trace, saved, event)
                 and not context.asks_kind(saved.call)
+                and (_is_plain(saved) or saved.owner not in chosen)  # else the program asks which
             ):
                 message = f"what is saved here are this rank's shards (state dict of line {saved.call.lineno})"
                 fix = f"gather first: {_GATHERED} on every rank, then save on rank 0; "
