@@ -11,7 +11,6 @@ from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source import facts
 from shardwise.source import values as v
 from shardwise.source.edits import change
-from shardwise.source.ranks import asks_for_rank_zero
 from shardwise.source.syntax import FULLY_SHARD, FileContext, last_name, tested_classes
 from shardwise.source.trace import Trace
 from shardwise.source.values import BranchTest, DictValue, ObjectRef, ProgramEvent, StateDict, Value, modules, nested
@@ -71,6 +70,13 @@ def _is_whole_file(value: Value) -> bool:
 def _mentions_rank(nodes: list[ast.expr]) -> bool:
     names = (getattr(n, "id", "") + getattr(n, "attr", "") for node in nodes for n in ast.walk(node))
     return any("rank" in name for name in names)
+
+
+def _has_own_file(context: LintContext, call: ast.Call) -> bool:
+    """Whether a rank's number is in the path that is written to, or in what a variable of the path is given."""
+    given = [*call.args[1:], *(one.value for one in call.keywords if one.arg != "obj")]
+    names = [one for node in given for one in ast.walk(node) if isinstance(one, ast.Name)]
+    return _mentions_rank([*given, *(value for one in names for value in context.file.assigned(one))])
 
 
 @rule("SW224", safety=Safety.SAFE)
@@ -149,9 +155,11 @@ def shards_saved_as_model(context: LintContext) -> Iterator[Hit]:
     """
     for trace, event in context.events_of(*_SAVERS):
         assert isinstance(event.node, ast.Call), "a call of a function"
-        if _mentions_rank(event.node.args[1:] + [one.value for one in event.node.keywords if one.arg != "obj"]):
+        if _has_own_file(context, event.node):
             continue  # every rank writes a file of its own, and knows it
-        for saved in nested(event.argument(0, "obj")):
+        values = list(nested(event.argument(0, "obj")))
+        chosen = {one.owner for one in values if isinstance(one, StateDict) and one.is_full}
+        for saved in values:
             if isinstance(saved, ObjectRef) and saved in event.argument(0, "obj") and trace.is_sharded(saved, event):
                 message = "a sharded model is saved as an object: the file holds this rank's shards"
                 yield Hit(event.node, message, f"save a gathered state dict: {_GATHERED}")
@@ -159,6 +167,7 @@ def shards_saved_as_model(context: LintContext) -> Iterator[Hit]:
                 isinstance(saved, StateDict)
                 and _is_of_shards(trace, saved, event)
                 and not context.asks_kind(saved.call)
+                and (_is_plain(saved) or saved.owner not in chosen)  # else the program asks which
             ):
                 message = f"what is saved here are this rank's shards (state dict of line {saved.call.lineno})"
                 fix = f"gather first: {_GATHERED} on every rank, then save on rank 0; "
@@ -261,14 +270,14 @@ def _others_do_it_too(file: FileContext, trace: Trace, event: ProgramEvent) -> b
 
 def _side(file: FileContext, guard: BranchTest) -> bool | None:
     """True where only the first rank passes, False where all but it do, None for any other test."""
-    asked = asks_for_rank_zero(file, guard.test)
+    asked = facts.asks_for_rank_zero(file, guard.test)
     return None if asked is None else asked is guard.taken
 
 
 def _parting_test(file: FileContext, event: ProgramEvent) -> ast.expr | None:
     """The test, or decorator, that keeps an event from happening on every rank; None where there is none."""
     for guard in event.guards:
-        if isinstance(guard.test, ast.expr) and asks_for_rank_zero(file, guard.test) is not None:
+        if isinstance(guard.test, ast.expr) and facts.asks_for_rank_zero(file, guard.test) is not None:
             return guard.test
     functions = [file.enclosing_function(node) for node in (event.node, *event.chain)]
     decorators = [one for function in functions if function is not None for one in function.decorator_list]
