@@ -97,6 +97,39 @@ def around_unsharded(group: Any, after_unshard: Callable[[Any], None], before_re
     group._to_sharded_post_forward = calling_first(group._to_sharded_post_forward)
 
 
+def before_gather(group: Any, check: Callable[[Any, bool], None]) -> None:
+    """Call `check(record, may_adopt)` before the shard of a parameter is gathered that is tied or was replaced.
+
+    `may_adopt`: FSDP2 takes what is registered now for the shard, as it does before the first forward.
+    """
+    unshard = group.unshard
+
+    def check_then_unshard(async_op: bool = False) -> None:
+        if group.is_sharded:
+            for record in group.fsdp_params:
+                info = record._module_info
+                if info.module._parameters.get(info.param_name) is not record.sharded_param or info.shared_modules:
+                    check(record, False)
+        unshard(async_op)
+
+    def checking_first(record: Any, reset: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            check(record, True)
+            reset()
+
+        return call
+
+    group.unshard = check_then_unshard
+    for record in group.fsdp_params:
+        record.reset_sharded_param = checking_first(record, record.reset_sharded_param)
+
+
+def places_of(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
+    """Each module that registers a parameter, with the name there; several where it is tied."""
+    info = fsdp_param._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
 def wait_before_unshard(group: Any) -> None:
     """Let the next all-gather of a group wait for what the current stream writes into its shards now."""
     if group.device.type != "cpu":
@@ -259,6 +292,11 @@ def _reset_iteration_by_hand(state: Any) -> None:
             group._to_sharded()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
+
+
+def is_running_backward(module: nn.Module) -> bool:
+    """Whether a backward of this module's tree has begun and not ended."""
+    return fsdp_state(module)._state_ctx.post_backward_final_callback_queued and not was_left_midway(module)
 
 
 def was_left_midway(module: nn.Module) -> bool:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from shardwise.compat.accumulation import lay_out_partial_sums, partial_sums, patch_group, zero_gradient
-from shardwise.compat.fsdp import fsdp_modules, fsdp_state, groups_of, param_groups
+from shardwise.compat.fsdp import fsdp_modules, fsdp_state, groups_of, param_groups, reshard_group
 
 
 def reduces_gradients(group: Any) -> bool:
@@ -139,6 +140,44 @@ def set_reduce_dtype(group: Any, dtype: torch.dtype) -> None:
         if hasattr(owner, "mp_policy"):
             owner.mp_policy = dataclasses.replace(owner.mp_policy, reduce_dtype=dtype)
     group._init_mp_dtypes()
+
+
+_BY_PRECISION = ("mp_policy", "all_gather_outputs", "_unsharded_inner_tensors", "_unsharded_param")
+
+
+def toggle_full_precision(group: Any) -> None:
+    """Compute and reduce a group in the dtype of its shards from now on; called again, by its own policy as before."""
+    fresh = {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+    fresh |= {"all_gather_outputs": [], "_unsharded_inner_tensors": []}
+    reshard_group(group)
+    for owner in (group, *group.fsdp_params):
+        current = {name: vars(owner).pop(name) for name in _BY_PRECISION if name in vars(owner)}
+        other = vars(owner).pop("_shardwise_other_precision", fresh)
+        vars(owner).update({name: value for name, value in other.items() if name in current or other is not fresh})
+        vars(owner)["_shardwise_other_precision"] = current
+    group._init_mp_dtypes()
+
+
+def refuse_second_order(groups: Iterable[Any], refuse: Callable[[], None]) -> None:
+    """Call `refuse` when a backward has made gradients that can be differentiated: reducing them drops their graph."""
+
+    def check(group: Any) -> None:
+        if any(g.requires_grad for record in group.fsdp_params for g in unreduced_gradients(record)):
+            refuse()
+
+    for group in groups:
+        before_post_backward(group, functools.partial(check, group))
+
+
+def step_in_backward(groups: Iterable[Any]) -> None:
+    """Step the optimizers that `_apply_optimizer_in_backward` gave to parameters; FSDP2 does not run its hooks."""
+    for group in groups:
+        for record in group.fsdp_params:
+            optimizers = record.sharded_param.__dict__.get("_in_backward_optimizers", ())
+            if optimizers and record.sharded_param.grad is not None:
+                for optimizer in optimizers:
+                    optimizer.step()
+                record.sharded_param.grad = None
 
 
 class LocalGradScaler(torch.amp.GradScaler):

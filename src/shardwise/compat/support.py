@@ -21,8 +21,8 @@ NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_param:FSDPParam": "sharded_param _unsharded_param reset_sharded_param "
     "padded_sharded_param_size mp_policy= unsharded_accumulated_grad? to_accumulated_grad_if_needed? "
     "reduce_dtype? "
-    "offload_to_cpu device mesh_info _module_info _orig_size",
-    f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules",
+    "offload_to_cpu device mesh_info _module_info _orig_size all_gather_outputs= _unsharded_inner_tensors=",
+    f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules shared_param_names",
     f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info device device_handle "
     "comm_ctx reduce_grads all_reduce_grads "
     "is_sharded is_sharded_post_forward unshard wait_for_unshard post_backward _to_sharded= _to_unsharded= "
@@ -44,7 +44,6 @@ NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_common:FSDPMeshInfo": "mesh shard_mesh_size shard_process_group",
     "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
     "torch.distributed.fsdp:FullyShardedDataParallel": "_handle",
-    "torch.distributed.fsdp:ShardingStrategy": "_HYBRID_SHARD_ZERO2",
     "torch.distributed.fsdp._flat_param:FlatParameter": "_fqns _shapes _numels_with_padding _is_padding_mask "
     "_shared_param_infos _unpadded_unsharded_size",
     "torch.distributed.fsdp.wrap": "_or_policy _module_wrap_policy _Policy",

@@ -31,7 +31,7 @@ from shardwise.sharding.forward_hooks import (
     Replicated,
     RootForwardHooks,
 )
-from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_zero_grad
+from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_gradients, watch_zero_grad
 from shardwise.sharding.graph_calls import watch_backward
 from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, on_recover, remember
@@ -198,6 +198,7 @@ def shard(
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
     watch_writes(model)
+    watch_gradients(model, compat.param_groups(model))
     watch_zero_grad()
     watch_by_default(model)
     return model

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
+from shardwise.errors import ShardError
 from shardwise.sharding.registry import sharded_roots
 
 
@@ -117,6 +118,21 @@ class BackwardEnd:
         if tensor.numel():
             for group in self._process_groups:
                 dist.all_reduce(tensor, group=group)
+
+
+def watch_gradients(root: nn.Module, groups: Sequence[Any]) -> None:
+    """Step optimizers that run in backward once gradients are reduced, and refuse gradients of gradients."""
+    compat.on_backward_end(root, functools.partial(compat.step_in_backward, groups))
+    compat.refuse_second_order(groups, _refuse_second_order)
+
+
+def _refuse_second_order() -> None:
+    raise ShardError(
+        "backward(create_graph=True) on a sharded model",
+        where="loss.backward(create_graph=True)",
+        why="gradients are reduced between ranks outside the graph: a second derivative would lack these parameters",
+        fix="take gradients of inputs only, torch.autograd.grad(loss, inputs, create_graph=True), or do not shard",
+    )
 
 
 @functools.cache
