@@ -152,9 +152,9 @@ def toggle_full_precision(group: Any) -> None:
     reshard_group(group)
     for owner in (group, *group.fsdp_params):
         current = {name: vars(owner).pop(name) for name in _BY_PRECISION if name in vars(owner)}
-        other = vars(owner).pop("_shardwise_other_precision", fresh)
+        other = vars(owner).pop("shardwise_other_precision", fresh)
         vars(owner).update({name: value for name, value in other.items() if name in current or other is not fresh})
-        vars(owner)["_shardwise_other_precision"] = current
+        vars(owner)["shardwise_other_precision"] = current
     group._init_mp_dtypes()
 
 

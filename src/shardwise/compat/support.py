@@ -59,7 +59,7 @@ NEEDED: dict[str, str] = {
     "torch.autograd": "_get_sequence_nr _engine_run_backward",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.autograd.graph:Node": "_sequence_nr",
-    "torch:Tensor": "_base",
+    "torch:Tensor": "_base _in_backward_optimizers?",
     "torch:UntypedStorage": "_cdata",
     "torch._C": "_current_graph_task_id _will_engine_execute_node _storage_Use_Count _distributed_c10d",
     "torch._C._distributed_c10d": "_dump_fr_trace? _dump_nccl_trace?",

@@ -107,7 +107,7 @@ def watch(
 
 
 def watch_by_default(model: nn.Module) -> None:
-    """Watch a model that `shard` or `shardwise.fsdp1` has sharded; where ranks cannot share memory, report that and go on without.
+    """Watch a model that shardwise has sharded; where ranks cannot share memory, report that and go on without.
 
     Ranks:
         Collective.
