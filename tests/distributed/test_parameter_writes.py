@@ -175,36 +175,8 @@ def test_another_shape_is_refused_in_forward(rank: int):
         parameter.data = torch.ones(9)
 
     model = sw.shard(Model(grow), mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ShardError, match=r"a sharded parameter, \[8\] torch.float32, was assigned \[9\]"):
+    with pytest.raises(ShardError, match=r"`.data` of a sharded parameter, \[8\] torch.float32, was assigned \[9\]"):
         model(torch.ones(2, 8))
-
-
-def replace(model: nn.Module) -> None:
-    for owner in (model.blocks[1], model):
-        name = "scale" if owner is not model else "gain"
-        old = getattr(owner, name)
-        whole = old.full_tensor() if isinstance(old, DTensor) else old
-        setattr(owner, name, nn.Parameter(whole.detach() * 0.5))
-
-
-@ranks(2)
-def test_a_replaced_parameter_is_the_one_that_trains(rank: int):
-    model = Model()
-    expected = copy.deepcopy(model)
-    replace(expected)
-    sw.shard(model, mesh=init_device_mesh("cpu", (2,)))
-    replace(model)  # before FSDP2's first forward, and after it
-    for step in range(2):
-        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (expected, model)]
-        expected(batch).square().mean().backward()
-        model(batch[2 * rank : 2 * rank + 2]).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        replace(expected)
-        replace(model)
-    torch.testing.assert_close(model(batch), expected(batch))
 
 
 @ranks(2)
@@ -238,10 +210,8 @@ def test_what_is_written_to_a_unit_of_fsdp1_is_kept(rank: int):
     unit = FullyShardedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     for write in (assign_data, clamp_data, clamp):
         write(unit.module[0].weight)
-        unit.module[1].weight = nn.Parameter(torch.eye(8))
         unit(torch.ones(2, 8)).sum().backward()
         unit.module[1].bias.grad.data = torch.full_like(unit.module[1].bias.grad, 2.0)
         with FullyShardedDataParallel.summon_full_params(unit, with_grads=True):
             assert unit.module[0].weight.max() <= 0.7
-            torch.testing.assert_close(unit.module[1].weight.data, torch.eye(8))
             assert bool((unit.module[1].bias.grad == 2.0).all())

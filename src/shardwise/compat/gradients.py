@@ -1,7 +1,6 @@
 """Gradients of FSDP2's parameter groups: accumulation, reduction, clearing, unused parameters."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,7 +13,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from shardwise.compat.accumulation import lay_out_partial_sums, partial_sums, patch_group, zero_gradient
-from shardwise.compat.fsdp import fsdp_modules, fsdp_state, groups_of, param_groups, reshard_group
+from shardwise.compat.fsdp import (
+    change_policy,
+    fsdp_modules,
+    fsdp_state,
+    groups_of,
+    param_groups,
+    reshard_group,
+    sharded_parameters,
+)
 
 
 def reduces_gradients(group: Any) -> bool:
@@ -135,11 +142,10 @@ def fill_unused_gradient(group: Any, fsdp_param: Any) -> bool | None:
 
 
 def set_reduce_dtype(group: Any, dtype: torch.dtype) -> None:
-    """Sum a group's gradients in another dtype from now on."""
-    for owner in (group, *group.fsdp_params):  # torch 2.15 has a policy for each parameter
-        if hasattr(owner, "mp_policy"):
-            owner.mp_policy = dataclasses.replace(owner.mp_policy, reduce_dtype=dtype)
-    group._init_mp_dtypes()
+    """Sum a group's gradients in another dtype from now on; complex ones keep theirs."""
+    if not any(parameter.is_complex() for parameter in sharded_parameters(group)):
+        change_policy(group, reduce_dtype=dtype)
+        group._init_mp_dtypes()
 
 
 _BY_PRECISION = ("mp_policy", "all_gather_outputs", "_unsharded_inner_tensors", "_unsharded_param")
@@ -156,17 +162,6 @@ def toggle_full_precision(group: Any) -> None:
         vars(owner).update({name: value for name, value in other.items() if name in current or other is not fresh})
         vars(owner)["shardwise_other_precision"] = current
     group._init_mp_dtypes()
-
-
-def refuse_second_order(groups: Iterable[Any], refuse: Callable[[], None]) -> None:
-    """Call `refuse` when a backward has made gradients that can be differentiated: reducing them drops their graph."""
-
-    def check(group: Any) -> None:
-        if any(g.requires_grad for record in group.fsdp_params for g in unreduced_gradients(record)):
-            refuse()
-
-    for group in groups:
-        before_post_backward(group, functools.partial(check, group))
 
 
 def step_in_backward(groups: Iterable[Any]) -> None:

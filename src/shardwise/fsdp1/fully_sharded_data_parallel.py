@@ -41,7 +41,7 @@ from shardwise.fsdp1.units import (
 )
 from shardwise.planning.plan import Plan
 from shardwise.sharding.full_params import find_slots, full_params, reshard
-from shardwise.sharding.gradients import watch_gradients, watch_zero_grad
+from shardwise.sharding.gradients import step_in_backward, watch_zero_grad
 from shardwise.sharding.inventory import local_part, local_tensor
 from shardwise.sharding.parameter_writes import is_watched, watch_writes
 from shardwise.sharding.registry import ShardedState, remember
@@ -314,7 +314,7 @@ class FullyShardedDataParallel(OptimizerStates):
             self._is_prepared = True
             cast_buffers(units_in(self))
             remember(self, ShardedState(plan=self.plan, mesh=self.mesh))
-            watch_gradients(self, compat.param_groups(self))
+            step_in_backward(self)
             watch_zero_grad()
             watch_by_default(self)
 

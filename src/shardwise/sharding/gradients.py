@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
-from shardwise.errors import ShardError
 from shardwise.sharding.registry import sharded_roots
 
 
@@ -120,19 +119,9 @@ class BackwardEnd:
                 dist.all_reduce(tensor, group=group)
 
 
-def watch_gradients(root: nn.Module, groups: Sequence[Any]) -> None:
-    """Step optimizers that run in backward once gradients are reduced, and refuse gradients of gradients."""
-    compat.on_backward_end(root, functools.partial(compat.step_in_backward, groups))
-    compat.refuse_second_order(groups, _refuse_second_order)
-
-
-def _refuse_second_order() -> None:
-    raise ShardError(
-        "backward(create_graph=True) on a sharded model",
-        where="loss.backward(create_graph=True)",
-        why="gradients are reduced between ranks outside the graph: a second derivative would lack these parameters",
-        fix="take gradients of inputs only, torch.autograd.grad(loss, inputs, create_graph=True), or do not shard",
-    )
+def step_in_backward(root: nn.Module) -> None:
+    """Step the optimizers that run in backward (`_apply_optimizer_in_backward`) once gradients are reduced."""
+    compat.on_backward_end(root, functools.partial(compat.step_in_backward, compat.param_groups(root)))
 
 
 @functools.cache

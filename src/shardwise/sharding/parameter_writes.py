@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from shardwise import compat
 from shardwise.errors import ShardError
 from shardwise.sharding.inventory import local_part, local_tensor
-from shardwise.sharding.repointing import watch_optimizers
 
 _MARK = "_shardwise_sharded"
 _VERSION = "_shardwise_version"
@@ -24,8 +23,7 @@ def watch_writes(model: nn.Module) -> None:
 
     FSDP2 frees an unsharded parameter and all that forward wrote into it (a logit scale that is clamped, a teacher that
     is moved); each write is copied into the shard first. `parameter.data = value` copies the values: torch would
-    change the wrapper of a DTensor only, and the group would gather the old values into other memory. So does
-    `module.weight = nn.Parameter(...)`: FSDP2 would register its own parameter again.
+    change the wrapper of a DTensor only, and the group would gather the old values into other memory.
     """
     _watch_data()
     for parameter in model.parameters():
@@ -34,47 +32,42 @@ def watch_writes(model: nn.Module) -> None:
     for group in compat.param_groups(model):
         if _MARK not in vars(group):
             vars(group)[_MARK] = True
-            compat.around_unsharded(group, _note_versions, _write_back)
-            compat.before_gather(group, _keep_replaced)
+            compat.around_unsharded(group, _refuse_replaced, _note_versions, _write_back)
+            compat.before_reset(group, _check_adopted)
 
 
 def is_watched(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is a sharded one of a model that shardwise or its FSDP1 has sharded."""
+    """Whether a parameter is a sharded one of a model that shardwise has sharded."""
     return _MARK in parameter.__dict__
-
-
-def _keep_replaced(record: Any, may_adopt: bool) -> None:
-    """Copy the values of a parameter that replaced the shard on its modules, and register the shard again."""
-    shard, places = compat.sharded_parameter(record), compat.places_of(record)
-    found = [module._parameters.get(name) for module, name in places]
-    new = next((parameter for parameter in found if parameter is not shard), None)
-    registered = shard if new is None else new
-    if may_adopt and isinstance(registered, DTensor):
-        registered.__dict__[_MARK] = True  # `model.double()` gives a parameter another dict
-        return
-    if new is None:
-        return
-    module, name = places[0]
-    where = f"{type(module).__name__}.{name} = ..."
-    if any(parameter is not new for parameter in found):
-        raise ShardError(
-            "a tied parameter was replaced in one of its places",
-            where=where,
-            why="its group keeps one shard for all of them",
-            fix=f"assign the same parameter in all {len(places)} places, or untie them before sharding",
-        )
-    _refuse_other_kind(shard, new, where)
-    _copy_into_shard(shard, new, where)
-    shard.requires_grad_(new.requires_grad)
-    for module, name in places:
-        module._parameters[name] = shard
-    watch_optimizers(module, {new: shard})
 
 
 @functools.cache
 def _watch_data() -> None:
     compat.watch_data(DTensor, lambda tensor: None, _assign_sharded)
     compat.watch_data(nn.Parameter, _hand_out, _assign_unsharded)
+
+
+def _refuse_replaced(group: Any) -> None:
+    """Raise where a module's parameter was replaced or taken away since it was sharded: FSDP2 would ignore that."""
+    for module, name in compat.places_of_other_parameters(group):
+        raise _not_the_sharded_one(module, name)
+
+
+def _check_adopted(record: Any) -> None:
+    """Raise where FSDP2 could not take what is registered for the shard; `model.double()` gives it another dict."""
+    registered, shard = compat.registered_parameter(record), compat.sharded_parameter(record)
+    if not isinstance(registered, DTensor) or registered.shape != shard.shape:
+        raise _not_the_sharded_one(*compat.place_of(record))
+    registered.__dict__[_MARK] = True
+
+
+def _not_the_sharded_one(module: nn.Module, name: str) -> ShardError:
+    return ShardError(
+        f"{name!r} of a sharded {type(module).__name__} is not the parameter that was sharded",
+        where=f"{type(module).__name__}.{name}",
+        why="the group gathers the shard it was made with; what was assigned since would be ignored silently",
+        fix="tie, replace or parametrize before sharding; to change values, parameter.copy_(...) under no_grad",
+    )
 
 
 def _note_versions(group: Any) -> None:
@@ -111,7 +104,7 @@ def _assign_unsharded(parameter: nn.Parameter, value: torch.Tensor) -> bool:
     """Copy the values in place; False leaves a parameter that is not ours to torch."""
     if _VERSION not in parameter.__dict__:
         return False
-    _refuse_other_kind(parameter, value, "parameter.data = ...")
+    _refuse_other_kind(parameter, value)
     with torch.no_grad():
         parameter.copy_(value)
     return True
@@ -120,36 +113,32 @@ def _assign_unsharded(parameter: nn.Parameter, value: torch.Tensor) -> bool:
 def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
     """Copy the values in place; False leaves it to torch, where it is not ours and of another kind."""
     if is_watched(tensor):
-        _refuse_other_kind(tensor, value, "parameter.data = ...")
+        _refuse_other_kind(tensor, value)
     elif isinstance(tensor, nn.Parameter):
         return False  # of a model that was sharded by hand
     elif value.shape != tensor.shape or value.dtype != tensor.dtype or any(p.is_partial() for p in tensor.placements):
         return False
-    _copy_into_shard(tensor, value, "parameter.data = ...")
-    return True
-
-
-def _copy_into_shard(tensor: DTensor, value: torch.Tensor, where: str) -> None:
     local = local_tensor(tensor)
     own = local_tensor(value) if isinstance(value, DTensor) else local_part(value, tensor)
     if isinstance(value, DTensor) and value.placements != tensor.placements:
         raise ShardError(
-            f"a tensor laid out as {tensor.placements} was assigned one of {value.placements}",
-            where=where,
+            f"`.data` of a tensor laid out as {tensor.placements} was assigned one of {value.placements}",
+            where="parameter.data = ...",
             why="ranks would keep each other's parts",
             fix="assign a tensor of the same layout, or the whole tensor",
         )
     if not local.is_meta and own.data_ptr() != local.data_ptr():
         with torch.no_grad():
             local.copy_(own)
+    return True
 
 
-def _refuse_other_kind(parameter: torch.Tensor, value: torch.Tensor, where: str) -> None:
+def _refuse_other_kind(parameter: torch.Tensor, value: torch.Tensor) -> None:
     if value.shape != parameter.shape or value.dtype != parameter.dtype:
         raise ShardError(
-            f"a sharded parameter, {list(parameter.shape)} {parameter.dtype}, was assigned "
+            f"`.data` of a sharded parameter, {list(parameter.shape)} {parameter.dtype}, was assigned "
             f"{list(value.shape)} {value.dtype}",
-            where=where,
+            where="parameter.data = ...",
             why="its group gathers the shard it was made with; torch would ignore the assignment",
             fix="change shape or dtype before sharding; ShardConfig.precision sets the dtype of computation",
         )
