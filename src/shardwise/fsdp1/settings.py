@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 
 from shardwise.config.fsdp1_names import KEEPS_UNSHARDED
 from shardwise.fsdp1.units import WrongArgument, WrongUse
-from shardwise.sharding.nested_tensors import cast_floating
+from shardwise.models.nested_tensors import cast_floating
 
 _SAID: set[str] = set()
 

@@ -24,6 +24,7 @@ Target = Literal["torch", "shardwise"]
 TARGETS: tuple[Target, ...] = ("torch", "shardwise")
 _CONCERNED = ("fsdp", "fullyshard", "shardedgradscaler")
 _YAML = (".yaml", ".yml")
+_WRAPS = ("SW101", Status.REWRITTEN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,11 +127,17 @@ def migrate(
     done = map_files(work, jobs, num_processes=num_processes, progress=progress)
     files = sorted([*(file for file in done if file.changed or file.findings), *unreadable], key=lambda file: file.path)
     files = _checked(files, program, target, num_processes)
+    migration = Migration(files=tuple(files), num_read=len(found))
     if write:
-        for file in files:
-            if file.changed:
-                write_bytes(file.path, file.output.encode(file.encoding))
-    return Migration(files=tuple(files), num_read=len(found))
+        write_migration(migration)
+    return migration
+
+
+def write_migration(migration: Migration) -> None:
+    """Change the files on disk, each atomically."""
+    for file in migration.files:
+        if file.changed:
+            write_bytes(file.path, file.output.encode(file.encoding))
 
 
 def _read(paths: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[MigratedFile]]:
@@ -182,7 +189,21 @@ def _checked(
         return failed or ("" if is_stable else "would be changed again by a second run")
 
     failed = dict(zip(outputs, map_files(work, list(outputs), num_processes=num_processes), strict=True))
+    wraps = {one.path for file in files for one in file.findings if (one.code, one.status) == _WRAPS}
+    for left in [path for path in wraps if failed.get(path)]:
+        for path in _imported(program, left) & failed.keys() - wraps:
+            failed[path] = failed[path] or f"would be given FSDP1's models by {left}, which is left alone"
     return [_restored(file, why) if (why := failed.get(file.path)) else file for file in files]
+
+
+def _imported(program: Program, path: str) -> set[str]:
+    """The files that a file imports, and those that these import."""
+    found, waiting = {path}, [path]
+    while waiting:
+        fresh = flow_of(program).imports(program.file(waiting.pop())) - found
+        found |= fresh
+        waiting += fresh
+    return found - {path}
 
 
 def _restored(file: MigratedFile, why: str) -> MigratedFile:
