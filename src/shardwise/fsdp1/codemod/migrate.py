@@ -25,6 +25,7 @@ Target = Literal["torch", "shardwise"]
 TARGETS: tuple[Target, ...] = ("torch", "shardwise")
 _CONCERNED = ("fsdp", "fullyshard", "shardedgradscaler")
 _YAML = (".yaml", ".yml")
+_WRAPS = ("SW101", Status.REWRITTEN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,6 +193,10 @@ def _checked(
         return failed or ("" if is_stable else "would be changed again by a second run")
 
     failed = dict(zip(outputs, map_files(work, list(outputs), num_processes=num_processes), strict=True))
+    wraps = {one.path for file in files for one in file.findings if (one.code, one.status) == _WRAPS}
+    for left in [path for path in wraps if failed.get(path)]:
+        for path in _imported(program, left) & failed.keys() - wraps:
+            failed[path] = failed[path] or f"would be given FSDP1's models by {left}, which is left alone"
     return [_restored(file, why) if (why := failed.get(file.path)) else file for file in files]
 
 
@@ -209,6 +214,16 @@ def _with_lacking(file: MigratedFile, program: Program, pinned: tuple[Version, s
     fix = "raise the pin to torch>=2.6 together with the rewrite"
     finding = finding_at(program.file(file.path), after.tree, "SW137", message, Status.NEEDS_DECISION, fix)
     return replace(file, findings=(finding, *file.findings))
+
+
+def _imported(program: Program, path: str) -> set[str]:
+    """The files that a file imports, and those that these import."""
+    found, waiting = {path}, [path]
+    while waiting:
+        fresh = flow_of(program).imports(program.file(waiting.pop())) - found
+        found |= fresh
+        waiting += fresh
+    return found - {path}
 
 
 def _restored(file: MigratedFile, why: str) -> MigratedFile:
