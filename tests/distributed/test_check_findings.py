@@ -226,7 +226,7 @@ CASES: dict[str, tuple[Case, list[Found]]] = {
     "root-only": (root_only, [("SW412", "warning", "(root)", "with 3 blocks")]),
     "sync-off": (sync_off, [("SW416", "error", "(root)", "in 4 of 4 groups")]),
     "sync-off-in-one": (sync_off_in_one, [("SW416", "error", "blocks.1", "in 1 of 4 groups")]),
-    "gathered": (gathered, [("SW417", "warning", "blocks.1", "2 groups stand gathered")]),
+    "gathered": (gathered, [("SW417", "warning", "blocks.1", "2 groups are unsharded")]),
     "replaced": (
         replaced,
         [

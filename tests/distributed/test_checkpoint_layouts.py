@@ -17,9 +17,10 @@ from shardwise.checkpointing.formats.dcp import read_dcp
 from shardwise.checkpointing.formats.sharded import Header, file_name, write_rank_file
 from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, commit_checkpoint, partial_of
 from shardwise.checkpointing.reading import Request, check_requests, read_requests
-from shardwise.checkpointing.state.slices import dtype_name, local_chunks
+from shardwise.checkpointing.state.slices import local_chunks
 from shardwise.checkpointing.storage.files import join
 from shardwise.distributed.agreement import on_rank_zero
+from shardwise.planning.settings import dtype_name
 from tests.ranks import ranks
 
 # Rows that divide by no world size, fewer rows than ranks, other dtypes, a scalar.

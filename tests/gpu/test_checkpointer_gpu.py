@@ -12,8 +12,8 @@ from torch import nn
 from shardwise.checkpointing import staging
 from shardwise.checkpointing.contents import ChunkSpec, LocalChunk
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.distributed.local_ranks import start_local
+from shardwise.planning.settings import dtype_name
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

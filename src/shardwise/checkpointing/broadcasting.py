@@ -11,13 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, portions
-from shardwise.checkpointing.reading import (
-    Request,
-    check_requests,
-    part_of,
-    read_requests,
-    verify_requests,
-)
+from shardwise.checkpointing.reading import Request, check_requests, part_of, read_requests, verify_requests
 from shardwise.checkpointing.storage.memory import counting
 from shardwise.distributed.agreement import gather_over_mesh, is_first, on_rank_zero, raise_together, run_on_all
 from shardwise.errors import CheckpointError

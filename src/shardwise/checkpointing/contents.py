@@ -267,7 +267,7 @@ def rows_of(chunk: ChunkSpec, wanted: ChunkSpec, along: int, max_elements: int) 
 
 
 def row_dim(chunk: ChunkSpec, wanted: ChunkSpec, max_elements: int) -> int:
-    """The first dimension of which whole rows fit into so many elements."""
+    """The first dimension of which whole rows fit into this number of elements."""
     dim = 0
     while dim < len(chunk.sizes) - 1 and (wanted.sizes[dim] == 1 or math.prod(chunk.sizes[dim + 1 :]) > max_elements):
         dim += 1

@@ -23,11 +23,11 @@ from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.state.names import with_our_names
 from shardwise.checkpointing.state.nested import FlatState, put_together
 from shardwise.checkpointing.state.run import Run, Stateful
-from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.weights import refuse_remote, stream_gathered
 from shardwise.distributed.agreement import Channel, on_rank_zero, run_on_all
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError
+from shardwise.planning.settings import dtype_name
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import take_inventory
 from shardwise.sharding.materialize import mesh_of

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredChunk, StoredTensor
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.errors import CheckpointError
+from shardwise.planning.settings import dtype_name
 
 
 def stack(tensors: Sequence[StoredTensor], dim: int) -> StoredTensor:

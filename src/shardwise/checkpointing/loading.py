@@ -15,16 +15,9 @@ from shardwise.checkpointing.matching import Matched, match
 from shardwise.checkpointing.reading import Request, Verify, requests_for
 from shardwise.checkpointing.restoring import RankView, Restoring, new_tensor, plan_object, plan_optimizer, view_for
 from shardwise.checkpointing.staging import wait_for_copies
+from shardwise.checkpointing.state import run as run_state
 from shardwise.checkpointing.state.nested import LAYOUT, derived_state, set_encoded_random_state
-from shardwise.checkpointing.state.run import (
-    EXTRA_STATE,
-    Run,
-    extra_states,
-    mark_unusable,
-    mark_usable,
-    model_path,
-    optimizer_path,
-)
+from shardwise.checkpointing.state.run import Run, extra_states, mark_unusable, mark_usable, model_path, optimizer_path
 from shardwise.checkpointing.state.slices import model_tensors
 from shardwise.distributed.agreement import Channel
 from shardwise.errors import CheckpointError, listed
@@ -95,7 +88,7 @@ class LoadPlan:
         tensors = {
             full.removeprefix(prefix): tensor
             for full, tensor in view.contents.tensors.items()
-            if full.startswith(prefix) and EXTRA_STATE not in full.split(".")
+            if full.startswith(prefix) and run_state.EXTRA_STATE not in full.split(".")
         }
         part = replace(view.contents, tensors=tensors)
         self.matched[name] = match(model, part)

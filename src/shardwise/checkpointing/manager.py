@@ -22,12 +22,7 @@ from torch.optim import Optimizer
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.sharded import FileRecord, read_manifest
-from shardwise.checkpointing.formats.sharded_commit import (
-    committed_steps,
-    is_committed,
-    step_folder,
-    sweep,
-)
+from shardwise.checkpointing.formats.sharded_commit import committed_steps, is_committed, step_folder, sweep
 from shardwise.checkpointing.loading import load_run
 from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.retention import Retainer, Retention

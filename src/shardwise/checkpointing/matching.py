@@ -10,17 +10,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.checkpointing.contents import Contents, StoredTensor
-from shardwise.checkpointing.state.names import (
-    MODEL_SECTIONS,
-    PARALLEL_PREFIX,
-    KeyReport,
-    Mismatch,
-    Rename,
-    canonical_name,
-    describe_problems,
-    match_names,
-    rename_with,
-)
+from shardwise.checkpointing.state import names as state_names
+from shardwise.checkpointing.state.names import MODEL_SECTIONS, KeyReport, Mismatch, Rename, canonical_name, rename_with
 from shardwise.checkpointing.state.slices import ModelTensor, model_tensors, non_persistent_names
 from shardwise.errors import CheckpointError
 
@@ -61,7 +52,9 @@ class Matched:
         total = len(report.loaded) + len(report.missing) + len(report.mismatched)
         raise CheckpointError(
             f"the weights do not fit the model of {total} tensors: {what}",
-            where="\n".join([str(contents.path), *describe_problems(missing, unexpected, report.mismatched)]),
+            where="\n".join(
+                [str(contents.path), *state_names.describe_problems(missing, unexpected, report.mismatched)]
+            ),
             why="every tensor of the model is loaded exactly once" if strict else "shapes are never adapted",
             fix=fix,
         )
@@ -107,8 +100,8 @@ def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] |
     names = [name for tensor in tensors for name in tensor.names]
     sections = MODEL_SECTIONS if contents.format != "safetensors" else ()
     base = getattr(model, "base_model_prefix", None)  # how transformers' models name their inner one
-    prefixes = ("", PARALLEL_PREFIX, *sections, *([f"{base}."] if isinstance(base, str) and base else []))
-    matching = match_names(names, contents.tensors, prefixes=prefixes)
+    prefixes = ("", state_names.PARALLEL_PREFIX, *sections, *([f"{base}."] if isinstance(base, str) and base else []))
+    matching = state_names.match_names(names, contents.tensors, prefixes=prefixes)
     has_sections = contents.format != "safetensors" and matching.prefix in MODEL_SECTIONS
     left = [name for name in matching.left if not has_sections or canonical_name(name).startswith(matching.prefix)]
     computed = non_persistent_names(model)

@@ -13,16 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.checkpointing.contents import (
-    ITEM_BYTES,
-    ChunkSpec,
-    Contents,
-    StoredChunk,
-    StoredTensor,
-    coverage_problem,
-    row_dim,
-    rows_of,
-)
+from shardwise.checkpointing import contents as checkpoint_contents
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredChunk, StoredTensor, rows_of
 from shardwise.checkpointing.state.slices import ModelTensor, local_chunks
 from shardwise.checkpointing.storage.files import COPY_AGAIN, FileReader, damaged, join, size_problem
 from shardwise.checkpointing.storage.memory import bytes_of, checksum_of_parts, counting
@@ -75,7 +67,7 @@ def ranges_of(tensor: StoredTensor, request: Request, verify: bool) -> Iterator[
         run_bytes = math.prod(wanted.sizes[along:]) * item_bytes
         is_free = chunk.data is None and not (verify and chunk.checksums)  # to read just what is wanted
         if not is_one_run and not (is_free and run_bytes >= _MIN_RUN_BYTES):
-            along = row_dim(chunk.spec, wanted, CHUNK_BYTES // item_bytes)
+            along = checkpoint_contents.row_dim(chunk.spec, wanted, CHUNK_BYTES // item_bytes)
             yield from _buffered(tensor, chunk, request, wanted, along)
             continue
         for run in rows_of(chunk.spec, wanted, along, wanted.numel):
@@ -83,7 +75,9 @@ def ranges_of(tensor: StoredTensor, request: Request, verify: bool) -> Iterator[
             if in_place and chunk.data is None and place.is_contiguous() and not (place.is_conj() or place.is_neg()):
                 yield from _direct(tensor, chunk, request, _first(chunk.spec, run) * item_bytes, bytes_of(place))
             else:
-                yield from _buffered(tensor, chunk, request, run, row_dim(chunk.spec, run, CHUNK_BYTES // item_bytes))
+                yield from _buffered(
+                    tensor, chunk, request, run, checkpoint_contents.row_dim(chunk.spec, run, CHUNK_BYTES // item_bytes)
+                )
 
 
 def requests_for(tensors: Iterable[ModelTensor], stored_names: Mapping[str, str]) -> list[Request]:
@@ -330,7 +324,7 @@ def _problem(tensor: StoredTensor, request: Request) -> str:
         return f"has shape {list(tensor.shape)}, in which {request.spec} does not lie"
     if tuple(request.target.shape) != request.spec.sizes:
         return f"is to be read into memory of shape {list(request.target.shape)}, which {request.spec} does not fit"
-    return coverage_problem(request.spec, (chunk.spec for chunk in tensor.chunks))
+    return checkpoint_contents.coverage_problem(request.spec, (chunk.spec for chunk in tensor.chunks))
 
 
 def read_requests(

@@ -16,20 +16,14 @@ from shardwise import compat
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor
 from shardwise.checkpointing.reading import Request
 from shardwise.checkpointing.sharing import PER_RANK
+from shardwise.checkpointing.state import optimizer_state
 from shardwise.checkpointing.state.names import canonical_name
 from shardwise.checkpointing.state.nested import LAYOUT, dotted, flatten, put_together, unflatten
-from shardwise.checkpointing.state.optimizer_state import (
-    KINDS,
-    LIVE_OPTIONS,
-    Kind,
-    NamedGroup,
-    default_kind,
-    kind_of,
-    make_state,
-)
-from shardwise.checkpointing.state.slices import dtype_name, local_chunks
+from shardwise.checkpointing.state.optimizer_state import KINDS, LIVE_OPTIONS, Kind, NamedGroup, default_kind, kind_of
+from shardwise.checkpointing.state.slices import local_chunks
 from shardwise.checkpointing.verifying import USE_THE_MODEL, mixed_order, unsure_order
 from shardwise.errors import CheckpointError
+from shardwise.planning.settings import dtype_name
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.repointing import follow_names
 
@@ -279,7 +273,9 @@ def _plan_state(
         kinds[keys] = kind = known_kind or default_kind(key, tensor.shape, parameter)
         target = _live_state(optimizer, parameter, keys, kind, tensor)
         if target is None:
-            target = make_state(kind, key, getattr(torch, tensor.dtype), tensor.shape, parameter, options)
+            target = optimizer_state.make_state(
+                kind, key, getattr(torch, tensor.dtype), tensor.shape, parameter, options
+            )
         restoring.read_into(name, target)
         parts[keys] = target
 

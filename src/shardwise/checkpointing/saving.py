@@ -22,13 +22,14 @@ from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, par
 from shardwise.checkpointing.staging import Arena, AsyncCopy, StagedTensor
 from shardwise.checkpointing.state.nested import FlatState
 from shardwise.checkpointing.state.run import Run
-from shardwise.checkpointing.state.slices import dtype_name, local_chunks
+from shardwise.checkpointing.state.slices import local_chunks
 from shardwise.checkpointing.storage.files import Place, join, remove_tree
 from shardwise.checkpointing.storage.memory import checksum
 from shardwise.distributed.agreement import Channel, as_shardwise_error, first_error, run_and_gather
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.planning.plan import Plan, encode_plan
+from shardwise.planning.plan import Plan
+from shardwise.planning.settings import dtype_name
 from shardwise.progress import Progress
 from shardwise.sharding.full_params import refuse_missing
 from shardwise.sharding.inventory import local_tensor
@@ -61,7 +62,7 @@ def describe_run(run: Run) -> dict[str, Any]:
 @lru_cache(maxsize=8)
 def _encoded(plan: Plan) -> dict[str, Any]:
     # Training waits for it at every save, and a plan has a line for each parameter.
-    return json.loads(encode_plan(plan))
+    return json.loads(plan.to_json())
 
 
 def _axes(mesh: Any) -> dict[str, int]:

@@ -28,12 +28,13 @@ from shardwise.checkpointing.matching import Matched, match, rename_contents
 from shardwise.checkpointing.reading import Verify, read_chunk, requests_for
 from shardwise.checkpointing.state.names import KeyReport, Rename, canonical_name
 from shardwise.checkpointing.state.run import refuse_unusable
-from shardwise.checkpointing.state.slices import ModelTensor, dtype_name, local_chunks, model_tensors
+from shardwise.checkpointing.state.slices import ModelTensor, local_chunks, model_tensors
 from shardwise.checkpointing.storage.files import is_remote
 from shardwise.checkpointing.storage.memory import bytes_of, counting, trim_malloc
 from shardwise.distributed.agreement import is_first, on_rank_zero, raise_together, run_and_gather, run_on_all
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.models.described import hugging_face_config
+from shardwise.models.configs import hugging_face_config
+from shardwise.planning.settings import dtype_name
 from shardwise.progress import Progress
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order
 from shardwise.sharding.inventory import class_name, is_meta, take_inventory

@@ -137,10 +137,10 @@ def _load(name: str | None) -> nn.Module | None:
     """The model on the meta device, or none."""
     if name is None:
         return None
-    from shardwise.cli.running import look_in_working_folder
+    from shardwise.cli.running import add_working_folder_to_path
     from shardwise.models.load import load_model
 
-    look_in_working_folder()
+    add_working_folder_to_path()
     return load_model(name)
 
 

@@ -24,10 +24,10 @@ def doctor(
 
     Exit status 0: nothing wrong; 1: findings; 3: the collectives failed.
     """
-    from shardwise.diagnosing.environment import look_around
+    from shardwise.diagnosing.environment import collect_environment
     from shardwise.distributed.local_ranks import start_local
 
-    environment = look_around()
+    environment = collect_environment()
     num_ranks = ranks if ranks is not None else max(len(environment.facts["gpus"].get("devices", [])), 2)
     rows: list[Measured] = []
     if num_ranks:

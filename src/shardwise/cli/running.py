@@ -52,7 +52,7 @@ def user_code() -> Iterator[None]:
 
     The file descriptor is redirected too, for child processes: local ranks, and what they start.
     """
-    look_in_working_folder()
+    add_working_folder_to_path()
     stdout = sys.stdout
     stdout.flush()
     kept = os.dup(1)
@@ -66,7 +66,7 @@ def user_code() -> Iterator[None]:
         os.close(kept)
 
 
-def look_in_working_folder() -> None:
+def add_working_folder_to_path() -> None:
     """Let a `module:callable` be found in the working folder."""
     if (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)

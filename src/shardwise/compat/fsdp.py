@@ -1,6 +1,8 @@
 """FSDP2's states and parameter groups: find them, unshard and reshard them, run their hooks."""
 
 import contextlib
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -8,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -36,6 +39,34 @@ def _groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.12: several per module
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+SPLITS_GROUPS = isinstance(getattr(FSDPState, "_fsdp_param_group", None), property)
+"""Whether a module can have several parameter groups (torch >= 2.12)."""
+
+
+def set_complex_apart(module: nn.Module) -> None:
+    """Give the complex parameters of a freshly sharded module a group of their own, in their stored dtype.
+
+    FSDP2 reduces the gradients of a group in one buffer of one dtype.
+    """
+    state = fsdp_state(module)
+    (group,) = state._fsdp_param_groups
+    other = copy.copy(group)
+    for name, value in vars(group).items():
+        if isinstance(value, (dict, list)) or name in ("_all_gather_comm", "_reduce_scatter_comm"):
+            setattr(other, name, copy.copy(value))
+    other.fsdp_params = [param for param in group.fsdp_params if param.sharded_param.is_complex()]
+    group.fsdp_params = [param for param in group.fsdp_params if not param.sharded_param.is_complex()]
+    change_policy(other, param_dtype=None, reduce_dtype=None)
+    state._fsdp_param_groups.append(other)
+
+
+def change_policy(group: Any, **dtypes: torch.dtype | None) -> None:
+    """Set dtypes of a group's mixed-precision policy."""
+    for owner in (group, *group.fsdp_params):  # torch 2.15 has a policy for each parameter
+        if hasattr(owner, "mp_policy"):
+            owner.mp_policy = dataclasses.replace(owner.mp_policy, **dtypes)
 
 
 def param_groups(model: nn.Module) -> list[Any]:
@@ -76,11 +107,22 @@ def reshard_group(group: Any) -> None:
     group._to_sharded()
 
 
-def around_unsharded(group: Any, after_unshard: Callable[[Any], None], before_reshard: Callable[[Any], None]) -> None:
-    """Call `after_unshard(group)` once its parameters are unsharded, `before_reshard(group)` before they are freed."""
+def around_unsharded(
+    group: Any,
+    before_unshard: Callable[[Any], None],
+    after_unshard: Callable[[Any], None],
+    before_reshard: Callable[[Any], None],
+) -> None:
+    """Call functions with the group around the time that its parameters are unsharded.
+
+    `before_unshard` is called while the shards are registered on the modules, `after_unshard` once the parameters are
+    unsharded, `before_reshard` before those are freed.
+    """
     to_unsharded = group._to_unsharded
 
     def unshard() -> None:
+        if group.is_sharded:
+            before_unshard(group)
         to_unsharded()
         after_unshard(group)
 
@@ -95,6 +137,19 @@ def around_unsharded(group: Any, after_unshard: Callable[[Any], None], before_re
     group._to_unsharded = unshard
     group._to_sharded = calling_first(group._to_sharded)
     group._to_sharded_post_forward = calling_first(group._to_sharded_post_forward)
+
+
+def keep_unsharded(groups: Iterable[Any]) -> Callable[[], None]:
+    """Leave groups unsharded where FSDP2 would free them, until the function that is returned is called."""
+    kept = [group for group in groups if "reshard" not in vars(group)]
+    for group in kept:
+        group.reshard = lambda: None
+
+    def restore() -> None:
+        for group in kept:
+            vars(group).pop("reshard", None)
+
+    return restore
 
 
 def wait_before_unshard(group: Any) -> None:
@@ -311,6 +366,17 @@ def registered_parameter(fsdp_param: Any) -> nn.Parameter | None:
     """What stands on the module in a parameter's place now."""
     info = fsdp_param._module_info
     return info.module._parameters.get(info.param_name)
+
+
+def places_of_other_parameters(group: Any) -> Iterator[tuple[nn.Module, str]]:
+    """Modules and names where something else than the group's shard is registered, while the group is sharded."""
+    for fsdp_param in group.fsdp_params:
+        info, shard = fsdp_param._module_info, fsdp_param.sharded_param
+        if info.module._parameters.get(info.param_name) is not shard:
+            yield info.module, info.param_name
+        for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+            if module._parameters.get(name) is not shard:
+                yield module, name
 
 
 def real_and_padded_numel(fsdp_param: Any) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """Gradients of FSDP2's parameter groups: accumulation, reduction, clearing, unused parameters."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,7 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from shardwise.compat.accumulation import lay_out_partial_sums, partial_sums, patch_group, zero_gradient
-from shardwise.compat.fsdp import fsdp_modules, fsdp_state, groups_of, param_groups
+from shardwise.compat.fsdp import (
+    change_policy,
+    fsdp_modules,
+    fsdp_state,
+    groups_of,
+    param_groups,
+    sharded_parameters,
+)
 
 
 def reduces_gradients(group: Any) -> bool:
@@ -160,11 +166,10 @@ def fill_unused_gradient(group: Any, fsdp_param: Any) -> bool | None:
 
 
 def set_reduce_dtype(group: Any, dtype: torch.dtype) -> None:
-    """Sum a group's gradients in another dtype from now on."""
-    for owner in (group, *group.fsdp_params):  # torch 2.15 has a policy for each parameter
-        if hasattr(owner, "mp_policy"):
-            owner.mp_policy = dataclasses.replace(owner.mp_policy, reduce_dtype=dtype)
-    group._init_mp_dtypes()
+    """Sum a group's gradients in another dtype from now on; complex ones keep theirs."""
+    if not any(parameter.is_complex() for parameter in sharded_parameters(group)):
+        change_policy(group, reduce_dtype=dtype)
+        group._init_mp_dtypes()
 
 
 class LocalGradScaler(torch.amp.GradScaler):

@@ -46,13 +46,13 @@ def watch_operators(seen: Callable[[str, list[torch.Tensor]], None]) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    class Watch(TorchDispatchMode):
+    class WatchedOperators(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             tensors = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
             seen(func.overloadpacket.__name__, tensors)
             return func(*args, **(kwargs or {}))
 
-    return Watch()
+    return WatchedOperators()
 
 
 def pin_host_memory(address: int, num_bytes: int) -> bool:
@@ -88,13 +88,17 @@ def will_run(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
-def watch_backward(before: Callable[[Any], bool], after: Callable[[], None]) -> None:
-    """Call `before` with the outputs that a backward starts from, and if it returns true, `after` in the end."""
+def watch_backward(before: Callable[[Any, bool, bool], bool], after: Callable[[], None]) -> None:
+    """Call `before` ahead of each backward of this process, and if it returns true, `after` in the end.
+
+    `before` gets the outputs that the backward starts from, whether its own graph is recorded (`create_graph`), and
+    whether it accumulates into `.grad`.
+    """
     run = torch.autograd.graph._engine_run_backward
 
     @functools.wraps(run)
     def run_watched(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not before(outputs):
+        if not before(outputs, bool(args[2]), kwargs.get("accumulate_grad", False)):
             return run(outputs, *args, **kwargs)
         try:
             return run(outputs, *args, **kwargs)

@@ -22,9 +22,9 @@ NEEDED: dict[str, str] = {
     "padded_sharded_param_size mp_policy= unsharded_accumulated_grad? to_accumulated_grad_if_needed? "
     "reduce_dtype? "
     "offload_to_cpu device mesh_info _module_info _orig_size",
-    f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules",
+    f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules shared_param_names",
     f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info device device_handle "
-    "comm_ctx reduce_grads all_reduce_grads "
+    "comm_ctx reduce_grads all_reduce_grads reshard "
     "is_sharded is_sharded_post_forward unshard wait_for_unshard post_backward _to_sharded= _to_unsharded= "
     "_to_sharded_post_forward= _init_mp_dtypes _record_post_forward "
     "_training_state= _register_post_backward_hook _partial_reduce_output= _all_gather_result _all_gather_comm "
@@ -33,6 +33,7 @@ NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_param_group:FSDPCommContext": "reduce_scatter_stream all_gather_copy_in_stream "
     "all_gather_state? reduce_scatter_state? "
     "post_forward_order?",
+    f"{_FSDP2}._fsdp_state": "FSDPState",
     f"{_FSDP2}._fsdp_state:FSDPState": "_fsdp_param_groups|_fsdp_param_group _is_root _state_ctx _device _lazy_init "
     "_training_state _pre_forward _post_forward _pre_backward _pre_forward_hook_handle _post_forward_hook_handle "
     "_register_pre_backward_hook _root_post_backward_final_callback _device_handle? _comm_ctx? "

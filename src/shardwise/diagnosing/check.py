@@ -92,7 +92,7 @@ _FINDINGS: dict[str, tuple[Severity, str, str]] = {
     ),
     "SW417": (
         Severity.WARNING,
-        "{num} groups stand gathered: parameters() lists their gathered copies, and an optimizer built now would train "
+        "{num} groups are unsharded: parameters() lists their unsharded copies, and an optimizer built now would train "
         "those",
         "model.reshard() after a forward without backward; shardwise.shard does it by itself",
     ),
@@ -179,7 +179,7 @@ class Subject:
         return self.names.get(id(parameter), "")
 
 
-def look_at(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Subject:
+def snapshot(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Subject:
     """Find the groups and names of a model."""
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -244,8 +244,8 @@ def sync_left_off(subject: Subject) -> Iterator[Finding]:
         yield _finding("SW416", off[0], num=len(off), total=len(subject.groups))
 
 
-def left_gathered(subject: Subject) -> Iterator[Finding]:
-    """SW417: a group stands gathered between steps: parameters() lists copies, a step would leave them stale."""
+def left_unsharded(subject: Subject) -> Iterator[Finding]:
+    """SW417: a group is unsharded between steps: parameters() lists copies, a step would leave them stale."""
     gathered = [name for name, group in subject.groups.items() if compat.is_unsharded(group)]
     if gathered:
         yield _finding("SW417", gathered[0], num=len(gathered))
@@ -464,7 +464,7 @@ def _device(device_type: str) -> str:
 
 _CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     not_sharded, root_only, oversized, padding, sync_left_off,
-    left_gathered, unsharded, replaced, sixteen_bit, several_dtypes,
+    left_unsharded, unsharded, replaced, sixteen_bit, several_dtypes,
     on_meta, ties, held_parameters, garbage_buffers, offload_backend, across_ranks,
 )  # fmt: skip
 
@@ -486,7 +486,7 @@ def check(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = 
         other ranks hold copies.
     """
     given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
-    subject = look_at(model, given)
+    subject = snapshot(model, given)
     findings = [finding for look in _CHECKS for finding in look(subject)]
     order = list(Severity)
     return sorted(findings, key=lambda finding: order.index(finding.severity))

@@ -216,7 +216,7 @@ class Environment:
     findings: tuple[Finding, ...]
 
 
-def look_around(variables: Mapping[str, str] | None = None) -> Environment:
+def collect_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Gather the facts of this process's machine.
 
     Args:

@@ -16,10 +16,10 @@ from shardwise import compat
 from shardwise.diagnosing.check import mesh_of
 from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.errors import ShardError
+from shardwise.sharding.error_notes import annotate
 from shardwise.sharding.forward_hooks import KeptUnsharded, wanting_gradient
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
 from shardwise.sharding.nested_tensors import change_tensors
-from shardwise.sharding.notes import annotate
 from shardwise.sharding.registry import on_recover, sharded_state
 from shardwise.sharding.watching import Watch, watch
 
@@ -39,7 +39,7 @@ def explained(model: nn.Module) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:  # DCP's CheckpointException is no Exception
+    except BaseException as error:  # DCP's CheckpointException is not an Exception
         annotate(error, model)
         raise
 

@@ -160,7 +160,7 @@ def on_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | DeviceMesh
         try:
             result = work()
             sent = [pickle.dumps((result, None))]
-        except BaseException as error:  # DCP's CheckpointException is no Exception
+        except BaseException as error:  # DCP's CheckpointException is not an Exception
             failure = error
             sent = [pickle.dumps((None, _portable(error)))]
     for each in groups:
@@ -255,7 +255,7 @@ def run_and_gather(
     """
     try:
         kept, told = work()
-    except BaseException as error:  # DCP's CheckpointException is no Exception
+    except BaseException as error:  # DCP's CheckpointException is not an Exception
         gather_objects((as_shardwise_error(error, kind), None), group=group)
         raise
     told_by_all = gather_objects((None, told), group=group)

@@ -48,7 +48,7 @@ _PLACES = {
     CollectiveKind.REDUCE_SCATTER: "after the backward of `{}`",
 }
 OPTIMIZER_STEP = 0xFFFF_FFFF
-"""The event of an optimizer step. It is no collective, but what is done before it must be the same on all ranks."""
+"""The event of an optimizer step. It is not a collective, but what is done before it must be the same on all ranks."""
 
 
 def encode(kind: CollectiveKind, group: int, num_elements: int) -> int:

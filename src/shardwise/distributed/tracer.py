@@ -13,18 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shardwise.distributed.collective_trace import (
-    HISTORY,
-    OPTIMIZER_STEP,
-    CollectiveKind,
-    Machines,
-    RankTrace,
-    StoreExchange,
-    group_of,
-    in_words,
-    kind_of,
-    place_of,
-)
+from shardwise.distributed import collective_trace
+from shardwise.distributed.collective_trace import HISTORY, OPTIMIZER_STEP, CollectiveKind, RankTrace, StoreExchange
 from shardwise.errors import ShardError
 
 LOOK_SECONDS = 0.25
@@ -120,34 +110,41 @@ class PeerView:
         usual = max(ranks_at.values(), key=len)
         odd = sorted(rank for ranks in ranks_at.values() if ranks is not usual for rank in ranks)
         step = next((step for count, step in reversed(list(self._steps)) if count <= index), self._steps[0][1])
-        rows = [f"{self._numbers(ranks)}: {in_words(event, self._groups)}" for event, ranks in ranks_at.items()]
+        rows = [
+            f"{self._numbers(ranks)}: {collective_trace.in_words(event, self._groups)}"
+            for event, ranks in ranks_at.items()
+        ]
         what, fix = self._sentence(ranks_at, odd, step), self._fix(ranks_at)
         return TraceDifference(ShardError(what, where="; ".join(rows), why=_WHY, fix=fix), tuple(odd))
 
     def _sentence(self, ranks_at: dict[int, list[int]], odd: list[int], step: int) -> str:
         """What differs, and nothing that the events do not show: which rank is wrong they do not."""
-        kinds = {kind_of(event) for event in ranks_at}
-        names = {self._groups[group_of(event)] for event in ranks_at if event != OPTIMIZER_STEP}
+        kinds = {collective_trace.kind_of(event) for event in ranks_at}
+        names = {self._groups[collective_trace.group_of(event)] for event in ranks_at if event != OPTIMIZER_STEP}
         if OPTIMIZER_STEP not in ranks_at and len(names) == 1:
             if len(kinds) == 1:
                 what = f"other gradients or shapes of `{names.pop()}` than the rest"
                 return f"{self._numbers(odd)} brought {what} at step {step}"
             if CollectiveKind.ALL_GATHER_EVALUATION in kinds:
                 return f"{self._numbers(odd)} ended an evaluation, or began one, without the others at step {step}"
-        places = (f"{self._numbers(ranks)} {place_of(event, self._groups)}" for event, ranks in ranks_at.items())
+        places = (
+            f"{self._numbers(ranks)} {collective_trace.place_of(event, self._groups)}"
+            for event, ranks in ranks_at.items()
+        )
         return f"ranks diverge at step {step}: {', '.join(places)}"
 
     def _fix(self, ranks_at: dict[int, list[int]]) -> str:
         """The smallest change that lets ranks do these different things, or keeps them from it."""
         is_reduction = any(
-            event != OPTIMIZER_STEP and kind_of(event) is CollectiveKind.REDUCE_SCATTER for event in ranks_at
+            event != OPTIMIZER_STEP and collective_trace.kind_of(event) is CollectiveKind.REDUCE_SCATTER
+            for event in ranks_at
         )
-        is_forward = {kind_of(event) for event in ranks_at} <= {
+        is_forward = {collective_trace.kind_of(event) for event in ranks_at} <= {
             CollectiveKind.ALL_GATHER_FORWARD,
             CollectiveKind.ALL_GATHER_EVALUATION,
         }
-        towers = _towers([self._groups[group_of(event)] for event in ranks_at]) if is_forward else []
-        if len({group_of(event) for event in ranks_at}) > 1 and towers:
+        towers = _towers([self._groups[collective_trace.group_of(event)] for event in ranks_at]) if is_forward else []
+        if len({collective_trace.group_of(event) for event in ranks_at}) > 1 and towers:
             skipped = " or ".join(f"shardwise.guard(model, repair=['{tower}'])" for tower in towers)
             return (
                 f"run the same modules on every rank. For a tower that some ranks have no inputs for: {skipped}, after "
@@ -239,7 +236,7 @@ class PeerView:
     def _last_event(self, rank: int) -> str:
         trace = self.traces[rank]
         event = trace.event(trace.count - 1) if trace.count else None
-        return in_words(event, self._groups) if event is not None else ""
+        return collective_trace.in_words(event, self._groups) if event is not None else ""
 
     def cause_of_failure(self) -> ShardError | None:
         """Which rank is the reason that a collective of this one failed, if one is."""
@@ -305,7 +302,7 @@ class CollectiveTracer:
     def __init__(
         self,
         traces: Sequence[RankTrace],
-        machines: Machines,
+        machines: collective_trace.Machines,
         rank: int,
         groups: tuple[str, ...],
         *,
@@ -498,7 +495,7 @@ class CollectiveTracer:
             elif (index := self._view.first_difference()) is not None:
                 self._handle_difference(index)
             elif self.trace.count and self.trace.seconds_still > _DEAD_SECONDS:
-                self._look_for_absent()
+                self._find_absent()
         if self._exchange is not None:
             self._exchange.exchange()
 
@@ -523,7 +520,7 @@ class CollectiveTracer:
             self._say(difference.error)
             self._conclude(difference.error)
 
-    def _look_for_absent(self) -> None:
+    def _find_absent(self) -> None:
         view, here = self._view, self.trace.count
         is_late, missing = self.trace.seconds_still > self._patience, view.missing()
         found, late, error = view.verdict_of_others(), None, None
@@ -572,7 +569,7 @@ class CollectiveTracer:
         self._report("\n".join([str(error), *getattr(error, "__notes__", [])]))
 
 
-def _neighbours(machines: Machines, rank: int) -> list[int]:
+def _neighbours(machines: collective_trace.Machines, rank: int) -> list[int]:
     """Three of this machine and one of the next: whoever differs differs from one of its neighbours."""
     local = machines.local
     place = local.index(rank)

@@ -8,17 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from shardwise.explaining import logs
 from shardwise.explaining.catalogue import Failure, catalogue
-from shardwise.explaining.logs import (
-    LAUNCHER,
-    Line,
-    Raised,
-    bare_exceptions,
-    by_speaker,
-    last_progress,
-    read_lines,
-    read_tracebacks,
-)
+from shardwise.explaining.logs import Line, Raised, bare_exceptions, last_progress, read_lines, read_tracebacks
 
 _INNER_RANK = re.compile(r"\[(?:[^\]]*\s)?Rank[ :]+(\d+)\]|-- [Pp]rocess (\d+)|\btask (\d+):", re.IGNORECASE)
 _LAUNCHER_SAYS = "SW558"
@@ -113,7 +105,7 @@ def explain(problem: BaseException | str) -> Explanation:
         if failure.code == text.upper() or text in {failure.alias, failure.name} - {""}:
             return Explanation(failure=failure, message=failure.patterns[0].pattern)
     lines, death = _read_summary(read_lines(problem))
-    speakers = [(own, last_progress(own)) for own in by_speaker(lines)]
+    speakers = [(own, last_progress(own)) for own in logs.by_speaker(lines)]
     events = [
         event for own, alive in speakers for event in _events(own) if event.line >= alive
     ]  # earlier ones were survived
@@ -286,7 +278,7 @@ def _read_summary(lines: list[Line]) -> tuple[list[Line], _Death | None]:
             is_dropped = death is not first and _FIELD.match(text) and "Traceback (most" not in text
             rank, time = (death.rank, death.time) if death else (None, None)
             lines[index] = replace(
-                lines[index], rank=rank, time=time, text="" if is_dropped else text, process=LAUNCHER
+                lines[index], rank=rank, time=time, text="" if is_dropped else text, process=logs.LAUNCHER
             )
     if first is None:
         seen = ((line, _AGENT.search(line.text)) for line in lines if "exitcode" in line.text)

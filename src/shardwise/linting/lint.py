@@ -9,15 +9,8 @@ from pathlib import Path
 
 from shardwise.errors import SourceError
 from shardwise.findings import Safety, Severity, SourceFinding, unreadable_source
-from shardwise.linting.files import (
-    RELEVANT,
-    LintSettings,
-    allowed_in,
-    allowed_on,
-    is_excluded,
-    read_settings,
-    with_codes,
-)
+from shardwise.linting import files
+from shardwise.linting.files import RELEVANT, LintSettings, allowed_in, is_excluded, read_settings, with_codes
 from shardwise.linting.registry import UNREADABLE, LintContext, all_rules
 from shardwise.progress import Progress
 from shardwise.source.edits import apply, choose
@@ -95,10 +88,10 @@ def lint_files(
     Raises:
         SourceError: A path does not exist, or a fixed file cannot be written.
     """
-    files = find_files(paths, _SUFFIXES, partial(is_excluded, settings=settings))
+    chosen = find_files(paths, _SUFFIXES, partial(is_excluded, settings=settings))
     all_rules()  # loaded before worker processes are, so that each has them
     work = partial(lint_file, settings=settings, fixes=fixes)
-    found = map_files(work, files, progress=progress, label="lint")
+    found = map_files(work, chosen, progress=progress, label="lint")
     return [file for file in found if file is not None]
 
 
@@ -153,7 +146,7 @@ def _find(text: str, path: str, settings: LintSettings) -> list[SourceFinding]:
         for finding in found
         if not settings.ignores_in(path, finding.code)
         and not allowed_in(text, finding.code)
-        and not any(allowed_on(lines.line(number), finding.code) for number in {finding.line, finding.end_line})
+        and not any(files.allowed_on(lines.line(number), finding.code) for number in {finding.line, finding.end_line})
     ]
     return sorted(kept, key=lambda finding: (finding.line, finding.column, finding.code))
 

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from importlib import import_module
 from pkgutil import iter_modules
 
-from shardwise.findings import Edit, Safety, Severity, SourceFinding
+from shardwise.findings import Edit, Safety, Severity, SourceFinding, source_finding
 from shardwise.source.interpreter import read_program
 from shardwise.source.syntax import FileContext, checked_types
 from shardwise.source.trace import Shard, Trace
@@ -97,17 +97,15 @@ class Rule:
     def _finding(self, file: FileContext, hit: Hit) -> SourceFinding:
         start, end = file.positions.span(hit.node)
         line, end_line = hit.node.lineno, hit.node.end_lineno or hit.node.lineno
-        column = file.positions.column(line, start)
-        return SourceFinding(
+        return source_finding(
+            file.path,
+            line,
+            file.positions.column(line, start),
             code=self.code,
             name=self.name,
             message=hit.message,
-            where=f"{file.path}:{line}:{column}",
             severity=self.severity,
             fix=hit.fix or self.fix,
-            path=file.path,
-            line=line,
-            column=column,
             end_line=end_line,
             end_column=file.positions.column(end_line, end),
             safety=self.safety if hit.edits else Safety.MANUAL,

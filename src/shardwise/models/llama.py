@@ -55,49 +55,27 @@ class LlamaConfig:
 
 SHAPES: dict[str, LlamaConfig] = {
     "llama3-debug": LlamaConfig(
-        hidden_size=64,
-        intermediate_size=192,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        vocab_size=512,
-        max_sequence_length=256,
+        hidden_size=64, intermediate_size=192, num_layers=4, num_heads=4, num_kv_heads=2,
+        vocab_size=512, max_sequence_length=256,
     ),
-    "llama3-bytes": LlamaConfig(
-        hidden_size=128,
-        intermediate_size=384,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=4,
-        vocab_size=257,  # bytes and the end of a document
-        max_sequence_length=1024,
-        rope_theta=10_000.0,
-        tie_embeddings=True,
+    "llama3-bytes": LlamaConfig(  # of the vocabulary: bytes and the end of a document
+        hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4, num_kv_heads=4,
+        vocab_size=257, max_sequence_length=1024, rope_theta=10_000.0, tie_embeddings=True,
     ),
     "llama3-1b": LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        rope_factor=32.0,
-        tie_embeddings=True,
+        hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32, num_kv_heads=8,
+        rope_factor=32.0, tie_embeddings=True,
     ),
     "llama3-3b": LlamaConfig(
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_layers=28,
-        num_heads=24,
-        num_kv_heads=8,
-        rope_factor=32.0,
-        tie_embeddings=True,
+        hidden_size=3072, intermediate_size=8192, num_layers=28, num_heads=24, num_kv_heads=8,
+        rope_factor=32.0, tie_embeddings=True,
     ),
     "llama3-8b": LlamaConfig(hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8),
     "llama3-70b": LlamaConfig(hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64, num_kv_heads=8),
     "llama3-405b": LlamaConfig(
-        hidden_size=16_384, intermediate_size=53_248, num_layers=126, num_heads=128, num_kv_heads=8, rope_factor=8.0
+        hidden_size=16_384, intermediate_size=53_248, num_layers=126, num_heads=128, num_kv_heads=8, rope_factor=8.0,
     ),
-}
+}  # fmt: skip
 
 
 class Linear(nn.Linear):

@@ -29,27 +29,14 @@ class MoeConfig(LlamaConfig):
 
 SHAPES: dict[str, MoeConfig] = {
     "moe-debug": MoeConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        vocab_size=512,
-        max_sequence_length=256,
-        rope_theta=10_000.0,
-        num_experts=4,
+        hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2,
+        vocab_size=512, max_sequence_length=256, rope_theta=10_000.0, num_experts=4,
     ),
     "moe-8x7b": MoeConfig(
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        vocab_size=32_000,
-        max_sequence_length=32_768,
-        rope_theta=1_000_000.0,
+        hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8,
+        vocab_size=32_000, max_sequence_length=32_768, rope_theta=1_000_000.0,
     ),
-}
+}  # fmt: skip
 
 
 class Expert(nn.Module):

@@ -1,23 +1,276 @@
 """One model that reads, sees and draws: language model, vision transformer and frozen autoencoder (BAGEL's shape).
 
 A sequence is a picture that was seen, a text, and the noisy latents of a picture to draw. `forward` gives the loss of
-the text's next words and of the noise in the latents; the other public methods make pictures, step by step.
+the text's next words and of the noise in the latents; the other public methods make pictures, step by step. Every
+matrix of the language model exists twice, for what it understands and for the picture it makes; in evaluation mode it
+also takes and returns keys and values of earlier calls.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.models.autoencoder import Autoencoder, AutoencoderConfig
-from shardwise.models.llama import LlamaConfig
-from shardwise.models.mixed_decoder import Cache, MixedLanguageModel
+from shardwise.models.llama import Embedding, FeedForward, Linear, LlamaConfig, RMSNorm, RotaryEmbedding, rotate
 from shardwise.models.modes import evaluation_mode
-from shardwise.models.vision import VisionConfig, VisionTower
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionConfig:
+    """The shape of a vision transformer."""
+
+    image_size: int
+    """Height and width of a picture, in pixels."""
+    patch_size: int
+    """Height and width of a patch."""
+    hidden_size: int
+    """Width of the residual stream."""
+    intermediate_size: int
+    """Width inside the feed-forward."""
+    num_layers: int
+    """Blocks."""
+    num_heads: int
+    """Attention heads."""
+    num_channels: int = 3
+    """Colours."""
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of one picture."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+class VisionBlock(nn.Module):
+    """Attention among all patches, then feed-forward, each normalised before and added after."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.layer_norm1 = nn.LayerNorm(config.hidden_size)
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.layer_norm2 = nn.LayerNorm(config.hidden_size)
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer; (batch, patches, hidden) in and out."""
+        heads = self.qkv(self.layer_norm1(x)).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        x = x + self.out_proj(mixed.transpose(1, 2).flatten(2))
+        return x + self.fc2(F.gelu(self.fc1(self.layer_norm2(x)), approximate="tanh"))
+
+
+class VisionTower(nn.Module):
+    """Patches, their places, blocks and the last norm."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.patch_size = config.patch_size
+        self.patch_embedding = nn.Linear(config.num_channels * config.patch_size**2, config.hidden_size)
+        self.position_embedding = nn.Embedding(config.num_patches, config.hidden_size)
+        self.layers = nn.ModuleList(VisionBlock(config) for _ in range(config.num_layers))
+        self.post_layernorm = nn.LayerNorm(config.hidden_size)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Pictures (batch, colours, height, width) to (batch, patches, hidden)."""
+        patches = F.unfold(pixel_values, self.patch_size, stride=self.patch_size).transpose(1, 2)
+        x = self.patch_embedding(patches)
+        x = x + self.position_embedding(torch.arange(x.shape[1], device=x.device))
+        for layer in self.layers:
+            x = layer(x)
+        return self.post_layernorm(x)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutoencoderConfig:
+    """The shape of an autoencoder."""
+
+    widths: tuple[int, ...]
+    """Channels at each resolution, the finest first; every further one halves height and width."""
+    latent_channels: int
+    """Channels of the latents."""
+    blocks_per_width: int = 2
+    """Residual blocks at each resolution."""
+    num_channels: int = 3
+    """Colours."""
+    norm_groups: int = 8
+    """Groups of channels that are normalised together."""
+
+    @property
+    def shrinks(self) -> int:
+        """How many pixels in a row become one latent."""
+        return 2 ** (len(self.widths) - 1)
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions, added to what came in."""
+
+    def __init__(self, width_in: int, width_out: int, norm_groups: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.GroupNorm(norm_groups, width_in), nn.Conv2d(width_in, width_out, 3, padding=1)
+        self.norm2, self.conv2 = nn.GroupNorm(norm_groups, width_out), nn.Conv2d(width_out, width_out, 3, padding=1)
+        self.shortcut = nn.Conv2d(width_in, width_out, 1) if width_in != width_out else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One block."""
+        hidden = self.conv1(F.silu(self.norm1(x)))
+        return self.shortcut(x) + self.conv2(F.silu(self.norm2(hidden)))
+
+
+class Autoencoder(nn.Module):
+    """An encoder and a decoder, each entered by its own method."""
+
+    def __init__(self, config: AutoencoderConfig) -> None:
+        super().__init__()
+        first, last = config.widths[0], config.widths[-1]
+        self.encoder = nn.Sequential(
+            nn.Conv2d(config.num_channels, first, 3, padding=1),
+            *_resolutions(config, config.widths, down=True),
+            nn.Conv2d(last, config.latent_channels, 3, padding=1),
+        )
+        self.decoder = nn.Sequential(
+            nn.Conv2d(config.latent_channels, last, 3, padding=1),
+            *_resolutions(config, config.widths[::-1], down=False),
+            nn.Conv2d(first, config.num_channels, 3, padding=1),
+        )
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pictures (batch, colours, height, width) to latents (batch, channels, height / shrinks, width / shrinks)."""
+        return self.encoder(pixels)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """And back."""
+        return self.decoder(latents)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """There and back."""
+        return self.decode(self.encode(pixels))
+
+
+def _resolutions(config: AutoencoderConfig, widths: tuple[int, ...], *, down: bool) -> list[nn.Module]:
+    """The blocks of every width, with a change of resolution between each two."""
+    modules: list[nn.Module] = []
+    before = widths[0]
+    for index, width in enumerate(widths):
+        if index:
+            modules.append(nn.Conv2d(before, before, 3, stride=2, padding=1) if down else nn.Upsample(scale_factor=2.0))
+        for block in range(config.blocks_per_width):
+            modules.append(ResidualBlock(width if block else before, width, config.norm_groups))
+        before = width
+    return modules
+
+
+Cache = list[tuple[Tensor, Tensor]]
+"""Keys and values of every layer, each (batch, heads, length, head_dim)."""
+
+
+class Twice(nn.Module):
+    """One module for text and pictures seen, one for the picture being made: the last positions of a sequence."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.understanding, self.generating = build(), build()
+
+    def forward(self, x: Tensor, num_generated: int) -> Tensor:
+        """Each position by its own module; those of the last `num_generated` by the second."""
+        cut = x.shape[1] - num_generated
+        if num_generated == 0:
+            return self.understanding(x)
+        if cut == 0:
+            return self.generating(x)
+        return torch.cat([self.understanding(x[:, :cut]), self.generating(x[:, cut:])], 1)
+
+
+class MixedLayer(nn.Module):
+    """Attention over the whole sequence, then feed-forward, with matrices of each kind of position."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        size, kv_size = config.hidden_size, config.num_kv_heads * config.head_dim
+        self.head_dim, self.groups = config.head_dim, config.num_heads // config.num_kv_heads
+        self.input_layernorm = Twice(lambda: RMSNorm(size, config.norm_eps))
+        self.q_proj = Twice(lambda: Linear(size, config.num_heads * config.head_dim))
+        self.k_proj = Twice(lambda: Linear(size, kv_size))
+        self.v_proj = Twice(lambda: Linear(size, kv_size))
+        self.o_proj = Twice(lambda: Linear(config.num_heads * config.head_dim, size))
+        self.post_attention_layernorm = Twice(lambda: RMSNorm(size, config.norm_eps))
+        self.mlp = Twice(lambda: FeedForward(config))
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor,
+        num_generated: int,
+        past: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """One layer over a sequence that continues `past`; keys and values of both in evaluation mode only."""
+        normal = self.input_layernorm(x, num_generated)
+        query, key, value = (
+            proj(normal, num_generated).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = rotate(query, *rotary), rotate(key, *rotary)
+        if past is not None:
+            key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
+        all_keys, all_values = (kv.repeat_interleave(self.groups, 1) for kv in (key, value))
+        mixed = F.scaled_dot_product_attention(query, all_keys, all_values, attn_mask=mask)
+        x = x + self.o_proj(mixed.transpose(1, 2).flatten(2), num_generated)
+        x = x + self.mlp(self.post_attention_layernorm(x, num_generated), num_generated)
+        return x, None if self.training else (key, value)
+
+
+class MixedDecoder(nn.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary_emb = RotaryEmbedding(config)
+        self.layers = nn.ModuleList(MixedLayer(config) for _ in range(config.num_layers))
+        self.norm = Twice(lambda: RMSNorm(config.hidden_size, config.norm_eps))
+
+    def forward(
+        self, x: Tensor, positions: Tensor, num_generated: int, cache: Cache | None = None
+    ) -> tuple[Tensor, Cache | None]:
+        """Vectors (batch, length, hidden) to hidden states; a cache only in evaluation mode.
+
+        Args:
+            x: Text, pictures, or both.
+            positions: Of each vector (length). It sees those at its own position and before it: the parts of a picture
+                share one and see each other, words have one each.
+            num_generated: Number of vectors at the end that belong to a picture being made.
+            cache: Keys and values of an earlier call, which this one continues.
+        """
+        rotary = self.rotary_emb(x.shape[1], positions[None])
+        mask = _visible(positions, cache[0][0].shape[2] if cache else 0)
+        grown: Cache = []
+        for index, layer in enumerate(self.layers):
+            x, kept = layer(x, rotary, mask, num_generated, cache[index] if cache else None)
+            grown.append(kept)
+        return self.norm(x, num_generated), None if self.training else grown
+
+
+def _visible(positions: Tensor, num_before: int) -> Tensor:
+    """Which of the cached and the new vectors each new one sees: all cached ones, and none at a later position."""
+    among = positions[:, None] >= positions[None, :]
+    return torch.cat([among.new_ones(len(positions), num_before), among], 1)
+
+
+class MixedLanguageModel(nn.Module):
+    """The decoder and its output matrix, called one by one: not all hidden states become words."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.model = MixedDecoder(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,34 +297,22 @@ class MultimodalConfig(LlamaConfig):
 
 SHAPES: dict[str, MultimodalConfig] = {
     "multimodal-debug": MultimodalConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        vocab_size=257,
-        max_sequence_length=256,
-        rope_theta=10_000.0,
+        hidden_size=64, intermediate_size=128, num_layers=3, num_heads=4, num_kv_heads=2,
+        vocab_size=257, max_sequence_length=256, rope_theta=10_000.0,
         vision_config=VisionConfig(
-            image_size=16, patch_size=4, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4
+            image_size=16, patch_size=4, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
         ),
         autoencoder=AutoencoderConfig(widths=(8, 16), latent_channels=4, blocks_per_width=1, norm_groups=4),
     ),
     "multimodal-14b": MultimodalConfig(
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_layers=28,
-        num_heads=28,
-        num_kv_heads=4,
-        vocab_size=152_064,
-        max_sequence_length=32_768,
-        rope_theta=1_000_000.0,
+        hidden_size=3584, intermediate_size=18_944, num_layers=28, num_heads=28, num_kv_heads=4,
+        vocab_size=152_064, max_sequence_length=32_768, rope_theta=1_000_000.0,
         vision_config=VisionConfig(
-            image_size=448, patch_size=14, hidden_size=1152, intermediate_size=4304, num_layers=26, num_heads=16
+            image_size=448, patch_size=14, hidden_size=1152, intermediate_size=4304, num_layers=26, num_heads=16,
         ),
         autoencoder=AutoencoderConfig(widths=(128, 256, 512, 512), latent_channels=16, norm_groups=32),
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.compat import storage_id
+from shardwise.compat import SPLITS_GROUPS, storage_id
 from shardwise.config.schema import GroupOverride
 from shardwise.errors import PlanError
 from shardwise.planning.calls import Calls
 from shardwise.planning.groups import GroupCandidate, Kind, Node, Tree, by_node, why_kept_unsharded
-from shardwise.planning.settings import majority
+from shardwise.planning.settings import FLOATING, majority
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ def storage_splits(
     """Candidates for the minority dtypes of groups that mix trainable dtypes, and parameters to replicate instead.
 
     FSDP2 reduces a group's gradients in one buffer of one dtype, so trainable parameters of two dtypes cannot share
-    a group. Frozen ones may.
+    a group. Frozen ones may, and complex ones where torch can divide the group of a module.
     """
     owners = tree.owners()
     candidates: list[GroupCandidate] = []
@@ -253,7 +253,9 @@ def storage_splits(
         mixed = [key for key in keys if key in trainable]
         if len({dtype_of[key] for key in mixed}) < 2:
             continue
-        major = majority([(dtype_of[key], tree.numel[key]) for key in mixed])
+        beside = {key for key in mixed if dtype_of[key] not in FLOATING} if SPLITS_GROUPS else set()
+        real = [key for key in mixed if key not in beside] or mixed
+        major = majority([(dtype_of[key], tree.numel[key]) for key in real])
         minor = [key for key in mixed if dtype_of[key] != major]
         apart: dict[str, dict[Node, None]] = defaultdict(dict)
         for key in minor:
@@ -261,7 +263,7 @@ def storage_splits(
             pure = all(_is_pure(node, dtype_of[key], candidate.nodes, mixed, dtype_of) for node in nodes)
             if pure:
                 apart[dtype_of[key]].update(dict.fromkeys(nodes))
-            else:
+            elif key not in beside:
                 replicated[key] = f"{dtype_of[key]} among {major} in one module; FSDP2 groups hold one trainable dtype"
         for dtype, nodes in apart.items():
             why = f"{dtype} parameters inside a {major} group: one more all-gather and reduce-scatter per pass"

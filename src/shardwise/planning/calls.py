@@ -31,6 +31,15 @@ def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+def callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The children that can be called, by name; of a list or dictionary, its elements."""
+    for name, child in module.named_children():
+        if has_forward(child):
+            yield prefix + name, child
+        else:
+            yield from callable_children(child, f"{prefix}{name}.")
+
+
 class Places:
     """Names of a model's modules and parameters, by identity; shared ones have several names."""
 

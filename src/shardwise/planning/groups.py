@@ -302,7 +302,7 @@ class _Search:
         return False
 
     def _is_mostly_one_leaf(self, node: Node) -> bool:
-        """Whether one leaf is nearly all of it: a convolution with its norm is no block yet."""
+        """Whether one leaf is nearly all of it: a convolution with its norm is not a block."""
         largest = max((self.tree.size(below) for below in node.walk() if below.is_atom), default=0)
         return largest >= MOSTLY_ONE_LEAF_SHARE * self.tree.size(node)
 

@@ -22,6 +22,7 @@ DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "complex64": 8, "complex128": 16, "int64": 8,
     "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
+PLAN_FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,13 +180,24 @@ class Plan:
         return None
 
     def to_json(self, indent: int | None = None) -> str:
-        """The plan as JSON; `Plan.from_json` reads it back to an equal plan."""
-        return encode_plan(self, indent)
+        """The plan as JSON with sorted keys, so that equal plans give equal text; `Plan.from_json` reads it back."""
+        return json.dumps({"format": PLAN_FORMAT, **asdict(self)}, indent=indent, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote; a plan of another format is refused."""
-        return decode_plan(text)
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: The text was written by a version with another layout.
+        """
+        data = json.loads(text)
+        if (found := data.pop("format", None)) != PLAN_FORMAT:
+            raise PlanError(
+                f"plan has format {found!r}, this version reads {PLAN_FORMAT}",
+                why="the layout of a plan may change between releases",
+                fix="make the plan again with shardwise.plan(...)",
+            )
+        return TypeAdapter(Plan).validate_python(data)  # a key that no field has is left out
 
     def digest(self) -> str:
         """Short fingerprint; ranks compare it before they change anything."""
@@ -193,30 +205,6 @@ class Plan:
 
     def __str__(self) -> str:
         return render_plan(self)
-
-
-PLAN_FORMAT = 1
-
-
-def encode_plan(plan: Plan, indent: int | None = None) -> str:
-    """The plan as JSON with sorted keys: equal plans give equal text."""
-    return json.dumps({"format": PLAN_FORMAT, **asdict(plan)}, indent=indent, sort_keys=True)
-
-
-def decode_plan(text: str) -> Plan:
-    """Read what `encode_plan` wrote.
-
-    Raises:
-        PlanError: The text was written by a version with another layout.
-    """
-    data = json.loads(text)
-    if (found := data.pop("format", None)) != PLAN_FORMAT:
-        raise PlanError(
-            f"plan has format {found!r}, this version reads {PLAN_FORMAT}",
-            why="the layout of a plan may change between releases",
-            fix="make the plan again with shardwise.plan(...)",
-        )
-    return TypeAdapter(Plan).validate_python(data)  # a key that no field has is left out
 
 
 _MAX_NAMES = 4

@@ -14,30 +14,13 @@ from torch.nn.parameter import is_lazy
 from shardwise.config.schema import ROOT_PATTERN, GroupOverride, MeshConfig, PrefetchConfig, ShardConfig
 from shardwise.distributed.mesh import mesh_axes
 from shardwise.errors import PlanError
+from shardwise.planning import groups as grouping
+from shardwise.planning import settings
 from shardwise.planning.assignment import Assignment, assign, find_tensors, split_by_override, storage_splits
 from shardwise.planning.calls import Calls
-from shardwise.planning.groups import (
-    GroupCandidate,
-    Node,
-    Tree,
-    around_calls,
-    by_node,
-    find_candidates,
-    ignored_keys,
-    is_explicit,
-    named_candidates,
-)
+from shardwise.planning.groups import GroupCandidate, Node, Tree, by_node, find_candidates, ignored_keys, is_explicit
 from shardwise.planning.plan import Group, Plan, PlannedParameter
-from shardwise.planning.settings import (
-    FLOATING,
-    SIXTEEN_BIT,
-    Compute,
-    check_config,
-    choose_compute,
-    dtype_name,
-    group_settings,
-    widest,
-)
+from shardwise.planning.settings import FLOATING, Compute, check_config, choose_compute, dtype_name, group_settings
 from shardwise.planning.source.facts import read_calls
 from shardwise.planning.tracing import trace_calls
 
@@ -334,7 +317,10 @@ class Draft:
         if self.config.group_by == "root":
             candidates: list[GroupCandidate] = []
         elif is_explicit(self.config):
-            candidates = [around_calls(candidate, self.calls) for candidate in named_candidates(self.tree, self.config)]
+            candidates = [
+                grouping.around_calls(candidate, self.calls)
+                for candidate in grouping.named_candidates(self.tree, self.config)
+            ]
         else:
             candidates = find_candidates(self.tree, self.calls)
         candidates += split_by_override(self.tree, candidates, self.config.overrides, self.calls)
@@ -354,15 +340,15 @@ class Draft:
     def _upcast(self, keys: list[int]) -> None:
         dtypes = sorted({self.dtype_of[key] for key in keys})
         if len(dtypes) > 1 and all(dtype in FLOATING for dtype in dtypes):
-            target = widest(dtypes)
+            target = settings.widest(dtypes)
             for key in keys:
                 if self.dtype_of[key] != target:
                     self.upcast[key], self.dtype_of[key] = self.dtype_of[key], target
 
     def _group(self, candidate: GroupCandidate, keys: list[int], compute: Compute) -> Group:
         overrides = [override for override, ids in self.covered if all(id(node) in ids for node in candidate.nodes)]
-        settings = group_settings(self.config, overrides, compute, self._dtypes(keys), is_root=candidate.is_root)
-        reshard, reason = settings["reshard_after_forward"], candidate.reason
+        chosen = group_settings(self.config, overrides, compute, self._dtypes(keys), is_root=candidate.is_root)
+        reshard, reason = chosen["reshard_after_forward"], candidate.reason
         if candidate.kept_unsharded:
             reshard = False
         elif not candidate.is_root and self.config.reshard_after_forward is None and self._runs_again(candidate):
@@ -370,10 +356,10 @@ class Draft:
         elif not isinstance(reshard, bool) and reshard == self.axes.get("shard", 1):
             reshard = True  # over as many ranks as before forward
         for name in ("forward_prefetch", "backward_prefetch"):
-            settings[name] = ("",) * settings[name]  # add_prefetch puts names there
+            chosen[name] = ("",) * chosen[name]  # add_prefetch puts names there
         unused = self.config.unused_parameters
         return Group(
-            **settings | {"reshard_after_forward": reshard},
+            **chosen | {"reshard_after_forward": reshard},
             modules=tuple(node.fqn for node in candidate.nodes),
             kind=candidate.kind,
             parameters=tuple(self._parameter(key) for key in keys),
@@ -463,7 +449,7 @@ class Draft:
 
     def _warnings(self, groups: list[Group]) -> list[str]:
         warnings = []
-        short = [p for group in groups for p in group.parameters if p.trainable and p.dtype in SIXTEEN_BIT]
+        short = [p for group in groups for p in group.parameters if p.trainable and p.dtype in settings.SIXTEEN_BIT]
         if short and not self.config.allow_16bit_storage:
             warnings.append(
                 f"{len(short)} trainable parameters are stored in {short[0].dtype} (first: {short[0].fqn}): optimizer "

@@ -59,7 +59,7 @@ def choose_reduce(precision: PrecisionConfig, storage: Sequence[str]) -> str | N
         return None  # FSDP2 sums gradients in the dtype they come in
     if precision.reduce_dtype != "auto":
         return precision.reduce_dtype
-    if any(dtype not in FLOATING for dtype in storage):
+    if storage and all(dtype not in FLOATING for dtype in storage):
         return None  # complex gradients have no wider real dtype
     return "float64" if "float64" in storage else "float32"
 
@@ -108,7 +108,7 @@ def group_settings(
         settings |= {name: value for name in settings if (value := getattr(override, name)) is not None}
     if settings["param_dtype"] == "storage":
         settings["param_dtype"] = None
-    if any(dtype not in FLOATING for dtype in storage):  # complex numbers have no 16-bit compute dtype
+    if storage and all(dtype not in FLOATING for dtype in storage):  # complex numbers have no 16-bit compute dtype
         settings |= {"param_dtype": None, "reduce_dtype": None, "cast_inputs": False}
     pin_memory = torch.accelerator.is_available() if config.pin_memory is None else config.pin_memory
     return settings | {"pin_memory": settings["offload"] and pin_memory}

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwise import compat
 from shardwise.config.schema import ShardConfig
@@ -24,18 +23,12 @@ from shardwise.planning.planner import plan as make_plan
 from shardwise.planning.planner import refuse_sharded
 from shardwise.planning.settings import dtype_name
 from shardwise.sharding.blocks import checkpoint_activations, compile_blocks
-from shardwise.sharding.forward_hooks import (
-    Casts,
-    ForwardHooks,
-    PartsForwardHooks,
-    Replicated,
-    RootForwardHooks,
-)
+from shardwise.sharding.forward_hooks import Casts, ForwardHooks, PartsForwardHooks, Replicated, RootForwardHooks
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_zero_grad
 from shardwise.sharding.graph_calls import watch_backward
 from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, on_recover, remember
-from shardwise.sharding.repointing import remember_parameters, repoint, watch_optimizers
+from shardwise.sharding.repointing import around_steps, remember_parameters, repoint, watch_optimizers
 from shardwise.sharding.watching import watch_by_default
 
 _SAMPLES = 64
@@ -103,13 +96,8 @@ def _fingerprint(parameter: nn.Parameter) -> str:
     return f"{zlib.crc32(sample.view(torch.uint8).numpy().tobytes()):08x}"
 
 
-_EARLY_ROOTS: weakref.WeakSet[Any] = weakref.WeakSet()
-_installed = False
-
-
 def set_prefetch(plan: Plan, modules: dict[str, Any]) -> None:
     """Tell each group which others to gather ahead of their turn."""
-    global _installed
     for group in plan.groups:
         module = modules[group.modules[0]]
         if group.forward_prefetch:
@@ -117,11 +105,7 @@ def set_prefetch(plan: Plan, modules: dict[str, Any]) -> None:
         if group.backward_prefetch:
             module.set_modules_to_backward_prefetch([modules[name] for name in group.backward_prefetch])
     if plan.early_root:  # the root's parameters are gathered when its optimizer has stepped, not when forward begins
-        _EARLY_ROOTS.add(modules[plan.root.modules[0]])
-        modules[plan.root.modules[0]].register_load_state_dict_pre_hook(_drop_early_gather)
-        if not _installed:
-            register_optimizer_step_post_hook(_after_step)
-            _installed = True
+        _unshard_after_steps(modules[plan.root.modules[0]])
 
 
 def _drop_early_gather(root: nn.Module, *_: Any) -> None:
@@ -130,13 +114,15 @@ def _drop_early_gather(root: nn.Module, *_: Any) -> None:
         compat.wait_and_reshard(group)
 
 
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for root in _EARLY_ROOTS:
-        for group in compat.groups_of(root):
-            owned = any(id(parameter) in stepped for parameter in compat.sharded_parameters(group))
-            if owned and compat.is_resharded(group):
-                root.unshard(async_op=True)
+def _unshard_after_steps(root: Any) -> None:
+    reference = weakref.ref(root)
+
+    def unshard() -> None:
+        if (root := reference()) is not None and all(map(compat.is_resharded, compat.groups_of(root))):
+            root.unshard(async_op=True)
+
+    root.register_load_state_dict_pre_hook(_drop_early_gather)
+    weakref.finalize(root, around_steps(compat.groups_of(root), after=unshard))
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -234,6 +220,8 @@ def _shard_group(
         offload_policy=policy,
         ignored_params=aside,
     )
+    if len({getattr(torch, p.dtype).is_complex for p in group.parameters if p.trainable}) > 1:
+        compat.set_complex_apart(members[0])
 
 
 def _placement_function(group: Group, model: nn.Module) -> Callable[[nn.Parameter], Shard | None] | None:

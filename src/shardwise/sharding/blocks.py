@@ -249,7 +249,7 @@ def checkpoint_activations(
             fix="choose one of them, or pass a function of name and module",
         )
     if every < 1:
-        why = "one block in so many is recomputed"
+        why = "every N-th block is recomputed"
         raise ConfigError(f"every is {every}", where=where + "every", why=why, fix="set every = 1 or more")
     blocks = find_blocks(model, config, action="checkpoint_activations")
     # All answers first: a policy that raises leaves the model as it was.

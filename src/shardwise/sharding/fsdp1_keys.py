@@ -100,7 +100,7 @@ _DTYPE_KEYS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 
 
 def dtype_of(value: Any) -> str | None:
-    """`bfloat16` for `torch.bfloat16`, "bf16", "amp_bf16" and the like; None for what is no such dtype."""
+    """`bfloat16` for `torch.bfloat16`, "bf16", "amp_bf16" and the like; None for anything else."""
     return _DTYPE_OF.get(str(getattr(value, "value", value)).lower().removeprefix("torch."))
 
 
@@ -140,7 +140,7 @@ def read_fields(translation: Translation, key: str, given: dict[str, Any]) -> di
             continue  # a field that torch 2.15 added
         if name not in known:
             translation.problem(
-                f"{key}.{name}", "is no setting of mixed precision", f"choose among {', '.join(known[:6])}"
+                f"{key}.{name}", "is not a setting of mixed precision", f"choose among {', '.join(known[:6])}"
             )
         elif name in _DTYPE_KEYS and value is not None:
             dtypes[name] = dtype_of(value)
@@ -237,14 +237,14 @@ def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
             translation.problem(key, *_REFUSED[key])
         elif key not in _KNOWN:
             hint = fix_name(str(key), _KNOWN, "see ShardConfig for what there is")
-            translation.problem(str(key), "is no setting of ShardConfig, FSDP1 or Composer", hint)
+            translation.problem(str(key), "is not a setting of ShardConfig, FSDP1 or Composer", hint)
     _check_own(translation, native)
     _check_strategy(translation)
     return translation
 
 
 def _find_settings(translation: Translation, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The FSDP settings of a run file, with the trainer's precision; the config itself where it is no run file."""
+    """The FSDP settings of a run file, with the trainer's precision; the config itself where it is not one."""
     places = list(_places(config, "", None))
     if not places:
         return config

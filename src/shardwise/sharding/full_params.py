@@ -15,18 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
-from shardwise.distributed.agreement import gather_over_mesh, raise_together
+from shardwise.distributed.agreement import gather_over_mesh, is_first, raise_together
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ConfigError, ShardError, listed
-from shardwise.sharding.inventory import (
-    ShardLayout,
-    broadcast_from_first,
-    layout_of,
-    local_part,
-    local_tensor,
-    sharded_axes,
-    unwrapped_name,
-)
+from shardwise.sharding import inventory
+from shardwise.sharding.inventory import ShardLayout, broadcast_from_first, layout_of, local_tensor, sharded_axes
 
 _ALIGNMENT_BYTES = 16  # no dtype is wider, so every tensor in a bucket can be viewed where it lies
 
@@ -332,7 +325,7 @@ def _full_tensors(
     named: dict[torch.Tensor, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) or (include_buffers and isinstance(value, torch.Tensor)):
-            named.setdefault(value, unwrapped_name(name))
+            named.setdefault(value, inventory.unwrapped_name(name))
     keep = not rank0_only or _is_first_rank(named)
     pairs = ((name, tensor) for tensor, name in named.items())
     for name, full in gather_in_buckets(pairs, bucket_bytes=bucket_bytes, dtype=dtype, keep=keep):
@@ -414,15 +407,12 @@ def _write_back(changed: dict[nn.Parameter, torch.Tensor], rank0_only: bool) -> 
             is_here = not new.is_meta
             new = new.detach().to(parameter.dtype) if is_here else torch.empty_like(new, device=mesh.device_type)
             broadcast_from_first(new, mesh, range(mesh.ndim))
-        local_tensor(parameter).copy_(local_part(new.detach(), parameter))
+        local_tensor(parameter).copy_(inventory.local_part(new.detach(), parameter))
 
 
 def _is_first_rank(tensors: Iterable[torch.Tensor]) -> bool:
     mesh = widest_mesh(tensors)
-    if mesh is None:
-        return not dist.is_initialized() or dist.get_rank() == 0
-    coordinate = mesh.get_coordinate()
-    return coordinate is not None and not any(coordinate)
+    return is_first(mesh) if mesh is not None else not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _refuse_meta(model: nn.Module) -> None:

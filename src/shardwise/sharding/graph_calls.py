@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from shardwise import compat
+from shardwise.errors import ShardError
+from shardwise.sharding.inventory import class_name
 
 _MOST_CALLS = 2**18
 _MOST_FINISHED_CALLS = 2**12
@@ -44,6 +46,36 @@ class GroupCall:
             compat.pre_backward(module)
 
 
+class RecordedBackward:
+    """A backward whose own graph is recorded, as the penalty on a gradient needs it.
+
+    Its nodes save parameters for a second backward, which enters no call on its way to them. Until the second one has
+    ended the groups stay unsharded; it then reduces what it found.
+    """
+
+    def __init__(self, calls: Iterable[GroupCall]) -> None:
+        self.calls = list({call.module: call for call in calls if call.module() is not None}.values())
+        self._groups = [g for call in self.calls if (m := call.module()) is not None for g in compat.groups_of(m)]
+        self._restore = compat.keep_unsharded(self._groups)
+        self.since, self.until = compat.sequence_number(), -1
+
+    def close(self) -> None:
+        """It has run: its nodes are known."""
+        if self.until < 0:
+            self.until = compat.sequence_number()
+
+    def made(self, node: Any) -> bool:
+        """Whether a node is of its graph."""
+        return self.since <= compat.sequence_number_of(node) < self.until
+
+    def reshard(self) -> None:
+        """The second backward has run."""
+        self._restore()
+        for group in self._groups:
+            if compat.is_unsharded(group):
+                compat.reshard_group(group)
+
+
 class GraphCalls:
     """The calls of one thread, whose nodes autograd numbers by itself."""
 
@@ -52,6 +84,8 @@ class GraphCalls:
         self._open: list[GroupCall] = []
         self._roots: Sequence[Any] = ()
         self._is_followed = False
+        self._recorded: list[RecordedBackward] = []
+        self._ends_recorded = False
 
     def enter(self, module: nn.Module) -> GroupCall | None:
         """Begin a call; None where it makes no nodes that a later backward could run."""
@@ -90,19 +124,39 @@ class GraphCalls:
         if call in self._open:
             del self._open[self._open.index(call) :]
 
-    def before_backward(self, outputs: Sequence[Any]) -> bool:
-        """Look at a backward that is about to run from `outputs`; returns whether `after_backward` shall be called."""
+    def before_backward(self, outputs: Sequence[Any], create_graph: bool, accumulates: bool) -> bool:
+        """Look at a backward that is about to run from `outputs`; returns whether `after_backward` shall be called.
+
+        Raises:
+            ShardError: Its graph shall be recorded, though it accumulates into parameters of a sharded model.
+        """
         if not self.calls or compat.in_backward():
             return False
         self._roots = [edge.grad_fn if isinstance(edge, torch.Tensor) else edge.node for edge in outputs]
         self._is_followed = False
         if not self._arrives_at_outputs():
             self._follow()
+        if create_graph:
+            if (met := self._calls_met()) and accumulates:
+                _refuse_create_graph(met)
+            self._recorded.append(RecordedBackward(met))
+        elif self._recorded and any(recorded.made(node) for node in self._nodes() for recorded in self._recorded):
+            self._ends_recorded = True
+            calls = {call.module: call for recorded in self._recorded for call in recorded.calls}
+            for node in filter(None, self._roots):
+                for call in calls.values():
+                    node.register_prehook(call.unshard)
         return True
 
     def after_backward(self) -> None:
         """Forget the calls that only backwards long past could have reached."""
         self._roots = ()
+        for recorded in self._recorded:
+            recorded.close()
+            if self._ends_recorded:
+                recorded.reshard()
+        if self._ends_recorded:
+            self._recorded, self._ends_recorded = [], False
         for call in self.calls:
             call.is_pending = False
         del self.calls[:-_MOST_FINISHED_CALLS]
@@ -133,6 +187,30 @@ class GraphCalls:
                 todo += [node for node, _ in node.next_functions if node is not None]
         return all(call in arrived for call in outermost if call.is_pending)
 
+    def _nodes(self) -> set[Any]:
+        """Every node that this backward may run."""
+        seen: set[Any] = set()
+        todo = [node for node in self._roots if node is not None]
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                todo += [child for child, _ in node.next_functions if child is not None]
+        return seen
+
+    def _calls_met(self) -> list[GroupCall]:
+        """The calls that made nodes of this backward, and the calls around them."""
+        starts = [call.since for call in self.calls]
+        met: dict[GroupCall, None] = {}
+        for number in map(compat.sequence_number_of, self._nodes()):
+            position = bisect.bisect_right(starts, number) - 1
+            call = self.calls[position] if position >= 0 else None
+            while call is not None:
+                if number < call.until or call in self._open:
+                    met[call] = None
+                call = call.parent
+        return list(met)
+
     def _follow(self) -> None:
         """Hook every node by which this backward enters a call, unless the hook of an output is there."""
         if self._is_followed:
@@ -156,6 +234,17 @@ class GraphCalls:
                 todo += [(child, number) for child, _ in node.next_functions if child is not None]
 
 
+def _refuse_create_graph(calls: Iterable[GroupCall]) -> None:
+    module = next((module for call in calls if (module := call.module()) is not None), None)
+    raise ShardError(
+        "backward(create_graph=True) of a sharded model",
+        where="" if module is None else class_name(module),
+        why="gradients are reduced over the ranks into shards, which leaves no graph to differentiate again",
+        fix="differentiate by inputs or activations, torch.autograd.grad(output, inputs, create_graph=True), and call "
+        "backward() of the loss that uses the result",
+    )
+
+
 class _OfThread(threading.local):
     def __init__(self) -> None:
         self.calls = GraphCalls()
@@ -173,7 +262,7 @@ def graph_calls() -> GraphCalls:
 def watch_backward() -> None:
     """Look at every backward of this process before it runs."""
 
-    def before(outputs: Sequence[Any]) -> bool:
-        return graph_calls().before_backward(outputs)
+    def before(outputs: Sequence[Any], create_graph: bool, accumulates: bool) -> bool:
+        return graph_calls().before_backward(outputs, create_graph, accumulates)
 
     compat.watch_backward(before, lambda: graph_calls().after_backward())

@@ -20,19 +20,8 @@ from shardwise.distributed.mesh import default_mesh, latest_mesh, widest_mesh
 from shardwise.errors import ShardError
 from shardwise.models.random_state import kept_random_state, seed_everything
 from shardwise.planning.plan import numbered_alike
-from shardwise.sharding.inventory import (
-    Place,
-    TensorEntry,
-    broadcast_from_first,
-    check_equal,
-    class_name,
-    fingerprint,
-    is_meta,
-    is_poisoned,
-    meta_left_in,
-    replicated_axes,
-    take_inventory,
-)
+from shardwise.sharding import inventory
+from shardwise.sharding.inventory import TensorEntry, class_name, is_meta, is_poisoned, meta_left_in, take_inventory
 from shardwise.sharding.nested_tensors import change_tensors, find_tensors
 from shardwise.sharding.registry import sharded_state
 from shardwise.sharding.repointing import watch_optimizers
@@ -338,10 +327,10 @@ def materialize(
     if sync_from_rank_zero and mesh is not None:
         for entry in entries:
             if entry.fingerprint is None:
-                broadcast_from_first(entry.local, mesh, replicated_axes(entry, mesh))
+                inventory.broadcast_from_first(entry.local, mesh, inventory.replicated_axes(entry, mesh))
     refuse_unwritten(model, entries, mesh)
     if mesh is not None:
-        check_equal(entries, mesh)
+        inventory.check_equal(entries, mesh)
     return model
 
 
@@ -433,14 +422,14 @@ class _Initialisation:
         if full is None or is_meta(full):
             return
         if self._mesh_to_sync is not None:
-            broadcast_from_first(full, self._mesh_to_sync, range(self._mesh_to_sync.ndim))
+            inventory.broadcast_from_first(full, self._mesh_to_sync, range(self._mesh_to_sync.ndim))
         is_sharded = isinstance(entry.tensor, DTensor)
         if not is_sharded and full.shape != entry.tensor.shape:
             entry.set_tensor(full.to(self._device))  # a table that was rebuilt in another size
         elif full is not entry.tensor:
             entry.store(full)
         entry.written = not is_poisoned(full)
-        entry.fingerprint = fingerprint(full) if is_sharded else None
+        entry.fingerprint = inventory.fingerprint(full) if is_sharded else None
 
 
 def _run(initialisers: list[Initialiser], is_done: Callable[[], bool] | None) -> None:
@@ -456,7 +445,7 @@ def _run(initialisers: list[Initialiser], is_done: Callable[[], bool] | None) ->
         initialiser()
 
 
-def _is_written(place: Place) -> bool:
+def _is_written(place: inventory.Place) -> bool:
     standing = place.get()
     return standing is None or not (is_meta(standing) or is_poisoned(standing))
 

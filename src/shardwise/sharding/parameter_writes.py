@@ -30,13 +30,24 @@ def watch_writes(model: nn.Module) -> None:
         if isinstance(parameter, DTensor):
             parameter.__dict__[_MARK] = True
     for group in compat.param_groups(model):
-        compat.around_unsharded(group, _note_versions, _write_back)
+        compat.around_unsharded(group, _refuse_replaced, _note_versions, _write_back)
 
 
 @functools.cache
 def _watch_data() -> None:
     compat.watch_data(DTensor, lambda tensor: None, _assign_sharded)
     compat.watch_data(nn.Parameter, _hand_out, _assign_unsharded)
+
+
+def _refuse_replaced(group: Any) -> None:
+    """Raise where a module's parameter was replaced or taken away since it was sharded: FSDP2 would ignore that."""
+    for module, name in compat.places_of_other_parameters(group):
+        raise ShardError(
+            f"{name!r} of a sharded {type(module).__name__} is not the parameter that was sharded",
+            where=f"{type(module).__name__}.{name}",
+            why="the group gathers the shard it was made with; what was assigned since would be ignored silently",
+            fix="tie, replace or parametrize before sharding; to change values, parameter.copy_(...) under no_grad",
+        )
 
 
 def _note_versions(group: Any) -> None:

@@ -20,7 +20,7 @@ from shardwise.distributed.agreement import gather_objects, run_on_all
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh, make_mesh, ranks_per_machine
 from shardwise.errors import ConfigError, ShardError, fix_name
 from shardwise.planning.assignment import find_tensors
-from shardwise.planning.calls import has_forward
+from shardwise.planning.calls import callable_children, has_parameters
 from shardwise.planning.groups import is_explicit, name_matcher
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import device_capability
@@ -52,7 +52,7 @@ def chosen_modules(model: nn.Module, translation: Translation) -> dict[str, dict
         if not name:
             if settings:
                 chosen[ROOT_PATTERN] = settings
-        elif (answer or settings is not None) and next(model.get_submodule(name).parameters(), None) is not None:
+        elif (answer or settings is not None) and has_parameters(model.get_submodule(name)):
             chosen[name] = settings or {}
     if getattr(model, "_fsdp_wrap", None) is False:
         translation.note("_fsdp_wrap", "False on the root: it is a group all the same, of the remaining parameters")
@@ -104,15 +104,6 @@ def _answers(model: nn.Module, mark_name: str, function_name: str) -> tuple[dict
     return answers, has_opinion
 
 
-def direct_children(module: nn.Module, prefix: str = "") -> list[str]:
-    """Names of the children that can be called; of a list or dictionary, those of its elements."""
-    names: list[str] = []
-    for name, child in module.named_children():
-        if next(child.parameters(), None) is not None:
-            names += [prefix + name] if has_forward(child) else direct_children(child, f"{prefix}{name}.")
-    return names
-
-
 def drop_ignored(chosen: dict[str, dict[str, Any]], patterns: tuple[str, ...]) -> None:
     """Take out the modules that are ignored or lie inside an ignored one: they hold nothing to group."""
     ignored = [name_matcher(pattern) for pattern in patterns]
@@ -145,7 +136,7 @@ def _read_wrap_value(translation: Translation, name: str, answer: dict[str, Any]
             fields["offload"] = bool((given or {"offload_params": value}).get("offload_params"))
         elif key not in _KEYS:
             hint = fix_name(key, _KEYS, f"choose among {', '.join(_KEYS)}")
-            translation.problem(where, "is no setting of a single group", hint)
+            translation.problem(where, "is not a setting of a single group", hint)
         elif name_of_precision == "FULL":
             fields["param_dtype"] = "storage"
         elif given is not None:
@@ -331,7 +322,7 @@ def _chosen(translation: Translation, model: nn.Module, config: ShardConfig) -> 
     if translation.only_children:
         if is_explicit(config):
             translation.problem("auto_wrap", "False contradicts the groups that the config names", "give one of them")
-        return {name: {} for name in direct_children(model)}
+        return {name: {} for name, child in callable_children(model) if has_parameters(child)}
     chosen = chosen_modules(model, translation)
     if chosen is not None and is_explicit(config):
         translation.note("fsdp_wrap_fn", "not asked: the config names the groups")

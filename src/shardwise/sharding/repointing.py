@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import compat
 from shardwise.errors import ShardError, ShardwiseError
 from shardwise.sharding.inventory import class_name, local_part, unwrapped_name
 from shardwise.sharding.nested_tensors import find_tensors
-from shardwise.sharding.registry import sharded_roots
+from shardwise.sharding.registry import sharded_roots, sharded_state
 
 _FOLLOWING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -35,7 +35,7 @@ def _order_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     place = {id(parameter): index for index, (_, parameter) in enumerate(_named_parameters())}
     held = dict(enumerate(_held(optimizer)))
     state = state_dict["state"]
-    # A state dict by name has keys that are no numbers; they come last, in their order.
+    # A state dict by name has keys that are not numbers; they come last, in their order.
     ordered = sorted(state, key=lambda entry: place.get(id(held.get(entry)), len(place)))
     return {**state_dict, "state": {entry: state[entry] for entry in ordered}}
 
@@ -114,6 +114,38 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             compat.wait_and_reshard(group)
 
 
+def around_steps(
+    groups: Iterable[Any], before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+) -> Callable[[], None]:
+    """Call `before` and `after` each step of an optimizer that holds parameters of FSDP2's groups.
+
+    Returns:
+        A function that stops it.
+    """
+    references = [weakref.ref(group) for group in groups]
+    is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+
+    def calling(callback: Callable[[], None]) -> Callable[..., None]:
+        def call(optimizer: Optimizer, *_: Any) -> None:
+            if optimizer not in is_ours:
+                living = [group for reference in references if (group := reference()) is not None]
+                own = {id(parameter) for group in living for parameter in compat.sharded_parameters(group)}
+                is_ours[optimizer] = any(id(parameter) in own for parameter in _held(optimizer))
+            if is_ours[optimizer]:
+                callback()
+
+        return call
+
+    hooks = [register_optimizer_step_pre_hook(calling(before))] if before is not None else []
+    hooks += [register_optimizer_step_post_hook(calling(after))] if after is not None else []
+
+    def stop() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return stop
+
+
 def optimizers_of(model: nn.Module) -> list[Optimizer]:
     """The optimizers that have stepped parameters of `model`."""
     parameters = {id(parameter) for parameter in model.parameters()}
@@ -142,15 +174,34 @@ def _examine(optimizer: Optimizer) -> list[weakref.ref[Any]]:
                     optimizer,
                     gathered,
                     class_name(root),
-                    why="the optimizer was built while the model stood gathered (after unshard(), or in a "
+                    why="the optimizer was built while the model was unsharded (after unshard(), or in a "
                     "forward): it holds the temporary copies, and the shards would never change",
                     fix="call model.reshard() before building the optimizer",
                 )
             if any(id(parameter) in held for parameter in compat.sharded_parameters(group)):
                 owned.append(weakref.ref(group))
+        _refuse_added(optimizer, held, root)
     if owned:
         follow_names(optimizer)
     return owned
+
+
+def _refuse_added(optimizer: Optimizer, held: set[int], root: nn.Module) -> None:
+    """Raise if the optimizer holds parameters that were added to the model since it was sharded."""
+    state = sharded_state(root)
+    if state is None or state.mesh.size() == 1:
+        return
+    outside = (*state.plan.replicated, *state.plan.ignored)
+    averaged = {unwrapped_name(name) for planned in outside for name in (planned.fqn, *planned.aliases)}
+    for name, parameter in root.named_parameters():
+        is_plain = id(parameter) in held and parameter.requires_grad and not isinstance(parameter, DTensor)
+        if is_plain and unwrapped_name(name) not in averaged:
+            raise ShardError(
+                f"{type(optimizer).__name__} holds {name!r}, which was added to {class_name(root)} after sharding",
+                where=name,
+                why="it is in no group, so that nobody averages its gradient: every rank would train its own",
+                fix="add the module before shard(), or shard(...) it itself before adding it",
+            )
 
 
 def _is_replaced(parameter: torch.Tensor) -> bool:
@@ -194,7 +245,7 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> str:
 
 # Counters that torch's optimizers keep per parameter. They stay plain tensors even for a parameter that is
 # itself a scalar, because the optimizers hand them to foreach kernels in lists of their own.
-_COUNTERS = {"step", "mu_product", "eta", "mu"}
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def remember_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[int, str]:
@@ -305,7 +356,7 @@ def _check_state(where: str, name: str, state: dict[str, Any] | None, parameter:
 
 
 def _is_split(key: str, value: object, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and key not in _COUNTERS and value.shape == parameter.shape
+    return isinstance(value, torch.Tensor) and key not in COUNTERS and value.shape == parameter.shape
 
 
 def _split(value: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

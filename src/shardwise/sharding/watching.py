@@ -10,13 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import compat
 from shardwise.distributed.collective_trace import CollectiveKind, encode, open_traces
 from shardwise.distributed.tracer import CollectiveTracer
 from shardwise.errors import ShardError
+from shardwise.sharding.repointing import around_steps
 
 _ATTRIBUTE = "_shardwise_watch"
 _PATIENCE_SECONDS = 60.0
@@ -162,39 +161,17 @@ def watch_group(
 
 
 def _watch_steps(tracers: list[CollectiveTracer], groups: list[Any]) -> Callable[[], None]:
-    """Count the steps of optimizers that hold this model's parameters, and keep mixed-up gradients out of them.
+    """Count the optimizer steps of this model, and keep mixed-up gradients out of them; returns what stops it."""
 
-    Returns:
-        A function that stops it.
-    """
-    references = [weakref.ref(group) for group in groups]
-    is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+    def before() -> None:
+        for tracer in tracers:
+            tracer.before_step()
 
-    def holds(optimizer: Optimizer) -> bool:
-        if optimizer not in is_ours:
-            living = [group for reference in references if (group := reference()) is not None]
-            own = {id(parameter) for group in living for parameter in compat.sharded_parameters(group)}
-            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            is_ours[optimizer] = any(id(parameter) in own for parameter in held)
-        return is_ours[optimizer]
+    def after() -> None:
+        for tracer in tracers:
+            tracer.next_step()
 
-    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if holds(optimizer):
-            for tracer in tracers:
-                tracer.before_step()
-
-    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if holds(optimizer):
-            for tracer in tracers:
-                tracer.next_step()
-
-    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-
-    def stop() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return stop
+    return around_steps(groups, before, after)
 
 
 def _print(text: str) -> None:

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import ast
 
+from shardwise.source import values as v
 from shardwise.source.syntax import FULLY_SHARD
-from shardwise.source.values import (
-    Constant,
-    ImportedName,
-    ObjectRef,
-    ProgramEvent,
-    StateDict,
-    TupleValue,
-    Values,
-    modules,
-)
+from shardwise.source.values import Constant, ObjectRef, ProgramEvent, StateDict, TupleValue, Values, modules
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 RETURNS_FIRST = (
@@ -85,4 +77,4 @@ def option(options: Values, name: str) -> bool | None:
 
 def refers_to(values: Values, *names: str) -> bool:
     """Whether one of the values is an imported name of these."""
-    return any(isinstance(value, ImportedName) and not value.origins.isdisjoint(names) for value in values)
+    return any(isinstance(value, v.ImportedName) and not value.origins.isdisjoint(names) for value in values)

@@ -9,33 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.source import facts
+from shardwise.source import values as v
 from shardwise.source.syntax import Comprehension, FileContext, Function, all_parameters, last_name
 from shardwise.source.trace import Trace
-from shardwise.source.values import (
-    UNKNOWN,
-    BranchTest,
-    Constant,
-    DictEntry,
-    DictValue,
-    Env,
-    FunctionRef,
-    ImportedName,
-    Items,
-    ObjectRef,
-    Param,
-    ProgramEvent,
-    StateDict,
-    TupleValue,
-    Value,
-    Values,
-    either,
-    is_plain,
-    join,
-    literal_key,
-    merged,
-    modules,
-    pairs,
-)
+from shardwise.source.values import UNKNOWN, DictValue, Items, ObjectRef, ProgramEvent, Values, either, join, modules
 
 ITEM = "[]"
 DESCENDANT = "modules()"
@@ -47,9 +24,9 @@ _CASTS = frozenset({"to", "cuda", "cpu", "half", "float", "double", "bfloat16"})
 _TENSOR_METHODS = frozenset({"detach", "to", "float", "cpu", "values", "clone"})
 _SAME_OBJECT: dict[type, frozenset[str]] = {  # methods that return what they are called on, by its kind
     ObjectRef: _CASTS | {"train", "eval", "requires_grad_", "to_empty", "apply"},
-    Param: _TENSOR_METHODS,
+    v.Param: _TENSOR_METHODS,
     Items: _TENSOR_METHODS,
-    StateDict: _TENSOR_METHODS | {"copy", "get", "contiguous", "half", "bfloat16"},
+    v.StateDict: _TENSOR_METHODS | {"copy", "get", "contiguous", "half", "bfloat16"},
 }
 _CONTENTS = frozenset({"parameters", "modules", "children", "values", "items"})
 _COLLECTIONS = frozenset({"list", "tuple", "set", "sorted", "iter", "filter"})
@@ -100,14 +77,14 @@ class _Interpreter(ast.NodeVisitor):
         module_env: The module's names; None where the module itself is read.
     """
 
-    def __init__(self, file: FileContext, root: ast.AST, module_env: Env | None = None) -> None:
+    def __init__(self, file: FileContext, root: ast.AST, module_env: v.Env | None = None) -> None:
         self.file, self.root = file, root
-        self.env: Env = {}
+        self.env: v.Env = {}
         self.module_env = self.env if module_env is None else module_env
         self.trace = Trace()
         self.reached: set[Function] = set()
         self._heap: dict[tuple[ObjectRef, str], Values] = {}  # attributes and items that were stored
-        self._guards: list[BranchTest] = []
+        self._guards: list[v.BranchTest] = []
         self._contexts: list[ProgramEvent] = []
         self._loops: list[ast.For | ast.AsyncFor | ast.While] = []
         self._chain: list[ast.Call] = []
@@ -161,7 +138,7 @@ class _Interpreter(ast.NodeVisitor):
             for value in test.values:
                 self._assume(value, taken, branch)
         else:
-            self._guards.append(BranchTest(test, taken, self.file.tested_text(test), branch))
+            self._guards.append(v.BranchTest(test, taken, self.file.tested_text(test), branch))
 
     def _load(self, owner: ObjectRef, name: str) -> Values:
         """An attribute, or an item by the name `[]`, of an object."""
@@ -196,20 +173,20 @@ class _Interpreter(ast.NodeVisitor):
             definition = next((one for one in bases if isinstance(one, ast.ClassDef)), None)
         return None
 
-    def _item(self, value: Value, key: object = None) -> Values:
+    def _item(self, value: v.Value, key: object = None) -> Values:
         """What `value[key]` is, or any item of it where the key is None."""
         match value:
             case ObjectRef():
                 return self._load(value, ITEM if key is None else f"[{key!r}]")  # `layers[0]` is not any of `layers`
             case Items():
                 return value.element
-            case TupleValue(items) if isinstance(key, int) and -len(items) <= key < len(items):
+            case v.TupleValue(items) if isinstance(key, int) and -len(items) <= key < len(items):
                 return items[key]
-            case TupleValue(items):
+            case v.TupleValue(items):
                 return join(*items)
             case DictValue():
                 return value.get(key if isinstance(key, str) else None)
-            case StateDict():
+            case v.StateDict():
                 return frozenset({value})  # a tensor of it is as full as the whole
         return UNKNOWN
 
@@ -223,7 +200,7 @@ class _Interpreter(ast.NodeVisitor):
         What is made in one turn is not what is made in another.
         """
         value = next(iter(values)) if len(values) == 1 else None
-        if not (isinstance(value, TupleValue) and 1 < len(value.items) <= _MAX_TURNS):
+        if not (isinstance(value, v.TupleValue) and 1 < len(value.items) <= _MAX_TURNS):
             yield self._iterate(values)
             return
         for number, element in enumerate(value.items):
@@ -239,13 +216,13 @@ class _Interpreter(ast.NodeVisitor):
         return UNKNOWN
 
     def visit_Constant(self, node: ast.Constant) -> Values:
-        return frozenset({Constant(node.value)}) if is_plain(node.value) else UNKNOWN
+        return frozenset({v.Constant(node.value)}) if v.is_plain(node.value) else UNKNOWN
 
     def visit_Name(self, node: ast.Name) -> Values:
         if node.id in self.env or self.module_env.get(node.id):
             return self.env[node.id] if node.id in self.env else self.module_env[node.id]
         origins = self.file.origins(node)
-        return frozenset({ImportedName(origins)}) if origins else UNKNOWN
+        return frozenset({v.ImportedName(origins)}) if origins else UNKNOWN
 
     def visit_Attribute(self, node: ast.Attribute) -> Values:
         found: list[Values] = []
@@ -253,17 +230,17 @@ class _Interpreter(ast.NodeVisitor):
             match owner:
                 case ObjectRef():
                     found.append(self._load(owner, node.attr))
-                case Param() if node.attr in ("data", "grad"):
+                case v.Param() if node.attr in ("data", "grad"):
                     found.append(frozenset({owner}))
-                case ImportedName(origins):
-                    found.append(frozenset({ImportedName(frozenset(f"{origin}.{node.attr}" for origin in origins))}))
+                case v.ImportedName(origins):
+                    found.append(frozenset({v.ImportedName(frozenset(f"{origin}.{node.attr}" for origin in origins))}))
         origins = self.file.origins(node)
-        return frozenset({ImportedName(origins)}) if origins and not found else join(*found)
+        return frozenset({v.ImportedName(origins)}) if origins and not found else join(*found)
 
     def visit_Subscript(self, node: ast.Subscript) -> Values:
         owners = self.visit(node.value)
         self.visit(node.slice)
-        return join(*(self._item(owner, literal_key(node.slice)) for owner in owners))
+        return join(*(self._item(owner, v.literal_key(node.slice)) for owner in owners))
 
     def visit_Tuple(self, node: ast.Tuple | ast.List | ast.Set) -> Values:
         items = [self.visit(element) for element in node.elts]
@@ -271,28 +248,28 @@ class _Interpreter(ast.NodeVisitor):
         if any(starred):
             rows = [self._iterate(one) if is_many else one for one, is_many in zip(items, starred, strict=True)]
             return frozenset({Items(join(*rows))})
-        return frozenset({TupleValue(tuple(items))})
+        return frozenset({v.TupleValue(tuple(items))})
 
     visit_List = visit_Set = visit_Tuple
 
     def visit_Dict(self, node: ast.Dict) -> Values:
         for key in filter(None, node.keys):
             self.visit(key)
-        names = [None if key is None else literal_key(key) or 0 for key in node.keys]
+        names = [None if key is None else v.literal_key(key) or 0 for key in node.keys]
         return frozenset({self._entries(zip(names, node.values, strict=True))})
 
     def _entries(self, given: Iterable[tuple[str | int | None, ast.expr]]) -> DictValue:
         """Keys, or keyword arguments, with their values; the value of None is spread, a number is a computed key."""
-        entries: list[DictEntry] = []
+        entries: list[v.DictEntry] = []
         is_open = False
         for key, value in given:
             values = self.visit(value)
             if key is None:
-                spread = merged([values])
+                spread = v.merged([values])
                 entries += spread.entries
                 is_open |= spread.is_open
             else:
-                entries.append(DictEntry(key if isinstance(key, str) else "", values, value))
+                entries.append(v.DictEntry(key if isinstance(key, str) else "", values, value))
                 is_open |= not isinstance(key, str)
         return DictValue(tuple(entries), is_open)
 
@@ -300,8 +277,8 @@ class _Interpreter(ast.NodeVisitor):
         """`a | b` of dictionaries and `a + b` of lists; any other arithmetic is unknown."""
         sides = [self.visit(node.left), self.visit(node.right)]
         if isinstance(node.op, ast.BitOr) and any(isinstance(value, DictValue) for values in sides for value in values):
-            return frozenset({merged(sides)})
-        rows = frozenset(value for values in sides for value in values if isinstance(value, TupleValue | Items))
+            return frozenset({v.merged(sides)})
+        rows = frozenset(value for values in sides for value in values if isinstance(value, v.TupleValue | Items))
         return frozenset({Items(self._iterate(rows))}) if isinstance(node.op, ast.Add) and rows else UNKNOWN
 
     def visit_ListComp(self, node: Comprehension) -> Values:
@@ -368,7 +345,7 @@ class _Interpreter(ast.NodeVisitor):
         given = self._entries((keyword.arg, keyword.value) for keyword in (*callee.keywords, *node.keywords))
         event = self._emit(
             node,
-            origins=callee.origins or frozenset().union(*(f.origins for f in called if isinstance(f, ImportedName))),
+            origins=callee.origins or frozenset().union(*(f.origins for f in called if isinstance(f, v.ImportedName))),
             receiver=receiver,
             method=getattr(function, "attr", getattr(function, "id", "")),
             args=args,
@@ -388,11 +365,11 @@ class _Interpreter(ast.NodeVisitor):
             return known
         if event.is_call_to(*facts.GETTERS):
             return facts.state_dict_of(event)
-        functions = [value for value in event.called if isinstance(value, FunctionRef)]
+        functions = [value for value in event.called if isinstance(value, v.FunctionRef)]
         for one in modules(event.receiver):
             method = self._find_method(one.definition, event.method)
             if method is not None and not {"staticmethod", "property"} & set(map(last_name, method.decorator_list)):
-                functions.append(FunctionRef(method, one))
+                functions.append(v.FunctionRef(method, one))
         if len(functions) == 1:
             return self._inline(call, event, functions[0])
         if event.origins or event.method not in _READERS:
@@ -408,7 +385,7 @@ class _Interpreter(ast.NodeVisitor):
                     for value in self.env[argument.id]
                 )
 
-    def _inline(self, call: ast.Call, event: ProgramEvent, function: FunctionRef) -> Values:
+    def _inline(self, call: ast.Call, event: ProgramEvent, function: v.FunctionRef) -> Values:
         """Read the body of a function with its arguments in place."""
         definition = function.definition
         self.reached.add(definition)
@@ -432,12 +409,12 @@ class _Interpreter(ast.NodeVisitor):
         del self._contexts[contexts:]
         return returned
 
-    def _bind(self, event: ProgramEvent, function: FunctionRef) -> Env:
+    def _bind(self, event: ProgramEvent, function: v.FunctionRef) -> v.Env:
         """The parameters' values: arguments, else defaults, else something unknown that has a name."""
         parameters = function.definition.args
         positional = [*parameters.posonlyargs, *parameters.args]
         args = [*([frozenset({function.bound_to})] if function.bound_to is not None else []), *event.args]
-        env: Env = dict(zip((one.arg for one in positional), args, strict=False))
+        env: v.Env = dict(zip((one.arg for one in positional), args, strict=False))
         env |= {name: entry.values for name, entry in event.keywords.items()}
         defaults: list[tuple[ast.arg, ast.expr | None]] = []
         defaults += zip(reversed(positional), reversed(parameters.defaults), strict=False)
@@ -466,7 +443,7 @@ class _Interpreter(ast.NodeVisitor):
             self._store(new, ITEM, element)
         constructor = self._find_method(definition, "__init__")
         if constructor is not None:
-            self._inline(call, event, FunctionRef(constructor, new))
+            self._inline(call, event, v.FunctionRef(constructor, new))
         return frozenset({new})
 
     def _of_method(self, call: ast.Call, event: ProgramEvent) -> Values | None:
@@ -476,31 +453,31 @@ class _Interpreter(ast.NodeVisitor):
             added = self._iterate(event.args[0]) if event.method == "extend" else event.args[0]
             for one in modules(event.receiver):
                 self._store(one, ITEM, added)
-            if any(isinstance(one, TupleValue | Items) for one in event.receiver):
+            if any(isinstance(one, v.TupleValue | Items) for one in event.receiver):
                 self._rebind(call.func.value, frozenset({Items(join(self._iterate(event.receiver), added))}))
         found = [values for one in event.receiver if (values := self._returned_by(call, event, one)) is not None]
         return join(*found) if found else None
 
-    def _returned_by(self, call: ast.Call, event: ProgramEvent, one: Value) -> Values | None:
+    def _returned_by(self, call: ast.Call, event: ProgramEvent, one: v.Value) -> Values | None:
         name = event.method
         match one:
             case ObjectRef() if self._find_method(one.definition, name) is not None:
                 return None  # the class has one of its own
             case ObjectRef() if name == "state_dict":
-                return frozenset({StateDict(one, call)})
+                return frozenset({v.StateDict(one, call)})
             case ObjectRef() if (of := name.removeprefix("named_")) in _CONTENTS:
-                parts = {"parameters": frozenset({Param(one)}), "modules": frozenset({one.part(DESCENDANT)})}
+                parts = {"parameters": frozenset({v.Param(one)}), "modules": frozenset({one.part(DESCENDANT)})}
                 content = parts.get(of) or self._load(one, ITEM)
-                return pairs(content) if of != name or name == "items" else frozenset({Items(content)})
-            case StateDict() if name == "items":
-                return pairs(frozenset({one}))
+                return v.pairs(content) if of != name or name == "items" else frozenset({Items(content)})
+            case v.StateDict() if name == "items":
+                return v.pairs(frozenset({one}))
             case DictValue() if name == "update":
-                added = merged([frozenset({one}), *event.args])
+                added = v.merged([frozenset({one}), *event.args])
                 table = DictValue((*added.entries, *event.keywords.values()), added.is_open or event.is_open)
                 self._rebind(getattr(call.func, "value", call), frozenset({table}))
-                return frozenset({Constant(None)})
+                return frozenset({v.Constant(None)})
             case DictValue() if name in ("get", "pop") and call.args:
-                key = literal_key(call.args[0])
+                key = v.literal_key(call.args[0])
                 return one.get(key) if isinstance(key, str) else UNKNOWN
         return frozenset({one}) if name in _SAME_OBJECT.get(type(one), frozenset()) else None
 
@@ -514,11 +491,11 @@ class _Interpreter(ast.NodeVisitor):
         if name == "reversed":
             return frozenset({Items(self._iterate(event.args[-1]))})
         if name == "enumerate":
-            return pairs(self._iterate(event.args[0]))
+            return v.pairs(self._iterate(event.args[0]))
         if name == "zip":
-            return frozenset({Items(frozenset({TupleValue(tuple(map(self._iterate, event.args)))}))})
+            return frozenset({Items(frozenset({v.TupleValue(tuple(map(self._iterate, event.args)))}))})
         if name == "getattr" and len(event.args) >= 2:
-            names = [str(value.value) for value in event.args[1] if isinstance(value, Constant)]
+            names = [str(value.value) for value in event.args[1] if isinstance(value, v.Constant)]
             return join(*(self._load(one, name) for one in modules(event.args[0]) for name in names))
         return None
 
@@ -634,7 +611,7 @@ class _Interpreter(ast.NodeVisitor):
         self.env = after
 
     def visit_FunctionDef(self, node: Function) -> None:
-        self.env[node.name] = frozenset({FunctionRef(node, env=self.env if self._active else None)})
+        self.env[node.name] = frozenset({v.FunctionRef(node, env=self.env if self._active else None)})
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
@@ -663,7 +640,7 @@ class _Interpreter(ast.NodeVisitor):
             case ast.Starred():
                 self._assign(target.value, UNKNOWN)
             case ast.Tuple() | ast.List():
-                rows = [value for value in values if isinstance(value, TupleValue)]
+                rows = [value for value in values if isinstance(value, v.TupleValue)]
                 is_known = rows and all(len(row.items) == len(target.elts) for row in rows)
                 for position, element in enumerate(target.elts):
                     parts = frozenset(one.part(f"[{position}]") for one in modules(values) if not one.path)
@@ -674,9 +651,9 @@ class _Interpreter(ast.NodeVisitor):
                 for owner in modules(owners):
                     self._store(owner, target.attr, values)
             case ast.Subscript():
-                owners, key = self.visit(target.value), literal_key(target.slice)
+                owners, key = self.visit(target.value), v.literal_key(target.slice)
                 self.visit(target.slice)
-                entry = DictEntry(key, values, target) if isinstance(key, str) else None
+                entry = v.DictEntry(key, values, target) if isinstance(key, str) else None
                 tables = frozenset(
                     DictValue((*one.entries, *([entry] if entry else [])), one.is_open or entry is None)
                     for one in owners

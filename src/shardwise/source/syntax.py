@@ -320,7 +320,7 @@ def given_to(call: ast.Call) -> list[ast.expr]:
 
 
 def last_name(node: ast.AST | None) -> str:
-    """`c` of `a.b.c`; empty for what is no name."""
+    """`c` of `a.b.c`; empty for anything that is not a name."""
     return getattr(node, "attr", "") or getattr(node, "id", "")
 
 
@@ -339,11 +339,8 @@ def checked_types(node: ast.AST) -> list[ast.expr]:
 
 def tested_classes(file: FileContext, test: ast.AST) -> set[str]:
     """The last names of the classes that `isinstance(x, ...)` asks for, where the test is one."""
-    match test:
-        case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
-            nodes = [node for one in (kinds, *file.assigned(kinds)) for node in ast.walk(one)]
-            return {last_name(node) for node in nodes} - {""}
-    return set()
+    nodes = [node for kind in checked_types(test) for one in (kind, *file.assigned(kind)) for node in ast.walk(one)]
+    return {last_name(node) for node in nodes} - {""}
 
 
 _PARTIAL = "functools.partial"

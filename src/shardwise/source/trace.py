@@ -7,16 +7,9 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from shardwise.source import values as v
 from shardwise.source.syntax import FULLY_SHARD
-from shardwise.source.values import (
-    ObjectRef,
-    ProgramEvent,
-    Value,
-    exclude_each_other,
-    modules,
-    nested,
-    owners_of_params,
-)
+from shardwise.source.values import ObjectRef, ProgramEvent, Value, exclude_each_other, modules, owners_of_params
 
 SHARDWISE_SHARD = ("shardwise.shard", "shardwise.prepare_fully_shard")
 _OPTIMIZERS = re.compile(r"optim|adam|sgd|lion|muon|shampoo|adafactor|adagrad|rmsprop|lamb$|soap", re.IGNORECASE)
@@ -65,7 +58,7 @@ class Trace:
         """Every module that is sharded, in order."""
         found: list[Shard] = []
         for event in self.calls_to(FULLY_SHARD, *SHARDWISE_SHARD):
-            together = frozenset(nested(event.argument(0, "module", "model"), depth=2))
+            together = frozenset(v.nested(event.argument(0, "module", "model"), depth=2))
             found += [Shard(event, subject, together) for subject in modules(together)]
         return found
 

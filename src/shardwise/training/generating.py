@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise import compat
 from shardwise.distributed.agreement import on_rank_zero
 from shardwise.errors import ConfigError
-from shardwise.models.described import max_length
+from shardwise.models.configs import max_length
 from shardwise.models.modes import evaluation_mode
 from shardwise.sharding.full_params import reshard
 from shardwise.training.objective import logits_of

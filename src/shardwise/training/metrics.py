@@ -23,7 +23,7 @@ from shardwise.config.run import MetricsConfig, RunConfig
 from shardwise.distributed.agreement import raise_together
 from shardwise.distributed.mesh import data_parallel_mesh
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError, import_optional
-from shardwise.models.described import config_size
+from shardwise.models.configs import config_size
 from shardwise.progress import Progress
 from shardwise.training.optimizers import parameter_kinds
 from shardwise.units import format_bytes, format_count, format_seconds

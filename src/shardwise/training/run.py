@@ -26,13 +26,14 @@ from shardwise.distributed.agreement import agree_on, gather_objects, on_rank_ze
 from shardwise.distributed.launchers import read_launch
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, init_distributed
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError, listed
-from shardwise.models.described import config_size, max_length
+from shardwise.models.configs import config_size, max_length
 from shardwise.models.load import load_model
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
 from shardwise.progress import Progress
 from shardwise.sharding.apply import shard
 from shardwise.sharding.materialize import materialize
+from shardwise.training import saving
 from shardwise.training.data import open_data, open_evaluation
 from shardwise.training.data.loader import check_batch
 from shardwise.training.ema import EMA
@@ -41,14 +42,7 @@ from shardwise.training.microbatching import Microbatches
 from shardwise.training.objective import BadLosses, Objective, StepBatches
 from shardwise.training.optimizers import Kind, build_optimizer, parameter_kinds
 from shardwise.training.run_folder import prepare_folder, refuse_other_model, with_folder, write_config
-from shardwise.training.saving import (
-    CHECKPOINTS,
-    CheckpointRef,
-    Checkpoints,
-    TrainState,
-    find_resumed,
-    refuse_other_weights,
-)
+from shardwise.training.saving import CHECKPOINTS, CheckpointRef, TrainState, find_resumed, refuse_other_weights
 from shardwise.training.schedules import Schedule
 from shardwise.units import format_bytes, format_count
 
@@ -493,7 +487,7 @@ class TrainingRun:
     def _build(self, made: Plan, stack: ExitStack) -> None:
         """Shard and fill the model, make its optimizer, and go on from a checkpoint if there is one."""
         config, model, training = self.config, self.model, self.config.training
-        self.checkpoints = stack.enter_context(Checkpoints(self.folder, config.checkpoint))
+        self.checkpoints = stack.enter_context(saving.Checkpoints(self.folder, config.checkpoint))
         resumed = self.checkpoints.find()
         torch.manual_seed(config.seed)  # of new weights: the same on every rank, whatever their number
         shard(model, config.shard, mesh=self.mesh, plan=made)

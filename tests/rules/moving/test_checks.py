@@ -107,6 +107,21 @@ def test_a_failed_check_is_named(output: str, why: str):
     assert failed_check("a.py", Program(before), Program(before | {"a.py": output}))[: len(why) or None] == why
 
 
+def test_an_error_that_fsdp1_had_as_well_holds_no_rewrite_back(tmp_path: Path):
+    text = "import torch\n" + HEAD + "from torch.distributed.fsdp import MixedPrecision\n"
+    text += "model = FSDP(build(), mixed_precision=MixedPrecision(param_dtype=torch.float16))\n"
+    text += "model(batch).sum().backward()\n"
+    assert run(tmp_path, train=text)["train"].changed
+
+
+def test_an_error_on_a_line_that_needs_a_decision_holds_no_rewrite_back(tmp_path: Path):
+    text = HEAD + "from torch.distributed.fsdp import StateDictType\nmodel = FSDP(build())\n"
+    text += "FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)\nmodel(batch).sum().backward()\n"
+    file = run(tmp_path, train=text)["train"]
+    assert file.changed
+    assert any(one.line == 4 and one.status is Status.NEEDS_DECISION for one in file.findings)
+
+
 IMPORTS = (
     "from torch.distributed.fsdp import (\n    CPUOffload,\n    FullyShardedDataParallel as FSDP,  # FSDP1\n"
     "    FullStateDictConfig,\n    MixedPrecision,\n    ShardingStrategy,\n    StateDictType,\n)\n",

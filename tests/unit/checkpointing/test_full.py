@@ -11,9 +11,9 @@ import torch
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredTensor
 from shardwise.checkpointing.formats.full import read_full, tensors_in, write_full
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of
 from shardwise.errors import CheckpointError
+from shardwise.planning.settings import dtype_name
 
 
 def info(name: str, tensor: torch.Tensor) -> StoredTensor:

@@ -20,9 +20,9 @@ from shardwise.checkpointing.formats.safetensors import (
     write_safetensors,
 )
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.state.slices import dtype_name
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum
 from shardwise.errors import CheckpointError
+from shardwise.planning.settings import dtype_name
 
 
 def tensor_of(dtype: str) -> torch.Tensor:

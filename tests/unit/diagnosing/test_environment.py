@@ -1,20 +1,20 @@
-"""look_around() and the table of versions: facts are there, and each judgement comes and goes with its fact."""
+"""collect_environment() and the table of versions: facts are there, and each judgement comes and goes with its fact."""
 
 import json
 import socket
 
 import pytest
 
-from shardwise.diagnosing.environment import TABLE, find_known_bad, look_around
+from shardwise.diagnosing.environment import TABLE, collect_environment, find_known_bad
 from tests.unit.cli.test_main import shardwise
 
 
 def codes(variables: dict[str, str]) -> set[str]:
-    return {finding.code for finding in look_around(variables).findings}
+    return {finding.code for finding in collect_environment(variables).findings}
 
 
 def test_facts_are_those_of_this_machine():
-    facts = look_around({}).facts
+    facts = collect_environment({}).facts
     assert facts["machine"]["host"] == socket.gethostname()
     assert facts["machine"]["memory_bytes"] > 1 << 28
     assert facts["versions"]["torch"][0].isdigit()

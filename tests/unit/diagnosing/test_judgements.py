@@ -1,4 +1,4 @@
-"""look_around() and doctor: each judgement at its limit, with the numbers it names; facts of GPUs that are played."""
+"""collect_environment() and doctor: each judgement at its limit, with its numbers; facts of GPUs that are played."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardwise.diagnosing.environment import TABLE, Environment, find_known_bad, look_around
+from shardwise.diagnosing.environment import TABLE, Environment, collect_environment, find_known_bad
 from shardwise.findings import Finding, Severity
 from tests.unit.cli.test_main import shardwise
 
@@ -41,7 +41,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 
 def told(variables: dict[str, str] | None = None) -> list[tuple[str, str, str, str]]:
     known = {row.code for row in TABLE}
-    found = look_around(variables or {}).findings
+    found = collect_environment(variables or {}).findings
     return [(each.code, each.severity.value, each.message, each.fix) for each in found if each.code not in known]
 
 
@@ -71,12 +71,12 @@ def test_a_machine_without_shared_memory(machine: Any, monkeypatch: pytest.Monke
     machine()
     monkeypatch.setattr(os.path, "isdir", lambda path: path != "/dev/shm")
     assert [each[0] for each in told()] == ["SW601"]
-    assert look_around({}).facts["machine"]["shared_memory_bytes"] == 0
+    assert collect_environment({}).facts["machine"]["shared_memory_bytes"] == 0
 
 
 def test_facts_of_the_machine(machine: Any):
     machine(shared=3, free=5, files=(7, 9))
-    facts = look_around({"NCCL_DEBUG": "INFO", "HOME": "/x", "RANK": "0", "WORLD_SIZE": "1"}).facts
+    facts = collect_environment({"NCCL_DEBUG": "INFO", "HOME": "/x", "RANK": "0", "WORLD_SIZE": "1"}).facts
     assert list(facts) == ["machine", "versions", "gpus", "launcher", "variables"]
     assert facts["machine"] == {
         "host": socket.gethostname(),
@@ -158,7 +158,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_gpus_that_are_alike(machine: Any, gpus: Any):
     machine()
     gpus(["H200", "H200"], True)
-    facts = look_around({}).facts
+    facts = collect_environment({}).facts
     assert facts["gpus"] == {
         "devices": ["H200, 80 GiB", "H200, 80 GiB"],
         "peer_access": {"0->1": True, "1->0": True},
@@ -168,7 +168,9 @@ def test_gpus_that_are_alike(machine: Any, gpus: Any):
         "cuda": "12.8", "nccl": "2.29.7", "driver": "570.1",
     }  # fmt: skip
     assert told() == []
-    assert ("SW620", Severity.NOTE) in {(finding.code, finding.severity) for finding in look_around({}).findings}
+    assert ("SW620", Severity.NOTE) in {
+        (finding.code, finding.severity) for finding in collect_environment({}).findings
+    }
 
 
 def test_gpus_that_differ_and_cannot_reach_each_other(machine: Any, gpus: Any):
@@ -178,7 +180,7 @@ def test_gpus_that_differ_and_cannot_reach_each_other(machine: Any, gpus: Any):
         ("SW604", "warning", "GPUs cannot reach each other's memory directly (5 pairs, first 0->2)"),
         ("SW605", "warning", "the GPUs are not all alike: the slowest, and the smallest memory, decide"),
     ]
-    assert "driver" not in look_around({}).facts["versions"]
+    assert "driver" not in collect_environment({}).facts["versions"]
 
 
 VERSIONS = {

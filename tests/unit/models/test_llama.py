@@ -124,7 +124,7 @@ def test_the_byte_model_knows_bytes_and_the_end_of_a_document():
 
 
 def test_the_names_that_transformers_has_for_the_shape():
-    from shardwise.models.described import hugging_face_config
+    from shardwise.models.configs import hugging_face_config
     from shardwise.models.moe import MoeConfig
 
     shape = {

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise import compat
 from shardwise.models.llama import SHAPES, Llama
 from shardwise.planning.plan import PlannedParameter
 from tests.golden import same_as_kept
@@ -72,6 +73,8 @@ def planned(build: Callable[[], nn.Module], config: sw.ShardConfig, mesh: sw.Mes
 @pytest.mark.parametrize("name", sorted(HARD))
 def test_plans_of_hard_cases(name: str):
     case = HARD[name]
+    if name == "complex" and not compat.SPLITS_GROUPS:
+        pytest.skip("before torch 2.12 a module has one group, and complex parameters beside real ones are replicated")
     same_as_kept("plans", name, planned(case.build, case.config, sw.MeshConfig(shard=4, device="cpu")))
 
 

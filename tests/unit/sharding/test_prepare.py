@@ -5,8 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.config.schema import GroupOverride
+from shardwise.planning.calls import callable_children
 from shardwise.sharding.fsdp1_keys import Translation
-from shardwise.sharding.prepare import chosen_modules, direct_children, drop_ignored, join_ties, overrides_of
+from shardwise.sharding.prepare import chosen_modules, drop_ignored, join_ties, overrides_of
 
 
 class Block(nn.Module):
@@ -122,13 +123,10 @@ def test_settings_of_an_outer_module_do_not_reach_the_groups_inside():
     )
 
 
-def test_direct_children_of_containers_are_their_elements():
-    model = Model()
-    assert direct_children(model) == ["embedding", "head", "blocks.0", "blocks.1"]
-    assert direct_children(nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.ReLU()]), nn.Linear(1, 1))) == [
-        "0.0",
-        "1",
-    ]
+def test_callable_children_of_containers_are_their_elements():
+    assert list(dict(callable_children(Model()))) == ["embedding", "head", "blocks.0", "blocks.1"]
+    nested = nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.ReLU()]), nn.Linear(1, 1))
+    assert list(dict(callable_children(nested))) == ["0.0", "0.1", "1"]
 
 
 def test_what_is_ignored_is_no_group_nor_is_what_lies_inside():

@@ -8,16 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing.contents import (
-    ChunkSpec,
-    Contents,
-    KeyPath,
-    StoredChunk,
-    StoredTensor,
-    TorchStream,
-    count_of,
-    sizes_of,
-)
+from shardwise.checkpointing import contents
+from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredChunk, TorchStream, count_of, sizes_of
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, read_manifest
 from shardwise.checkpointing.pickles.machine import Record
 from shardwise.checkpointing.pickles.torch_files import OpaqueValue, TorchFile, TorchState, plain_value
@@ -65,7 +57,9 @@ def read_dcp(path: str | Path, subfolder: str = "") -> Contents:
         raise files.damaged(f"{METADATA_NAME} is damaged and cannot be read", place, why) from None
     with _Items(folder) as items:
         tensors = {
-            name: StoredTensor(name, dtype, shape, tuple(items.chunk(dtype, *chunk) for chunk in chunks.items()))
+            name: contents.StoredTensor(
+                name, dtype, shape, tuple(items.chunk(dtype, *chunk) for chunk in chunks.items())
+            )
             for name, (dtype, shape, chunks) in stored.items()
         }
         values, left_out = items.values(plain)

@@ -9,15 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpointing.contents import (
-    ITEM_BYTES,
-    Contents,
-    KeyPath,
-    StoredChunk,
-    StoredTensor,
-    chunks_of_range,
-    sizes_of,
-)
+from shardwise.checkpointing import contents as checkpoint_contents
+from shardwise.checkpointing.contents import ITEM_BYTES, Contents, KeyPath, StoredChunk, StoredTensor, sizes_of
 from shardwise.checkpointing.state.names import canonical_name
 from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
@@ -291,7 +284,7 @@ def _cut(flat: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor
     for chunk in flat.chunks:
         chunk_start = chunk.spec.starts[0] if chunk.spec.starts else 0
         low, high = max(start, chunk_start), min(end, chunk_start + chunk.spec.numel)
-        for spec, before in chunks_of_range(shape, low - start, high - start) if low < high else ():
+        for spec, before in checkpoint_contents.chunks_of_range(shape, low - start, high - start) if low < high else ():
             skip = (low - chunk_start + before) * size
             if chunk.data is not None:
                 chunks.append(StoredChunk(spec, data=chunk.data[skip : skip + spec.numel * size]))

@@ -13,15 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing.contents import (
-    DTYPES,
-    ITEM_BYTES,
-    ChunkSpec,
-    Contents,
-    StoredChunk,
-    StoredTensor,
-    sizes_of,
-)
+from shardwise.checkpointing import contents
+from shardwise.checkpointing.contents import DTYPES, ITEM_BYTES, Contents, StoredChunk, StoredTensor, sizes_of
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, BlockHasher, checksum, from_hex, to_hex
 from shardwise.errors import CheckpointError
@@ -201,7 +194,7 @@ def _tensor(file: str, name: str, entry: Any, data_start: int, checksums: str) -
     start, end = sizes_of(entry["data_offsets"])
     if end - start != math.prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"{name!r} of shape {list(shape)} and {dtype} has {end - start:,} bytes")
-    chunk = StoredChunk(ChunkSpec.whole(shape), file, data_start + start, from_hex(checksums))
+    chunk = StoredChunk(contents.ChunkSpec.whole(shape), file, data_start + start, from_hex(checksums))
     return StoredTensor(name, dtype, shape, (chunk,))
 
 

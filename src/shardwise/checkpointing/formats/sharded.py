@@ -11,19 +11,8 @@ from typing import Any
 
 import xxhash
 
-from shardwise.checkpointing.contents import (
-    ITEM_BYTES,
-    ChunkSpec,
-    Contents,
-    KeyPath,
-    LocalChunk,
-    StoredChunk,
-    StoredTensor,
-    TorchStream,
-    count_of,
-    sizes_of,
-    tensor_problem,
-)
+from shardwise.checkpointing import contents as checkpoint_contents
+from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor, TorchStream, count_of, sizes_of
 from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.pickles import zip_files
 from shardwise.checkpointing.storage.files import FileWriter, Place, check_name, damaged, join, read_small, split
@@ -68,7 +57,7 @@ def file_name(rank: int) -> str:
 
 def write_rank_file(
     path: Place,
-    items: Iterable[LocalChunk],
+    items: Iterable[checkpoint_contents.LocalChunk],
     values: Mapping[str, bytes] | None = None,
     *,
     fsync: bool = True,
@@ -127,7 +116,10 @@ def write_rank_file(
             at += len(data)
             yield around(tail)
             tensor = StoredTensor(
-                item.name, item.dtype, item.shape, (StoredChunk(item.spec, file, offset, tuple(sums)),)
+                item.name,
+                item.dtype,
+                item.shape,
+                (checkpoint_contents.StoredChunk(item.spec, file, offset, tuple(sums)),),
             )
             tensors.append((tensor, TorchStream(file, start, at - start, item.name)))
 
@@ -153,8 +145,8 @@ def _write(writer: FileWriter, buffers: Iterator[memoryview | bytes], count: Cal
             size += len(buffer)
 
 
-def _check(item: LocalChunk) -> None:
-    is_inside = item.spec.lies_in(item.shape) and item.dtype in ITEM_BYTES
+def _check(item: checkpoint_contents.LocalChunk) -> None:
+    is_inside = item.spec.lies_in(item.shape) and item.dtype in checkpoint_contents.ITEM_BYTES
     if not is_inside or len(bytes_of(item.memory)) != item.num_bytes:
         raise CheckpointError(
             f"cannot store {item.name}: {item.dtype} of shape {item.shape}, part {item.spec}",
@@ -313,7 +305,7 @@ def manifest_bytes(
 
 def _problems(contents: Contents) -> list[str]:
     """What is stored not at all, in part or twice."""
-    found = [(name, tensor_problem(tensor)) for name, tensor in contents.tensors.items()]
+    found = [(name, checkpoint_contents.tensor_problem(tensor)) for name, tensor in contents.tensors.items()]
     lost = [name for name in contents.structure if name not in contents.tensors and name not in contents.values]
     return [f"{name}: {problem}" for name, problem in found if problem] + [
         f"{name}: no rank has written it" for name in lost
@@ -396,7 +388,7 @@ def _contents(folder: Place, body: Any, where: str) -> Contents:
 
 
 def _tensor(name: str, entry: Any, file_bytes: Mapping[str, int], block_bytes: int) -> StoredTensor:
-    dtype, item_bytes = entry["dtype"], ITEM_BYTES[entry["dtype"]]
+    dtype, item_bytes = entry["dtype"], checkpoint_contents.ITEM_BYTES[entry["dtype"]]
     shape, chunks = sizes_of(entry["shape"]), []
     for part in entry["pieces"]:
         spec, sums = ChunkSpec(sizes_of(part["starts"]), sizes_of(part["sizes"])), from_hex(part["checksums"])
@@ -407,7 +399,7 @@ def _tensor(name: str, entry: Any, file_bytes: Mapping[str, int], block_bytes: i
             raise ValueError(f"{name}: a chunk that lies outside its file")
         if len(sums) != -(-num_bytes // block_bytes):
             raise ValueError(f"{name}: {len(sums)} checksums for {num_bytes} bytes")
-        chunks.append(StoredChunk(spec, part["file"], offset, sums))
+        chunks.append(checkpoint_contents.StoredChunk(spec, part["file"], offset, sums))
     return StoredTensor(name, dtype, shape, tuple(chunks))
 
 

@@ -10,12 +10,7 @@ from typing import Any
 
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, KeyPath, StoredChunk, sizes_of
 from shardwise.checkpointing.pickles.machine import MAX_PICKLE_BYTES, Record, Symbol
-from shardwise.checkpointing.pickles.torch_objects import (
-    DTensorRef,
-    ShardedRef,
-    TensorRef,
-    read_torch_pickle,
-)
+from shardwise.checkpointing.pickles.torch_objects import DTensorRef, ShardedRef, TensorRef, read_torch_pickle
 from shardwise.checkpointing.pickles.zip_files import LOCAL, ZipIndex
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum, from_hex, to_hex

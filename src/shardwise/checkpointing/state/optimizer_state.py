@@ -22,12 +22,10 @@ from shardwise.checkpointing.contents import KeyPath
 from shardwise.checkpointing.state.nested import FlatState, dotted, flatten
 from shardwise.errors import CheckpointError
 from shardwise.sharding.inventory import local_tensor
-from shardwise.sharding.repointing import refuse_foreign
+from shardwise.sharding.repointing import COUNTERS, refuse_foreign
 
 KINDS = "__kinds__"
 """Under `optim.__kinds__` stand the states that are not laid out like their parameter, and how they are."""
-COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""State that torch's optimizers keep as plain scalars, also for a parameter that is a scalar itself."""
 LIVE_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Of a parameter group: how to compute, not what. Those of the running optimizer are kept."""
 

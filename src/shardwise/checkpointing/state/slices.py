@@ -15,6 +15,7 @@ from shardwise import compat
 from shardwise.checkpointing.contents import ChunkSpec
 from shardwise.checkpointing.state.names import canonical_name
 from shardwise.errors import CheckpointError
+from shardwise.planning.settings import dtype_name
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_tensor
 
@@ -45,11 +46,6 @@ class ModelTensor:
     def dtype(self) -> str:
         """As `contents.ITEM_BYTES` names it."""
         return dtype_name(self.tensor.dtype)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Collection
 
 from shardwise.findings import Severity, SourceFinding
 from shardwise.fsdp1.codemod.imports import imported_elsewhere
@@ -12,13 +13,14 @@ from shardwise.linting.files import LintSettings
 from shardwise.linting.lint import lint_text
 
 
-def failed_check(path: str, before: Program, after: Program) -> str:
+def failed_check(path: str, before: Program, after: Program, decided: Collection[int] = ()) -> str:
     """Why a rewritten Python file must not be written; empty if nothing is wrong with it.
 
     Args:
         path: Of the file.
         before: The program as it was.
         after: The program with every rewrite.
+        decided: The lines of the file as it was that a finding already leaves to a person.
     """
     text = after.texts[path]
     try:
@@ -27,7 +29,7 @@ def failed_check(path: str, before: Program, after: Program) -> str:
             compile(text, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         return f"would not compile: {error}"
-    return _lost_import(path, before, after) or _new_error(path, before.texts[path], text)
+    return _lost_import(path, before, after) or _new_error(path, before.texts[path], text, decided)
 
 
 def _lost_import(path: str, before: Program, after: Program) -> str:
@@ -40,12 +42,14 @@ def _lost_import(path: str, before: Program, after: Program) -> str:
     return ""
 
 
-def _new_error(path: str, before: str, after: str) -> str:
-    """What lint calls an error after the rewrite and did not before, but for what it says of unchanged FSDP1 code."""
+def _new_error(path: str, before: str, after: str, decided: Collection[int]) -> str:
+    """What lint calls an error after the rewrite and did not before, and no finding has left to a person."""
     known = Counter(finding.code for finding in _errors(before, path))
+    old, new = before.splitlines(), after.splitlines()
+    said = {old[line - 1].strip() for line in decided}
     for finding in _errors(after, path):
         known[finding.code] -= 1
-        if known[finding.code] < 0:
+        if known[finding.code] < 0 and new[finding.line - 1].strip() not in said:
             return f"would have an error that lint finds, {finding.code} on line {finding.line}: {finding.message}"
     return ""
 

@@ -18,6 +18,8 @@ from shardwise.source.values import ObjectRef
 _FSDP = re.compile(r"FSDP|FullyShardedDataParallel")
 _USES = re.compile(r"state_dict|\.module\b|_fsdp|no_sync|clip_grad_norm_|numel\(")
 """What a file does that is worth reading it for."""
+_Unit = tuple[Sharded, Function | None]
+"""A function of a file, or what is outside of all: what is read again together."""
 _MAX_VALUES = 24
 """Beyond this number of values at one place only wrapped models are followed; large frameworks would take minutes."""
 
@@ -51,16 +53,17 @@ class Flow:
         self._seen: set[str] = set()
         self._tags: dict[object, set[str]] = {}
         self._imports: dict[str, set[str]] = {}
-        self._readers: dict[object, set[Sharded]] = {}
-        self._reading: Sharded | None = None
-        self._dirty: set[Sharded] = set()
+        self._readers: dict[object, dict[_Unit, None]] = {}
+        self._reading: _Unit | None = None
+        self._dirty: dict[_Unit, None] = {}
         for context in program.files(_FSDP.search):
             self.activate(context)
         self._settle()
         hints = [file.read_hints() for file in list(self.files.values())]
         for file, told in zip(list(self.files.values()), hints, strict=True):
             file.follow_hints(told)
-        self._dirty.update(self.files.values())
+            if told:
+                self._read_all(file)
         self._settle()
         for file in self.files.values():
             file.forget()
@@ -70,36 +73,53 @@ class Flow:
         return self.files.get(context.path) or Sharded(context, self)
 
     def _settle(self) -> None:
-        """Read each file again until nothing that it has read changes."""
+        """Read each function again until nothing that it has read changes."""
         while self._dirty:
-            for file in [one for one in self.files.values() if one in self._dirty]:
-                self._dirty.discard(file)
-                self._reading = file
-                file.read()
+            while self._dirty:
+                self._reading = next(iter(self._dirty))
+                del self._dirty[self._reading]
+                file, function = self._reading
+                file.read(function)
+            self._reading = None
             self._activate_importers()
-        self._reading = None
+
+    def _read_all(self, file: Sharded) -> None:
+        self._dirty.update({(file, function): None for function in file.units})
+
+    def _changed(self, key: object) -> None:
+        self._dirty.update(self._readers.get(key, {}))
 
     def look_up(self, key: ast.AST) -> set[ObjectRef]:
         """The values of a variable, parameter or function so far; whoever asks is read again when there are more."""
-        self._note(key)
+        self.note(key)
         return self.values.get(key, set())
 
     def stored(self, owner: object) -> dict[str, dict[ast.AST, set[ObjectRef]]]:
         """The attributes and items of an object or class so far."""
-        self._note(owner)
+        self.note(owner)
         return self.fields.get(owner, {})
 
-    def _note(self, key: object) -> None:
+    def stored_as(self, owner: object, name: str) -> dict[ast.AST, set[ObjectRef]]:
+        """One attribute or item of an object or class so far, by the place of the store."""
+        self.note((owner, name))
+        return self.fields.get(owner, {}).get(name, {})
+
+    def note(self, key: object) -> None:
+        """Read the function that is being read once more when what the key stands for has changed."""
         if self._reading is not None:
-            self._readers.setdefault(key, set()).add(self._reading)
+            self._readers.setdefault(key, {})[self._reading] = None
 
     def activate(self, context: FileContext) -> Sharded:
         """Read a file from now on."""
         if context.path not in self.files:
             file = self.files[context.path] = Sharded(context, self)
-            self._dirty.update(self.files.values())  # methods by their name
+            self._read_all(file)
+            self._changed(("file", context.path))
+            for function in context.functions:
+                self._changed(("function", function.name))
             for node in context.nodes(ast.ClassDef):
                 self.homes[node] = file
+                self._changed(("family", node))
                 for method in (one for one in node.body if isinstance(one, Function)):
                     self.methods.setdefault(method.name, []).append((file, method))
                     self.own_methods.setdefault((node, method.name), []).append((file, method))
@@ -118,6 +138,8 @@ class Flow:
             for top in tops:
                 self.family[low].add(top)
                 self.family[top].add(low)
+                self._changed(("family", low))
+                self._changed(("family", top))
         self._bases.setdefault(below, set()).add(above)
 
     def _below(self, top: ast.ClassDef) -> set[ast.ClassDef]:
@@ -159,7 +181,7 @@ class Flow:
         """Whether a value is, or has somewhere inside, a wrapped model (`FSDP1`) or parameters."""
         found = set(value.whole.origins & {FSDP1, "parameters"})
         for owner in self.owners(value):
-            self._note(("tags", owner))
+            self.note(("tags", owner))
             found |= self._tags.get(owner, set())
         return found
 
@@ -184,7 +206,12 @@ class Flow:
         """Under what the attributes of an object are kept."""
         if value.definition is None or value.path:
             return (value,)
-        return self.family.get(value.definition, {value.definition})
+        return self.relatives(value.definition)
+
+    def relatives(self, definition: ast.ClassDef) -> set[ast.ClassDef]:
+        """The classes above and below a class, itself included."""
+        self.note(("family", definition))
+        return self.family.get(definition, {definition})
 
     def add(self, key: ast.AST, values: Values) -> None:
         """Let a variable, parameter or function have these values too."""
@@ -198,19 +225,23 @@ class Flow:
             known = self._tags.setdefault(one, set()) if tags else tags
             if not tags <= known:
                 known |= tags
-                self._dirty |= self._readers.get(("tags", one), set())
-        self._grow(key, self.fields.setdefault(key, {}).setdefault(name, {}).setdefault(place, set()), values)
+                self._changed(("tags", one))
+        known = self.fields.setdefault(key, {}).setdefault(name, {}).setdefault(place, set())
+        if self._grow((key, name), known, values):
+            self._changed(key)
 
     def wrap(self, call: ast.Call, values: Values) -> None:
         """Remember what a constructor wraps."""
         self.wrapped.setdefault(call, set()).update(values)
 
-    def _grow(self, key: object, known: set[ObjectRef], values: Values) -> None:
+    def _grow(self, key: object, known: set[ObjectRef], values: Values) -> bool:
         if len(known) + len(values) > _MAX_VALUES:
             values = frozenset(filter(is_of_wrapped, values))
-        if not values <= known:
-            known |= values
-            self._dirty |= self._readers.get(key, set())
+        if values <= known:
+            return False
+        known |= values
+        self._changed(key)
+        return True
 
     def enter(self, file: Sharded, call: ast.Call, function: Callable) -> None:
         """Remember that a call enters a function."""

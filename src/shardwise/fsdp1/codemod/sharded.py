@@ -152,7 +152,7 @@ class Sharded:
                     by
                     for value in self.values(node.value)
                     for owner in self.flow.owners(value)
-                    for by in [self.flow.stored(owner).get(name, {})]
+                    for by in [self.flow.stored_as(owner, name)]
                 ]
                 places = [place for by in stored for place, found in by.items() if any(map(is_wrapped, found))]
                 places = [place for place in places if self.reaching.may_reach(place, node)]
@@ -172,10 +172,19 @@ class Sharded:
         entered = [getattr(item.context_expr, "func", None) for one in blocks for item in one.items]
         return any(self.context.is_any(one, {ENABLE_WRAP}) for one in entered)
 
-    def read(self) -> None:
-        """Follow every assignment, call and return of the file once."""
-        self._known.clear()
+    @cached_property
+    def units(self) -> dict[Function | None, list[ast.AST]]:
+        """The nodes of the file by the function whose body they are in."""
+        found: dict[Function | None, list[ast.AST]] = {}
         for node in self.context.parents:
+            found.setdefault(self.reaching.function(node), []).append(node)
+        return found
+
+    def read(self, function: Function | None) -> None:
+        """Follow every assignment, call and return of a function, or of what is outside of all, once."""
+        for node in self.units[function]:
+            self._known.pop(node, None)
+        for node in self.units[function]:
             match node:
                 case ast.Assign(targets=targets, value=value):
                     for target in targets:
@@ -193,7 +202,6 @@ class Sharded:
                 case ast.withitem(context_expr=value, optional_vars=ast.expr() as target):
                     self._bind(target, self.values(value))
                 case ast.Return(value=ast.expr() as value) | ast.Yield(value=ast.expr() as value):
-                    function = self.reaching.function(node)
                     if function is not None:
                         self.flow.add(function, self.values(value))
                 case ast.Lambda(body=value):
@@ -379,7 +387,7 @@ class Sharded:
             return frozenset({owner})
         found = _NOTHING
         for key in self.flow.owners(owner):
-            by = self.flow.stored(key).get(name, {})
+            by = self.flow.stored_as(key, name)
             found |= _union(frozenset(by[place]) for place in self.reaching.those_that_reach(by, node))
         if owner.definition is not None and not owner.path:
             found |= _union(
@@ -399,7 +407,7 @@ class Sharded:
         )
 
     def _stored(self, owner: ObjectRef, name: str) -> Values:
-        return _union(map(frozenset, self.flow.stored(owner).get(name, {}).values()))
+        return _union(map(frozenset, self.flow.stored_as(owner, name).values()))
 
     def _items(self, values: Values, node: ast.AST) -> Values:
         """What a loop over these values gets."""
@@ -575,6 +583,7 @@ class Sharded:
                 is_static = "staticmethod" in map(last_name, method.decorator_list)
                 yield file.context, method, None if is_static else one
         if not known and name not in _COMMON and not self.context.origins(call.func) and self._hands_on(call):
+            self.flow.note(("function", name))
             for file, method in self.flow.methods.get(name, []):
                 owner_class = file.context.parents[method]
                 if isinstance(owner_class, ast.ClassDef) and self._is_near(file):
@@ -589,13 +598,14 @@ class Sharded:
     def _hands_on(self, call: ast.Call) -> bool:
         return any(self.flow.matters(self.values(one)) for one in given_to(call))
 
-    def _home(self, function: ast.AST) -> FileContext | None:
+    def _home(self, function: Callable) -> FileContext | None:
+        self.flow.note(("function", getattr(function, "name", "")))
         files = (one.context for one in self.flow.files.values() if function in one.context.parents)
         return self.context if function in self.context.parents else next(files, None)
 
     def _methods_of(self, definition: ast.ClassDef | None, name: str) -> list[tuple[Sharded, Function]]:
         """The methods of this name of a class, of the classes above and of those below."""
-        family = self.flow.family.get(definition, {definition}) if definition is not None else set()
+        family = self.flow.relatives(definition) if definition is not None else set()
         return [found for one in family for found in self.flow.own_methods.get((one, name), [])]
 
     def _enter(
@@ -603,6 +613,7 @@ class Sharded:
     ) -> Values:
         """Give the parameters of a function its arguments; what it returns."""
         if context.path not in self.flow.files and not self._hands_on(call):
+            self.flow.note(("file", context.path))
             takes = isinstance(target, Function) and "parameters(" in context.source(target)
             if not takes:
                 return _NOTHING

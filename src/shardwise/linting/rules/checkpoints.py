@@ -9,23 +9,12 @@ from collections.abc import Iterator
 from shardwise.findings import Safety
 from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source import facts
+from shardwise.source import values as v
 from shardwise.source.edits import change
 from shardwise.source.ranks import asks_for_rank_zero
 from shardwise.source.syntax import FULLY_SHARD, FileContext, last_name, tested_classes
 from shardwise.source.trace import Trace
-from shardwise.source.values import (
-    BranchTest,
-    DictValue,
-    ObjectRef,
-    Param,
-    ProgramEvent,
-    StateDict,
-    Value,
-    contradict,
-    modules,
-    nested,
-    owners_of_params,
-)
+from shardwise.source.values import BranchTest, DictValue, ObjectRef, ProgramEvent, StateDict, Value, modules, nested
 
 _READERS = frozenset({"torch.load", "safetensors.torch.load_file", "safetensors.torch.load"})
 _SAVERS = ("torch.save", "safetensors.torch.save_file", "safetensors.torch.save", "safetensors.torch.save_model")
@@ -82,6 +71,13 @@ def _is_whole_file(value: Value) -> bool:
 def _mentions_rank(nodes: list[ast.expr]) -> bool:
     names = (getattr(n, "id", "") + getattr(n, "attr", "") for node in nodes for n in ast.walk(node))
     return any("rank" in name for name in names)
+
+
+def _has_own_file(context: LintContext, call: ast.Call) -> bool:
+    """Whether a rank's number is in the path that is written to, or in what a variable of the path is given."""
+    given = [*call.args[1:], *(one.value for one in call.keywords if one.arg != "obj")]
+    names = [one for node in given for one in ast.walk(node) if isinstance(one, ast.Name)]
+    return _mentions_rank([*given, *(value for one in names for value in context.file.assigned(one))])
 
 
 @rule("SW224", safety=Safety.SAFE)
@@ -160,9 +156,11 @@ def shards_saved_as_model(context: LintContext) -> Iterator[Hit]:
     """
     for trace, event in context.events_of(*_SAVERS):
         assert isinstance(event.node, ast.Call), "a call of a function"
-        if _mentions_rank(event.node.args[1:] + [one.value for one in event.node.keywords if one.arg != "obj"]):
+        if _has_own_file(context, event.node):
             continue  # every rank writes a file of its own, and knows it
-        for saved in nested(event.argument(0, "obj")):
+        values = list(nested(event.argument(0, "obj")))
+        chosen = {one.owner for one in values if isinstance(one, StateDict) and one.is_full}
+        for saved in values:
             if isinstance(saved, ObjectRef) and saved in event.argument(0, "obj") and trace.is_sharded(saved, event):
                 message = "a sharded model is saved as an object: the file holds this rank's shards"
                 yield Hit(event.node, message, f"save a gathered state dict: {_GATHERED}")
@@ -170,6 +168,7 @@ def shards_saved_as_model(context: LintContext) -> Iterator[Hit]:
                 isinstance(saved, StateDict)
                 and _is_of_shards(trace, saved, event)
                 and not context.asks_kind(saved.call)
+                and (_is_plain(saved) or saved.owner not in chosen)  # else the program asks which
             ):
                 message = f"what is saved here are this rank's shards (state dict of line {saved.call.lineno})"
                 fix = f"gather first: {_GATHERED} on every rank, then save on rank 0; "
@@ -235,12 +234,12 @@ def _collective(file: FileContext, trace: Trace, event: ProgramEvent) -> str:
         return f"Checkpointer.{name}()"
     if name == "full_tensor" and not event.args:
         # Under `isinstance(p, DTensor)` only where the parameter's model is known to be sharded.
-        owners = [value.owner for value in event.receiver if isinstance(value, Param | StateDict)]
+        owners = [value.owner for value in event.receiver if isinstance(value, v.Param | StateDict)]
         is_sharded = any(trace.holds_shards(owner, event) is not None for owner in owners)
         is_tested = any("DTensor" in tested_classes(file, guard.test) for guard in event.guards)
         return "full_tensor()" if is_sharded or not is_tested else ""
     if event.is_call_to(_CLIP):
-        owners = owners_of_params(event.argument(0, "parameters"))
+        owners = v.owners_of_params(event.argument(0, "parameters"))
         return f"{name}() of sharded parameters" if any(trace.holds_shards(o, event) for o in owners) else ""
     if not event.origins and any(trace.is_sharded(module, event) for module in modules(event.called)):
         return "the forward of a sharded model"
@@ -263,7 +262,7 @@ def _others_do_it_too(file: FileContext, trace: Trace, event: ProgramEvent) -> b
     guards = [(guard, side) for guard in event.guards if (side := _side(file, guard)) is not None]
     others = [one for one in trace.events if one is not event and one.method == event.method and not one.is_store]
     return any(
-        contradict(twin, guard) or _side(file, twin) is (not side)
+        v.contradict(twin, guard) or _side(file, twin) is (not side)
         for other in others
         for twin in other.guards
         for guard, side in guards
@@ -271,7 +270,7 @@ def _others_do_it_too(file: FileContext, trace: Trace, event: ProgramEvent) -> b
 
 
 def _side(file: FileContext, guard: BranchTest) -> bool | None:
-    """True where only the first rank passes, False where all but it do, None where the test is no such."""
+    """True where only the first rank passes, False where all but it do, None for any other test."""
     asked = asks_for_rank_zero(file, guard.test)
     return None if asked is None else asked is guard.taken
 

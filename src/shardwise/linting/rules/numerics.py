@@ -294,8 +294,9 @@ def fp16_without_scaler(context: LintContext) -> Iterator[Hit]:
     Why: gradients below 6e-8 become zero in float16. bfloat16 has float32's range and needs no scaler.
     """
     if "GradScaler" not in context.file.text and ".backward(" in context.file.text:
-        for _, event in context.events_of(_POLICY):
-            if refers_to(event.argument(0, "param_dtype"), *_HALF):
+        for _, event in context.events_of(_POLICY, _POLICY.removesuffix("Policy")):  # FSDP1's too
+            dtypes = event.argument(0, "param_dtype")
+            if dtypes and all(refers_to(frozenset({one}), *_HALF) for one in dtypes):  # not one choice of several
                 yield Hit(event.node, "float16 without a gradient scaler: small gradients become zero")
 
 

@@ -10,21 +10,12 @@ from shardwise.errors import fix_name
 from shardwise.findings import Severity
 from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.linting.rules.devices import built_classes
+from shardwise.source import values as v
 from shardwise.source.facts import LISTS
 from shardwise.source.interpreter import DESCENDANT, ITEM
 from shardwise.source.syntax import FSDP1_NAMES, FULLY_SHARD, FileContext, calls_in, last_name, tested_classes
 from shardwise.source.trace import Shard, Trace
-from shardwise.source.values import (
-    BranchTest,
-    Constant,
-    DictValue,
-    ObjectRef,
-    ProgramEvent,
-    TupleValue,
-    Value,
-    modules,
-    owners_of_params,
-)
+from shardwise.source.values import BranchTest, Constant, DictValue, ObjectRef, ProgramEvent, TupleValue, Value, modules
 
 _NAMES = "module mesh reshard_after_forward shard_placement_fn mp_policy offload_policy ignored_params dp_mesh_dims"
 _KNOWN = frozenset(_NAMES.split())
@@ -332,7 +323,7 @@ def ignored_params_on_some_calls(context: LintContext) -> Iterator[Hit]:
     Why: a block that is sharded without it takes the parameters that the root's call was told to leave alone.
     """
     for trace, root in context.shards:
-        owners = owners_of_params(root.event.argument(None, "ignored_params"))
+        owners = v.owners_of_params(root.event.argument(None, "ignored_params"))
         for shard in trace.shards if owners else ():
             if (
                 trace.is_part_of(shard.subject, root.subject)

@@ -6,7 +6,8 @@ from collections import defaultdict
 
 from torch import nn
 
-from shardwise.planning.calls import Calls, CallTable, Places, Use, has_forward, has_parameters, is_holder, is_opaque
+from shardwise.planning import calls
+from shardwise.planning.calls import Calls, CallTable, Places, Use, callable_children, has_forward, has_parameters
 from shardwise.planning.source import statements
 from shardwise.planning.source.functions import find_node, is_generator, start, underlying
 from shardwise.planning.source.values import Analysis, Frame
@@ -62,7 +63,7 @@ class CallRecorder:
     def _read(self, name: str, method: str) -> Analysis:
         module = self.places.modules[name]
         analysis = Analysis(self.places)
-        if is_opaque(module) or (type(module).__module__.startswith("torch.") and not self._has_parts(module)):
+        if calls.is_opaque(module) or (type(module).__module__.startswith("torch.") and not self._has_parts(module)):
             analysis.activity = 1
             return analysis
         if (type(module), method) not in self._failed:
@@ -86,7 +87,7 @@ class CallRecorder:
             self.unreadable[type(module).__qualname__] = None
         analysis = Analysis(self.places)
         analysis.activity = 1
-        for child in _callable_children(module):
+        for _, child in callable_children(module):
             if id(child) not in self.places.internal:
                 analysis.add("call", [module], self.places.name(child))
         return analysis
@@ -105,13 +106,6 @@ def _analyse(analysis: Analysis, module: nn.Module, method: str) -> bool:
         analysis.counts = {}
         start(entered, module, frame)
     return True
-
-
-def _callable_children(module: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    for child in module.children():
-        found += [child] if has_forward(child) else _callable_children(child)
-    return found
 
 
 _MACHINERY = (
@@ -178,13 +172,13 @@ def read_calls(model: nn.Module, traced: Calls | None = None) -> Calls:
         recorder.follow(("", "forward"))
     below_forward = set(recorder.analyses)
     public_methods = _public_methods("", recorder)
-    parts = [places.name(part) for part in _callable_children(model) if has_parameters(part)]
+    parts = [places.name(part) for _, part in callable_children(model) if has_parameters(part)]
     is_container = not has_forward(model) and not public_methods
     roots = tuple(dict.fromkeys(parts)) if is_container and parts else ("",)
     methods_of_parts = {name: _public_methods(name, recorder) for name in roots if name}
     for name, module in places.modules.items():
         # Nothing was found to enter it: the user's script may call it, so read it as if it did.
-        skipped = not name or is_holder(module) or id(module) in places.internal or not has_parameters(module)
+        skipped = not name or calls.is_holder(module) or id(module) in places.internal or not has_parameters(module)
         if not skipped and not recorder.is_touched(module):
             recorder.assume_called(places.name(module))
     seen = traced or Calls()

@@ -17,31 +17,10 @@ from shardwise.config.run import DataConfig
 from shardwise.errors import ConfigError, raise_listed
 from shardwise.models.load import find_callable
 from shardwise.progress import Progress
-from shardwise.training.data.records import (
-    DataSource,
-    Documents,
-    JsonLines,
-    Records,
-    find_sources,
-    open_dataset,
-    refuse_unreadable,
-    to_document,
-)
-from shardwise.training.data.samples import (
-    IGNORED,
-    Bytes,
-    DocumentSamples,
-    ReadySamples,
-    Rows,
-    Samples,
-    StreamSamples,
-    Tokenizer,
-    TokenStream,
-    check_tokens,
-    check_vocabulary,
-    encode_documents,
-    open_tokenizer,
-)
+from shardwise.training.data import records
+from shardwise.training.data import samples as sampling
+from shardwise.training.data.records import DataSource, Documents, JsonLines, Records, find_sources, refuse_unreadable
+from shardwise.training.data.samples import Bytes, Rows, Samples, StreamSamples, Tokenizer, TokenStream, open_tokenizer
 
 _CHUNK_TOKENS = 1 << 24
 _CHUNK_DOCUMENTS = 1 << 16
@@ -179,7 +158,7 @@ def open_token_files(
     where = f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
     for first in range(0, stream.num_tokens, max(_WINDOW_TOKENS, stream.num_tokens // _NUM_WINDOWS)):
         window = stream.piece(first, _WINDOW_TOKENS)
-        check_tokens(window, vocab_size if vocab_size is not None else 1 << 62, where)
+        sampling.check_tokens(window, vocab_size if vocab_size is not None else 1 << 62, where)
         most = max(most, int(window.max()))
     if most < tokenizer.vocab_size:
         return stream, tokenizer
@@ -247,7 +226,7 @@ class Spool:
         problems: list[str] = []
         readable = documents.read_all(problems)
         while batch := list(islice(readable, _NUM_TOGETHER)):
-            for prompt, text in encode_documents(self._tokenizer, batch):
+            for prompt, text in sampling.encode_documents(self._tokenizer, batch):
                 if text:
                     self._begin(len(prompt))
                     self._extend(prompt)
@@ -372,8 +351,8 @@ def _make_samples(
         return _stream_samples(config, stream, vocab_size), known
     items = _call(sources[0].callable, config) if sources[0].format == "callable" else None
     if items is not None and not _is_document(items, config):
-        return ReadySamples(items, sources[0].callable, vocab_size), None
-    check_vocabulary(tokenizer, config.tokenizer, vocab_size)
+        return sampling.ReadySamples(items, sources[0].callable, vocab_size), None
+    sampling.check_vocabulary(tokenizer, config.tokenizer, vocab_size)
     return _text_samples(config, sources, items, tokenizer, progress), tokenizer
 
 
@@ -386,9 +365,9 @@ def _text_samples(
         problems: list[str] = []
         deque(documents.read_all(problems, _some(len(documents), _NUM_CHECKED)), maxlen=0)
         refuse_unreadable(problems)
-        samples = DocumentSamples(documents, tokenizer, config.sequence_length)
+        samples = sampling.DocumentSamples(documents, tokenizer, config.sequence_length)
         few = _some(len(documents), _NUM_TOKENISED)
-        if few and not any(bool((samples.batch(torch.tensor([i]))["labels"] != IGNORED).any()) for i in few):
+        if few and not any(bool((samples.batch(torch.tensor([i]))["labels"] != sampling.IGNORED).any()) for i in few):
             raise no_room(config.sequence_length)
         return samples
     spool = Spool(tokenizer, progress)
@@ -413,7 +392,7 @@ def _stream_samples(config: DataConfig, stream: TokenStream, vocab_size: int | N
 def _documents(source: DataSource, items: Records | None, config: DataConfig) -> Documents:
     if items is not None:
         return Documents([(source.callable, items)], config)
-    opener = JsonLines if source.format == "jsonl" else open_dataset
+    opener = JsonLines if source.format == "jsonl" else records.open_dataset
     return Documents([(str(file), opener(file)) for file in source.files], config)
 
 
@@ -438,7 +417,7 @@ def _is_document(items: Records, config: DataConfig) -> bool:
     if isinstance(first, Mapping) and not any(isinstance(value, str) for value in first.values()):
         return False
     try:
-        to_document(first, config)
+        records.to_document(first, config)
     except ValueError as error:
         raise ConfigError(
             f"the first item is neither a text nor a sample: {error}",

@@ -1,0 +1,108 @@
+"""After sharding: second derivatives are those of one process; tied, replaced and added parameters are refused."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations
+
+import shardwise as sw
+from shardwise.errors import ShardError
+from tests.ranks import ranks
+from tests.toy_models import PlainBlock
+from tests.zoo.case import normal
+from tests.zoo.checking import mesh_of
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PlainBlock() for _ in range(3))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def linear() -> nn.Module:
+    """Its second derivatives reach no node of the first forward."""
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
+
+
+def penalty(model: nn.Module, seed: int) -> Tensor:
+    x = normal(seed, 4, 16).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (gradient.norm(dim=-1) - 1).square().mean()
+
+
+def penalty_and_loss(model: nn.Module, seed: int) -> Tensor:
+    """The critic of a GAN: its groups are called again between the two backwards."""
+    return penalty(model, seed) + model(normal(seed + 7, 4, 16)).mean()
+
+
+@ranks(2)
+@pytest.mark.parametrize("loss", [penalty, penalty_and_loss])
+@pytest.mark.parametrize("build", [Net, linear])
+def test_the_penalty_on_a_gradient_trains_as_in_one_process(
+    rank: int, build: Callable[[], nn.Module], loss: Callable[[nn.Module, int], Tensor]
+):
+    """FSDP2 alone ends by a segmentation fault: the second backward reads parameters that were freed."""
+    torch.manual_seed(0)
+    whole = build()
+    model = sw.shard(copy.deepcopy(whole), mesh=mesh_of(2))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
+    for step in range(2):
+        for seed in range(2):
+            (loss(whole, 10 * step + seed) / 2).backward()
+        loss(model, 10 * step + rank).backward()
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), whole.get_parameter(name), rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+def test_gradients_with_a_graph_are_refused(rank: int):
+    model = sw.shard(Net(), mesh=mesh_of(2))
+    loss = model(normal(rank, 4, 16)).mean()
+    with pytest.raises(ShardError, match="create_graph"):
+        loss.backward(create_graph=True)
+
+
+def tie(model: Net) -> None:
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+
+
+def replace(model: Net) -> None:
+    model.blocks[2].up.weight = nn.Parameter(torch.zeros(32, 16))
+
+
+def parametrize(model: Net) -> None:
+    parametrizations.weight_norm(model.blocks[2].up)
+
+
+@ranks(2)
+@pytest.mark.parametrize("change", [tie, replace, parametrize])
+def test_a_parameter_that_is_replaced_between_steps_is_refused(rank: int, change: Callable[[Net], None]):
+    model = sw.shard(Net(), mesh=mesh_of(2))
+    model(normal(rank, 4, 16)).mean().backward()
+    change(model)
+    with pytest.raises(ShardError, match=r"'weight' of a sharded .*Linear is not the parameter that was sharded"):
+        model(normal(rank, 4, 16))
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["head", "second_head"])
+def test_a_module_that_is_added_after_sharding_is_not_stepped_unaveraged(rank: int, name: str):
+    model = sw.shard(Net(), mesh=mesh_of(2))
+    setattr(model, name, nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ShardError, match=f"{name}.weight.*added to Net after sharding"):
+        optimizer.step()
