@@ -9,8 +9,15 @@ from typing import Any
 import torch
 
 from shardwise.checkpointing.contents import ChunkSpec, LocalChunk
-from shardwise.checkpointing.formats.sharded import FileRecord, Header, file_name, write_rank_file
-from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, commit_checkpoint, partial_of
+from shardwise.checkpointing.formats.sharded import (
+    FileRecord,
+    Header,
+    begin_checkpoint,
+    commit_checkpoint,
+    file_name,
+    partial_of,
+    write_rank_file,
+)
 from shardwise.checkpointing.formats.values import encode_value
 from shardwise.checkpointing.pickles.zip_files import value_stream
 from shardwise.checkpointing.storage.files import join

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardwise.checkpointing.inspecting import diff_checkpoints as diff_checkpoints
     from shardwise.checkpointing.inspecting import inspect_checkpoint as inspect_checkpoint
     from shardwise.checkpointing.manager import Checkpointer as Checkpointer
-    from shardwise.checkpointing.state.names import KeyReport as KeyReport
+    from shardwise.checkpointing.matching import KeyReport as KeyReport
     from shardwise.checkpointing.verifying import verify_checkpoint as verify_checkpoint
     from shardwise.checkpointing.weights import load_weights as load_weights
     from shardwise.checkpointing.weights import save_weights as save_weights
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardwise.fsdp1.codemod.migrate import Migration as Migration
     from shardwise.fsdp1.codemod.migrate import migrate as migrate
     from shardwise.linting.lint import lint as lint
+    from shardwise.models.nested_tensors import cast_inputs as cast_inputs
     from shardwise.planning.plan import Plan as Plan
     from shardwise.planning.planner import plan as plan
     from shardwise.sharding.apply import shard as shard
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from shardwise.sharding.full_params import full_params as full_params
     from shardwise.sharding.full_params import iter_full_tensors as iter_full_tensors
     from shardwise.sharding.materialize import materialize as materialize
-    from shardwise.sharding.nested_tensors import cast_inputs as cast_inputs
     from shardwise.sharding.prepare import prepare_fully_shard as prepare_fully_shard
     from shardwise.sharding.registry import recover as recover
     from shardwise.training.ema import EMA as EMA
@@ -70,7 +70,7 @@ _HOMES = {
     "shardwise.checkpointing.full_file": ("load_full", "save_full"),
     "shardwise.checkpointing.inspecting": ("Inspection", "diff_checkpoints", "inspect_checkpoint"),
     "shardwise.checkpointing.manager": ("Checkpointer",),
-    "shardwise.checkpointing.state.names": ("KeyReport",),
+    "shardwise.checkpointing.matching": ("KeyReport",),
     "shardwise.checkpointing.verifying": ("verify_checkpoint",),
     "shardwise.checkpointing.weights": ("load_weights", "save_weights"),
     "shardwise.config.run": ("RunConfig",),
@@ -92,7 +92,7 @@ _HOMES = {
     "shardwise.sharding.apply": ("shard",),
     "shardwise.sharding.blocks": ("checkpoint_activations", "compile_blocks"),
     "shardwise.sharding.full_params": ("full_params", "iter_full_tensors"),
-    "shardwise.sharding.nested_tensors": ("cast_inputs",),
+    "shardwise.models.nested_tensors": ("cast_inputs",),
     "shardwise.sharding.materialize": ("materialize",),
     "shardwise.sharding.prepare": ("prepare_fully_shard",),
     "shardwise.sharding.registry": ("recover",),

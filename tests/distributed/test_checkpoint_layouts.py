@@ -14,8 +14,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from shardwise.checkpointing.contents import LocalChunk
 from shardwise.checkpointing.formats.dcp import read_dcp
-from shardwise.checkpointing.formats.sharded import Header, file_name, write_rank_file
-from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, commit_checkpoint, partial_of
+from shardwise.checkpointing.formats.sharded import (
+    Header,
+    begin_checkpoint,
+    commit_checkpoint,
+    file_name,
+    partial_of,
+    write_rank_file,
+)
 from shardwise.checkpointing.reading import Request, check_requests, read_requests
 from shardwise.checkpointing.state.slices import local_chunks
 from shardwise.checkpointing.storage.files import join

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.checkpointing import background_writer
-from shardwise.checkpointing.formats.sharded_commit import committed_steps, sweep
+from shardwise.checkpointing.formats.sharded import committed_steps, sweep
 from shardwise.checkpointing.manager import Checkpointer
 from shardwise.checkpointing.staging import wait_for_copies
 from tests.by_hand import mesh_1d, shard_module

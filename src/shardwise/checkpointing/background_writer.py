@@ -20,8 +20,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 from shardwise.checkpointing.contents import LocalChunk
-from shardwise.checkpointing.formats.sharded import FileRecord, Header, value_streams, write_rank_file
-from shardwise.checkpointing.formats.sharded_commit import commit_checkpoint
+from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.storage.files import Place
 from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.errors import CheckpointError, EnvironmentProblem, ShardwiseError
@@ -41,7 +40,7 @@ _WATCH_S = 0.2
 
 def write_items(
     path: Place, items: Sequence[LocalChunk], values: dict[str, Any], fsync: bool, memory: memoryview, progress: Any
-) -> FileRecord:
+) -> sharded.FileRecord:
     """Write one rank's file.
 
     Args:
@@ -53,7 +52,7 @@ def write_items(
         progress: Is told the bytes as they are written.
     """
     placed = [replace(item, memory=bytes_of_item(item, memory)) for item in items]
-    return write_rank_file(path, placed, value_streams(values), fsync=fsync, progress=progress)
+    return sharded.write_rank_file(path, placed, sharded.value_streams(values), fsync=fsync, progress=progress)
 
 
 def bytes_of_item(item: LocalChunk, memory: memoryview) -> memoryview:
@@ -64,10 +63,15 @@ def bytes_of_item(item: LocalChunk, memory: memoryview) -> memoryview:
 
 
 def commit(
-    folder: Place, records: Sequence[FileRecord], header: Header, fsync: bool, _memory: memoryview, _progress: Any
+    folder: Place,
+    records: Sequence[sharded.FileRecord],
+    header: sharded.Header,
+    fsync: bool,
+    _memory: memoryview,
+    _progress: Any,
 ) -> None:
     """Make what all ranks have written a checkpoint."""
-    commit_checkpoint(folder, records, header, fsync=fsync)
+    sharded.commit_checkpoint(folder, records, header, fsync=fsync)
 
 
 class WriterProcess:

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, LocalChunk, StoredTensor, portions
+from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import NOTES, make_notes, plain_values, tensors_in, write_full
 from shardwise.checkpointing.formats.safetensors import DEFAULT_SHARD_BYTES, Chunks, distribute, write_safetensors
-from shardwise.checkpointing.formats.sharded import Header, file_name, value_streams, write_rank_file
-from shardwise.checkpointing.formats.sharded_commit import begin_checkpoint, commit_checkpoint, partial_of
 from shardwise.checkpointing.formats.values import encode_value
 from shardwise.checkpointing.hugging_face import read_sidecar_files
 from shardwise.checkpointing.reading import read_chunk
@@ -50,7 +49,7 @@ def _write_dcp(contents: Contents, dst: files.Place, infos: Mapping[str, StoredT
         for name, info in stored.items()
         for spec, part in _parts(contents, info)
     )
-    header = Header(
+    header = sharded.Header(
         step=contents.step,
         world_size=contents.world_size,
         values={name: encode_value(value, name) for name, value in contents.values.items()},
@@ -62,14 +61,16 @@ def _write_dcp(contents: Contents, dst: files.Place, infos: Mapping[str, StoredT
         },
         details=_details(contents),
     )
-    streams = value_streams(header.values)
-    partial = begin_checkpoint(dst)
+    streams = sharded.value_streams(header.values)
+    partial = sharded.begin_checkpoint(dst)
     try:
         total = sum(info.num_bytes for info in stored.values())
-        record = write_rank_file(files.join(partial, file_name(0)), items, streams, total=total, progress=progress)
-        commit_checkpoint(dst, [record], header)
+        record = sharded.write_rank_file(
+            files.join(partial, sharded.file_name(0)), items, streams, total=total, progress=progress
+        )
+        sharded.commit_checkpoint(dst, [record], header)
     except BaseException:
-        files.remove_tree(partial_of(dst))
+        files.remove_tree(sharded.partial_of(dst))
         raise
 
 

@@ -125,11 +125,13 @@ def read_sidecar_files(place: files.Place) -> dict[str, bytes]:
         return {files.split(place)[1]: files.read_small(place, _MAX_BYTES)}
     if not files.exists(place):
         raise CheckpointError("there is no such file or folder", where=str(place), fix="check the path of the config")
-    return {
-        name: files.read_small(files.join(place, name), _MAX_BYTES)
-        for name in files.names_in(place)
-        if _NAMES.fullmatch(name) and files.size_of(files.join(place, name)) is not None
-    }
+    return {name: files.read_small(files.join(place, name), _MAX_BYTES) for name in sidecar_names(place)}
+
+
+def sidecar_names(folder: files.Place) -> list[str]:
+    """Of the files in a folder, those that transformers looks for beside weights."""
+    names = [name for name in files.names_in(folder) if _NAMES.fullmatch(name)]
+    return [name for name in names if files.size_of(files.join(folder, name)) is not None]
 
 
 _LOADING = "core_model_loading"

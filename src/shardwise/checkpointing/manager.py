@@ -9,7 +9,8 @@ import math
 import signal
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -20,12 +21,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.contents import Contents
+from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.sharded import FileRecord, read_manifest
-from shardwise.checkpointing.formats.sharded_commit import committed_steps, is_committed, step_folder, sweep
 from shardwise.checkpointing.loading import load_run
 from shardwise.checkpointing.reading import Verify
-from shardwise.checkpointing.retention import Retainer, Retention
 from shardwise.checkpointing.saving import PendingSave, Saver, describe_run
 from shardwise.checkpointing.state.names import with_our_names
 from shardwise.checkpointing.state.nested import FlatState
@@ -34,6 +33,114 @@ from shardwise.checkpointing.storage.files import Place, join, place, size_probl
 from shardwise.distributed.agreement import Channel, run_and_gather
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.progress import Progress
+
+_log = logging.getLogger("shardwise.checkpointing")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """What is kept: a checkpoint stays if any of these wants it."""
+
+    keep_last: int | None = 3
+    """Number of latest checkpoints to keep; None keeps all."""
+    keep_every: int | None = None
+    """Those whose step is a multiple of this."""
+    keep_best: int | None = None
+    """Number of checkpoints with the best metric to keep."""
+    best: Literal["min", "max"] = "min"
+    """Which metric is better."""
+
+    def __post_init__(self) -> None:
+        limits = {"keep_last": self.keep_last, "keep_every": self.keep_every, "keep_best": self.keep_best}
+        wrong = {name: value for name, value in limits.items() if value is not None and value < 1}
+        if wrong or self.best not in ("min", "max"):
+            raise ConfigError(
+                ", ".join(f"{name} is {value}" for name, value in wrong.items()) or f"best is {self.best!r}",
+                where="Checkpointer(...)",
+                why="the newest checkpoint is always kept, and numbers count checkpoints or steps",
+                fix="pass positive numbers, None to leave a rule out, and best='min' or 'max'",
+            )
+
+
+def removable(
+    steps: Collection[int], newest: int, retention: Retention, metrics: Mapping[int, float] | None = None
+) -> list[int]:
+    """The steps whose checkpoints may be removed, oldest first.
+
+    Args:
+        steps: Of all committed checkpoints.
+        newest: The one that was committed last, which always stays; steps of an earlier run may be higher.
+        retention: What to keep.
+        metrics: Of those that have one. Those that are not numbers (NaN) are never the best.
+    """
+    if retention.keep_last is None or newest not in steps:
+        return []
+    kept = {newest}
+    kept.update(sorted(step for step in steps if step != newest)[::-1][: retention.keep_last - 1])
+    if retention.keep_every is not None:
+        kept.update(step for step in steps if step % retention.keep_every == 0)
+    if retention.keep_best is not None:
+        sign = 1 if retention.best == "min" else -1
+        ranked = [(sign * value, -step) for step, value in (metrics or {}).items() if step in steps and value == value]
+        kept.update(-step for _, step in sorted(ranked)[: retention.keep_best])
+    return sorted(set(steps) - kept)
+
+
+class Retainer:
+    """Removes the checkpoints of a run that its `Retention` does not keep; those of other runs stay.
+
+    A run's checkpoints are those that it saved, and those that were there when it resumed from one of them.
+    """
+
+    def __init__(self, retention: Retention) -> None:
+        self._retention = retention
+        self._metrics: dict[int, float | None] = {}  # None: it has none
+        self._own: set[int] = set()
+        self._has_warned = False
+
+    def add(self, step: int, metric: float | None) -> None:
+        """Count a step as the run's own: it is being saved."""
+        self._own.add(step)
+        self._metrics[step] = metric
+
+    def adopt(self, steps: Iterable[int]) -> None:
+        """Count steps as the run's own: it has resumed from one of them."""
+        self._own.update(steps)
+
+    def retire(self, present: Mapping[int, Place], newest: int) -> None:
+        """Remove what need not be kept, on rank 0; where that fails, only warn: the newest checkpoint is whole.
+
+        Args:
+            present: Every checkpoint in the folder, by step.
+            newest: The step that was saved last.
+        """
+        others = sorted(present.keys() - self._own)
+        if others and self._retention.keep_last is not None and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s: this run has neither saved nor loaded the checkpoints of steps %s; they are kept. Load one of "
+                "them to continue that run, or use another folder",
+                present[newest],
+                others,
+            )
+        own = [step for step in present if step in self._own]
+        if self._retention.keep_best is not None:
+            self._metrics |= {step: _metric(present[step]) for step in own if step not in self._metrics}
+        metrics = {step: metric for step, metric in self._metrics.items() if metric is not None}
+        for step in removable(own, newest, self._retention, metrics):
+            try:
+                sharded.remove_checkpoint(present[step])
+            except CheckpointError as error:
+                _log.warning("an old checkpoint could not be removed: %s", error)
+
+
+def _metric(checkpoint: Place) -> float | None:
+    """The metric that a checkpoint was saved with; None where it cannot be read."""
+    try:
+        return sharded.read_manifest(checkpoint).details.get("metric") if sharded.is_committed(checkpoint) else None
+    except CheckpointError:
+        return None
+
 
 _log = logging.getLogger("shardwise.checkpointing")
 
@@ -195,7 +302,7 @@ class Checkpointer:
                 return False
         self.wait()
         if not self._is_swept:  # what an earlier run left half done
-            self._channel.run_on_all(lambda: sweep(self.folder) if self._channel.rank == 0 else None)
+            self._channel.run_on_all(lambda: sharded.sweep(self.folder) if self._channel.rank == 0 else None)
             self._is_swept = True
 
         def collect() -> FlatState:
@@ -293,13 +400,13 @@ class Checkpointer:
         loaded = load_run(
             run, contents, self._channel, strict=strict, verify=verify, rng=self._rng, progress=self._progress
         )
-        self.extra, self.notes = loaded.extra, loaded.notes
+        self.extra, self.notes = loaded.extra, tuple(loaded.restoring.notes)
         is_own = path is None or self.folder in (place(path), split(place(path))[0])
         if is_own and self._channel.rank == 0:
-            self._retainer.adopt(committed_steps(self.folder))
-        for note in loaded.notes:
+            self._retainer.adopt(sharded.committed_steps(self.folder))
+        for note in self.notes:
             _log.info(note)
-        return loaded.step
+        return contents.step or 0
 
     def latest(self) -> int | None:
         """The highest step of a committed checkpoint, or None.
@@ -310,7 +417,7 @@ class Checkpointer:
         self._check_usable()
         is_first = self._channel.rank == 0
         _, steps = run_and_gather(
-            lambda: (None, max(committed_steps(self.folder), default=None) if is_first else None),
+            lambda: (None, max(sharded.committed_steps(self.folder), default=None) if is_first else None),
             self._channel,
             CheckpointError,
         )
@@ -318,7 +425,7 @@ class Checkpointer:
 
     def path(self, step: int) -> Place:
         """Where the checkpoint of a step lies, or would lie."""
-        return step_folder(self.folder, step)
+        return sharded.step_folder(self.folder, step)
 
     def wait(self) -> None:
         """Return when nothing is being written any more.
@@ -368,9 +475,9 @@ class Checkpointer:
             error.add_note(f"(also, the last save failed: {failed})")
 
     def _open(self, step: int | None) -> Contents:
-        if step is not None and is_committed(self.path(step)):
-            return read_manifest(self.path(step))
-        steps = committed_steps(self.folder)
+        if step is not None and sharded.is_committed(self.path(step)):
+            return sharded.read_manifest(self.path(step))
+        steps = sharded.committed_steps(self.folder)
         raise CheckpointError(
             "there is no checkpoint to load" if step is None else f"there is no checkpoint of step {step}",
             where=str(self.folder),
@@ -384,7 +491,7 @@ class Checkpointer:
         except BaseException as error:
             self._error = error
 
-    def _retire(self, newest: int, records: Sequence[FileRecord]) -> None:
+    def _retire(self, newest: int, records: Sequence[sharded.FileRecord]) -> None:
         """Remove what need not be kept, on rank 0, unless a file of the newest is not what was written."""
         folder = self.path(newest)
         short = [record.file for record in records if size_problem(join(folder, record.file), record.num_bytes)]
@@ -395,7 +502,7 @@ class Checkpointer:
                 why="a file of the newest checkpoint does not have the size it had",
                 fix="see who else writes there; older checkpoints were kept",
             )
-        self._retainer.retire({step: self.path(step) for step in committed_steps(self.folder)}, newest)
+        self._retainer.retire({step: self.path(step) for step in sharded.committed_steps(self.folder)}, newest)
 
     def _check_usable(self) -> None:
         if self._is_closed:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardwise.checkpointing.contents import ITEM_BYTES, Contents, tensor_problem
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.formats.sharded_commit import committed_steps, step_folder
+from shardwise.checkpointing.formats.sharded import committed_steps, step_folder
 from shardwise.checkpointing.pickles.zip_files import ZipIndex
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import checksum_of_parts

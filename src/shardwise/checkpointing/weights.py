@@ -24,9 +24,9 @@ from shardwise.checkpointing.formats.full import tensors_in, write_full
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
 from shardwise.checkpointing.hugging_face import in_model_layout
 from shardwise.checkpointing.loading import load_requests
-from shardwise.checkpointing.matching import Matched, match, rename_contents
+from shardwise.checkpointing.matching import KeyReport, Matched, Rename, match, rename_contents
 from shardwise.checkpointing.reading import Verify, read_chunk, requests_for
-from shardwise.checkpointing.state.names import KeyReport, Rename, canonical_name
+from shardwise.checkpointing.state.names import canonical_name
 from shardwise.checkpointing.state.run import refuse_unusable
 from shardwise.checkpointing.state.slices import ModelTensor, local_chunks, model_tensors
 from shardwise.checkpointing.storage.files import is_remote

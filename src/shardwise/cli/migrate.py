@@ -29,15 +29,33 @@ def migrate(
     target: Annotated[
         TargetName, typer.Option(help="Write plain torch (fully_shard) or shardwise (sw.shard).")
     ] = TargetName.TORCH,
+    verify: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Run COMMAND (as 'torchrun --nproc-per-node 2 train.py --steps 5') on the files before and after, in "
+            "copies of the current folder and without GPUs, and compare the losses it prints ('step 3 loss 0.25'). "
+            "Exit status 1, and nothing is written, where they differ by more than 0.1%.",
+        ),
+    ] = None,
     format: Annotated[SourceFormat, typer.Option("--format", help="How to print the result.")] = SourceFormat.TEXT,
 ) -> None:
     """Rewrite FSDP1 code to FSDP2, and say what a person must decide."""
     from shardwise.fsdp1.codemod.migrate import migrate as run
+    from shardwise.fsdp1.codemod.migrate import write_migration
+    from shardwise.fsdp1.codemod.verifying import verify_migration
 
     with drawn_progress() as progress:
-        migration = run(paths, target=target.value, write=write, progress=progress)
-    _show(migration, format, written=write)
-    raise typer.Exit(1 if migration.summary["needs-decision"] else 0)
+        migration = run(paths, target=target.value, progress=progress)
+    has_run = verify is not None and migration.summary["files_changed"] > 0
+    verification = verify_migration(migration, verify) if verify is not None and has_run else None
+    is_same = verification is None or verification.is_same
+    if write and is_same:
+        write_migration(migration)
+    _show(migration, format, written=write and is_same)
+    if verification is not None:
+        typer.echo(str(verification), err=format is not SourceFormat.TEXT)
+    raise typer.Exit(1 if migration.summary["needs-decision"] or not is_same else 0)
 
 
 def _show(migration: Migration, format: SourceFormat, *, written: bool) -> None:

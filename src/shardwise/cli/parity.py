@@ -56,7 +56,7 @@ def compare_on_rank(config: RunConfig, steps: int, batch: str | None) -> Parity:
 
     from shardwise.diagnosing.parity import parity as compare
     from shardwise.distributed.mesh import data_parallel_mesh, init_distributed, shutdown
-    from shardwise.models.batches import make_batch
+    from shardwise.models.configs import make_batch
     from shardwise.models.load import find_callable, is_callable_name, load_model
     from shardwise.training.data.loader import check_batch
 

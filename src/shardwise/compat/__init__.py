@@ -4,7 +4,6 @@
 from shardwise.compat.support import check_torch
 
 try:
-    from shardwise.compat.accumulation import *
     from shardwise.compat.collectives import *
     from shardwise.compat.dtensor import *
     from shardwise.compat.fsdp import *

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import compat
 from shardwise.diagnosing.check import mesh_of
-from shardwise.distributed.agreement import gather_over_mesh
+from shardwise.distributed.agreement import agree_on
 from shardwise.errors import ShardError
+from shardwise.models.nested_tensors import change_tensors
+from shardwise.planning.calls import is_within
 from shardwise.sharding.error_notes import annotate
 from shardwise.sharding.forward_hooks import KeptUnsharded, wanting_gradient
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
-from shardwise.sharding.nested_tensors import change_tensors
 from shardwise.sharding.registry import on_recover, sharded_state
 from shardwise.sharding.watching import Watch, watch
 
@@ -78,15 +79,9 @@ def repair_towers(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> 
 
 
 def _check(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> None:
-    lists = gather_over_mesh(mesh, tuple(towers))
+    fix = "guard(model, repair=...) with the same names on every rank: all of them unshard and reduce a tower"
+    agree_on("\n".join(towers), "the modules to repair", fix=fix, group=mesh)
     known = {name for name, _ in model.named_modules() if name}
-    if any(other != lists[0] for other in lists):
-        raise ShardError(
-            f"ranks want to repair different modules: {sorted(set(lists))}",
-            where="guard(model, repair=...)",
-            why="a tower is gathered and reduced by all ranks together",
-            fix="give the same names on every rank",
-        )
     for name in towers:
         if name not in known:
             raise ShardError(
@@ -98,7 +93,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> None:
 
 
 def _is_within(name: str, towers: Sequence[str]) -> bool:
-    return any(name.partition(" [")[0] == tower or name.startswith(f"{tower}.") for tower in towers)
+    return any(is_within(name.partition(" [")[0], tower) for tower in towers)
 
 
 def _keep_unsharded(model: nn.Module, groups: list[Any]) -> None:

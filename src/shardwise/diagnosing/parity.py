@@ -18,12 +18,12 @@ from shardwise.diagnosing.parity_criteria import Deviation, Difference, Gap, Par
 from shardwise.distributed.agreement import agree_on, gather_over_mesh
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, default_mesh
 from shardwise.errors import ConfigError
+from shardwise.models.nested_tensors import cast_inputs, find_tensors
 from shardwise.models.random_state import kept_random_state, seed_everything
 from shardwise.planning.plan import Plan
 from shardwise.sharding.apply import shard
 from shardwise.sharding.inventory import fingerprint, local_part, local_tensor
 from shardwise.sharding.materialize import materialize
-from shardwise.sharding.nested_tensors import cast_inputs, find_tensors
 from shardwise.sharding.registry import sharded_state
 
 LossOf = Callable[[nn.Module, Any], Tensor]

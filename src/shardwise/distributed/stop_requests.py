@@ -57,6 +57,7 @@ def stop_requests(signals: Sequence[str] = STOP_SIGNALS) -> Iterator[StopRequest
     Ranks:
         Local. A launcher may signal some ranks only; let all ranks agree before one of them stops.
     """
+    global _current
     if _current is not None:
         yield _current
         return
@@ -66,8 +67,12 @@ def stop_requests(signals: Sequence[str] = STOP_SIGNALS) -> Iterator[StopRequest
         if request.hear(number):
             signal.default_int_handler(number, frame)
 
-    with _current_is(request), handlers(dict.fromkeys(signal_numbers(signals), hear)):
-        yield request
+    with handlers(dict.fromkeys(signal_numbers(signals), hear)):
+        _current = request
+        try:
+            yield request
+        finally:
+            _current = None
 
 
 def listen_for_good(request: StopRequest, wanted: Mapping[signal.Signals, Any]) -> None:
@@ -111,13 +116,3 @@ def handlers(wanted: Mapping[signal.Signals, Any]) -> Iterator[None]:
         for number, handler in before.items():
             # None: set by code that is not Python's, which Python cannot set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-@contextmanager
-def _current_is(request: StopRequest) -> Iterator[None]:
-    global _current
-    before, _current = _current, request
-    try:
-        yield
-    finally:
-        _current = before

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise.errors import ConfigError, ShardError
-from shardwise.sharding.nested_tensors import cast_floating
+from shardwise.models.nested_tensors import cast_floating
 
 _SAID: set[str] = set()
 

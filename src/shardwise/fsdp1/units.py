@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise.errors import ConfigError, ShardError
-from shardwise.sharding import nested_tensors
+from shardwise.models import nested_tensors
 
 WRAPPED = "_fsdp_wrapped_module"
 PREFIX = f"{WRAPPED}."

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError, did_you_mean, import_optional, nearest
+from shardwise.errors import ConfigError, did_you_mean, import_optional, nearest, raise_listed
 from shardwise.models import llama, moe, multimodal, transformer
 
 Builder = Callable[[], nn.Module]
@@ -196,13 +196,8 @@ def _check_names(options: Mapping[str, Any], names: Iterable[str], where: str) -
     """Refuse options that a config file has no name for."""
     known = list(names)
     problems = [_no_option(name, known, "model_options") for name in options if name not in known]
-    if problems:
-        raise ConfigError(
-            f"{len(problems)} of model_options cannot be used",
-            where="\n".join(problems),
-            why=f"they change what {where} says",
-            fix=f"write it into {where}, or use one of the names there",
-        )
+    why, fix = f"they change what {where} says", f"write it into {where}, or use one of the names there"
+    raise_listed(problems, "{num} of model_options cannot be used", why=why, fix=fix, most=len(problems))
 
 
 def _no_option(name: str, names: Iterable[str], where: str) -> str:
@@ -218,13 +213,10 @@ def _reshape(shape: Any, options: Mapping[str, Any]) -> Any:
     problems: list[str] = []
     changed = _change(shape, options, "model_options", problems)
     problems = problems or _senseless(changed)
-    if problems:
-        raise ConfigError(
-            f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in model_options",
-            where="\n".join(problems),
-            why=f"they are fields of {type(shape).__name__}",
-            fix=f"use {', '.join(field.name for field in fields(shape))}",
-        )
+    what = f"{{num}} problem{'s' if len(problems) > 1 else ''} in model_options"
+    names = ", ".join(field.name for field in fields(shape))
+    why = f"they are fields of {type(shape).__name__}"
+    raise_listed(problems, what, why=why, fix=f"use {names}", most=len(problems))
     return changed
 
 

@@ -100,7 +100,7 @@ class Places:
         for other in outer:
             for prefix in self.names.get(id(other), ()):
                 for name in self.names[id(module)]:
-                    if not prefix or name == prefix or name.startswith(prefix + "."):
+                    if is_within(name, prefix):
                         return name
         return self.name(module)
 
@@ -121,6 +121,11 @@ class Places:
             outer = self.modules[above]
             if id(outer) not in covered and not is_holder(outer) and id(outer) not in self.internal:
                 yield self.name(outer)
+
+
+def is_within(name: str, outer: str) -> bool:
+    """Whether `name` is the module `outer` or in it; everything is in the root."""
+    return not outer or f"{name}.".startswith(f"{outer}.")
 
 
 def enclosing(name: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ from shardwise.errors import PlanError
 from shardwise.planning import groups as grouping
 from shardwise.planning import settings
 from shardwise.planning.assignment import Assignment, assign, find_tensors, split_by_override, storage_splits
-from shardwise.planning.calls import Calls
+from shardwise.planning.calls import Calls, is_within
 from shardwise.planning.groups import GroupCandidate, Node, Tree, by_node, find_candidates, ignored_keys, is_explicit
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.settings import FLOATING, Compute, check_config, choose_compute, dtype_name, group_settings
@@ -248,9 +248,7 @@ class Draft:
     def _check_roots(self) -> None:
         """Every trainable parameter belongs to one of the modules that scripts call; others are left as they are."""
         for key, tensor in enumerate(self.tensors):
-            roots = {
-                root for root in self.calls.roots for name in tensor.names if not root or name.startswith(root + ".")
-            }
+            roots = {root for root in self.calls.roots for name in tensor.names if is_within(name, root)}
             if len(roots) == 1 or key in self.ignored:
                 continue
             if not roots and not tensor.parameter.requires_grad:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.compat import fake_tensor_mode, watch_operators
+from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.models.random_state import kept_random_state
 from shardwise.planning.calls import Calls, CallTable, Places, Use, has_forward, has_parameters
 from shardwise.planning.source.functions import underlying
@@ -44,26 +45,26 @@ def trace_calls(model: nn.Module, example_inputs: Any) -> Calls:
         with _preserved(model), fake_tensor_mode() as mode:
             fake = _faker(model, (args, kwargs), mode)
             watch.parameters = _swap_tensors(model, fake)
-            args, kwargs = _map_tensors((args, kwargs), fake)
+            args, kwargs = change_tensors((args, kwargs), fake)
             with watch.hooked(), torch.enable_grad():
                 model(*args, **kwargs)
     except Exception as error:  # the model's own code runs here and may raise anything
-        where = _failing_module(error, places) or "the root"
+        where = innermost_module(error.__traceback__, model) or "the root"
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return dataclasses.replace(watch.calls(), complete=False, notes=(f"tracing stopped in {where}: {why}",))
     return watch.calls()
 
 
-def _failing_module(error: BaseException, places: Places) -> str:
-    """The name of the innermost module whose call an error came out of."""
-    name, trace = "", error.__traceback__
+def innermost_module(trace: types.TracebackType | None, model: nn.Module) -> str | None:
+    """The name of the deepest module of the model whose method was running; None where there is none."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = None
     while trace is not None:
-        code = trace.tb_frame.f_code
-        module = trace.tb_frame.f_locals.get("self") if code.co_name == "_call_impl" else None
-        if isinstance(module, nn.Module) and module in places:
-            name = places.name(module)
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            found = names[id(owner)]
         trace = trace.tb_next
-    return name
+    return found
 
 
 @contextmanager
@@ -191,10 +192,8 @@ Fake = Callable[[torch.Tensor], torch.Tensor]
 
 def _faker(model: nn.Module, inputs: Any, mode: Any) -> Fake:
     """A function that gives each tensor one stand-in; those of meta tensors live where the inputs do."""
-    found: list[torch.device] = []
-    _map_tensors(inputs, lambda tensor: found.append(tensor.device) or tensor)
-    found += [tensor.device for tensor in (*model.parameters(), *model.buffers())]
-    device = next((device for device in found if device.type != "meta"), torch.device("cpu"))
+    tensors = (*find_tensors(inputs), *model.parameters(), *model.buffers())
+    device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
     made: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -217,18 +216,3 @@ def _swap_tensors(model: nn.Module, fake: Fake) -> dict[int, nn.Parameter]:
         for table in tables:
             table.update({name: fake(tensor) for name, tensor in table.items() if tensor is not None})
     return originals
-
-
-def _map_tensors(thing: Any, change: Any) -> Any:
-    if isinstance(thing, torch.Tensor):
-        return change(thing)
-    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return type(thing)(*(_map_tensors(item, change) for item in thing))
-    if type(thing) in (list, tuple, set):
-        return type(thing)(_map_tensors(item, change) for item in thing)
-    if isinstance(thing, dict):
-        return {key: _map_tensors(item, change) for key, item in thing.items()}
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        fields = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing) if field.init}
-        return dataclasses.replace(thing, **{name: _map_tensors(item, change) for name, item in fields.items()})
-    return thing

@@ -18,6 +18,7 @@ from shardwise.config.schema import ShardConfig
 from shardwise.distributed.agreement import agree_on, run_on_all
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh
 from shardwise.errors import PlanError
+from shardwise.planning.calls import is_within
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.planner import plan as make_plan
 from shardwise.planning.planner import refuse_sharded
@@ -237,16 +238,12 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 def _below(root: str, plan: Plan) -> Plan:
     """What the plan says of one network in a container; all of it where the model itself is the root."""
-
-    def inside(name: str) -> bool:
-        return not root or f"{name}.".startswith(f"{root}.")
-
     return replace(
         plan,
-        groups=tuple(group for group in plan.groups if inside(group.modules[0])),
-        replicated=tuple(parameter for parameter in plan.replicated if inside(parameter.fqn)),
-        ignored=tuple(parameter for parameter in plan.ignored if inside(parameter.fqn)),
-        outer_modules=tuple(filter(inside, plan.outer_modules)),
+        groups=tuple(group for group in plan.groups if is_within(group.modules[0], root)),
+        replicated=tuple(parameter for parameter in plan.replicated if is_within(parameter.fqn, root)),
+        ignored=tuple(parameter for parameter in plan.ignored if is_within(parameter.fqn, root)),
+        outer_modules=tuple(name for name in plan.outer_modules if is_within(name, root)),
     )
 
 

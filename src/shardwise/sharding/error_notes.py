@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from shardwise import compat
 from shardwise.explaining import explain
+from shardwise.planning.calls import is_within
+from shardwise.planning.tracing import innermost_module
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.registry import sharded_state
 from shardwise.sharding.repointing import optimizers_of
@@ -101,7 +103,7 @@ def annotate(error: BaseException, model: nn.Module) -> None:
     if any(note.startswith(_MARK) for note in getattr(error, "__notes__", ())):
         return
     rows = []
-    module = _innermost_module(error.__traceback__, model)
+    module = innermost_module(error.__traceback__, model)
     if module is not None:
         rows.append(f"in {module or 'the root module'}{_group_of(model, module)}")
     if caller := _users_line(error.__traceback__):
@@ -120,29 +122,13 @@ def annotate(error: BaseException, model: nn.Module) -> None:
         error.add_note("\n  ".join([_MARK, *rows]))
 
 
-def _innermost_module(trace: TracebackType | None, model: nn.Module) -> str | None:
-    """The name of the deepest module of the model whose method was running; None in backward."""
-    names = {id(module): name for name, module in model.named_modules()}
-    found = None
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in names:
-            found = names[id(owner)]
-        trace = trace.tb_next
-    return found
-
-
 def _group_of(model: nn.Module, module: str) -> str:
     state = sharded_state(model)
     if state is None:
         return ""
-    inside = [name for group in state.plan.groups for name in group.modules if _contains(name, module)]
+    inside = [name for group in state.plan.groups for name in group.modules if is_within(module, name)]
     group = max(inside, key=len, default="")
     return f", of group {group or '(root)'}"
-
-
-def _contains(outer: str, inner: str) -> bool:
-    return not outer or inner == outer or inner.startswith(outer + ".")
 
 
 def _users_line(trace: TracebackType | None) -> str:

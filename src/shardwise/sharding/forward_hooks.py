@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import compat
+from shardwise.models.nested_tensors import CastArguments, cast_floating, change_tensors, find_tensors
 from shardwise.sharding.error_notes import annotate
 from shardwise.sharding.graph_calls import GroupCall, graph_calls
-from shardwise.sharding.nested_tensors import CastArguments, cast_floating, change_tensors, find_tensors
 from shardwise.sharding.parameter_writes import LocalValue, keep_assigned
 from shardwise.sharding.registry import recover
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.config.fsdp1_names import KEEPS_UNSHARDED, NOT_NEEDED, STRATEGIES, member_name
 from shardwise.config.load import load
 from shardwise.config.schema import PrecisionConfig, ShardConfig
-from shardwise.errors import ConfigError, fix_name
+from shardwise.errors import ConfigError, fix_name, raise_listed
 
 
 @dataclass(slots=True)
@@ -68,14 +68,13 @@ class Translation:
 
     def raise_problems(self) -> None:
         """Raise once, with every problem on a line of its own."""
-        if self.problems:
-            num = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
-            raise ConfigError(
-                f"{num} in the config of prepare_fully_shard",
-                where="\n".join(self.problems),
-                why="a setting is carried out, explained or refused, never dropped",
-                fix="as each line says",
-            )
+        raise_listed(
+            self.problems,
+            f"{{num}} problem{'s' if len(self.problems) > 1 else ''} in the config of prepare_fully_shard",
+            why="a setting is carried out, explained or refused, never dropped",
+            fix="as each line says",
+            most=len(self.problems),
+        )
 
 
 def as_bool(translation: Translation, key: str, value: Any) -> bool | None:

@@ -18,11 +18,11 @@ from shardwise import compat
 from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.distributed.mesh import default_mesh, latest_mesh, widest_mesh
 from shardwise.errors import ShardError
+from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.models.random_state import kept_random_state, seed_everything
 from shardwise.planning.plan import numbered_alike
 from shardwise.sharding import inventory
 from shardwise.sharding.inventory import TensorEntry, class_name, is_meta, is_poisoned, meta_left_in, take_inventory
-from shardwise.sharding.nested_tensors import change_tensors, find_tensors
 from shardwise.sharding.registry import sharded_state
 from shardwise.sharding.repointing import watch_optimizers
 

@@ -19,8 +19,9 @@ from shardwise.config.schema import ROOT_PATTERN, GroupOverride, MeshConfig, Pre
 from shardwise.distributed.agreement import gather_objects, run_on_all
 from shardwise.distributed.mesh import data_parallel_mesh, default_mesh, make_mesh, ranks_per_machine
 from shardwise.errors import ConfigError, ShardError, fix_name
+from shardwise.models.nested_tensors import cast_buffers
 from shardwise.planning.assignment import find_tensors
-from shardwise.planning.calls import callable_children, has_parameters
+from shardwise.planning.calls import callable_children, enclosing, has_parameters
 from shardwise.planning.groups import is_explicit, name_matcher
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import device_capability
@@ -30,7 +31,6 @@ from shardwise.sharding.apply import shard
 from shardwise.sharding.blocks import Mode, change_activations, find_blocks
 from shardwise.sharding.fsdp1_keys import NAMED, Translation, fields_of, read_fields, resolve_named, translate
 from shardwise.sharding.materialize import materialize
-from shardwise.sharding.nested_tensors import cast_buffers
 
 _PLAIN = ("reshard_after_forward", "offload", "forward_prefetch", "backward_prefetch")
 _KEYS = (*_PLAIN, "cpu_offload", "mixed_precision", "mp_policy")
@@ -108,19 +108,13 @@ def drop_ignored(chosen: dict[str, dict[str, Any]], patterns: tuple[str, ...]) -
     """Take out the modules that are ignored or lie inside an ignored one: they hold nothing to group."""
     ignored = [name_matcher(pattern) for pattern in patterns]
     for name in list(chosen):
-        parts = name.split(".")
-        around = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-        if any(fits(outer) for outer in around for fits in ignored):
+        if any(fits(outer) for outer in (name, *enclosing(name)) for fits in ignored):
             del chosen[name]
 
 
 def _nearest(name: str, asked: dict[str, Any]) -> str:
     """The longest proper prefix of `name` among the names of those that can be asked."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in asked:
-            return name
-    return ""
+    return next((outer for outer in enclosing(name) if outer in asked), "")
 
 
 def _read_wrap_value(translation: Translation, name: str, answer: dict[str, Any]) -> dict[str, Any]:

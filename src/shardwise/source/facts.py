@@ -1,11 +1,12 @@
-"""What a call means for models, parameters and state dicts."""
+"""What a call means for models, parameters and state dicts; which tests hold on one rank only."""
 
 from __future__ import annotations
 
 import ast
+import re
 
 from shardwise.source import values as v
-from shardwise.source.syntax import FULLY_SHARD
+from shardwise.source.syntax import FULLY_SHARD, FileContext, last_name
 from shardwise.source.values import Constant, ObjectRef, ProgramEvent, StateDict, TupleValue, Values, modules
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
@@ -78,3 +79,75 @@ def option(options: Values, name: str) -> bool | None:
 def refers_to(values: Values, *names: str) -> bool:
     """Whether one of the values is an imported name of these."""
     return any(isinstance(value, v.ImportedName) and not value.origins.isdisjoint(names) for value in values)
+
+
+_RANK = re.compile(r"^_?((global|world|local|node|process)_)?rank$|^(local_)?process_index$", re.IGNORECASE)
+_MAIN = re.compile(
+    r"^_?(is_)?(global_|local_)?(main|master|rank_?(0|zero)|chief|coordinator)(_process|_rank)?$"
+    r"|^is_(rank_zero|global_zero|main_process|local_main_process|world_process_zero|first_rank)$|^should_(save|log)_on_rank_0$"
+)
+_RANK_CALLS = frozenset({"torch.distributed.get_rank", "torch.distributed.get_node_local_rank"})
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK")
+
+
+def asks_for_rank_zero(file: FileContext, test: ast.AST, hops: int = 4) -> bool | None:
+    """True if a test holds on one rank only, False if on all but one, None if it asks for something else."""
+    if _is_rank(file, test, hops):
+        return False  # `if rank:` is all but rank 0
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            inner = asks_for_rank_zero(file, operand, hops)
+            return None if inner is None else not inner
+        case ast.Compare(left=left, ops=[operation], comparators=[right]) if _is_rank(file, left, hops):
+            return _compares_to_zero(operation, right)
+        case ast.Compare(left=ast.Constant() as left, ops=[ast.Eq() | ast.NotEq() as operation], comparators=[right]):
+            return _compares_to_zero(operation, left) if _is_rank(file, right, hops) else None
+        case ast.NamedExpr(value=value):
+            return asks_for_rank_zero(file, value, hops)
+        case ast.Name() | ast.Attribute():
+            if _MAIN.match(last_name(test)):
+                return True
+            values = file.assigned(test) if hops and isinstance(test, ast.Name) else []
+            if len(values) == 1 and not isinstance(values[0], ast.Name | ast.Constant):
+                return asks_for_rank_zero(file, values[0], hops - 1)
+        case ast.Call(func=function, args=[]) if _MAIN.match(last_name(function)):
+            return True
+        case ast.BoolOp(op=ast.And(), values=values):
+            return True if any(asks_for_rank_zero(file, value, hops) for value in values) else None
+    return None
+
+
+def _compares_to_zero(operation: ast.cmpop, right: ast.expr) -> bool | None:
+    """What `rank == 0`, `rank in (0, -1)`, `rank > 0` and the like ask for."""
+    if isinstance(right, ast.List | ast.Tuple):
+        some = [ast.unparse(one) for one in right.elts]
+        is_member = isinstance(operation, ast.In | ast.NotIn) and set(some) <= {"0", "-1"}
+        return isinstance(operation, ast.In) if is_member else None
+    if not isinstance(right, ast.Constant):
+        return None
+    if isinstance(operation, ast.Eq | ast.Is):
+        return True
+    if right.value == 0 and isinstance(operation, ast.NotEq | ast.IsNot | ast.Gt):
+        return False
+    if right.value == 1 and isinstance(operation, ast.Lt | ast.GtE):
+        return isinstance(operation, ast.Lt)
+    return True if right.value == 0 and isinstance(operation, ast.LtE) else None
+
+
+def _is_rank(file: FileContext, node: ast.AST, hops: int) -> bool:
+    match node:
+        case ast.NamedExpr():
+            return _is_rank(file, node.value, hops)
+        case ast.Name() | ast.Attribute():
+            values = file.assigned(node) if hops and isinstance(node, ast.Name) else []
+            is_assigned = len(values) == 1 and _is_rank(file, values[0], hops - 1)
+            return is_assigned or bool(_RANK.match(last_name(node)))
+        case ast.Call(args=[], keywords=[]):  # of the world, not of a group
+            return file.is_any(node.func, _RANK_CALLS) or getattr(node.func, "attr", "") == "get_rank"
+        case ast.Call(func=ast.Name(id="int"), args=[inner]):
+            return _is_rank(file, inner, hops)
+        case ast.Call(func=ast.Attribute(attr="get" | "getenv"), args=[ast.Constant(value=name), *_]):
+            return name in _RANK_VARIABLES
+        case ast.Subscript(slice=ast.Constant(value=name)):
+            return name in _RANK_VARIABLES
+    return False

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerAction, profile
 
+from shardwise.checkpointing.hugging_face import sidecar_names
 from shardwise.checkpointing.weights import save_weights
 from shardwise.config.run import MetricsConfig, RunConfig
 from shardwise.diagnosing.guard import explained, guard
-from shardwise.distributed.agreement import gather_objects, on_rank_zero, raise_together
+from shardwise.distributed.agreement import gather_objects, on_rank_zero, raise_together, run_on_all
 from shardwise.distributed.stop_requests import StopRequest, stop_requests
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.models.modes import evaluation_mode
@@ -182,15 +183,6 @@ def evaluate(
     return loss / tokens if tokens else float("nan")
 
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
-
-
 def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
     """Write a model's weights as safetensors, with its config and its tokenizer beside them.
 
@@ -213,8 +205,8 @@ def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
 def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
     source = tokenizer if tokenizer.is_dir() else tokenizer.parent
     try:
-        for name in _TOKENIZER_FILES:
-            if (source / name).is_file():
+        for name in sidecar_names(source):
+            if name not in ("config.json", "generation_config.json"):  # of the model, which has its own
                 shutil.copyfile(source / name, folder / name)
         if tokenizer.is_file():  # whatever its name was
             shutil.copyfile(tokenizer, folder / "tokenizer.json")
@@ -389,7 +381,7 @@ def fit(
         progress.start(config.training.steps - run.step, f"training {config.model}")
         if config.training.on_bad_loss == "rewind":
             save(run)  # so that there is one to go back to
-        raise_together(run.data.fetch_first())
+        run_on_all(run.data.fetch_first)
         with guard(run.model), explained(run.model), gc_frozen():
             run.step_metrics.restart_clock()
             train(run, stop)

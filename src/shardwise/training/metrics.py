@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config.run import MetricsConfig, RunConfig
-from shardwise.distributed.agreement import raise_together
+from shardwise.distributed.agreement import run_on_all
 from shardwise.distributed.mesh import data_parallel_mesh
-from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError, import_optional
+from shardwise.errors import ConfigError, EnvironmentProblem, import_optional
 from shardwise.models.configs import config_size
 from shardwise.progress import Progress
 from shardwise.training.optimizers import parameter_kinds
@@ -135,20 +135,7 @@ class Metrics:
         """Hears every record, with its step, on every rank."""
         self._file: IO[str] | None = None
         self._trackers: list[TensorBoard | WeightsAndBiases] = []
-        error: ShardwiseError | None = None
-        if rank == 0:
-            try:
-                self._open(steps_done)
-            except OSError as problem:
-                error = ConfigError(
-                    f"metrics cannot be written: {problem}",
-                    where=str(self.path),
-                    why="every run keeps its metrics in its folder",
-                    fix="set folder to a place that this user can write to, with room left",
-                )
-            except ShardwiseError as problem:
-                error = problem
-        raise_together(error)
+        run_on_all(lambda: self._open(steps_done) if rank == 0 else None)
 
     def record(self, step: int, **values: Any) -> None:
         """Write a record.
@@ -187,13 +174,21 @@ class Metrics:
             tracker.close()
 
     def _open(self, steps_done: int) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.config.tensorboard:
-            self._trackers.append(TensorBoard(self.path.parent / "tensorboard", steps_done))
-        if self.config.wandb is not None:
-            self._trackers.append(WeightsAndBiases(self.config.wandb, self.path.parent))
-        keep_records(self.path, steps_done)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.config.tensorboard:
+                self._trackers.append(TensorBoard(self.path.parent / "tensorboard", steps_done))
+            if self.config.wandb is not None:
+                self._trackers.append(WeightsAndBiases(self.config.wandb, self.path.parent))
+            keep_records(self.path, steps_done)
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+        except OSError as error:
+            raise ConfigError(
+                f"metrics cannot be written: {error}",
+                where=str(self.path),
+                why="every run keeps its metrics in its folder",
+                fix="set folder to a place that this user can write to, with room left",
+            ) from None
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

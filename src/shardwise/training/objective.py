@@ -138,14 +138,10 @@ class StepBatches:
         self._latest: Batch | None = None
         self._is_ahead = False
 
-    def fetch_first(self) -> Exception | None:
-        """Make the batch of the next step already; return why it cannot be made, for all ranks to hear."""
-        try:
-            self._latest = self._fetch()
-            self._is_ahead = True
-        except Exception as error:
-            return error
-        return None
+    def fetch_first(self) -> None:
+        """Make the batch of the next step already, before any rank waits for another in it."""
+        self._latest = self._fetch()
+        self._is_ahead = True
 
     def next(self) -> Batch:
         """The batch of the next step.

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from shardwise.checkpointing.state.slices import model_tensors
 from shardwise.checkpointing.weights import load_weights
@@ -22,7 +21,7 @@ from shardwise.config.load import check_ranges, to_yaml
 from shardwise.config.run import OptimizerConfig, RunConfig
 from shardwise.config.schema import MeshConfig, ShardConfig
 from shardwise.diagnosing.check import check, refuse_errors
-from shardwise.distributed.agreement import agree_on, gather_objects, on_rank_zero, raise_together
+from shardwise.distributed.agreement import agree_on, gather_objects, on_rank_zero, run_on_all
 from shardwise.distributed.launchers import read_launch
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, init_distributed
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError, listed
@@ -294,7 +293,7 @@ class Examined:
     plan: Plan | None = None
     objective: Objective | None = None
     resumed: CheckpointRef | None = None
-    """The checkpoint that the run starts from."""
+    """The checkpoint that the run starts from; only the first rank looks."""
     disk_notes: list[str] = field(default_factory=list)
     """From `check_disk`."""
 
@@ -428,10 +427,10 @@ class TrainingRun:
 
     def __init__(self, config: RunConfig, progress: Progress, stack: ExitStack) -> None:
         self.config = config
-        made = self._validate(stack)
+        examined = self._validate(stack)
         self.num_params = sum(parameter.numel() for parameter in self.model.parameters())
         self.folder = Path(self.config.folder or "")
-        self._build(made, stack)
+        self._build(examined, stack)
         self.step = self.resumed_step = self.schedule.steps_done
         """Optimizer steps made; of them, those that were made before this process took the run up."""
         self.metrics = Metrics(self.folder, config.metrics, dist.get_rank(), steps_done=self.step)
@@ -444,7 +443,7 @@ class TrainingRun:
         """Where the model computes."""
         return torch.device(self.mesh.device_type)
 
-    def _validate(self, stack: ExitStack) -> Plan:
+    def _validate(self, stack: ExitStack) -> Examined:
         """Join the ranks, and find all that is wrong before anything heavy is made."""
         config, problems = self.config, Problems()
         mesh = problems.result_of(lambda: init_distributed(config.mesh))
@@ -453,20 +452,20 @@ class TrainingRun:
         self.num_data_ranks = data_parallel_mesh(mesh).size() if mesh is not None else 1
         is_first = (dist.get_rank() if dist.is_initialized() else read_launch().rank) == 0
         examined = examine(config, mesh, self.num_data_ranks, problems, starts=True, is_first=is_first)
-        model, made, objective = examined.model, examined.plan, examined.objective
+        model, objective = examined.model, examined.objective
         if model is not None:
             with problems.collecting():
                 self._open_data(model, mesh.device_type if mesh is not None else "cpu", stack)
         problems.raise_any(is_joined=mesh is not None)
         assert mesh is not None
         assert model is not None
-        assert made is not None
         assert objective is not None
         self.mesh, self.model, self.objective = mesh, model, objective
         same_files = "copy the same files to every machine"
         agree_on(json.dumps(self.loader.fingerprint, indent=1, default=str), "the data", fix=same_files)
-        self.config = replace(config, folder=on_rank_zero(lambda: examined.config.folder))
-        return made
+        folder, examined.resumed = on_rank_zero(lambda: (examined.config.folder, examined.resumed))
+        self.config = replace(config, folder=folder)
+        return examined
 
     def _open_data(self, model: nn.Module, device: str, stack: ExitStack) -> None:
         config, num_ranks = self.config, self.num_data_ranks
@@ -484,19 +483,18 @@ class TrainingRun:
         self.data = StepBatches(self.loader)
         """The loader's batches, less those left out."""
 
-    def _build(self, made: Plan, stack: ExitStack) -> None:
+    def _build(self, examined: Examined, stack: ExitStack) -> None:
         """Shard and fill the model, make its optimizer, and go on from a checkpoint if there is one."""
-        config, model, training = self.config, self.model, self.config.training
+        config, model, training, resumed = self.config, self.model, self.config.training, examined.resumed
         self.checkpoints = stack.enter_context(saving.Checkpoints(self.folder, config.checkpoint))
-        resumed = self.checkpoints.find()
         torch.manual_seed(config.seed)  # of new weights: the same on every rank, whatever their number
-        shard(model, config.shard, mesh=self.mesh, plan=made)
+        shard(model, config.shard, mesh=self.mesh, plan=examined.plan)
         fill(model, config, is_resumed=resumed is not None)
         self.optimizer = build_optimizer(model, config.optimizer)
         self.schedule = Schedule(self.optimizer, config.schedule, training.steps)
         self.ema = EMA(model, training.ema_decay) if training.ema_decay is not None else None
         self.bad_losses = BadLosses(training)
-        raise_together(_error_of_check(model, self.optimizer))
+        run_on_all(lambda: refuse_errors(check(model, self.optimizer)))
         objects = {"schedule": self.schedule, "data": self.data, "bad_losses": self.bad_losses}
         self.state = TrainState(model, self.optimizer, objects | ({} if self.ema is None else {"ema": self.ema}))
         if resumed is not None:
@@ -516,11 +514,3 @@ def open_run(config: RunConfig, progress: Progress) -> Iterator[TrainingRun]:
     """
     with ExitStack() as stack:
         yield TrainingRun(config, progress, stack)
-
-
-def _error_of_check(model: nn.Module, optimizer: Optimizer) -> ShardwiseError | None:
-    try:
-        refuse_errors(check(model, optimizer))
-    except ShardwiseError as error:
-        return error
-    return None

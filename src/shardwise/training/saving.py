@@ -15,10 +15,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.formats.sharded_commit import is_committed
+from shardwise.checkpointing.formats.sharded import is_committed
 from shardwise.checkpointing.full_file import save_full
-from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.retention import Retainer, Retention
+from shardwise.checkpointing.manager import Checkpointer, Retainer, Retention
 from shardwise.checkpointing.state.names import with_our_names
 from shardwise.checkpointing.state.slices import model_tensors
 from shardwise.config.run import CheckpointConfig
@@ -121,10 +120,6 @@ class Checkpoints:
         self._retainer = Retainer(Retention(**keep))  # of full files
         self._checkpointer = Checkpointer(self.folder, asynchronous=config.asynchronous, **keep)
         self._saved_step = -1
-
-    def find(self) -> CheckpointRef | None:
-        """The checkpoint to go on from, as `checkpoint.resume` says."""
-        return on_rank_zero(lambda: find_resumed(self.folder, self.config.resume))
 
     def newest(self) -> CheckpointRef | None:
         """The newest checkpoint of this run."""

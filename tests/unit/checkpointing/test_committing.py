@@ -12,16 +12,19 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from shardwise.checkpointing.contents import ChunkSpec, LocalChunk
 from shardwise.checkpointing.formats.dcp import read_dcp
-from shardwise.checkpointing.formats.sharded import Header, file_name, read_manifest, write_rank_file
-from shardwise.checkpointing.formats.sharded_commit import (
+from shardwise.checkpointing.formats.sharded import (
+    Header,
     begin_checkpoint,
     commit_checkpoint,
     committed_steps,
+    file_name,
     is_committed,
     partial_of,
+    read_manifest,
     remove_checkpoint,
     step_folder,
     sweep,
+    write_rank_file,
 )
 from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.storage.files import Place, join, names_in
@@ -32,7 +35,7 @@ from tests.sharded_checkpoints import write_checkpoint
 SAVE = """
 import sys
 from pathlib import Path
-from shardwise.checkpointing.formats.sharded_commit import *
+from shardwise.checkpointing.formats.sharded import *
 from shardwise.checkpointing.contents import ChunkSpec, LocalChunk
 from shardwise.checkpointing.formats.sharded import Header
 from shardwise.checkpointing.formats.sharded import file_name, write_rank_file

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpointing.retention import Retention, removable
+from shardwise.checkpointing.manager import Retention, removable
 from shardwise.errors import ConfigError
 
 

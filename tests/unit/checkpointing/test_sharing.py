@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.checkpointing.contents import ChunkSpec, LocalChunk, StoredChunk, StoredTensor
-from shardwise.checkpointing.sharing import dedup_chunks, dedup_tensors, merge_values
+from shardwise.checkpointing.saving import dedup_chunks, dedup_tensors, merge_values
 from shardwise.errors import CheckpointError
 
 

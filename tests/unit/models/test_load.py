@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.models.batches import make_batch
+from shardwise.models.configs import make_batch
 from shardwise.models.llama import Llama
 from shardwise.models.load import load_model, reference_names
 from shardwise.models.transformer import Transformer

@@ -11,8 +11,7 @@ from shardwise.checkpointing.formats.dcp import is_dcp, read_dcp
 from shardwise.checkpointing.formats.full import is_bin_shards, read_bin_shards, read_full
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES, find_series, read_rank_files
 from shardwise.checkpointing.formats.safetensors import is_safetensors, read_safetensors
-from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME
-from shardwise.checkpointing.formats.sharded_commit import committed_steps, step_folder
+from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, committed_steps, step_folder
 from shardwise.checkpointing.pickles.torch_files import is_torch_file
 from shardwise.checkpointing.state.names import with_our_names
 from shardwise.checkpointing.storage import files

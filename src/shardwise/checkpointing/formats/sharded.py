@@ -1,12 +1,15 @@
-"""Our own format: one file a rank, a manifest with every checksum, and DCP's metadata beside it."""
+"""Our own format: one file a rank, a manifest with every checksum, DCP's metadata beside it; committed by a rename."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -15,7 +18,7 @@ from shardwise.checkpointing import contents as checkpoint_contents
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor, TorchStream, count_of, sizes_of
 from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.pickles import zip_files
-from shardwise.checkpointing.storage.files import FileWriter, Place, check_name, damaged, join, read_small, split
+from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum, counting, from_hex, to_hex
 from shardwise.errors import CheckpointError, raise_listed
 from shardwise.progress import Progress
@@ -56,7 +59,7 @@ def file_name(rank: int) -> str:
 
 
 def write_rank_file(
-    path: Place,
+    path: files.Place,
     items: Iterable[checkpoint_contents.LocalChunk],
     values: Mapping[str, bytes] | None = None,
     *,
@@ -87,7 +90,7 @@ def write_rank_file(
         for item in items:
             _check(item)
         total = sum(item.num_bytes for item in items)
-    file, at, frame = split(path)[1], 0, xxhash.xxh3_64()
+    file, at, frame = files.split(path)[1], 0, xxhash.xxh3_64()
     tensors: list[tuple[StoredTensor, TorchStream]] = []
     streams: list[TorchStream] = []
 
@@ -123,7 +126,7 @@ def write_rank_file(
             )
             tensors.append((tensor, TorchStream(file, start, at - start, item.name)))
 
-    with FileWriter(path) as writer:
+    with files.FileWriter(path) as writer:
         with counting(progress, total or 0, "writing") as count:
             _write(writer, buffers(), count)
         if fsync:
@@ -131,7 +134,7 @@ def write_rank_file(
     return FileRecord(file, at, frame.intdigest(), tuple(tensors), tuple(streams), block_bytes)
 
 
-def _write(writer: FileWriter, buffers: Iterator[memoryview | bytes], count: Callable[[int], None]) -> None:
+def _write(writer: files.FileWriter, buffers: Iterator[memoryview | bytes], count: Callable[[int], None]) -> None:
     """Hand the buffers on in batches, of which each is one system call."""
     batch: list[memoryview | bytes] = []
     size = 0
@@ -257,7 +260,7 @@ class Header:
 
 
 def manifest_bytes(
-    folder: Place, records: Iterable[FileRecord], header: Header, other_files: Mapping[str, bytes]
+    folder: files.Place, records: Iterable[FileRecord], header: Header, other_files: Mapping[str, bytes]
 ) -> bytes:
     """The manifest, whose first line holds the checksum of all that follows.
 
@@ -273,8 +276,10 @@ def manifest_bytes(
     records = list(records)
     parts = parts_by_name(records)
     block_bytes = {record.block_bytes for record in records} or {BLOCK_BYTES}
-    files = {record.file: {"bytes": record.num_bytes, "frame": to_hex([record.frame])} for record in records}
-    files |= {name: {"bytes": len(data), "frame": to_hex([checksum(data)])} for name, data in other_files.items()}
+    file_entries = {record.file: {"bytes": record.num_bytes, "frame": to_hex([record.frame])} for record in records}
+    file_entries |= {
+        name: {"bytes": len(data), "frame": to_hex([checksum(data)])} for name, data in other_files.items()
+    }
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -282,7 +287,7 @@ def manifest_bytes(
         "world_size": header.world_size,
         "block_bytes": min(block_bytes),
         "details": dict(header.details),
-        "files": files,
+        "files": file_entries,
         "values": dict(header.values),
         "aliases": dict(header.aliases),
         "structure": {name: list(path) for name, path in header.structure.items()},
@@ -312,28 +317,28 @@ def _problems(contents: Contents) -> list[str]:
     ]
 
 
-def read_manifest(folder: Place) -> Contents:
+def read_manifest(folder: files.Place) -> Contents:
     """Read a checkpoint's manifest, every field checked.
 
     Raises:
         CheckpointError: It is missing, damaged, or written by a later version.
     """
-    path = join(folder, MANIFEST_NAME)
-    data = read_small(path, _MAX_BYTES)
+    path = files.join(folder, MANIFEST_NAME)
+    data = files.read_small(path, _MAX_BYTES)
     where = str(path)
     line = _FIRST_LINE.match(data)
     if line is None or to_hex([checksum(memoryview(data)[line.end() :])]).encode() != line.group(1):
-        raise damaged(_DAMAGED, where, "its checksum is not that of its bytes")
+        raise files.damaged(_DAMAGED, where, "its checksum is not that of its bytes")
     try:
         body = json.loads(b"{" + data[line.end() :])
     except (ValueError, RecursionError) as error:
-        raise damaged(_DAMAGED, where, str(error)) from None
+        raise files.damaged(_DAMAGED, where, str(error)) from None
     return _parsed(folder, body)
 
 
-def _parsed(folder: Place, body: Any) -> Contents:
+def _parsed(folder: files.Place, body: Any) -> Contents:
     """The contents that a manifest describes, every field checked."""
-    where = str(join(folder, MANIFEST_NAME))
+    where = str(files.join(folder, MANIFEST_NAME))
     try:
         if body["format"] != FORMAT or body["version"] != VERSION:
             raise CheckpointError(
@@ -345,7 +350,7 @@ def _parsed(folder: Place, body: Any) -> Contents:
         return _contents(folder, body, where)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         why = f"a field is missing or not what it should be: {error}"
-        raise damaged(_DAMAGED, where, why) from None
+        raise files.damaged(_DAMAGED, where, why) from None
 
 
 def _entry(parts: list[StoredTensor]) -> dict[str, Any]:
@@ -364,10 +369,12 @@ def _entry(parts: list[StoredTensor]) -> dict[str, Any]:
     return {"dtype": parts[0].dtype, "shape": list(parts[0].shape), "pieces": chunks}
 
 
-def _contents(folder: Place, body: Any, where: str) -> Contents:
+def _contents(folder: files.Place, body: Any, where: str) -> Contents:
     if (block_bytes := count_of(body["block_bytes"])) == 0:
         raise ValueError("block_bytes is 0")
-    file_bytes = {check_name(name, where=where): count_of(entry["bytes"]) for name, entry in body["files"].items()}
+    file_bytes = {
+        files.check_name(name, where=where): count_of(entry["bytes"]) for name, entry in body["files"].items()
+    }
     tensors = {name: _tensor(name, entry, file_bytes, block_bytes) for name, entry in body["tensors"].items()}
     for alias, name in body["aliases"].items():
         tensors[alias] = replace(tensors[name], name=alias)
@@ -414,3 +421,130 @@ def _path(parts: Any) -> KeyPath:
     if not isinstance(parts, list) or not all(type(part) in (str, int) for part in parts):
         raise ValueError(f"{parts!r:.60} is not a path")
     return tuple(parts)
+
+
+_STEP = re.compile(r"step-(\d{8,})")
+_PARTIAL, _REMOVING = ".partial", ".removing"
+
+
+def step_folder(root: str | files.Place, step: int) -> files.Place:
+    """Where the checkpoint of a step lies under `root`."""
+    return files.join(files.place(root), f"step-{step:08d}")
+
+
+def partial_of(folder: files.Place) -> files.Place:
+    """Where a checkpoint is written before it is committed; in an object store its own place."""
+    return folder if isinstance(folder, str) else folder.with_name(folder.name + _PARTIAL)
+
+
+def begin_checkpoint(folder: files.Place) -> files.Place:
+    """Make the partial folder, empty, for a checkpoint that shall be called `folder`.
+
+    Returns:
+        The partial folder; every rank writes its file into it.
+
+    Raises:
+        CheckpointError: There is something of that name already.
+
+    Ranks:
+        Local: call it on rank 0, before any rank writes.
+    """
+    if is_committed(folder) or (isinstance(folder, Path) and files.exists(folder)):
+        raise CheckpointError(
+            f"there is a checkpoint called {files.split(folder)[1]} already",
+            where=str(folder),
+            why="a committed checkpoint is never written over",
+            fix="save under another step or into another folder, or remove this one",
+        )
+    partial = partial_of(folder)
+    files.remove_tree(partial)  # left over from a save that was interrupted
+    files.make_folder(partial)
+    return partial
+
+
+def commit_checkpoint(
+    folder: files.Place, records: Iterable[FileRecord], header: Header, *, fsync: bool = True
+) -> None:
+    """Make what the ranks have written a checkpoint: metadata, manifest, sync, rename.
+
+    Args:
+        folder: Its final place; the ranks' files are in `partial_of(folder)`.
+        records: What each rank wrote.
+        header: What the manifest says besides.
+        fsync: Return only when the disk has it all.
+
+    Raises:
+        CheckpointError: A tensor is not stored whole and once, or the system refuses; nothing is committed then.
+
+    Ranks:
+        Local: call it on rank 0, when all have written.
+    """
+    records = sorted(records, key=lambda record: record.file)
+    partial = partial_of(folder)
+    metadata = torch_metadata(records, aliases=header.aliases, structure=header.structure)
+    manifest = manifest_bytes(folder, records, header, {METADATA_NAME: metadata})
+    files.write_small(files.join(partial, METADATA_NAME), metadata, fsync=fsync)
+    files.write_small(files.join(partial, MANIFEST_NAME), manifest, fsync=fsync)
+    if isinstance(folder, str) or isinstance(partial, str):
+        return
+    if fsync:
+        files.sync_folder(partial)
+    with files.os_errors("give the checkpoint its name", folder):
+        os.rename(partial, folder)
+    if fsync:
+        files.sync_folder(folder.parent)
+        with contextlib.suppress(CheckpointError):  # the first save may have made the run's folder, in one not ours
+            files.sync_folder(folder.parent.parent)
+
+
+def is_committed(folder: files.Place) -> bool:
+    """Whether a complete checkpoint of ours lies there."""
+    if files.split(folder)[1].endswith((_PARTIAL, _REMOVING)):
+        return False
+    return files.size_of(files.join(folder, MANIFEST_NAME)) is not None
+
+
+def committed_steps(root: str | files.Place) -> list[int]:
+    """The steps of all committed checkpoints under `root`, in ascending order."""
+    root = files.place(root)
+    steps = [int(match.group(1)) for name in files.names_in(root) if (match := _STEP.fullmatch(name))]
+    return sorted(step for step in steps if is_committed(step_folder(root, step)))
+
+
+def remove_checkpoint(folder: files.Place) -> None:
+    """Remove a checkpoint so that it is never seen half removed.
+
+    Ranks:
+        Local: call it on rank 0.
+    """
+    if isinstance(folder, str):
+        files.remove_tree(files.join(folder, MANIFEST_NAME))
+        files.remove_tree(folder)
+    else:
+        retired = folder.with_name(folder.name + _REMOVING)
+        files.remove_tree(retired)
+        with files.os_errors("remove the checkpoint", folder), contextlib.suppress(FileNotFoundError):
+            os.rename(folder, retired)
+        files.remove_tree(retired)
+
+
+def sweep(root: str | files.Place) -> list[files.Place]:
+    """Remove what interrupted saves and removals left under `root`; nothing may be saving there now.
+
+    Returns:
+        The places that were removed.
+
+    Ranks:
+        Local: call it on rank 0.
+    """
+    root = files.place(root)
+    leftovers = []
+    for name in files.names_in(root):
+        bare = name.removesuffix(_PARTIAL).removesuffix(_REMOVING)
+        if _STEP.fullmatch(bare) is None:
+            continue
+        if bare != name or (isinstance(root, str) and not is_committed(files.join(root, name))):
+            leftovers.append(files.join(root, name))
+    for leftover in leftovers:
+        files.remove_tree(leftover)
+    return leftovers

@@ -18,6 +18,8 @@ from shardwise.models.random_state import random_state, set_random_state
 
 LAYOUT = "__layout__"
 """Under `<object>.__layout__` stands how the names of an object fit together."""
+PER_RANK = "per_rank"
+"""Under `per_rank.<rank>.<name>` stands what differs from rank 0's."""
 
 
 @dataclass(slots=True)

@@ -128,9 +128,9 @@ class Run:
         tensors = self.tensors()
         for name, model in self.models.items():
             refuse_unusable(model)
-            _collect_model(found, model, tensors[name], model_path(name))
+            _collect_model(found, model, tensors[name], section_path("model", name))
         for key, groups in self.groups(tensors).items():
-            collect_optimizer(found, self.optimizers[key], groups, optimizer_path(key))
+            collect_optimizer(found, self.optimizers[key], groups, section_path("optim", key))
         for key, item in self.objects.items():
             found.add_object(
                 item.state_dict(), (key,), unchanged_until_step=bool(getattr(item, "waits_for_copies", False))
@@ -142,14 +142,9 @@ class Run:
         return found
 
 
-def model_path(name: str) -> KeyPath:
-    """Where a model stands in the checkpoint; a single one has no name."""
-    return ("model", name) if name else ("model",)
-
-
-def optimizer_path(name: str) -> KeyPath:
-    """Where an optimizer stands in the checkpoint; a single one has no name."""
-    return ("optim", name) if name else ("optim",)
+def section_path(section: str, name: str) -> KeyPath:
+    """Where a model (`model`) or an optimizer (`optim`) stands in the checkpoint; a single one has no name."""
+    return (section, name) if name else (section,)
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:

@@ -126,11 +126,17 @@ def migrate(
     done = map_files(work, jobs, num_processes=num_processes, progress=progress)
     files = sorted([*(file for file in done if file.changed or file.findings), *unreadable], key=lambda file: file.path)
     files = _checked(files, program, target, num_processes)
+    migration = Migration(files=tuple(files), num_read=len(found))
     if write:
-        for file in files:
-            if file.changed:
-                write_bytes(file.path, file.output.encode(file.encoding))
-    return Migration(files=tuple(files), num_read=len(found))
+        write_migration(migration)
+    return migration
+
+
+def write_migration(migration: Migration) -> None:
+    """Change the files on disk, each atomically."""
+    for file in migration.files:
+        if file.changed:
+            write_bytes(file.path, file.output.encode(file.encoding))
 
 
 def _read(paths: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[MigratedFile]]:

@@ -11,7 +11,6 @@ from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source import facts
 from shardwise.source import values as v
 from shardwise.source.edits import change
-from shardwise.source.ranks import asks_for_rank_zero
 from shardwise.source.syntax import FULLY_SHARD, FileContext, last_name, tested_classes
 from shardwise.source.trace import Trace
 from shardwise.source.values import BranchTest, DictValue, ObjectRef, ProgramEvent, StateDict, Value, modules, nested
@@ -271,14 +270,14 @@ def _others_do_it_too(file: FileContext, trace: Trace, event: ProgramEvent) -> b
 
 def _side(file: FileContext, guard: BranchTest) -> bool | None:
     """True where only the first rank passes, False where all but it do, None for any other test."""
-    asked = asks_for_rank_zero(file, guard.test)
+    asked = facts.asks_for_rank_zero(file, guard.test)
     return None if asked is None else asked is guard.taken
 
 
 def _parting_test(file: FileContext, event: ProgramEvent) -> ast.expr | None:
     """The test, or decorator, that keeps an event from happening on every rank; None where there is none."""
     for guard in event.guards:
-        if isinstance(guard.test, ast.expr) and asks_for_rank_zero(file, guard.test) is not None:
+        if isinstance(guard.test, ast.expr) and facts.asks_for_rank_zero(file, guard.test) is not None:
             return guard.test
     functions = [file.enclosing_function(node) for node in (event.node, *event.chain)]
     decorators = [one for function in functions if function is not None for one in function.decorator_list]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from shardwise.sharding.nested_tensors import cast_inputs
+from shardwise.models.nested_tensors import cast_inputs
 
 HALF = torch.bfloat16
 Pair = namedtuple("Pair", ["first", "second"])
