@@ -54,9 +54,13 @@ class IgnoresSecond(nn.Module):
         return x
 
 
-class Second(Block):
+class Second(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
     def forward(self, x, beside):
-        return super().forward(x)
+        return self.block(x)
 
 
 def batch(rank: int) -> torch.Tensor:
