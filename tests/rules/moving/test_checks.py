@@ -178,3 +178,13 @@ def test_drawn_programs_compile_are_stable_and_clean(tmp_path: Path):
         assert not errors, f"{errors[0]}\n{output}"
         again = run(folder, **{name: output})
         assert name not in again or not again[name].changed
+
+
+def test_a_helper_of_a_file_that_is_left_alone_stays_for_fsdp1_too(tmp_path: Path):
+    train = HEAD + "from steps import clip\n\n\ndef train(model, batches):\n    model = FSDP(model)\n"
+    train += "    for batch in batches:\n        loss = model(batch)\n        model.zero_grad()\n"
+    train += "        loss.backward()\n        clip(model)\n"
+    files = run(tmp_path, train=train, steps="def clip(model):\n    return model.clip_grad_norm_(1.0)\n")
+    assert not files["train"].changed, "model.zero_grad() between forward and backward is an error with FSDP2"
+    assert not files["steps"].changed
+    assert any("is left alone" in one.message for one in files["steps"].findings)

@@ -202,3 +202,33 @@ def test_parameters_of_a_model_that_came_by_are_counted_once():
     body = "def size(model):\n    return world_size * sum(p.numel() for p in model.parameters())\n\n\nsize(wrap())\n"
     _, findings = migrate(WRAP, body)
     assert "SW135" in codes(findings, Status.REPORTED)
+
+
+@pytest.mark.parametrize("call", ["state_dict()", "load_state_dict(s)"])
+def test_state_of_the_inner_module_is_that_of_the_model(call: str):
+    text, _ = migrate(
+        f"def run(model):\n    model = FSDP(model)\n    if known():\n        return model.module.{call}\n"
+    )
+    assert "model.module." not in text
+    assert "(model.module" not in text
+
+
+def test_an_attribute_that_is_assigned_is_no_model():
+    text, _ = migrate("def run(fake, real):\n    model = FSDP(real)\n    fake._fsdp_wrapped_module = real\n")
+    assert "fake._fsdp_wrapped_module = real" in text
+
+
+def test_choices_by_the_dimensions_of_sharded_parameters_are_reported():
+    _, findings = migrate(
+        "def groups(model):\n    model = FSDP(model, use_orig_params=True)\n"
+        "    return [p for p in model.parameters() if p.ndim > 1]\n"
+    )
+    assert "SW135" in codes(findings, Status.REPORTED)
+
+
+@pytest.mark.parametrize(("where", "is_reported"), [("    ", False), ("    for _ in range(9):\n        ", True)])
+def test_an_optimizer_built_again_after_an_evaluation_is_reported(where: str, is_reported: bool):
+    _, findings = migrate(
+        f"def run(model):\n    model = FSDP(model)\n{where}optimizer = torch.optim.SGD(model.parameters())\n"
+    )
+    assert ("SW128" in codes(findings, Status.REPORTED)) is is_reported

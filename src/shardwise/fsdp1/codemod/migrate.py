@@ -24,6 +24,7 @@ Target = Literal["torch", "shardwise"]
 TARGETS: tuple[Target, ...] = ("torch", "shardwise")
 _CONCERNED = ("fsdp", "fullyshard", "shardedgradscaler")
 _YAML = (".yaml", ".yml")
+_WRAPS = ("SW101", Status.REWRITTEN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +189,21 @@ def _checked(
         return failed or ("" if is_stable else "would be changed again by a second run")
 
     failed = dict(zip(outputs, map_files(work, list(outputs), num_processes=num_processes), strict=True))
+    wraps = {one.path for file in files for one in file.findings if (one.code, one.status) == _WRAPS}
+    for left in [path for path in wraps if failed.get(path)]:
+        for path in _imported(program, left) & failed.keys() - wraps:
+            failed[path] = failed[path] or f"would be given FSDP1's models by {left}, which is left alone"
     return [_restored(file, why) if (why := failed.get(file.path)) else file for file in files]
+
+
+def _imported(program: Program, path: str) -> set[str]:
+    """The files that a file imports, and those that these import."""
+    found, waiting = {path}, [path]
+    while waiting:
+        fresh = flow_of(program).imports(program.file(waiting.pop())) - found
+        found |= fresh
+        waiting += fresh
+    return found - {path}
 
 
 def _restored(file: MigratedFile, why: str) -> MigratedFile:

@@ -242,14 +242,23 @@ def rewrite_inner_modules(draft: FileDraft) -> None:
         holds = draft.holds(node.value) if node.attr == "module" else Holds.ALWAYS
         if (holds is not Holds.ALWAYS or node.attr != "module") and _is_guarded(draft, node):
             continue
-        if holds is Holds.ALWAYS:
+        if holds is Holds.ALWAYS and isinstance(node.ctx, ast.Load):
             draft.edit(draft.span(node.value)[1], draft.span(node)[1], "")
             draft.taken.add(node)
             draft.rewritten(INNER_CODE, node, f".{node.attr} is gone: the sharded model is the module itself")
         elif holds and isinstance(node.ctx, ast.Load):
-            model = draft.source(node.value)
-            draft.replace(node, f'({model}.module if hasattr({model}, "module") else {model})')
+            draft.replace(node, model_text(draft, node))
             draft.rewritten(INNER_CODE, node, ".module is taken where there is one: DDP has it, FSDP2 does not")
+
+
+def model_text(draft: FileDraft, node: ast.expr) -> str:
+    """A model, as text, without the `.module` of FSDP1's wrapper."""
+    if not isinstance(node, ast.Attribute) or node.attr != "module" or not draft.holds(node.value):
+        return draft.source(node)
+    model = draft.source(node.value)
+    if draft.holds(node.value) is Holds.ALWAYS:
+        return model
+    return f'({model}.module if hasattr({model}, "module") else {model})'
 
 
 def _is_guarded(draft: FileDraft, node: ast.Attribute) -> bool:
@@ -302,6 +311,7 @@ def rewrite_scalers(draft: FileDraft) -> None:
 
 
 NUMBERS_CODE = "SW135"
+_TAKES = ("parameters", "named_parameters")
 _REDUCTIONS = {f"torch.distributed.{name}" for name in ("all_reduce", "reduce", "all_gather", "reduce_scatter")}
 
 
@@ -312,6 +322,8 @@ def report_numbers(draft: FileDraft) -> None:
             _report_reduction(draft, node)
         elif isinstance(node, ast.For | Comprehension):
             _report_loop(draft, node)
+        elif isinstance(node, ast.Call):
+            _report_rebuilt(draft, node)
 
 
 def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
@@ -329,9 +341,31 @@ def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
             "numel() of a sharded parameter counts the whole of it now; with FSDP1 it counted this rank's part",
             "do not multiply the sum by the number of ranks, nor add it up over them",
         )
+    if any(isinstance(one, ast.Attribute) and one.attr in ("ndim", "dim") for one in ast.walk(loop)):
+        draft.reported(
+            NUMBERS_CODE,
+            loop,
+            "a sharded parameter has the dimensions of the whole now; with FSDP1 it was a part, in one dimension",
+            "check what is chosen by it, such as which parameters weight decay leaves out",
+        )
     if any(map(_is_norm, ast.walk(loop))):
         message = "the norm of a sharded gradient is over all ranks now, and a DTensor"
         draft.reported(NUMBERS_CODE, loop, message, "take .full_tensor() of it, and do not add it up over ranks again")
+
+
+def _report_rebuilt(draft: FileDraft, call: ast.Call) -> None:
+    """An optimizer built in a loop over a model that was wrapped before the loop."""
+    if not any(one.startswith("torch.optim.") for one in draft.context.origins(call.func)):
+        return
+    methods = [one.func for one in ast.walk(call) if isinstance(one, ast.Call)]
+    taken = [one.value for one in methods if isinstance(one, ast.Attribute) and one.attr in _TAKES]
+    loops = [one for one in draft.context.ancestors(call) if isinstance(one, ast.For | ast.While)]
+    inside = {node for loop in loops for node in ast.walk(loop)}
+    if loops and any(map(draft.holds, taken)) and inside.isdisjoint(draft.sharded.constructors):
+        message = (
+            "after a forward without backward, the root's parameters are unsharded: this optimizer would take those"
+        )
+        draft.reported("SW128", call, message, "call model.reshard() before this line")
 
 
 def _report_reduction(draft: FileDraft, branch: ast.If) -> None:

@@ -6,6 +6,7 @@ import ast
 
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
 from shardwise.fsdp1.codemod.emitted import functions
+from shardwise.fsdp1.codemod.model_calls import model_text
 from shardwise.fsdp1.codemod.program import given_by_name, is_constant, is_none
 from shardwise.fsdp1.codemod.sharded import Holds
 from shardwise.fsdp1.codemod.state_calls import (
@@ -356,7 +357,7 @@ def _rewrite_call(draft: FileDraft, call: ast.Call, settings: StateSettings, *, 
 def _model_call(draft: FileDraft, call: ast.Call, gather: Gather, *, sure: bool) -> str:
     """`model.state_dict()` or `model.load_state_dict(...)` in FSDP2's words."""
     assert isinstance(call.func, ast.Attribute)
-    model = draft.source(call.func.value)
+    model = model_text(draft, call.func.value)
     if call.func.attr == "state_dict":
         if call.args or call.keywords:
             raise Blocked("state_dict() has arguments", "take the whole state dict, then choose from it", call)
