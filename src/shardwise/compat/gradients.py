@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
@@ -160,7 +159,34 @@ def replace_post_backward_hook(group: Any, register: Callable[[Any, Any, Any], t
 
 def reduce_after_backward_of(group: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The tensors as seen through a node that runs the group's post-backward when their gradients are known."""
-    return RegisterPostBackwardFunction.apply(group, *tensors)
+    return _PostBackward.apply(group, *tensors)
+
+
+class _PostBackward(torch.autograd.Function):
+    """FSDP2's own node, except that a tensor nobody used gets no gradient instead of zeros.
+
+    Zeros would reach the parameters that made the tensor, and weight decay and momentum then move them.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(group: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyrefly: ignore[bad-override]
+        return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.group = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        ctx.group.post_backward()
+        return None, *gradients
+
+    @staticmethod
+    def jvp(ctx: Any, group: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyrefly: ignore[bad-override]
+        return tangents
 
 
 @contextlib.contextmanager

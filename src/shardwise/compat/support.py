@@ -33,7 +33,6 @@ NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_param_group:FSDPCommContext": "reduce_scatter_stream all_gather_copy_in_stream "
     "all_gather_state? reduce_scatter_state? "
     "post_forward_order?",
-    f"{_FSDP2}._fsdp_param_group": "RegisterPostBackwardFunction",
     f"{_FSDP2}._fsdp_state": "FSDPState",
     f"{_FSDP2}._fsdp_state:FSDPState": "_fsdp_param_groups|_fsdp_param_group _is_root _state_ctx _device _lazy_init "
     "_training_state _pre_forward _post_forward _pre_backward _pre_forward_hook_handle _post_forward_hook_handle "
