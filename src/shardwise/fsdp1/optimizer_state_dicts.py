@@ -58,7 +58,7 @@ def named_state(
     state = {name_of(key): value for key, value in given["state"].items()}
     state = {name: state[name] for name in sorted(state, key=lambda name: place.get(name, len(place)))}
     mesh = first_unit(model, "optim_state_dict").mesh
-    copied = {"state": _copied(state, mesh, is_full=is_full, keep=keep, to_cpu=to_cpu)}
+    copied: StateDict = {"state": _copied(state, mesh, is_full=is_full, keep=keep, to_cpu=to_cpu)}
     if "param_groups" in given:
         groups = [group | {"params": [name_of(key) for key in group["params"]]} for group in given["param_groups"]]
         copied["param_groups"] = _in_first_rank_order(groups, mesh)
