@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from tests.by_hand import assert_same
-from tests.fsdp1_pairs import EXACT, OURS, both, full_state, quiet, wrapped
+from tests.fsdp1_pairs import COARSE, EXACT, OURS, both, full_state, quiet, wrapped
 from tests.ranks import ranks
 
 BF16 = torch.bfloat16
@@ -131,3 +131,25 @@ def test_a_model_in_evaluation_computes_as_in_training(rank: int):
     real, ours = both(run)
     assert ours.dtype is real.dtype
     torch.testing.assert_close(ours, real)
+
+
+@ranks(2)
+def test_full_precision_in_eval_where_fsdp1s_variable_asks_for_it(rank: int):
+    def run(api: Any) -> Any:
+        unit = wrapped(api, built(Upcast), mixed_precision=MixedPrecision(BF16, BF16, BF16), use_orig_params=True)
+        outputs, dtypes = [], []
+        for training in (True, False, True, False):
+            unit.train(training)
+            outputs.append(unit(batch(rank)))
+            outputs[-1].float().square().mean().backward()
+            dtypes.append([buffer.dtype for buffer in unit.buffers()])
+        with api.FullyShardedDataParallel.summon_full_params(unit, with_grads=True):
+            return outputs, dtypes, [parameter.grad.clone() for parameter in unit.parameters()]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        real, ours = both(run)
+    assert [output.dtype for output in ours[0]] == [BF16, torch.float32] * 2
+    assert ours[1] == real[1]
+    torch.testing.assert_close(ours[0][1], real[0][1])
+    torch.testing.assert_close((ours[0], ours[2]), (real[0], real[2]), **COARSE)

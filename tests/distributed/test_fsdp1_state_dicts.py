@@ -391,3 +391,42 @@ def test_dcps_helpers_gather_and_send_whole_state(rank: int):
     assert len(moments) == len(optimizer.state)
     for moment, state in zip(moments, optimizer.state.values(), strict=True):
         torch.testing.assert_close(moment, state["exp_avg"].full_tensor())
+
+
+@ranks(2)
+def test_a_state_dict_inside_summon_is_the_one_outside(rank: int):
+    unit, _ = stepped(OURS, rank)
+    expected = full_state(OURS, unit)
+    with FSDP.summon_full_params(unit):
+        assert_same(full_state(OURS, unit), expected)
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_optimizer_state_without_groups_and_under_names(rank: int, is_named: bool):
+    """As `KeyedOptimizer` and `NamedOptimizer` have it."""
+
+    def run(api: Any) -> Any:
+        unit, optimizer = stepped(api, rank)
+        given = optimizer.state_dict()
+        names = {id(parameter): name for name, parameter in unit.named_parameters()}
+        held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        if is_named:
+            given["state"] = {held[number]: state for number, state in given["state"].items()}
+        given.pop("param_groups")
+        configs = (api.FullStateDictConfig(), api.FullOptimStateDictConfig(offload_to_cpu=False))
+        api.FullyShardedDataParallel.set_state_dict_type(unit, StateDictType.FULL_STATE_DICT, *configs)
+        saved = api.FullyShardedDataParallel.optim_state_dict(unit, optimizer, given)
+        loaded = api.FullyShardedDataParallel.optim_state_dict_to_load(unit, optimizer, saved, is_named)
+        assert loaded.keys() == {"state"}
+        expected = set(held) if is_named else set(range(len(held)))
+        # FSDP1 has state for the parameters of which this rank holds a part.
+        assert loaded["state"].keys() <= expected
+        assert api is REAL or loaded["state"].keys() == expected
+        return saved
+
+    real, ours = both(run)
+    assert ours.keys() == real.keys()
+    assert ours["state"].keys() == real["state"].keys()
+    for name, state in real["state"].items():
+        assert_same(ours["state"][name], state)

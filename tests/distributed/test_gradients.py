@@ -39,6 +39,30 @@ class Scaled(nn.Module):
         return x * self.scale + self.empty.sum()
 
 
+class IgnoresSecond(nn.Module):
+    """A block that is given the output of another module and does not use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.unread, self.blocks = Block(), nn.ModuleList([Second(), Second()])
+
+    def forward(self, x, choice: int):
+        beside = self.unread(x)
+        for block in self.blocks:
+            x = block(x, beside)
+        return x
+
+
+class Second(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x, beside):
+        return self.block(x)
+
+
 def batch(rank: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
 
@@ -93,6 +117,14 @@ def test_experts_used_on_one_rank_or_none_match_one_process(rank: int):
     reference = Scaled()
     model = shard(copy.deepcopy(reference), mesh=mesh_of(2))
     steps(model, reference, [[0, 1], [1, 1], [2, 0], [0, 0]], rank)
+
+
+@ranks(2)
+def test_module_whose_output_no_block_reads_has_no_gradient(rank: int):
+    """The block's node for post-backward sees the unread input too, and must not send zeros back through it."""
+    reference = IgnoresSecond()
+    model = shard(copy.deepcopy(reference), mesh=mesh_of(2))
+    steps(model, reference, [[0, 0], [0, 0]], rank)
 
 
 @ranks(1)

@@ -177,3 +177,41 @@ def test_another_shape_is_refused_in_forward(rank: int):
     model = sw.shard(Model(grow), mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(ShardError, match=r"`.data` of a sharded parameter, \[8\] torch.float32, was assigned \[9\]"):
         model(torch.ones(2, 8))
+
+
+@ranks(2)
+def test_data_is_kept_after_a_change_of_dtype(rank: int):
+    model = sw.shard(Model(), mesh=init_device_mesh("cpu", (2,))).double()
+    model.blocks[0].scale.data = torch.zeros(8, dtype=torch.float64)
+    model(torch.ones(2, 8, dtype=torch.float64))
+    assert bool((model.blocks[0].scale.full_tensor() == 0).all())
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_optimizers_in_backward_step_as_after_it(rank: int):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    expected = train(copy.deepcopy(model), slice(None))
+    sw.shard(model, mesh=init_device_mesh("cpu", (2,)))
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
+    for step in range(3):
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        model(batch[2 * rank : 2 * rank + 2]).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), expected[name])
+
+
+@ranks(2)
+def test_what_is_written_to_a_unit_of_fsdp1_is_kept(rank: int):
+    from shardwise.fsdp1 import FullyShardedDataParallel
+
+    unit = FullyShardedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    for write in (assign_data, clamp_data, clamp):
+        write(unit.module[0].weight)
+        unit(torch.ones(2, 8)).sum().backward()
+        unit.module[1].bias.grad.data = torch.full_like(unit.module[1].bias.grad, 2.0)
+        with FullyShardedDataParallel.summon_full_params(unit, with_grads=True):
+            assert unit.module[0].weight.max() <= 0.7
+            assert bool((unit.module[1].bias.grad == 2.0).all())

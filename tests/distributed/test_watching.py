@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise.fsdp1 import FullyShardedDataParallel
 from shardwise.sharding.apply import shard
 from tests.ranks import ranks
 
@@ -24,3 +25,10 @@ def test_replicas_may_evaluate_on_their_own(rank: int):
         optimizer.step()
         optimizer.zero_grad()
     dist.barrier()
+
+
+@ranks(2)
+def test_fsdp1s_ranks_are_compared_too(rank: int):
+    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(16, 16)), nn.Linear(16, 16)))
+    model(torch.ones(2, 16)).sum().backward()
+    assert len(model.__dict__["_shardwise_watch"].tracers) == 1

@@ -139,6 +139,20 @@ def around_unsharded(
     group._to_sharded_post_forward = calling_first(group._to_sharded_post_forward)
 
 
+def before_reset(group: Any, check: Callable[[Any], None]) -> None:
+    """Call `check(record)` before FSDP2 takes what is registered for the shard, as it does at the first forward."""
+
+    def checking_first(record: Any, reset: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            check(record)
+            reset()
+
+        return call
+
+    for record in group.fsdp_params:
+        record.reset_sharded_param = checking_first(record, record.reset_sharded_param)
+
+
 def keep_unsharded(groups: Iterable[Any]) -> Callable[[], None]:
     """Leave groups unsharded where FSDP2 would free them, until the function that is returned is called."""
     kept = [group for group in groups if "reshard" not in vars(group)]
@@ -316,6 +330,11 @@ def _reset_iteration_by_hand(state: Any) -> None:
     state._state_ctx.post_backward_final_callback_queued = False
 
 
+def is_running_backward(module: nn.Module) -> bool:
+    """Whether a backward of this module's tree has begun and not ended."""
+    return fsdp_state(module)._state_ctx.post_backward_final_callback_queued and not was_left_midway(module)
+
+
 def was_left_midway(module: nn.Module) -> bool:
     """Whether an earlier backward of this tree raised: its last callback is queued but can no longer run."""
     is_queued = fsdp_state(module)._state_ctx.post_backward_final_callback_queued
@@ -360,6 +379,11 @@ def places_in_group(group: Any) -> Iterator[tuple[Any, nn.Module, str]]:
     """Each parameter record of a group with the module that registers it and the name there."""
     for fsdp_param in group.fsdp_params:
         yield fsdp_param, fsdp_param._module_info.module, fsdp_param._module_info.param_name
+
+
+def place_of(fsdp_param: Any) -> tuple[nn.Module, str]:
+    """The module that registers a parameter, and the name there."""
+    return fsdp_param._module_info.module, fsdp_param._module_info.param_name
 
 
 def registered_parameter(fsdp_param: Any) -> nn.Parameter | None:

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy, wrap
+from torch.distributed.fsdp import wrap
 
 # What scripts use although its name is private.
-HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 or_policy, module_wrap_policy, Policy = wrap._or_policy, wrap._module_wrap_policy, wrap._Policy
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
@@ -159,7 +159,34 @@ def replace_post_backward_hook(group: Any, register: Callable[[Any, Any, Any], t
 
 def reduce_after_backward_of(group: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The tensors as seen through a node that runs the group's post-backward when their gradients are known."""
-    return RegisterPostBackwardFunction.apply(group, *tensors)
+    return _PostBackward.apply(group, *tensors)
+
+
+class _PostBackward(torch.autograd.Function):
+    """FSDP2's own node, except that a tensor nobody used gets no gradient instead of zeros.
+
+    Zeros would reach the parameters that made the tensor, and weight decay and momentum then move them.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(group: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyrefly: ignore[bad-override]
+        return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.group = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        ctx.group.post_backward()
+        return None, *gradients
+
+    @staticmethod
+    def jvp(ctx: Any, group: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyrefly: ignore[bad-override]
+        return tangents
 
 
 @contextlib.contextmanager
@@ -247,6 +274,33 @@ def set_reduce_dtype(group: Any, dtype: torch.dtype) -> None:
     if not any(parameter.is_complex() for parameter in fsdp.sharded_parameters(group)):
         fsdp.change_policy(group, reduce_dtype=dtype)
         group._init_mp_dtypes()
+
+
+_BY_PRECISION = ("mp_policy", "all_gather_outputs", "_unsharded_inner_tensors", "_unsharded_param")
+
+
+def toggle_full_precision(group: Any) -> None:
+    """Compute and reduce a group in the dtype of its shards from now on; called again, by its own policy as before."""
+    fresh = {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+    fresh |= {"all_gather_outputs": [], "_unsharded_inner_tensors": []}
+    fsdp.reshard_group(group)
+    for owner in (group, *group.fsdp_params):
+        current = {name: vars(owner).pop(name) for name in _BY_PRECISION if name in vars(owner)}
+        other = vars(owner).pop("shardwise_other_precision", fresh)
+        vars(owner).update({name: value for name, value in other.items() if name in current or other is not fresh})
+        vars(owner)["shardwise_other_precision"] = current
+    group._init_mp_dtypes()
+
+
+def step_in_backward(groups: Iterable[Any]) -> None:
+    """Step the optimizers that `_apply_optimizer_in_backward` gave to parameters; FSDP2 does not run its hooks."""
+    for group in groups:
+        for record in group.fsdp_params:
+            optimizers = record.sharded_param.__dict__.get("_in_backward_optimizers", ())
+            if optimizers and record.sharded_param.grad is not None:
+                for optimizer in optimizers:
+                    optimizer.step()
+                record.sharded_param.grad = None
 
 
 class LocalGradScaler(torch.amp.GradScaler):

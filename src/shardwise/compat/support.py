@@ -22,7 +22,7 @@ NEEDED: dict[str, str] = {
     "padded_sharded_param_size mp_policy= unsharded_accumulated_grad? to_accumulated_grad_if_needed? "
     "reduce_dtype? param_dtype _sharded_param_data _sharded_local_tensor sharded_size "
     "init_all_gather_outputs to_sharded_dtensor "
-    "offload_to_cpu device mesh_info _module_info _orig_size",
+    "offload_to_cpu device mesh_info _module_info _orig_size all_gather_outputs= _unsharded_inner_tensors=",
     f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules shared_param_names",
     f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info device device_handle "
     "comm_ctx reduce_grads all_reduce_grads reshard "
@@ -34,7 +34,7 @@ NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_param_group:FSDPCommContext": "reduce_scatter_stream all_gather_copy_in_stream "
     "all_gather_state? reduce_scatter_state? "
     "post_forward_order?",
-    f"{_FSDP2}._fsdp_param_group": "RegisterPostBackwardFunction foreach_reduce",
+    f"{_FSDP2}._fsdp_param_group": "foreach_reduce",
     f"{_FSDP2}._fsdp_state": "FSDPState",
     f"{_FSDP2}._fsdp_state:FSDPState": "_fsdp_param_groups|_fsdp_param_group _is_root _state_ctx _device _lazy_init "
     "_training_state _pre_forward _post_forward _pre_backward _pre_forward_hook_handle _post_forward_hook_handle "
@@ -46,7 +46,6 @@ NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_common:FSDPMeshInfo": "mesh shard_mesh_size shard_process_group",
     "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
     "torch.distributed.fsdp:FullyShardedDataParallel": "_handle",
-    "torch.distributed.fsdp:ShardingStrategy": "_HYBRID_SHARD_ZERO2",
     "torch.distributed.fsdp._flat_param:FlatParameter": "_fqns _shapes _numels_with_padding _is_padding_mask "
     "_shared_param_infos _unpadded_unsharded_size",
     "torch.distributed.fsdp.wrap": "_or_policy _module_wrap_policy _Policy",
@@ -62,7 +61,7 @@ NEEDED: dict[str, str] = {
     "torch.autograd": "_get_sequence_nr _engine_run_backward",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.autograd.graph:Node": "_sequence_nr",
-    "torch:Tensor": "_base _post_accumulate_grad_hooks",
+    "torch:Tensor": "_base _post_accumulate_grad_hooks _in_backward_optimizers?",
     "torch:UntypedStorage": "_cdata",
     "torch._C": "_current_graph_task_id _will_engine_execute_node _storage_Use_Count _distributed_c10d",
     "torch._C._distributed_c10d": "_dump_fr_trace? _dump_nccl_trace?",

@@ -1,5 +1,6 @@
 """FullyShardedDataParallel on FSDP2."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
-from shardwise.errors import ConfigError, ShardError
 from shardwise.fsdp1 import initialising
 from shardwise.fsdp1.api import *  # noqa: F403  # scripts import FSDP1's settings from this module too
 from shardwise.fsdp1.api import (
@@ -25,23 +25,28 @@ from shardwise.fsdp1.api import (
 )
 from shardwise.fsdp1.initialising import UnitForwardHooks, find_mesh, initialise_unit, plan_of, sync_from_first_rank
 from shardwise.fsdp1.optimizer_state_dicts import OptimizerStates
-from shardwise.fsdp1.settings import Settings, auto_wrap, find_device, find_ignored, read_settings
+from shardwise.fsdp1.settings import Settings, auto_wrap, find_device, find_ignored, read_settings, warn_once
 from shardwise.fsdp1.units import (
     INTERNALS,
     PREFIX,
     WRAPPED,
     Unit,
+    WrongArgument,
+    WrongUse,
     cast_buffers,
     outer_units,
     refuse_internal,
+    refuse_while_running,
     units_in,
 )
 from shardwise.planning.plan import Plan
 from shardwise.sharding.full_params import find_slots, full_params, reshard
-from shardwise.sharding.gradients import watch_zero_grad
+from shardwise.sharding.gradients import step_in_backward, watch_zero_grad
 from shardwise.sharding.inventory import local_part, local_tensor
+from shardwise.sharding.parameter_writes import is_watched, watch_writes
 from shardwise.sharding.registry import ShardedState, remember
 from shardwise.sharding.repointing import watch_optimizers
+from shardwise.sharding.watching import watch_by_default
 from shardwise.training.step import clip_grad_norm_
 
 # Arguments of the constructor that a policy does not hand on to the units below.
@@ -81,19 +86,22 @@ def summon(
     """
     where = "summon_full_params"
     if writeback and rank0_only:
-        raise ConfigError(
+        raise WrongArgument(
             "writeback=True and rank0_only=True are given",
             where=where,
             why="the other ranks hold nothing that could be written back",
             fix="writeback=False, or rank0_only=False",
         )
-    if with_grads and (offload_to_cpu or rank0_only):
-        raise ConfigError(
-            "with_grads=True is given with offload_to_cpu or rank0_only",
+    if with_grads and offload_to_cpu:
+        raise WrongArgument(
+            "with_grads=True and offload_to_cpu=True are given",
             where=where,
-            why="a gradient is where its parameter is, on every rank",
-            fix="leave the other one out",
+            why="a gradient is where its parameter is",
+            fix="leave one of them out",
         )
+    if offload_to_cpu and not rank0_only:
+        warn_once("offload_to_cpu=True", "every rank holds the whole model in CPU memory; rank0_only=True spares that")
+    refuse_while_running(units_in(module), where)
     reshard(module)
     slots = find_slots(module, recurse)
     grads = {sharded: _whole(sharded.grad) for sharded in slots} if with_grads else {}
@@ -104,7 +112,7 @@ def summon(
             shown[sharded] = owner._parameters[name]
             if offload_to_cpu and not shown[sharded].is_meta:
                 shown[sharded].data = shown[sharded].data.cpu()
-            if with_grads:
+            if with_grads and not shown[sharded].is_meta:
                 shown[sharded].grad = grads[sharded]
         for unit in before:
             unit.is_summoned = True
@@ -127,6 +135,29 @@ def _write_gradient(sharded: nn.Parameter, whole: torch.Tensor | None) -> None:
         sharded.grad = None if whole is None else sharded.grad
     elif whole is not sharded.grad:
         local_tensor(sharded.grad).copy_(local_part(whole, sharded.grad))
+
+
+def _check_module(module: nn.Module) -> None:
+    """Raise if a module is sharded already, or holds a unit that has run; warn about one that cannot be called."""
+    where = f"FullyShardedDataParallel({type(module).__name__})"
+    nested = units_in(module)
+    if any(compat.is_root(unit) for unit in nested):
+        raise WrongUse(
+            "a unit inside has already been run, or summoned, as a root of its own",
+            where=where,
+            why="which unit is the root is settled by the first forward",
+            fix="wrap the whole model before the first forward, summon_full_params or clip_grad_norm_",
+        )
+    inside = {parameter for unit in nested for parameter in unit.parameters()}
+    if any(is_watched(parameter) for parameter in module.parameters() if parameter not in inside):
+        raise WrongUse(
+            "its parameters are sharded already",
+            where=where,
+            why="a module is wrapped once",
+            fix="use the unit that wraps it, or wrap another copy: copy.deepcopy(module) before",
+        )
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        warn_once(type(module).__name__, "it has no forward, so its parameters are never gathered: wrap what is in it")
 
 
 class FullyShardedDataParallel(OptimizerStates):
@@ -183,6 +214,7 @@ class FullyShardedDataParallel(OptimizerStates):
         arguments = {name: value for name, value in locals().items() if name not in _ROOTS_OWN}
         super().__init__()
         compat.check_torch()
+        _check_module(module)
         settings = read_settings(sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
         ignored = find_ignored(module, ignored_modules, ignored_states, units_in(module))
         self._ignored_modules, self._ignored_params = ignored.modules, ignored.parameters
@@ -208,7 +240,8 @@ class FullyShardedDataParallel(OptimizerStates):
         self.process_group = self.mesh.get_group(axis)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self._use_orig_params = use_orig_params
-        self.is_summoned = self.has_comm_hook = self._is_prepared = False
+        self.is_summoned = self.has_comm_hook = self._is_prepared = self.is_full_precision = False
+        self.is_full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._state_dict_type = StateDictType.FULL_STATE_DICT
         self._state_dict_config, self._optim_state_dict_config = FullStateDictConfig(), FullOptimStateDictConfig()
         self.register_load_state_dict_post_hook(self._clean_missing)
@@ -228,8 +261,9 @@ class FullyShardedDataParallel(OptimizerStates):
         )
         # FSDP2 gives the object a class of its own; scripts, printed models and messages know the old name.
         type(self).__name__ = type(self).__name__.removeprefix("FSDP")
-        UnitForwardHooks(self)
+        self.forward_hooks = UnitForwardHooks(self)
         compat.patch_accumulation(self)
+        watch_writes(self)
         watch_optimizers(self, {old: owners[0][0]._parameters[owners[0][1]] for old, owners in places.items()})
 
     @property
@@ -280,7 +314,9 @@ class FullyShardedDataParallel(OptimizerStates):
             self._is_prepared = True
             cast_buffers(units_in(self))
             remember(self, ShardedState(plan=self.plan, mesh=self.mesh))
+            step_in_backward(self)
             watch_zero_grad()
+            watch_by_default(self)
 
     def check_is_root(self) -> bool:
         """Whether this unit is the outermost of its model.
@@ -348,6 +384,7 @@ class FullyShardedDataParallel(OptimizerStates):
             Local. Enter it on every rank.
         """
         self._refuse_inner("no_sync")
+        refuse_while_running([self], "no_sync")
         with compat.gradient_sync(self, reduce=False, all_reduce=False, is_last=False):
             yield
 
@@ -363,6 +400,8 @@ class FullyShardedDataParallel(OptimizerStates):
         self._refuse_inner("clip_grad_norm_")
         norm = clip_grad_norm_(self, float(max_norm), float(norm_type))
         dtypes = [parameter.grad.dtype for parameter in self.parameters() if parameter.grad is not None]
+        if not dtypes:
+            warn_once("clip_grad_norm_", f"rank {self.rank} has no gradients; the norm is in float32")
         wide = torch.float32 if not dtypes else dtypes[0]
         for dtype in dtypes:
             wide = torch.promote_types(wide, dtype)
@@ -389,7 +428,7 @@ class FullyShardedDataParallel(OptimizerStates):
 
     def _refuse_inner(self, method: str) -> None:
         if not self.check_is_root():
-            raise ShardError(
+            raise WrongUse(
                 f"{method} is called on an inner unit",
                 where=f"FullyShardedDataParallel.{method}",
                 why="it is about the whole model",

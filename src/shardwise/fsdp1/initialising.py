@@ -12,12 +12,11 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
+from shardwise.config.fsdp1_names import HYBRID, KEEPS_UNSHARDED
 from shardwise.distributed.agreement import gather_objects
-from shardwise.distributed.launchers import read_launch
-from shardwise.distributed.mesh import data_parallel_sizes, made_once, mesh_of_sizes
-from shardwise.errors import ConfigError, ShardError
-from shardwise.fsdp1.settings import FREES
-from shardwise.fsdp1.units import clean_name, units_in
+from shardwise.distributed.mesh import data_parallel_sizes, made_once, mesh_of_sizes, ranks_per_machine
+from shardwise.errors import ShardError
+from shardwise.fsdp1.units import WrongArgument, WrongUse, cast_buffers, clean_name, units_in
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.settings import dtype_name
 from shardwise.sharding.forward_hooks import Casts, ForwardHooks
@@ -26,7 +25,6 @@ from shardwise.sharding.graph_calls import watch_backward
 from shardwise.sharding.inventory import broadcast_from_first
 from shardwise.sharding.registry import recover
 
-HYBRID = (ShardingStrategy.HYBRID_SHARD, compat.HYBRID_SHARD_ZERO2)
 _AXES = ("replicate", "shard")
 
 
@@ -50,17 +48,29 @@ def find_mesh(
     """
     where = "FullyShardedDataParallel(process_group=, device_mesh=)"
     if process_group is not None and device_mesh is not None:
-        raise ConfigError("both are given", where=where, why="each names the ranks", fix="leave one of them out")
+        raise WrongArgument("both are given", where=where, why="each names the ranks", fix="leave one of them out")
     is_pair = isinstance(process_group, tuple) and len(process_group) == 2
-    if strategy in HYBRID and process_group is not None and not is_pair:
-        raise ConfigError(
+    if strategy.name in HYBRID and process_group is not None and not is_pair:
+        raise WrongArgument(
             f"{strategy.name} is given one process group",
             where=where,
             why="it shards over one group and replicates over another",
             fix="process_group=(shard_group, replicate_group), or a device_mesh of two axes",
         )
-    if strategy in HYBRID and device_mesh is not None and device_mesh.ndim != 2:
-        raise ConfigError(
+    if (
+        strategy.name not in HYBRID
+        and device_mesh is not None
+        and device_mesh.ndim > 1
+        and not device_mesh.mesh_dim_names
+    ):
+        raise WrongArgument(
+            f"{strategy.name} is given a mesh of {device_mesh.ndim} axes without names",
+            where=where,
+            why="it shards over one axis",
+            fix="name the axes and pass one of them, mesh[name], or use HYBRID_SHARD",
+        )
+    if strategy.name in HYBRID and device_mesh is not None and device_mesh.ndim != 2:
+        raise WrongArgument(
             f"{strategy.name} is given a mesh of {device_mesh.ndim} axis",
             where=where,
             why="it replicates over the first axis and shards over the second",
@@ -69,7 +79,7 @@ def find_mesh(
     if device_mesh is not None and device_mesh.mesh_dim_names is not None:
         data_parallel_sizes(device_mesh)
     if not dist.is_initialized():
-        raise ConfigError(
+        raise WrongArgument(
             "there is no process group yet",
             where="FullyShardedDataParallel(...)",
             why="parameters are sharded over the ranks of a process group",
@@ -85,12 +95,12 @@ def _make(
     if strategy is ShardingStrategy.NO_SHARD:
         return _replicated(process_group if device_mesh is None else device_mesh.get_group(0), device_type)
     if device_mesh is not None:
-        if strategy not in HYBRID or device_mesh.mesh_dim_names is not None:
+        if strategy.name not in HYBRID or device_mesh.mesh_dim_names is not None:
             return device_mesh
         # FSDP1 took a mesh without names, FSDP2 tells the axes by theirs.
         groups = [device_mesh.get_group(axis) for axis in range(2)]
         return DeviceMesh.from_group(groups, device_mesh.device_type, mesh=device_mesh.mesh, mesh_dim_names=_AXES)
-    if strategy in HYBRID:
+    if strategy.name in HYBRID:
         return _pair(process_group, device_type) if process_group is not None else _by_machine(device_type)
     if process_group is None or process_group is dist.group.WORLD:
         return mesh_of_sizes(device_type, {"shard": dist.get_world_size()})
@@ -116,12 +126,10 @@ def _pair(groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device_type: str)
 
 def _by_machine(device_type: str) -> DeviceMesh:
     """Shard within a machine, replicate between machines: what FSDP1 does when nothing is said."""
-    num_ranks = dist.get_world_size()
-    num_local = read_launch().local_world_size if device_type == "cpu" else torch.accelerator.device_count()
-    num_local = min(num_local, num_ranks)
-    if num_ranks % num_local:
-        raise ConfigError(
-            f"{num_ranks} ranks are not a multiple of {num_local}, the ranks of this machine",
+    num_ranks, num_local = dist.get_world_size(), ranks_per_machine()
+    if num_local is None:
+        raise WrongArgument(
+            f"{num_ranks} ranks are spread unevenly over the machines",
             where="FullyShardedDataParallel(sharding_strategy=HYBRID_SHARD)",
             why="every machine holds one copy, spread over its ranks",
             fix="start the same number of ranks on every machine, or pass device_mesh=",
@@ -165,20 +173,20 @@ def register(units: Sequence[Any], state: object, hook: Callable[..., None]) -> 
         hook: torch's own, or one with the signature for sharded strategies.
 
     Raises:
-        ConfigError: FSDP1 refuses it too, or FSDP2 has no place for it.
+        ShardError: FSDP1 refuses it too, or FSDP2 has no place for it.
 
     Ranks:
         Local.
     """
 
-    def refused(what: str, why: str, fix: str) -> ConfigError:
-        return ConfigError(what, where="register_comm_hook", why=why, fix=fix)
+    def refused(what: str, why: str, fix: str) -> WrongUse:
+        return WrongUse(what, where="register_comm_hook", why=why, fix=fix)
 
     if not callable(hook):
         raise refused(f"the hook is {hook!r}", "it is called with every gradient", "pass a function")
     for unit in units:
         what = f"the strategy is {unit.sharding_strategy.name}"
-        if unit.sharding_strategy in HYBRID:
+        if unit.sharding_strategy.name in HYBRID:
             fix = "use MixedPrecision(reduce_dtype=...) to send fewer bytes"
             raise refused(what, "FSDP1 has no hooks for it either", fix)
         if unit.sharding_strategy is ShardingStrategy.NO_SHARD and hook not in (*_COMPRESS, *_AS_EVER):
@@ -234,6 +242,13 @@ def initialise_unit(
     if not on_meta:
         return
     places = [(owner, name, p) for owner in modules for name, p in owner._parameters.items() if p is not None]
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise WrongArgument(
+            f"param_init_fn is {param_init_fn!r}",
+            where="FullyShardedDataParallel(param_init_fn=)",
+            why="it is called with each module on the meta device",
+            fix="pass a function, or None for reset_parameters",
+        )
     if param_init_fn is not None:
         for owner in modules:
             param_init_fn(owner)
@@ -334,7 +349,7 @@ def _group(unit: Any, path: str, names: dict[nn.Parameter, list[str]], *, is_roo
     if not parameters and not is_root:
         return None
     precision = unit.mixed_precision
-    keeps = is_root or unit.sharding_strategy not in FREES
+    keeps = is_root or unit.sharding_strategy.name in KEEPS_UNSHARDED
     reduce_dtype = precision.reduce_dtype or precision.param_dtype
     return Group(
         modules=(path,),
@@ -389,11 +404,23 @@ class UnitForwardHooks(ForwardHooks):
         compat.initialise(self.module)
         if self.is_root:
             self.unit.prepare_as_root()
+        self._choose_precision()
         precision: MixedPrecision = self.unit.mixed_precision
         asked = self.is_root and precision.cast_root_forward_inputs
         asked = asked or (precision.cast_forward_inputs and self.unit._has_params)
+        asked = asked and not self.unit.is_full_precision
         self._call.casts = Casts(precision.param_dtype if asked else None, None)
         return super().enter(args, kwargs)
+
+    def _choose_precision(self) -> None:
+        """Compute in full precision in eval mode where `FSDP_USE_FULL_PREC_IN_EVAL` is set."""
+        unit = self.unit
+        is_full = unit.is_full_precision_in_eval and not unit._fsdp_wrapped_module.training
+        if is_full != unit.is_full_precision:
+            unit.is_full_precision = is_full
+            for group in compat.groups_of(unit):
+                compat.toggle_full_precision(group)
+            cast_buffers(units_in(unit))
 
     def after(self, output: Any) -> None:
         """Without a backward to follow, show shards again: an optimizer or a state dict may come next."""

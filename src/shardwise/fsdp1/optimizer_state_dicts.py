@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.distributed.agreement import on_rank_zero
-from shardwise.errors import ConfigError
 from shardwise.fsdp1.state_dicts import BUCKET_BYTES, StateDicts, copy_sharded, laid_out
-from shardwise.fsdp1.units import clean_name, first_unit
+from shardwise.fsdp1.units import WrongArgument, clean_name, first_unit
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order, reshard
 from shardwise.sharding.inventory import broadcast_from_first, local_tensor
 from shardwise.sharding.repointing import adopt, refuse_foreign
@@ -31,7 +30,7 @@ def named_state(
     keep: bool,
     to_cpu: bool,
 ) -> StateDict:
-    """The optimizer's state dict with names for numbers, as FSDP1 returns it.
+    """The optimizer's state dict with the wrapped model's names for numbers or for a named optimizer's own keys.
 
     Groups and their parameters stand in the optimizer's order, as FSDP1 has them; where ranks have different orders, in
     the first rank's: `torch.distributed.checkpoint` takes a group's options and names from any rank.
@@ -39,7 +38,7 @@ def named_state(
     Args:
         model: Holds the optimizer's parameters.
         optimizer: Built on them, before or after they were wrapped.
-        state_dict: From `optimizer.state_dict()`; read here when absent.
+        state_dict: From `optimizer.state_dict()`; read here when absent. It may lack `param_groups`.
         is_full: Gather whole tensors; else they stay sharded.
         keep: False takes part and returns an empty dict.
         to_cpu: Put tensors into CPU memory.
@@ -52,16 +51,18 @@ def named_state(
     given = optimizer.state_dict() if state_dict is None else state_dict
     names = _numbered_names(model, optimizer.param_groups)
     place = {clean_name(name): index for index, (name, _) in enumerate(model.named_parameters())}
-    state = {names[key] if isinstance(key, int) else key: value for key, value in given["state"].items()}
+
+    def name_of(key: int | str) -> str:
+        return names[key] if isinstance(key, int) else clean_name(key)
+
+    state = {name_of(key): value for key, value in given["state"].items()}
     state = {name: state[name] for name in sorted(state, key=lambda name: place.get(name, len(place)))}
     mesh = first_unit(model, "optim_state_dict").mesh
-    groups = [
-        group | {"params": [names[key] if isinstance(key, int) else key for key in group["params"]]}
-        for group in given["param_groups"]
-    ]
-    groups = _in_first_rank_order(groups, mesh)
-    copied = _copied(state, mesh, is_full=is_full, keep=keep, to_cpu=to_cpu)
-    return {"state": copied, "param_groups": groups} if keep else {}
+    copied: StateDict = {"state": _copied(state, mesh, is_full=is_full, keep=keep, to_cpu=to_cpu)}
+    if "param_groups" in given:
+        groups = [group | {"params": [name_of(key) for key in group["params"]]} for group in given["param_groups"]]
+        copied["param_groups"] = _in_first_rank_order(groups, mesh)
+    return copied if keep else {}
 
 
 def _in_first_rank_order(groups: list[StateDict], mesh: DeviceMesh) -> list[StateDict]:
@@ -130,7 +131,7 @@ def rekeyed(
     """
     kinds = {type(key) for key in state_dict["state"]}
     if len(kinds) > 1:
-        raise ConfigError(
+        raise WrongArgument(
             f"the keys of the state are of several kinds: {sorted(kind.__name__ for kind in kinds)}",
             where="rekey_optim_state_dict",
             why="each is either a parameter's name or its number",
@@ -164,7 +165,12 @@ def parameter_groups(
 
 
 def loadable(
-    state_dict: StateDict | None, model: nn.Module, groups: list[list[nn.Parameter]], mesh: DeviceMesh | None
+    state_dict: StateDict | None,
+    model: nn.Module,
+    groups: list[list[nn.Parameter]],
+    mesh: DeviceMesh | None,
+    *,
+    by_name: bool = False,
 ) -> StateDict:
     """State by parameter number, each tensor placed like its parameter.
 
@@ -173,6 +179,7 @@ def loadable(
         model: Gives parameters their names.
         groups: Parameters in the optimizer's order, group by group.
         mesh: Where given, only its first rank's `state_dict` counts, and is sent to the others.
+        by_name: Keys are the names that `model.named_parameters()` gives, as a named optimizer has them.
 
     Ranks:
         Collective over `mesh` where it is given, else local unless a tensor is sharded over another mesh.
@@ -183,33 +190,40 @@ def loadable(
     names = [name_of[parameter] for parameter in parameters]
     source = _sent(state_dict, dict(zip(names, parameters, strict=True)), mesh) if mesh is not None else state_dict
     if source is None or "state" not in source:
-        raise ConfigError(
+        raise WrongArgument(
             "there is no optimizer state",
             where="optim_state_dict_to_load",
-            why="it is a dictionary with the keys state and param_groups",
+            why="it is a dictionary with the key state",
             fix="pass what optim_state_dict returned; with rank0_only=True rank 0 must have it",
         )
-    number_of = {name: number for number, name in enumerate(names)}
+    key_of: dict[str, int | str] = {name: number for number, name in enumerate(names)}
+    if by_name:
+        key_of = {clean_name(name): name for name, _ in model.named_parameters() if clean_name(name) in key_of}
     state = {}
     # In the model's order, the same on every rank: placing a tensor that is sharded over another mesh communicates.
     for parameter, name in name_of.items():
-        if name in number_of and (values := source["state"].get(name)) is not None:
-            state[number_of[name]] = {key: _placed(value, parameter) for key, value in values.items()}
-    return {"state": state, "param_groups": _numbered_groups(source["param_groups"], groups, name_of)}
+        if name in key_of and (values := source["state"].get(name)) is not None:
+            state[key_of[name]] = {key: _placed(value, parameter) for key, value in values.items()}
+    if "param_groups" not in source:
+        return {"state": state}
+    keys = {parameter: key_of[name_of[parameter]] for parameter in parameters}
+    return {"state": state, "param_groups": _keyed_groups(source["param_groups"], groups, name_of, keys)}
 
 
-def _numbered_groups(
-    saved: list[StateDict], groups: list[list[nn.Parameter]], name_of: dict[nn.Parameter, str]
+def _keyed_groups(
+    saved: list[StateDict],
+    groups: list[list[nn.Parameter]],
+    name_of: dict[nn.Parameter, str],
+    keys: dict[nn.Parameter, int | str],
 ) -> list[StateDict]:
     """The optimizer's own groups with the saved options of the group that held the same parameters."""
     home = {name: group for group in saved for name in group["params"]}
-    numbered, start = [], 0
+    keyed = []
     for index, group in enumerate(groups):
         found = [home[name_of[parameter]] for parameter in group if name_of[parameter] in home]
         options = found[0] if found else saved[min(index, len(saved) - 1)]
-        numbered.append(options | {"params": list(range(start, start + len(group)))})
-        start += len(group)
-    return numbered
+        keyed.append(options | {"params": [keys[parameter] for parameter in group]})
+    return keyed
 
 
 def _placed(value: Any, parameter: nn.Parameter) -> Any:
@@ -308,7 +322,8 @@ class OptimizerStates(StateDicts):
         model, optim, optim_state_dict = given
         config = StateDicts.get_state_dict_type(model).optim_state_dict_config
         mesh = first_unit(model, "optim_state_dict_to_load").mesh if getattr(config, "rank0_only", False) else None
-        result = loadable(optim_state_dict, model, parameter_groups(model, optim, None), mesh)
+        groups = parameter_groups(model, optim, None)
+        result = loadable(optim_state_dict, model, groups, mesh, by_name=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(result)
         return result

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from shardwise.errors import ConfigError, ShardError
+from shardwise.config.fsdp1_names import KEEPS_UNSHARDED
+from shardwise.fsdp1.units import WrongArgument, WrongUse
 from shardwise.models.nested_tensors import cast_floating
 
 _SAID: set[str] = set()
@@ -39,10 +40,6 @@ def warn_once(about: str, text: str) -> None:
         warnings.warn(f"shardwise.fsdp1: {about}: {text}", UserWarning, stacklevel=4)
 
 
-FREES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-"""Strategies that free the parameters of all units but the root after forward."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """A constructor call's arguments, with FSDP1's defaults filled in."""
@@ -54,7 +51,7 @@ class Settings:
     @property
     def reshard_after_forward(self) -> bool | None:
         """None frees all units but the root after forward, as FSDP1's FULL_SHARD does."""
-        return None if self.strategy in FREES else False
+        return False if self.strategy.name in KEEPS_UNSHARDED else None
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
@@ -82,7 +79,7 @@ def read_settings(
         Local.
     """
     if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-        asked = "None" if backward_prefetch is None else backward_prefetch.name
+        asked = getattr(backward_prefetch, "name", backward_prefetch)
         warn_once(
             f"backward_prefetch={asked}",
             "FSDP2 always gathers the next unit ahead of the gradients; results are the same, one more unit is held",
@@ -95,7 +92,7 @@ def read_settings(
         )
     strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
     if not isinstance(strategy, ShardingStrategy):
-        raise ConfigError(
+        raise WrongArgument(
             f"sharding_strategy is {strategy!r}",
             where="FullyShardedDataParallel(sharding_strategy=)",
             why="it is a member of ShardingStrategy",
@@ -156,7 +153,7 @@ def find_ignored(
         nested: Units already made inside `module`.
 
     Raises:
-        ConfigError: Both arguments are given, or one holds a unit.
+        ConfigError: Both arguments are given, or one holds a unit or what is neither a module nor a parameter.
 
     Ranks:
         Local.
@@ -165,13 +162,24 @@ def find_ignored(
     states = list(ignored_states or ())
     given = list(ignored_modules or ())
     if given and states:
-        raise ConfigError(
+        raise WrongArgument(
             "both are given", where=where, why="ignored_states takes both kinds", fix="keep ignored_states"
         )
+    wrong = [state for state in given if not isinstance(state, nn.Module)]
+    wrong += [state for state in states if not isinstance(state, nn.Module | nn.Parameter)]
+    if wrong:
+        raise WrongArgument(
+            f"a {type(wrong[0]).__name__} is to be ignored",
+            where=where,
+            why="ignored_modules takes modules, ignored_states modules or parameters",
+            fix="pass a parameter as ignored_states=[parameter]",
+        )
+    if module in given or module in states:
+        warn_once("ignored_modules", "the wrapped module itself is ignored: nothing in it is sharded")
     units = {id(unit) for unit in nested}
     roots = given or [state for state in states if isinstance(state, nn.Module)]
     if any(id(root) in units for root in roots):
-        raise ConfigError(
+        raise WrongArgument(
             "an ignored module is wrapped already", where=where, why="its parameters are sharded", fix="leave it out"
         )
     modules = {child for root in roots for child in root.modules() if id(child) not in units}
@@ -201,7 +209,7 @@ def auto_wrap(root: nn.Module, policy: Any, ignored: Ignored, arguments: dict[st
     """
     for name, module in root.named_modules():
         if isinstance(module, unit_class):
-            raise ShardError(
+            raise WrongUse(
                 f"{name or 'the model'} is wrapped already",
                 where="FullyShardedDataParallel(auto_wrap_policy=)",
                 why="a policy decides about the whole model, innermost modules first",

@@ -52,6 +52,8 @@ class ShardedGradScaler(LocalGradScaler):
         """
         if isinstance(outputs, torch.Tensor):
             return super().scale(outputs).to(outputs.dtype)
+        if not isinstance(outputs, Iterable):
+            raise ValueError("outputs must be a tensor or an iterable of tensors")
         losses = [self.scale(loss) for loss in outputs]
         return type(outputs)(losses) if isinstance(outputs, list | tuple) else iter(losses)
 

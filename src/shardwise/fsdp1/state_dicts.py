@@ -21,9 +21,20 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
-from shardwise.errors import ConfigError, ShardError
+from shardwise.errors import ShardError
 from shardwise.fsdp1.settings import warn_once
-from shardwise.fsdp1.units import PREFIX, WRAPPED, Unit, clean_name, dtypes_before, first_unit, units_in
+from shardwise.fsdp1.units import (
+    PREFIX,
+    WRAPPED,
+    Unit,
+    WrongArgument,
+    WrongUse,
+    clean_name,
+    dtypes_before,
+    first_unit,
+    refuse_while_running,
+    units_in,
+)
 from shardwise.sharding.full_params import gather_in_buckets, reshard
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.repointing import shard_like
@@ -46,7 +57,7 @@ def complete_configs(kind: StateDictType, config: Any, optim_config: Any) -> tup
     for config_class, value in zip(CONFIGS[kind], (config, optim_config), strict=True):
         value = config_class() if value is None else value
         if type(value) is not config_class:
-            raise ConfigError(
+            raise WrongArgument(
                 f"{kind.name} is given a {type(value).__name__}",
                 where="state_dict_type",
                 why="each kind of state dict has a config of its own",
@@ -199,7 +210,7 @@ class StateDicts(Unit):
             for unit in units_in(module)
         ]
         if any(other != settings[0] for other in settings):
-            raise ShardError(
+            raise WrongUse(
                 "units of one model are set to different kinds of state dict",
                 where="get_state_dict_type",
                 why="a state dict is of one kind",
@@ -236,8 +247,9 @@ class StateDicts(Unit):
         """
         # The positional form is torch's deprecated one: destination, prefix, keep_vars.
         kwargs |= dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
-        if self._is_collecting or self.is_summoned:
+        if self._is_collecting:
             return super().state_dict(**kwargs)
+        refuse_while_running([self], "state_dict")
         prefix, before = kwargs.get("prefix", ""), set(kwargs.get("destination") or ())
         units = [unit for unit in units_in(self) if isinstance(unit, StateDicts)]
         for unit in units:
@@ -248,8 +260,17 @@ class StateDicts(Unit):
             for unit in units:
                 unit._is_collecting = False
         kind, config = self._state_dict_type, self._state_dict_config
-        if compat.is_called_by_dcp():  # its helpers ask FSDP1 for shards and gather them as their options say
+        if (
+            compat.is_called_by_dcp() and not self.is_summoned
+        ):  # its helpers ask FSDP1 for shards and gather them as their options say
             kind, config = StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
+        if self.is_summoned and kind is not StateDictType.FULL_STATE_DICT:
+            raise WrongUse(
+                f"a {kind.name} is asked for inside summon_full_params",
+                where="state_dict",
+                why="the parameters are whole there",
+                fix="ask for it outside the block, or for a FULL_STATE_DICT",
+            )
         finish_state_dict(self, collected, prefix, set(collected) - before, kind, config)
         return collected
 

@@ -1,6 +1,6 @@
 """FSDP1's units on FSDP2's modules: names, flat parameters, buffers, optimizers built on them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from shardwise import compat
 from shardwise.errors import ConfigError, ShardError
 from shardwise.models import nested_tensors
 
@@ -46,6 +47,9 @@ class Unit(nn.Module):
     is_summoned: bool
     """Whole parameters stand in it now."""
     has_comm_hook: bool
+    is_full_precision: bool
+    """Computes in the dtype of its shards now: `FSDP_USE_FULL_PREC_IN_EVAL`."""
+    forward_hooks: Any
     _fsdp_wrapped_module: nn.Module
     _ignored_modules: set[nn.Module]
     _ignored_params: set[nn.Parameter]
@@ -76,7 +80,7 @@ def first_unit(module: nn.Module, where: str) -> Unit:
     """
     units = units_in(module)
     if not units:
-        raise ConfigError(
+        raise WrongArgument(
             f"{type(module).__name__} holds no FullyShardedDataParallel",
             where=where,
             why="the call is about sharded parameters",
@@ -93,6 +97,27 @@ INTERNALS = {
     "flat_param": "the flat parameter",
     "_exec_order_data": "the order in which flat parameters were used",
 }
+
+
+class WrongArgument(ConfigError, ValueError, NotImplementedError):
+    """An argument that FSDP1 refuses too; also of the types that FSDP1 raises, so that a script still catches it."""
+
+
+class WrongUse(ShardError, AssertionError, ValueError, RuntimeError):
+    """A call that FSDP1 refuses too; also of the types that FSDP1 raises, so that a script still catches it."""
+
+
+def refuse_while_running(units: Iterable[Any], where: str) -> None:
+    """Raise if a forward or backward of one of the units is running: it needs the parameters as they are."""
+    for unit in units:
+        is_in_forward = unit.forward_hooks.depth > 0
+        if is_in_forward or compat.is_running_backward(unit):
+            raise WrongUse(
+                f"{where} is called during {'forward' if is_in_forward else 'backward'}",
+                where=f"{type(unit.module).__name__}, wrapped as a unit",
+                why="parameters are unsharded and freed by the pass that is running",
+                fix="call it before or after the step",
+            )
 
 
 class NoFlatParameter(ShardError, AttributeError):
@@ -117,7 +142,7 @@ _BEFORE = "_shardwise_buffer_dtypes"
 
 
 def cast_buffers(units: list[Any]) -> None:
-    """Cast the floating-point buffers of each unit to its `buffer_dtype`, inner units first.
+    """Cast the floating-point buffers of each unit to its `buffer_dtype`, inner units first; or back to their own.
 
     Args:
         units: All units of a model, outer ones first; each says which modules it ignores.
@@ -133,8 +158,13 @@ def cast_buffers(units: list[Any]) -> None:
             if owner in done:
                 continue
             done.add(owner)
-            if dtype is not None and owner not in unit._ignored_modules:
-                owner.__dict__.setdefault(_BEFORE, {}).update(nested_tensors.cast_buffers(owner, dtype, cast))
+            if dtype is None or owner in unit._ignored_modules:
+                continue
+            before = owner.__dict__.setdefault(_BEFORE, {})
+            if not unit.is_full_precision:
+                before.update(nested_tensors.cast_buffers(owner, dtype, cast))
+            for own in set(before.values()) if unit.is_full_precision else ():
+                nested_tensors.cast_buffers(owner, own, cast, {name for name in before if before[name] == own})
 
 
 def dtypes_before(module: nn.Module) -> dict[str, torch.dtype]:

@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import enum
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -125,7 +125,10 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_buffers(
-    owner: nn.Module, dtype: torch.dtype, cast: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    owner: nn.Module,
+    dtype: torch.dtype,
+    cast: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    names: Container[str] | None = None,
 ) -> dict[str, torch.dtype]:
     """Cast a module's own floating-point buffers.
 
@@ -133,13 +136,15 @@ def cast_buffers(
         owner: Its children's buffers are left alone.
         dtype: What the buffers become.
         cast: Before and after, by the id before; shared by the calls for one model, so that tied buffers stay tied.
+        names: Those to be cast; all by default.
 
     Returns:
         The dtype that each buffer which was cast had before.
     """
     before: dict[str, torch.dtype] = {}
     for name, buffer in owner._buffers.items():
-        if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+        is_meant = buffer is not None and (names is None or name in names)
+        if is_meant and buffer.is_floating_point() and buffer.dtype != dtype:
             before[name] = buffer.dtype
             if id(buffer) not in cast:
                 cast[id(buffer)] = (buffer, buffer.to(dtype))

@@ -25,7 +25,7 @@ from shardwise.planning.planner import refuse_sharded
 from shardwise.planning.settings import dtype_name
 from shardwise.sharding.blocks import checkpoint_activations, compile_blocks
 from shardwise.sharding.forward_hooks import Casts, ForwardHooks, PartsForwardHooks, Replicated, RootForwardHooks
-from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, watch_zero_grad
+from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, step_in_backward, watch_zero_grad
 from shardwise.sharding.graph_calls import watch_backward
 from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, on_recover, remember
@@ -185,6 +185,7 @@ def shard(
     repoint(optimizers, remembered, model)
     watch_optimizers(model, replaced)
     watch_writes(model)
+    step_in_backward(model)
     watch_zero_grad()
     watch_by_default(model)
     return model

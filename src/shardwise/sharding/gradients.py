@@ -119,6 +119,11 @@ class BackwardEnd:
                 dist.all_reduce(tensor, group=group)
 
 
+def step_in_backward(root: nn.Module) -> None:
+    """Step the optimizers that run in backward (`_apply_optimizer_in_backward`) once gradients are reduced."""
+    compat.on_backward_end(root, functools.partial(compat.step_in_backward, compat.param_groups(root)))
+
+
 @functools.cache
 def watch_zero_grad() -> None:
     """Make `zero_grad` of any module clear the gradients of its parameters in the models that shardwise sharded.

@@ -19,7 +19,7 @@ _VERSION = "_shardwise_version"
 
 
 def watch_writes(model: nn.Module) -> None:
-    """Keep what is written to the model's parameters, sharded or unsharded.
+    """Keep what is written to the model's parameters, sharded or unsharded; repeatable.
 
     FSDP2 frees an unsharded parameter and all that forward wrote into it (a logit scale that is clamped, a teacher that
     is moved); each write is copied into the shard first. `parameter.data = value` copies the values: torch would
@@ -30,7 +30,15 @@ def watch_writes(model: nn.Module) -> None:
         if isinstance(parameter, DTensor):
             parameter.__dict__[_MARK] = True
     for group in compat.param_groups(model):
-        compat.around_unsharded(group, _refuse_replaced, _note_versions, _write_back)
+        if _MARK not in vars(group):
+            vars(group)[_MARK] = True
+            compat.around_unsharded(group, _refuse_replaced, _note_versions, _write_back)
+            compat.before_reset(group, _check_adopted)
+
+
+def is_watched(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a sharded one of a model that shardwise has sharded."""
+    return _MARK in parameter.__dict__
 
 
 @functools.cache
@@ -42,12 +50,24 @@ def _watch_data() -> None:
 def _refuse_replaced(group: Any) -> None:
     """Raise where a module's parameter was replaced or taken away since it was sharded: FSDP2 would ignore that."""
     for module, name in compat.places_of_other_parameters(group):
-        raise ShardError(
-            f"{name!r} of a sharded {type(module).__name__} is not the parameter that was sharded",
-            where=f"{type(module).__name__}.{name}",
-            why="the group gathers the shard it was made with; what was assigned since would be ignored silently",
-            fix="tie, replace or parametrize before sharding; to change values, parameter.copy_(...) under no_grad",
-        )
+        raise _not_the_sharded_one(module, name)
+
+
+def _check_adopted(record: Any) -> None:
+    """Raise where FSDP2 could not take what is registered for the shard; `model.double()` gives it another dict."""
+    registered, shard = compat.registered_parameter(record), compat.sharded_parameter(record)
+    if not isinstance(registered, DTensor) or registered.shape != shard.shape:
+        raise _not_the_sharded_one(*compat.place_of(record))
+    registered.__dict__[_MARK] = True
+
+
+def _not_the_sharded_one(module: nn.Module, name: str) -> ShardError:
+    return ShardError(
+        f"{name!r} of a sharded {type(module).__name__} is not the parameter that was sharded",
+        where=f"{type(module).__name__}.{name}",
+        why="the group gathers the shard it was made with; what was assigned since would be ignored silently",
+        fix="tie, replace or parametrize before sharding; to change values, parameter.copy_(...) under no_grad",
+    )
 
 
 def _note_versions(group: Any) -> None:
@@ -92,7 +112,7 @@ def _assign_unsharded(parameter: nn.Parameter, value: torch.Tensor) -> bool:
 
 def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
     """Copy the values in place; False leaves it to torch, where it is not ours and of another kind."""
-    if _MARK in tensor.__dict__:
+    if is_watched(tensor):
         _refuse_other_kind(tensor, value)
     elif isinstance(tensor, nn.Parameter):
         return False  # of a model that was sharded by hand

@@ -15,6 +15,7 @@ from shardwise import compat
 from shardwise.distributed.collective_trace import CollectiveKind, encode, open_traces
 from shardwise.distributed.tracer import CollectiveTracer
 from shardwise.errors import ShardError
+from shardwise.sharding.inventory import unwrapped_name
 from shardwise.sharding.repointing import around_steps
 
 _ATTRIBUTE = "_shardwise_watch"
@@ -69,7 +70,7 @@ def watch(
     """
     if (earlier := model.__dict__.get(_ATTRIBUTE)) is not None:
         earlier.stop()
-    groups = compat.named_groups(model)
+    groups = {unwrapped_name(name): group for name, group in compat.named_groups(model).items()}
     tracers: dict[str, CollectiveTracer] = {}
 
     def tracer_of(process_group: Any) -> CollectiveTracer | None:
@@ -105,7 +106,7 @@ def watch(
 
 
 def watch_by_default(model: nn.Module) -> None:
-    """Watch a model that `shard` has sharded; where ranks cannot share memory, report that and go on without.
+    """Watch a model that shardwise has sharded; where ranks cannot share memory, report that and go on without.
 
     Ranks:
         Collective.

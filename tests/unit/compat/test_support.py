@@ -82,8 +82,8 @@ FSDPParam.mp_policy = property(lambda self: None)
 """
 
 WITHOUT_A_FUNCTION = """
-import torch.distributed.fsdp._fully_shard._fsdp_param_group as module
-del module.RegisterPostBackwardFunction
+import torch.utils._foreach_utils as module
+del module._get_fused_kernels_supported_devices
 import shardwise as sw
 try:
     sw.shard(torch.nn.Linear(4, 4))
@@ -164,7 +164,7 @@ def test_torch_without_a_needed_attribute_is_refused_with_names_and_range(tmp_pa
 def test_name_that_cannot_even_be_imported_is_named():
     result = run("", WITHOUT_A_FUNCTION)
     assert result.returncode == 0, result.stderr
-    assert "_fsdp_param_group.RegisterPostBackwardFunction" in result.stdout
+    assert "_foreach_utils._get_fused_kernels_supported_devices" in result.stdout
 
 
 @pytest.mark.slow

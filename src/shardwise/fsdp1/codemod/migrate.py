@@ -11,14 +11,15 @@ from typing import Any, Literal
 from shardwise.errors import SourceError
 from shardwise.findings import SourceFinding, Status, unreadable_source
 from shardwise.fsdp1.codemod.checking import failed_check
-from shardwise.fsdp1.codemod.draft import status_fields
+from shardwise.fsdp1.codemod.draft import finding_at, status_fields
 from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.framework_files import convert_yaml, may_hold_config
 from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.rewriting import rewrite, skipped_everywhere, undone
+from shardwise.fsdp1.codemod.torch_pin import Version, lacking, newest_torch, project_torch
 from shardwise.progress import Progress
 from shardwise.source.files import find_files, map_files, read_bytes, write_bytes
-from shardwise.source.syntax import decode
+from shardwise.source.syntax import FileContext, decode
 
 Target = Literal["torch", "shardwise"]
 TARGETS: tuple[Target, ...] = ("torch", "shardwise")
@@ -115,6 +116,7 @@ def migrate(
     """
     if target not in TARGETS:
         raise SourceError(f"the target is {target!r}", where="--target", fix=f"choose among {', '.join(TARGETS)}")
+    paths = list(paths)
     found = find_files(paths, (".py", *_YAML))
     texts, unreadable = _read(found)
     program = Program({path: text for path, (text, _) in texts.items() if not path.endswith(_YAML)})
@@ -127,6 +129,8 @@ def migrate(
     done = map_files(work, jobs, num_processes=num_processes, progress=progress)
     files = sorted([*(file for file in done if file.changed or file.findings), *unreadable], key=lambda file: file.path)
     files = _checked(files, program, target, num_processes)
+    pinned = project_torch(paths)
+    files = [_with_lacking(file, program, pinned) for file in files]
     migration = Migration(files=tuple(files), num_read=len(found))
     if write:
         write_migration(migration)
@@ -194,6 +198,22 @@ def _checked(
         for path in _imported(program, left) & failed.keys() - wraps:
             failed[path] = failed[path] or f"would be given FSDP1's models by {left}, which is left alone"
     return [_restored(file, why) if (why := failed.get(file.path)) else file for file in files]
+
+
+def _with_lacking(file: MigratedFile, program: Program, pinned: tuple[Version, str] | None) -> MigratedFile:
+    """A rewritten file with a finding about the names that the project's torch, or the file's own, lacks."""
+    if not file.changed or file.path not in program.texts:
+        return file
+    own = newest_torch(file.before) if "/// script" in file.before else None
+    version, place = (own, file.path) if own is not None else pinned or (None, "")
+    after = FileContext(file.output, file.path)
+    names = lacking(program.file(file.path), after, version) if version is not None else []
+    if not names or version is None:
+        return file
+    message = f"torch {version[0]}.{version[1]}, the newest that {place} allows, lacks {', '.join(names)}"
+    fix = "raise the pin to torch>=2.6 together with the rewrite"
+    finding = finding_at(program.file(file.path), after.tree, "SW137", message, Status.NEEDS_DECISION, fix)
+    return replace(file, findings=(finding, *file.findings))
 
 
 def _imported(program: Program, path: str) -> set[str]:
