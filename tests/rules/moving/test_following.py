@@ -232,3 +232,12 @@ def test_an_optimizer_built_again_after_an_evaluation_is_reported(where: str, is
         f"def run(model):\n    model = FSDP(model)\n{where}optimizer = torch.optim.SGD(model.parameters())\n"
     )
     assert ("SW128" in codes(findings, Status.REPORTED)) is is_reported
+
+
+@pytest.mark.parametrize("folder", ["", "./"])
+def test_relative_imports_are_followed_from_the_current_folder_too(folder: str):
+    wrap = IMPORTS + "def wrap(model):\n    return FSDP(model)\n"
+    use = "from .wrapping import wrap\n\n\ndef run(model):\n    return wrap(model).state_dict()\n"
+    program = Program({f"{folder}core/wrapping.py": wrap, f"{folder}core/use.py": use})
+    text, _ = rewrite(program.file(f"{folder}core/use.py"), program, "torch")
+    assert "wrap(model).state_dict()" not in text

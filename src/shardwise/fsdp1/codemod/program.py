@@ -201,7 +201,8 @@ class Program:
             for _ in range(len(module) - len(module.lstrip("."))):
                 package = package.parent
             stem = package.joinpath(*module.strip(".").split("."))
-            paths = [path for path in (f"{stem}.py", str(stem / "__init__.py")) if path in self.texts]
+            known = {Path(path): path for path in self.texts}  # `./a.py` is `a.py`
+            paths = [known[path] for path in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py") if path in known]
             return self._parsed(paths[0]) if paths else None
         around = set(Path(context.path).parents)
         paths = self._by_tail.get(tuple(module.split(".")), [])
