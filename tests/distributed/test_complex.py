@@ -73,3 +73,19 @@ def test_complex_gradients_accumulate_beside_real_ones_computed_in_bfloat16(rank
         gradient = parameter.grad.full_tensor()  # pyrefly: ignore[missing-attribute]
         torch.testing.assert_close(gradient, expected.grad, rtol=0.1, atol=0.1)  # computed in bfloat16
         assert gradient.is_complex() == parameter.is_complex()
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.phase = (nn.Parameter(torch.randn(size, dtype=torch.complex64)) for size in ((3, 5), (5,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft((torch.fft.rfft(x)[..., :3] @ self.weight) * self.phase, n=8)
+
+
+@ranks(2)
+def test_complex_parameters_that_do_not_divide_train_as_in_one_process(rank: int):
+    """Of uneven parts DTensor's view_as_real is a copy, and an optimizer's update would be lost."""
+    result = parity(lambda: nn.Sequential(Odd(), nn.Linear(8, 8), Odd()), features(2, 8), mesh=mesh_of(2))
+    assert result.equal, result

@@ -42,6 +42,7 @@ def test_each_format_goes_on_to_the_last_bit(tmp_path: Path, format: str, optimi
         assert any(kept in name for name in names), names
 
 
+@pytest.mark.slow
 def test_four_ranks_go_on_where_two_stopped_and_every_sample_is_seen_once(tmp_path: Path):
     # Without a micro-batch size the first steps are tried once more, and the objective sees their samples twice.
     config = tiny(tmp_path, steps=10, batch_size=8, micro_batch_size=4, objective="tests.distributed.fit_runs:recorded")

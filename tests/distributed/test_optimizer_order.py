@@ -372,7 +372,7 @@ def test_an_entry_lost_between_two_saves_is_named(rank: int, tmp_path: Path) -> 
         assert checkpointer.latest() == 3
 
 
-@pytest.mark.parametrize("holder", [0, 1])
+@pytest.mark.parametrize("holder", [pytest.param(0, marks=pytest.mark.slow), 1])
 @ranks(2)
 def test_plain_state_on_one_rank_only(rank: int, tmp_path: Path, holder: int) -> None:
     """A parameter that is not sharded may have state on one rank only; the full file keeps the first rank's."""

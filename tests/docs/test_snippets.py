@@ -69,7 +69,12 @@ def test_page_runs_in_one_process(page: Path):
     check_outputs(printed.getvalue(), snippets)
 
 
-@pytest.mark.parametrize("page", WITH_RANKS, ids=lambda page: page.name)
+_LONG = {"training.md", "tutorial.md", "diagnosing.md", "checkpoints.md"}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in _LONG)) for page in WITH_RANKS]
+)
 def test_page_runs_on_ranks(page: Path, tmp_path: Path):
     snippets = [snippet for snippet in snippets_of(page.read_text()) if snippet.num_ranks]
     (num_ranks,) = {snippet.num_ranks or 1 for snippet in snippets}

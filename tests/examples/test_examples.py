@@ -20,7 +20,12 @@ def test_all_systems_have_an_example():
     assert {"tutorial", "robotics_policy", "multimodal", "composer_style"} <= set(EXAMPLES)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+_QUICK = {"tutorial", "multimodal", "composer_style"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in _QUICK else [pytest.mark.slow]) for name in EXAMPLES]
+)
 def test_the_example_learns_on_two_ranks(name: str):
     of_ranks = start_local(f"examples.{name}.train:main", 2)
     for losses in of_ranks:

@@ -53,7 +53,7 @@ def _outcomes(text: str, errors: str) -> Outcomes:
 
 
 # A few seconds each: three kinds of divergence always run, the others and more ranks in the long suite.
-QUICK = {"skipped-tower", "killed", "expert"}
+QUICK = {"skipped-tower", "killed"}
 CASES = [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in sorted(EXPECTED)]
 
 
@@ -117,7 +117,7 @@ def test_machines_started_by_torchrun(case: str, ranks_each: int):
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_machines"),
-    [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)],
+    [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
 def test_ranks_that_agree_are_left_alone(num_ranks: int, num_machines: int):
     outcomes = run_diverging("none", num_ranks, num_machines)

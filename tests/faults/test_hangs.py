@@ -13,6 +13,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from tests.unit.cli.test_main import shardwise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2])
 def test_a_run_that_hung_is_explained_from_its_dumps(tmp_path: Path, num_ranks: int):
     command = [sys.executable, "-m", "tests.faults.hanging", str(tmp_path), str(num_ranks)]

@@ -30,7 +30,7 @@ def start(manner: str, folder: Path, rank: int = 0) -> subprocess.Popen[str]:
     )
 
 
-SLOW = ("raises", "exits")
+SLOW = ("raises", "exits", "ends")
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,8 @@ def images(seed: int) -> Tensor:
 
 
 CASES = [
-    Case(name="unet", build=unet, make_batch=unet_batch, four_ranks=True),
-    Case(name="autoencoder", build=autoencoder, make_batch=images),
+    Case(name="unet", build=unet, make_batch=unet_batch, four_ranks=True, slow=True),
+    Case(name="autoencoder", build=autoencoder, make_batch=images, slow=True),
     Case(
         name="autoencoder_methods",
         build=autoencoder,

@@ -274,6 +274,14 @@ class Draft:
             self.replicated[key] = "a scalar has no dimension to split"
         elif parameter.numel() == 0:
             self.replicated[key] = "an empty parameter has nothing to split"
+        elif parameter.is_complex() and not self._splits_evenly(parameter):
+            # DTensor makes view_as_real of uneven parts a copy: what torch's optimizers write there is lost.
+            self.replicated[key] = "complex numbers are split only where each rank gets as many"
+
+    def _splits_evenly(self, parameter: nn.Parameter) -> bool:
+        shape, num_shards = tuple(parameter.shape), self.axes.get("shard", 1)
+        dim = choose_shard_dim(shape, num_shards)[0] if self.config.shard_dim == "auto" else 0
+        return shape[dim] % num_shards == 0
 
     def plan(self, capability: tuple[int, int] | None) -> Plan:
         """Decide everything, for hardware of this CUDA compute capability."""

@@ -219,6 +219,7 @@ def test_an_anchored_config_is_edited_once():
     ],
     ids=["full", "hybrid", "grad-op"],
 )
+@pytest.mark.slow
 def test_the_launcher_reads_the_converted_file_as_meant(change: dict, expected: dict, tmp_path: Path):
     """Accelerate itself, in a process of its own: what its launcher makes of the file."""
     pytest.importorskip("accelerate")

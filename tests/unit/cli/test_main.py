@@ -63,7 +63,9 @@ def test_config_problem_is_printed_once_as_rows():
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", [["--print-config"], ["--nproc", "1"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["--print-config"], pytest.param(["--nproc", "1"], marks=pytest.mark.slow)], ids=" ".join
+)
 def test_tensor_axis_is_wrong_input(command: list[str], tmp_path: Path):
     result = shardwise("train", *TINY, "--set", "mesh.tensor=2", *command, cwd=tmp_path)
     assert result.returncode == 2
@@ -115,6 +117,7 @@ def test_unexpected_error_says_how_to_report_it(tmp_path: Path):
     assert "report the lines above" in result.stderr
 
 
+@pytest.mark.slow
 def test_training_learns_reports_and_goes_on(tmp_path: Path):
     """The command that the first run prints resumes it."""
     result = shardwise("train", "--nproc", "2", *TINY, cwd=tmp_path)
@@ -161,6 +164,7 @@ def batch(rank, step, seed):
 """
 
 
+@pytest.mark.slow
 def test_parity_builds_a_callable_as_it_stands_and_takes_its_loss(tmp_path: Path):
     (tmp_path / "made.py").write_text(MADE_IN_INIT)
     result = shardwise(

@@ -202,7 +202,7 @@ class Program:
                 package = package.parent
             stem = package.joinpath(*module.strip(".").split("."))
             known = {Path(path): path for path in self.texts}  # `./a.py` is `a.py`
-            paths = [known[path] for path in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py") if path in known]
+            paths = [known[path] for path in (Path(f"{stem}.py"), stem / "__init__.py") if path in known]
             return self._parsed(paths[0]) if paths else None
         around = set(Path(context.path).parents)
         paths = self._by_tail.get(tuple(module.split(".")), [])
