@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from shardwise.checkpointing.state.run import EXTRA_STATE, Run, extra_states, ma
 from shardwise.checkpointing.state.slices import local_chunks, model_tensors
 from shardwise.checkpointing.verifying import USE_THE_MODEL, mixed_order, unsure_order
 from shardwise.distributed.agreement import Channel
-from shardwise.errors import CheckpointError, listed
+from shardwise.errors import CheckpointError, ConfigError, listed
 from shardwise.planning.settings import dtype_name
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import local_tensor, take_inventory
@@ -496,6 +496,7 @@ def load_run(
     Ranks:
         Collective.
     """
+    check_verify(verify)
     view = view_for(contents, channel.rank, channel.size)
 
     def make_plan() -> LoadPlan:
@@ -534,6 +535,12 @@ def load_run(
             plan.random_numbers if is_own else nested.derived_state(plan.random_numbers, channel.rank)
         )
     return plan
+
+
+def check_verify(verify: str) -> None:
+    """Raise unless it says when checksums are compared."""
+    if verify not in get_args(Verify):
+        raise ConfigError(f"verify is {verify!r}", where="verify=...", fix='pass "while", "before" or "no"')
 
 
 def load_requests(

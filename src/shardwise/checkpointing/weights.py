@@ -23,7 +23,7 @@ from shardwise.checkpointing.formats.detect import open_checkpoint, require_name
 from shardwise.checkpointing.formats.full import tensors_in, write_full
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
 from shardwise.checkpointing.hugging_face import in_model_layout
-from shardwise.checkpointing.loading import load_requests
+from shardwise.checkpointing.loading import check_verify, load_requests
 from shardwise.checkpointing.matching import KeyReport, Matched, Rename, match, rename_contents
 from shardwise.checkpointing.reading import Verify, read_chunk, requests_for
 from shardwise.checkpointing.state.names import canonical_name
@@ -343,7 +343,7 @@ def load_weights(
     Ranks:
         Collective over the ranks that hold the model. Every rank raises.
     """
-    _check_verify(verify)
+    check_verify(verify)
     mesh = mesh_of(model, take_inventory(model))
     tensors = run_on_all(lambda: model_tensors(model), mesh, CheckpointError)
     contents = open_on_ranks(lambda: _open(model, tensors, path, rename), mesh, broadcast=broadcast)
@@ -442,10 +442,3 @@ def _differ(contents: Contents, first: StoredTensor, copy: StoredTensor, specs: 
         for spec in specs
         for part in portions(spec, ITEM_BYTES[first.dtype], _BUCKET_BYTES)
     )
-
-
-def _check_verify(verify: str) -> None:
-    if verify not in ("while", "before", "no"):
-        raise ConfigError(
-            f"verify is {verify!r}", where="load_weights(verify=...)", fix='pass "while", "before" or "no"'
-        )

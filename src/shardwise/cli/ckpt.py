@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -137,10 +138,10 @@ def _load(name: str | None) -> nn.Module | None:
     """The model on the meta device, or none."""
     if name is None:
         return None
-    from shardwise.cli.running import add_working_folder_to_path
+    from shardwise.cli.running import add_to_path
     from shardwise.models.load import load_model
 
-    add_working_folder_to_path()
+    add_to_path(os.getcwd())
     return load_model(name)
 
 

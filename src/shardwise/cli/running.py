@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from shardwise.distributed.launchers import Launch, read_launch
@@ -52,7 +53,7 @@ def user_code() -> Iterator[None]:
 
     The file descriptor is redirected too, for child processes: local ranks, and what they start.
     """
-    add_working_folder_to_path()
+    add_to_path(os.getcwd())
     stdout = sys.stdout
     stdout.flush()
     kept = os.dup(1)
@@ -66,10 +67,10 @@ def user_code() -> Iterator[None]:
         os.close(kept)
 
 
-def add_working_folder_to_path() -> None:
-    """Let a `module:callable` be found in the working folder."""
-    if (folder := os.getcwd()) not in sys.path:
-        sys.path.insert(0, folder)
+def add_to_path(folder: str | Path, *, first: bool = True) -> None:
+    """Let a `module:callable` be found in a folder, before installed packages or after them."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0 if first else len(sys.path), str(folder))
 
 
 def _call(target: str, args: Sequence[object], launch: Launch) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,13 +26,15 @@ def train(
     format: FormatOption = Format.TEXT,
 ) -> None:
     """Shard a model and train it; without a run file, a small Llama on this machine's Python sources."""
+    from shardwise.cli.running import add_to_path, number_of_ranks, user_code
     from shardwise.config.load import load
     from shardwise.config.run import RunConfig
     from shardwise.distributed.launchers import read_launch
 
     config = load(RunConfig, run, settings or ())
+    if run is not None:
+        add_to_path(Path(run).resolve().parent, first=False)  # a `module:callable` may lie beside the run file
     if print_config:
-        from shardwise.cli.running import number_of_ranks, user_code
         from shardwise.training.run import resolved_yaml
 
         with user_code():

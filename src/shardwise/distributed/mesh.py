@@ -17,15 +17,19 @@ from shardwise.distributed.launchers import Launch, read_launch, rendezvous_erro
 from shardwise.errors import EnvironmentProblem, PlanError, ShardError
 
 
+def device_type() -> str:
+    """The type of this machine's accelerator; `cpu` where there is none, whatever torch was built for."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cpu"
+
+
 def mesh_axes(mesh: DeviceMesh | MeshConfig | None) -> tuple[dict[str, int], str]:
     """Axis sizes and device type of a mesh, of a mesh yet to be, or of this process alone."""
     if isinstance(mesh, MeshConfig):
-        accelerator = torch.accelerator.current_accelerator()
-        device = mesh.device if mesh.device != "auto" else (accelerator.type if accelerator else "cpu")
+        device = mesh.device if mesh.device != "auto" else device_type()
         return mesh.sizes((mesh.shard or 1) * mesh.replicate), device
     if mesh is None:
-        accelerator = torch.accelerator.current_accelerator()
-        return {"shard": 1}, accelerator.type if accelerator else "cpu"
+        return {"shard": 1}, device_type()
     if mesh.ndim > 1 and not mesh.mesh_dim_names:
         raise PlanError(
             f"the mesh has {mesh.ndim} axes without names",
@@ -209,8 +213,7 @@ def shutdown() -> None:
 
 def _device_asked_for(config: MeshConfig) -> str:
     """The device type to use in a new process group."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    found = accelerator.type if accelerator is not None else "cpu"
+    found = device_type()
     if config.device == "auto":
         return found
     if config.device not in ("cpu", found):

@@ -24,7 +24,7 @@ from shardwise.config.schema import MeshConfig, ShardConfig
 from shardwise.diagnosing.check import check, refuse_errors
 from shardwise.distributed.agreement import agree_on, gather_objects, on_rank_zero, run_on_all
 from shardwise.distributed.launchers import read_launch
-from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, init_distributed
+from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, device_type, init_distributed
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardError, ShardwiseError, listed
 from shardwise.models.configs import config_size, max_length
 from shardwise.models.load import load_model
@@ -405,7 +405,7 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
         notes["folder"] = ["the next free name in `runs`; chosen anew for every run"]
     notes["model"] = [f"{format_count(sum(p.numel for p in made.parameters))} parameters"]
     notes["mesh"] = [f"{num_ranks} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())]
-    notes["mesh.device"] = [f"auto is {_device()} here"] if config.mesh.device == "auto" else []
+    notes["mesh.device"] = [f"auto is {device_type()} here"] if config.mesh.device == "auto" else []
     notes["shard"] = listed(str(made).splitlines(), _MAX_LINES)
     weights = weights_of(config)
     notes["weights"] = [f"read from {weights}" if weights is not None else "drawn anew, from the seed"]
@@ -427,11 +427,6 @@ def _batch_notes(config: RunConfig, num_ranks: int) -> dict[str, list[str]]:
         "training.batch_size": [f"{rows} sequences on each of {num_ranks} ranks, {format_count(tokens)} tokens a step"],
         "training.micro_batch_size": [micro],
     }
-
-
-def _device() -> str:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator is not None else "cpu"
 
 
 class TrainingRun:

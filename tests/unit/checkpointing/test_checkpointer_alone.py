@@ -164,6 +164,15 @@ def test_everything_comes_back(tmp_path: Path, asynchronous: bool):
         assert torch.equal(ours, theirs)
 
 
+def test_a_typo_in_verify_is_no_other_way_to_verify(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model=model)
+        checkpointer.wait()
+        with pytest.raises(ConfigError, match="befor"):
+            checkpointer.load(model=model, verify="befor")  # pyrefly: ignore[bad-argument-type]
+
+
 def test_without_rng_the_streams_go_on(tmp_path: Path):
     model, _ = a_run()
     with Checkpointer(tmp_path, rng=False, asynchronous=False) as checkpointer:

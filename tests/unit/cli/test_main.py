@@ -99,6 +99,18 @@ def test_printed_config_may_name_a_module_of_the_working_folder(tmp_path: Path):
     assert yaml.safe_load(result.stdout)["model"] == "beside:build"
 
 
+@pytest.mark.parametrize("command", [["--print-config"], pytest.param(["--nproc", "2"], marks=pytest.mark.slow)])
+def test_a_module_may_lie_beside_the_run_file(tmp_path: Path, command: list[str]):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "beside.py").write_text(
+        "from shardwise.models.llama import *\nbuild = lambda: Llama(SHAPES['llama3-bytes'])\n"
+    )
+    (folder / "run.yaml").write_text("model: beside:build\ntraining: {steps: 1, sample: null}\n")
+    result = shardwise("train", "elsewhere/run.yaml", *command, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
 def test_error_on_a_rank_is_printed_once_with_its_rank(tmp_path: Path):
     result = shardwise("train", "--nproc", "2", "--set", "mesh.shard=3", cwd=tmp_path)
     assert result.returncode == 2
