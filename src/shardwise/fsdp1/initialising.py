@@ -16,7 +16,7 @@ from shardwise.config.fsdp1_names import HYBRID, KEEPS_UNSHARDED
 from shardwise.distributed.agreement import gather_objects
 from shardwise.distributed.mesh import data_parallel_sizes, made_once, mesh_of_sizes, ranks_per_machine
 from shardwise.errors import ShardError
-from shardwise.fsdp1.units import WrongArgument, WrongUse, cast_buffers, clean_name, units_in
+from shardwise.fsdp1.units import WrongArgument, cast_buffers, clean_name, units_in
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.settings import dtype_name
 from shardwise.sharding.forward_hooks import Casts, ForwardHooks
@@ -173,14 +173,14 @@ def register(units: Sequence[Any], state: object, hook: Callable[..., None]) -> 
         hook: torch's own, or one with the signature for sharded strategies.
 
     Raises:
-        ShardError: FSDP1 refuses it too, or FSDP2 has no place for it.
+        ConfigError: FSDP1 refuses it too, or FSDP2 has no place for it.
 
     Ranks:
         Local.
     """
 
-    def refused(what: str, why: str, fix: str) -> WrongUse:
-        return WrongUse(what, where="register_comm_hook", why=why, fix=fix)
+    def refused(what: str, why: str, fix: str) -> WrongArgument:
+        return WrongArgument(what, where="register_comm_hook", why=why, fix=fix)
 
     if not callable(hook):
         raise refused(f"the hook is {hook!r}", "it is called with every gradient", "pass a function")

@@ -99,7 +99,7 @@ INTERNALS = {
 }
 
 
-class WrongArgument(ConfigError, ValueError, NotImplementedError):
+class WrongArgument(ConfigError, AssertionError, ValueError, NotImplementedError):
     """An argument that FSDP1 refuses too; also of the types that FSDP1 raises, so that a script still catches it."""
 
 

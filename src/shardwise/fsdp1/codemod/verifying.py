@@ -185,7 +185,7 @@ def _environment(folder: Path, copy: Path) -> dict[str, str]:
         copy / one.resolve().relative_to(folder) if one.resolve().is_relative_to(folder) else one for one in searched
     ]
     paths = [str(one) for one in (copy, copy / "src", *moved)]
-    return {**os.environ, **hidden, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **hidden, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _tail(output: str) -> str:
