@@ -96,3 +96,12 @@ def test_losses_are_read_by_their_place_whatever_rank_prints_first():
     assert first_difference({"loss": ["0.50", "0.40"]}, {"loss": ["0.51", "0.30"]}) == (
         "loss number 2 differs first: 0.40 before, 0.30 after"
     )
+
+
+def test_lines_of_ranks_that_run_into_each_other_are_told_apart():
+    printed = "rank 0 step 2 loss 0.125rank 1 step 2 loss 0.5\n\nrank 0 step 3 loss 1e-3\n"
+    assert read_losses(printed) == {
+        "rank 0 step 2 loss": ["0.125"],
+        "rank 1 step 2 loss": ["0.5"],
+        "rank 0 step 3 loss": ["1e-3"],
+    }

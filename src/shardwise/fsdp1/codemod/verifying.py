@@ -22,6 +22,8 @@ _SKIPPED = shutil.ignore_patterns(".git", "__pycache__", ".venv", "venv", "node_
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf|-inf"
 _LOSS = re.compile(rf"(?i)\b(\w*loss)\b[\"']?\s*[:=(]?\s*(?:tensor\()?\s*({_NUMBER})(?![\w.])")
 _PLACE = re.compile(r"(?i)\b(rank|epoch|step|iter(?:ation)?|batch)\b[\"']?\W{0,3}(\d+)")
+_GLUED = re.compile(r"(?<=\d)(?=[a-zA-Z]{3})")
+"""Where ranks write into one line: each writes the end of its line apart, as Python does when it is not buffered."""
 _NUM_LINES = 40
 
 
@@ -92,7 +94,7 @@ def read_losses(output: str) -> dict[str, list[str]]:
     step, epoch, batch and rank that stand on the same line; ranks that print the same place are not told apart.
     """
     found: dict[str, list[str]] = {}
-    for line in output.splitlines():
+    for line in _GLUED.sub("\n", output).splitlines():
         place = " ".join(f"{name.lower()} {number}" for name, number in _PLACE.findall(line))
         for name, number in _LOSS.findall(line):
             found.setdefault(f"{place} {name}".strip(), []).append(number)
@@ -185,7 +187,8 @@ def _environment(folder: Path, copy: Path) -> dict[str, str]:
         copy / one.resolve().relative_to(folder) if one.resolve().is_relative_to(folder) else one for one in searched
     ]
     paths = [str(one) for one in (copy, copy / "src", *moved)]
-    return {**os.environ, **hidden, "PYTHONPATH": os.pathsep.join(paths)}
+    # Unbuffered, a line and its end would be written apart, and the lines of ranks would mix.
+    return {**os.environ, **hidden, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": ""}
 
 
 def _tail(output: str) -> str:
