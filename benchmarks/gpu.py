@@ -2,9 +2,11 @@
 
 python -m benchmarks.gpu train-8b train-1b --save      each row in a process of its own, one after the other
 python -m benchmarks.gpu --list                        the rows
+python -m benchmarks.gpu moe moe-looped --toy          small models, a few steps, also without a GPU
 
 World size 1: nothing is communicated. Random tokens, fp32 parameters and Adam states, bf16 compute, clipping on.
-MFU counts `6 N + 12 L W S` operations a token against the GPU's stated bf16 peak; causal MFU counts half of attention.
+MFU counts `6 N + 12 L W S` operations a token against the GPU's stated bf16 peak; of experts, N counts those that a
+token passes. Causal MFU counts half of attention.
 """
 
 import json
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -29,13 +32,15 @@ from benchmarks.reporting import Result, parse, report
 from benchmarks.train_overhead import RandomTokens, steps_of
 from shardwise.config.run import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainingConfig
 from shardwise.diagnosing.guard import explained, guard
-from shardwise.models.llama import SHAPES
+from shardwise.models import llama, moe
+from shardwise.models.grouped_experts import GroupedExperts, count_tokens
 from shardwise.models.load import load_model
 from shardwise.progress import NoProgress
 from shardwise.training import run as run_module
 from shardwise.training.loop import gc_frozen
 from shardwise.training.metrics import flops_per_token, peak_flops
 
+_TOY_LENGTH = 64
 _STRETCH = 5
 """Steps that are timed together: `fit` reads its numbers a few steps late and does not wait in between."""
 
@@ -48,8 +53,9 @@ class Row:
     batch: int
     length: int = 8192
     kind: str = "train"
-    """`train`: the loop of `shardwise train`. `plain`: a loop on `sw.shard`, compiled blocks, torch's fused AdamW,
-    torch's cross-entropy. `unwrapped`: that loop without sharding, under autocast."""
+    """`train`: the loop of `shardwise train`. `looped`: that with one expert after another, not grouped.
+    `plain`: a loop on `sw.shard`, compiled blocks, torch's fused AdamW, torch's cross-entropy. `unwrapped`: that loop
+    without sharding, under autocast."""
     goal: float | None = None
     """MFU."""
     settings: tuple[tuple[str, Any], ...] = ()
@@ -61,10 +67,13 @@ class Row:
 ROWS = {
     "train-8b": Row("llama3-8b", 1, goal=0.60),
     "train-8b-batch4": Row("llama3-8b", 4, goal=0.65, warmup=3, stretches=2),
+    "train-8b-batch2": Row("llama3-8b", 2, warmup=3, stretches=3),
     "train-3b": Row("llama3-3b", 2, 4096, goal=0.58),
     "train-3b-batch4": Row("llama3-3b", 4, 4096, goal=0.58),
     "train-1b": Row("llama3-1b", 2, goal=0.62),
     "train-1b-batch8": Row("llama3-1b", 8, goal=0.62, stretches=3),
+    "moe": Row("moe-3b-a1b", 2, goal=0.40),
+    "moe-looped": Row("moe-3b-a1b", 2, kind="looped", warmup=5, stretches=3),
     "plain-8b-selective": Row("llama3-8b", 1, kind="plain", settings=(("activations", "selective"),)),
     "plain-1b": Row("llama3-1b", 2, kind="plain"),
     "unwrapped-1b": Row("llama3-1b", 2, kind="unwrapped"),
@@ -87,7 +96,7 @@ def train_steps(row: Row, folder: str, stack: ExitStack) -> Steps:
     config = RunConfig(
         model=row.model,
         weights="none",
-        data=DataConfig(source="benchmarks.train_overhead:random_tokens", sequence_length=row.length),
+        data=DataConfig(source="benchmarks.gpu:random_tokens", sequence_length=row.length),
         shard=replace(sw.ShardConfig(), **dict(row.settings)),
         optimizer=OptimizerConfig(learning_rate=3e-4),
         training=TrainingConfig(steps=10**6, batch_size=row.batch, sample=None),
@@ -107,25 +116,45 @@ def train_steps(row: Row, folder: str, stack: ExitStack) -> Steps:
     return run.model, steps, found
 
 
+def random_tokens(config: DataConfig) -> RandomTokens:
+    """The data of a row, for `data.source` too; of a few words for small models."""
+    return RandomTokens(config.sequence_length, vocab_size=128_000 if config.sequence_length > _TOY_LENGTH else 500)
+
+
+@torch.compiler.disable
+def loop_over_experts(
+    experts: GroupedExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The forward of experts that run one after another; how many tokens each has reaches the host first."""
+    places = top_k_index.flatten().argsort(stable=True).split(count_tokens(top_k_index, experts.num_experts).tolist())
+    weights, mixed = top_k_weights.flatten().to(hidden_states.dtype), torch.zeros_like(hidden_states)
+    for gate_up, down, mine in zip(experts.gate_up_proj.unbind(), experts.down_proj.unbind(), places, strict=True):
+        rows = mine // top_k_index.shape[1]
+        gate, up = F.linear(hidden_states[rows], gate_up).chunk(2, -1)
+        mixed = mixed.index_add(0, rows, F.linear(F.silu(gate) * up, down) * weights[mine, None])
+    return mixed
+
+
 def plain_steps(row: Row) -> Steps:
     """A loop as a user writes it."""
     mesh = sw.init_distributed()
+    device = mesh.device_type
     config = replace(sw.ShardConfig(), **({"compile": True} | dict(row.settings)))
     model: Any = load_model(row.model)
     if row.kind == "plain":
         model = sw.materialize(sw.shard(model, config, mesh=mesh))
     else:
-        model = sw.materialize(sw.compile_blocks(model), device="cuda")
+        model = sw.materialize(sw.compile_blocks(model), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    data, position = RandomTokens(row.length), 0
+    data, position = random_tokens(DataConfig(sequence_length=row.length)), 0
 
     def steps(count: int) -> None:
         nonlocal position
         for _ in range(count):
             rows = [data[(position + number) % len(data)] for number in range(row.batch)]
             position += row.batch
-            batch = {name: torch.stack([each[name] for each in rows]).cuda(non_blocking=True) for name in rows[0]}
-            with torch.autocast("cuda", torch.bfloat16) if row.kind == "unwrapped" else nullcontext():
+            batch = {name: torch.stack([each[name] for each in rows]).to(device, non_blocking=True) for name in rows[0]}
+            with torch.autocast(device, torch.bfloat16) if row.kind == "unwrapped" else nullcontext():
                 logits = model(batch["input_ids"])
             F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten()).backward()
             sw.clip_grad_norm_(model.parameters(), 1.0)
@@ -138,28 +167,33 @@ def plain_steps(row: Row) -> Steps:
 def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
     """Everything of one row, in this process."""
     torch.set_float32_matmul_precision("high")
+    if row.kind == "looped":
+        GroupedExperts.forward = loop_over_experts  # pyrefly: ignore[bad-assignment]
     started = time.perf_counter()
-    model, steps, found = train_steps(row, folder, stack) if row.kind == "train" else plain_steps(row)
+    model, steps, found = train_steps(row, folder, stack) if row.kind in ("train", "looped") else plain_steps(row)
     steps(row.warmup)
-    torch.cuda.synchronize()
+    synchronize()
     found["set-up and warm-up s"] = round(time.perf_counter() - started, 1)
-    torch.cuda.reset_peak_memory_stats()
-    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    on_gpu, retries = torch.cuda.is_available(), 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
     times: list[float] = []
     with gc_frozen():
         for _ in range(row.stretches):
-            torch.cuda.synchronize()
+            synchronize()
             begin = time.perf_counter()
             steps(_STRETCH)
-            torch.cuda.synchronize()
+            synchronize()
             times.append((time.perf_counter() - begin) / _STRETCH)
-    flops, peak = flops_per_token(model, row.length), peak_flops("cuda") or float("nan")
-    shape = SHAPES[row.model]
-    causal = flops - 6.0 * shape.num_layers * shape.hidden_size * row.length
     rate = row.batch * row.length / median(times)
+    found |= {"step_ms": round(median(times) * 1e3, 1), "steps": row.stretches * _STRETCH}
+    if not on_gpu:
+        return {"rate": rate, **found}
+    flops, peak = flops_per_token(model, row.length), peak_flops("cuda") or float("nan")
+    shape = (llama.SHAPES | moe.SHAPES)[row.model]
+    causal = flops - 6.0 * shape.num_layers * shape.hidden_size * row.length
     found |= {
-        "step_ms": round(median(times) * 1e3, 1),
-        "steps": row.stretches * _STRETCH,
         "mfu": round(rate * flops / peak, 4),
         "causal_mfu": round(rate * causal / peak, 4),
         "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
@@ -174,6 +208,18 @@ def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
         **found,
         "percent_of_ceiling": round(100 * rate * flops / (found["ceiling_tflops"] * 1e12), 1),
     }
+
+
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def toy(row: Row) -> Row:
+    """The row with a small model and a few steps."""
+    model = "moe-debug" if row.model in moe.SHAPES else "llama3-debug"
+    return replace(row, model=model, length=_TOY_LENGTH, goal=None, warmup=1, stretches=1)
 
 
 def kernel_times(steps: Callable[[int], None], step_ms: float) -> dict[str, float]:
@@ -216,9 +262,8 @@ def ceiling() -> float:
     return 30 * 2 * 8192**3 / (time.perf_counter() - begin)
 
 
-def result_of(name: str, found: dict[str, Any]) -> Result:
+def result_of(name: str, row: Row, found: dict[str, Any]) -> Result:
     """The row as it is kept."""
-    row = ROWS[name]
     rate = found.pop("rate")
     case = f"gpu/{name}: {row.model}, {row.batch} x {row.length} tokens"
     goal = {} if row.goal is None else {"goal": f"MFU >= {row.goal}", "met": found["mfu"] >= row.goal}
@@ -226,24 +271,26 @@ def result_of(name: str, found: dict[str, Any]) -> Result:
 
 
 def main() -> int:
-    options = parse(__doc__ or "", toy_help="not here: rows are models", add=_add_options)
+    options = parse(__doc__ or "", toy_help="small models, a few steps; on a GPU or not", add=_add_options)
     if options.list:
         print("\n".join(ROWS))
         return 0
+    rows = {name: toy(row) if options.toy else row for name, row in ROWS.items()}
     if options.here:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            print("FOUND " + json.dumps(measure(ROWS[options.rows[0]], folder, stack)), flush=True)
+            print("FOUND " + json.dumps(measure(rows[options.rows[0]], folder, stack)), flush=True)
         return 0
     status = 0
     for name in options.rows:
-        ran = subprocess.run([sys.executable, "-m", "benchmarks.gpu", name, "--here"], capture_output=True, text=True)
+        command = [sys.executable, "-m", "benchmarks.gpu", name, "--here", *(["--toy"] if options.toy else [])]
+        ran = subprocess.run(command, capture_output=True, text=True)
         found = [line for line in ran.stdout.splitlines() if line.startswith("FOUND ")]
         if not found:
             print(f"{name} failed:\n{ran.stdout[-1500:]}\n{ran.stderr[-3000:]}", flush=True)
             status = 1
             continue
         print(ran.stderr[-600:] if "out of memory" in ran.stderr else "", end="")
-        report("gpu", [result_of(name, json.loads(found[0].removeprefix("FOUND ")))], save=options.save)
+        report("gpu", [result_of(name, rows[name], json.loads(found[0].removeprefix("FOUND ")))], save=options.save)
     return status
 
 

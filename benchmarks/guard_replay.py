@@ -8,12 +8,13 @@ import torch
 
 from benchmarks.measuring import median
 from shardwise.distributed.collective_trace import (
-    OPTIMIZER_STEP,
     CollectiveKind,
+    GroupNames,
     RankTrace,
     create_shared_trace,
     group_by_machine,
     group_of,
+    is_step,
     kind_of,
     open_shared_trace,
 )
@@ -49,7 +50,7 @@ class _Group:
 def last_events(trace: RankTrace, num_events: int) -> list[Event]:
     """Kind and group of a rank's last events."""
     events = [trace.event(index) for index in range(trace.count - num_events, trace.count)]
-    return [(kind_of(event), group_of(event)) for event in events if event not in (None, OPTIMIZER_STEP)]
+    return [(kind_of(event), group_of(event)) for event in events if event is not None and not is_step(event)]
 
 
 def replay(events: Sequence[Event], num_ranks: int, device: str) -> float:
@@ -64,20 +65,22 @@ def replay(events: Sequence[Event], num_ranks: int, device: str) -> float:
     traces = open_shared_trace(path, num_ranks)
     path.unlink()
     machines = group_by_machine(["here"] * num_ranks, 0)
-    tracer = CollectiveTracer(traces, machines, 0, names, patience=60.0, report=print, abort=lambda: None)
-    undo = [watch_group(group, number, tracer) for number, group in enumerate(watched)]
+    tracer = CollectiveTracer(0, GroupNames(names), range(num_ranks), patience=60.0, report=print)
+    tracer.open(traces, machines)
+    step = tracer.groups.add_step([(number, 0) for number in range(len(names))])
+    undo = [watch_group(group, tracer, number) for number, group in enumerate(watched)]
     for trace in traces:
         trace.open()
     _time(watched, events)
     written = [event for index in range(len(events)) if (event := tracer.trace.event(index)) is not None]
     others = [trace.writer([]) for trace in traces[1:]]
     _write_all(others, written)
-    written.append(OPTIMIZER_STEP)
+    written.append(step)
     extra = []
     for _ in range(_ROUNDS):
         _write_all(others, written)
         base = _time(plain, events)
-        extra.append(_time(watched, events, tracer.before_step) - base)
+        extra.append(_time(watched, events, lambda: tracer.before_step(step)) - base)
     for stop in undo:
         stop()
     return median(extra)

@@ -5,13 +5,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.distributed.local_ranks import resolve_target, start_local
+from shardwise.distributed.local_ranks import start_local
+from shardwise.models.load import find_callable
 
 
 def on_ranks(target: str, num_ranks: int, *args: Any, fake: bool = False) -> list[Any]:
     """What `module:function` returned on each rank, in order; only rank 0's where the others are fake."""
     if fake:
-        return [resolve_target(target)(*args)]
+        return [find_callable(target)(*args)]
     return start_local(target, num_ranks, args)
 
 

@@ -143,7 +143,7 @@ def measure(setup: Setup, folder: Path) -> Measured:
     """
     mesh = init_distributed(MeshConfig(device="cuda" if setup.device == "cuda" else "cpu"))
     with ours(setup, folder) as run:
-        batches = [run.data.next() for _ in range(8)]
+        batches = [next(run.loader) for _ in range(8)]
         run.data.load_state_dict({"steps": 0, "left_out": [], "source": _rewound(run)})
         model = by_hand(setup.model, setup.options, mesh) if setup.device == "cuda" else by_us(setup, mesh)
         copy_weights(run.model, model)

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from shardwise.checkpointing.contents import StoredTensor
-from shardwise.checkpointing.formats.full import tensors_in, write_full
+from shardwise.checkpointing.formats.full import FullWriter
 from shardwise.checkpointing.storage.memory import bytes_of
 from tests.sharded_checkpoints import dtype_name, write_checkpoint
 
@@ -49,7 +49,8 @@ def write_all(folder: Path) -> None:
     save_file(tensors(), folder / "weights.safetensors")
     infos = {name: StoredTensor(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors().items()}
     tree = {"model": infos, "extra": VALUES}
-    write_full(folder / "our-full.pt", tree, ((info, bytes_of(tensors()[info.name])) for info in tensors_in(tree)))
+    writer = FullWriter(folder / "our-full.pt", tree)
+    writer.write((info, bytes_of(tensors()[info.name])) for info in writer.order)
 
 
 if __name__ == "__main__":

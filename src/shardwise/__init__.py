@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from shardwise.checkpointing.inspecting import Inspection as Inspection
     from shardwise.checkpointing.inspecting import diff_checkpoints as diff_checkpoints
     from shardwise.checkpointing.inspecting import inspect_checkpoint as inspect_checkpoint
+    from shardwise.checkpointing.inspecting import verify_checkpoint as verify_checkpoint
     from shardwise.checkpointing.manager import Checkpointer as Checkpointer
     from shardwise.checkpointing.matching import KeyReport as KeyReport
-    from shardwise.checkpointing.verifying import verify_checkpoint as verify_checkpoint
     from shardwise.checkpointing.weights import load_weights as load_weights
     from shardwise.checkpointing.weights import save_weights as save_weights
     from shardwise.config.run import RunConfig as RunConfig
+    from shardwise.config.schema import ContextConfig as ContextConfig
     from shardwise.config.schema import GroupOverride as GroupOverride
+    from shardwise.config.schema import LoraConfig as LoraConfig
     from shardwise.config.schema import MeshConfig as MeshConfig
+    from shardwise.config.schema import PipelineConfig as PipelineConfig
     from shardwise.config.schema import PrecisionConfig as PrecisionConfig
     from shardwise.config.schema import PrefetchConfig as PrefetchConfig
     from shardwise.config.schema import ShardConfig as ShardConfig
@@ -46,12 +49,18 @@ if TYPE_CHECKING:
     from shardwise.models.nested_tensors import cast_inputs as cast_inputs
     from shardwise.planning.plan import Plan as Plan
     from shardwise.planning.planner import plan as plan
+    from shardwise.sharding.adapters import add_lora as add_lora
+    from shardwise.sharding.adapters import merge_lora as merge_lora
     from shardwise.sharding.apply import shard as shard
     from shardwise.sharding.blocks import checkpoint_activations as checkpoint_activations
     from shardwise.sharding.blocks import compile_blocks as compile_blocks
+    from shardwise.sharding.context_attention import split_sequences as split_sequences
+    from shardwise.sharding.context_parallel import whole_sequences as whole_sequences
     from shardwise.sharding.full_params import full_params as full_params
     from shardwise.sharding.full_params import iter_full_tensors as iter_full_tensors
     from shardwise.sharding.materialize import materialize as materialize
+    from shardwise.sharding.pipeline import Pipeline as Pipeline
+    from shardwise.sharding.pipeline import pipeline as pipeline
     from shardwise.sharding.prepare import prepare_fully_shard as prepare_fully_shard
     from shardwise.sharding.registry import recover as recover
     from shardwise.training.ema import EMA as EMA
@@ -68,13 +77,15 @@ __version__ = "0.2.0"
 _HOMES = {
     "shardwise.checkpointing.convert": ("convert_checkpoint",),
     "shardwise.checkpointing.full_file": ("load_full", "save_full"),
-    "shardwise.checkpointing.inspecting": ("Inspection", "diff_checkpoints", "inspect_checkpoint"),
+    "shardwise.checkpointing.inspecting": ("Inspection", "diff_checkpoints", "inspect_checkpoint", "verify_checkpoint"),
     "shardwise.checkpointing.manager": ("Checkpointer",),
     "shardwise.checkpointing.matching": ("KeyReport",),
-    "shardwise.checkpointing.verifying": ("verify_checkpoint",),
     "shardwise.checkpointing.weights": ("load_weights", "save_weights"),
     "shardwise.config.run": ("RunConfig",),
-    "shardwise.config.schema": ("GroupOverride", "MeshConfig", "PrecisionConfig", "PrefetchConfig", "ShardConfig"),
+    "shardwise.config.schema": (
+        "ContextConfig", "GroupOverride", "LoraConfig", "MeshConfig", "PipelineConfig", "PrecisionConfig",
+        "PrefetchConfig", "ShardConfig",
+    ),
     "shardwise.diagnosing.check": ("check",),
     "shardwise.diagnosing.guard": ("Guard", "explained", "guard"),
     "shardwise.diagnosing.parity": ("parity",),
@@ -89,11 +100,15 @@ _HOMES = {
     "shardwise.linting.lint": ("lint",),
     "shardwise.planning.plan": ("Plan",),
     "shardwise.planning.planner": ("plan",),
+    "shardwise.sharding.adapters": ("add_lora", "merge_lora"),
     "shardwise.sharding.apply": ("shard",),
     "shardwise.sharding.blocks": ("checkpoint_activations", "compile_blocks"),
+    "shardwise.sharding.context_attention": ("split_sequences",),
+    "shardwise.sharding.context_parallel": ("whole_sequences",),
     "shardwise.sharding.full_params": ("full_params", "iter_full_tensors"),
     "shardwise.models.nested_tensors": ("cast_inputs",),
     "shardwise.sharding.materialize": ("materialize",),
+    "shardwise.sharding.pipeline": ("Pipeline", "pipeline"),
     "shardwise.sharding.prepare": ("prepare_fully_shard",),
     "shardwise.sharding.registry": ("recover",),
     "shardwise.training.ema": ("EMA",),

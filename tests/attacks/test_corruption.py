@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.checkpointing.convert import convert_checkpoint
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.verifying import verify_checkpoint
+from shardwise.checkpointing.inspecting import verify_checkpoint
 from shardwise.errors import CheckpointError
 from shardwise.findings import Finding, Severity
 from tests.attacks.corrupting import CHECKSUMMED, CRC, MAKERS, damage, pristine, read_all, same, written

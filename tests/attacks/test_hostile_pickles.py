@@ -18,8 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardwise.checkpointing.convert import convert_checkpoint
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.inspecting import inspect_checkpoint
-from shardwise.checkpointing.verifying import verify_checkpoint
+from shardwise.checkpointing.inspecting import inspect_checkpoint, verify_checkpoint
 from shardwise.checkpointing.weights import load_weights
 from shardwise.errors import CheckpointError
 from tests.attacks.exploits import EXPLOITS, disassembles

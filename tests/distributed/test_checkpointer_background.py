@@ -122,9 +122,7 @@ def test_change_during_the_copy_fails_the_save_on_every_rank(rank: int, tmp_path
             if rank == 1:
                 with torch.no_grad():
                     run.model.embedding.weight.mul_(2)
-        with pytest.raises(
-            CheckpointError, match="rank 1: 1 tensors were changed while they were being saved"
-        ) as caught:
+        with pytest.raises(CheckpointError, match="1 tensors were changed while they were being saved") as caught:
             checkpointer.wait()
         assert "model.embedding.weight" in caught.value.where
         checkpointer.wait()  # an error is raised once
@@ -145,7 +143,7 @@ def test_full_disk_of_one_rank_fails_all_and_costs_nothing(rank: int, tmp_path: 
         if rank == 1:
             resource.prlimit(pid_of_writer(checkpointer), resource.RLIMIT_FSIZE, (1000, limits[1]))
         checkpointer.save(2, **run.parts)
-        with pytest.raises(CheckpointError, match=r"rank 1: cannot .* the file") as caught:
+        with pytest.raises(CheckpointError, match=r"cannot .* the file") as caught:
             checkpointer.save(3, **run.parts)  # the next call
         assert "__1_0.distcp" in caught.value.where
         assert os.listdir(tmp_path) == ["step-00000001"]

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.checkpointing.convert import convert_checkpoint
+from shardwise.checkpointing.inspecting import verify_checkpoint
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.verifying import verify_checkpoint
 from shardwise.checkpointing.weights import load_weights
 from shardwise.distributed.agreement import on_rank_zero
 from tests.by_hand import full, mesh_1d

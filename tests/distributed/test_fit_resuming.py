@@ -141,7 +141,7 @@ def test_checkpoint_of_another_model_is_refused_and_nothing_is_lost(rank: int, t
     elsewhere = replace(other, folder=str(tmp_path / "other"))
     with pytest.raises(CheckpointError, match="checkpoint is of another model: 29 tensors differ"):
         fit(changed(elsewhere, checkpoint={"resume": kept}))
-    with pytest.raises(ConfigError, match="holds a checkpoint of step 2"):
+    with pytest.raises(ConfigError, match="has a checkpoint of step 2"):
         fit(changed(config, checkpoint={"resume": "never"}))
     more = fit(changed(config, training={"steps": 3}))
     assert more.resumed_step == 2

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 from shardwise.checkpointing.convert import convert_checkpoint
-from shardwise.checkpointing.inspecting import diff_checkpoints
+from shardwise.checkpointing.inspecting import diff_checkpoints, verify_checkpoint
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.verifying import verify_checkpoint
 from shardwise.distributed.agreement import on_rank_zero
 from shardwise.errors import CheckpointError
 from shardwise.fsdp1 import record_flat_params

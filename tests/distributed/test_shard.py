@@ -430,5 +430,5 @@ def test_a_sharded_model_can_be_collected(rank: int):
 
 @ranks(2)
 def test_an_unnamed_two_axis_mesh_is_refused(rank: int):
-    with pytest.raises(ShardError, match="has no axis names"):
+    with pytest.raises(PlanError, match="has no axis names"):
         shard(stack(), mesh=init_device_mesh("cpu", (1, 2)))

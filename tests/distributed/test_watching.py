@@ -1,5 +1,7 @@
 """What a plain `shard` must not take for a divergence."""
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,3 +34,30 @@ def test_fsdp1s_ranks_are_compared_too(rank: int):
     model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(16, 16)), nn.Linear(16, 16)))
     model(torch.ones(2, 16)).sum().backward()
     assert len(model.__dict__["_shardwise_watch"].tracers) == 1
+
+
+@ranks(2)
+def test_models_of_the_same_ranks_are_compared_in_one_order_whichever_of_them_live(rank: int):
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = shard(nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)]))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+
+    first, second = build(), build()
+    step(*first)
+    step(*second)
+    (tracer,) = second[0].__dict__["_shardwise_watch"].tracers
+    assert first[0].__dict__["_shardwise_watch"].tracers == [tracer]
+    num_opened = tracer.num_opened
+    if rank == 0:
+        del first, second  # the other rank collects them later, or never
+        gc.collect()
+        assert tracer.is_closed
+    third = build()
+    assert third[0].__dict__["_shardwise_watch"].tracers == [tracer]
+    assert tracer.num_opened == num_opened + 1
+    step(*third)
+    dist.barrier()

@@ -55,6 +55,13 @@ def test_step_runs_as_one_of_many_that_do_not_exist():
 
 
 @pytest.mark.slow
+def test_rows_of_the_gpu_run_without_one():
+    lines = run_toy("gpu", "moe", "moe-looped")
+    assert [line["case"].split(":")[0] for line in lines] == ["gpu/moe", "gpu/moe-looped"]
+    assert all(line.keys() >= FIELDS and line["value"] > 0 for line in lines)
+
+
+@pytest.mark.slow
 def test_data_runs():
     lines = run_toy("data")
     assert all(line.keys() >= FIELDS for line in lines)

@@ -1,6 +1,7 @@
 """Every example runs by the command in its header, and learns."""
 
 import ast
+import re
 import shlex
 import subprocess
 import sys
@@ -30,7 +31,8 @@ def test_the_example_learns_on_two_ranks(name: str):
     of_ranks = start_local(f"examples.{name}.train:main", 2)
     for losses in of_ranks:
         assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-    assert of_ranks[0] != of_ranks[1]  # ranks have data of their own
+    # Ranks have data of their own; those of a pipeline learn of the loss of its last stage.
+    assert (of_ranks[0] != of_ranks[1]) == (name != "pipeline")
 
 
 @pytest.mark.slow
@@ -42,7 +44,7 @@ def test_the_command_in_the_header_runs(name: str):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
     run = _run(command)
     assert run.returncode == 0, run.stderr
-    assert " groups over shard 2" in run.stdout  # the plan
+    assert re.search(r" groups over shard \d", run.stdout)  # the plan
     assert run.stdout.count("loss ") >= 20
 
 

@@ -31,7 +31,14 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "examples/training").glob("*.yaml"))
 NAMES = [file.stem for file in FILES]
 MOST_STEPS = 20
-NEEDS = {"dataset": "datasets", "tensorboard": "tensorboard", "wandb": "wandb", "tokenizer": "tokenizers"}
+NEEDS = {
+    "float8": "torchao",
+    "lora": "peft",
+    "dataset": "datasets",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "tokenizer": "tokenizers",
+}
 SMALLER = {
     "bytes": {"training.batch_size": 4, "data.sequence_length": 32},
     "llama3_1b": {"model": "llama3-debug", "training.batch_size": 2, "data.sequence_length": 32, "mesh.device": "cpu"},
@@ -246,6 +253,17 @@ def check_export(folders: list[Path]) -> None:
     assert model.config.vocab_size == 512
 
 
+def check_adapters(folders: list[Path]) -> None:
+    import peft
+    import transformers
+
+    assert folders[0] == folders[1]
+    assert [step for step, _ in losses_of(folders[1])] == list(range(1, 21))
+    base = transformers.AutoModelForCausalLM.from_pretrained(folders[0].parent / "prepared/llama")
+    opened = peft.PeftModel.from_pretrained(base, folders[1] / "export")
+    assert any(p.abs().max() > 0 for name, p in opened.named_parameters() if "lora_B" in name)
+
+
 def check_evaluations(folders: list[Path]) -> None:
     steps = [record["step"] for record in records_of(folders[0]) if "evaluation_loss" in record]
     assert steps == [10, 20]
@@ -256,6 +274,7 @@ def check_tensorboard(folders: list[Path]) -> None:
 
 
 CHECKS = {
+    "lora": check_adapters,
     "full_state_dict": check_went_on,
     "dcp_state_dict": check_went_on,
     "metrics": check_profile,

@@ -91,6 +91,6 @@ def test_the_second_interrupt_does_not_wait(tmp_path: Path):
     with running(train(tmp_path), tmp_path) as run:
         wait_until(lambda: len(rank_pids(tmp_path)) == 2, run)
         os.killpg(run.process.pid, signal.SIGINT)
-        wait_until(lambda: "the ranks stop after this step" in run.output, run)
+        wait_until(lambda: "the ranks stop after the next step" in run.output, run)
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.wait(15.0) == 130, run.output

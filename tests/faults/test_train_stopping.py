@@ -129,7 +129,7 @@ def test_the_launcher_passes_a_request_on(tmp_path: Path):
     assert process.returncode == 0, errors
     assert output == f"{[name, name]}\n"
     assert saved(tmp_path) == [name, name]
-    assert errors == f"shardwise: {name}: the ranks stop after this step; Ctrl-C ends them now\n"
+    assert errors == f"shardwise: {name}: the ranks stop after the next step; Ctrl-C ends them now\n"
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
@@ -41,16 +40,7 @@ _WATCH_S = 0.2
 def write_items(
     path: Place, items: Sequence[LocalChunk], values: dict[str, Any], fsync: bool, memory: memoryview, progress: Any
 ) -> sharded.FileRecord:
-    """Write one rank's file.
-
-    Args:
-        path: Of the file.
-        items: The memory of each is a buffer, or a place in `memory`.
-        values: Encoded; for torch's own readers, who expect plain pickles where there is such a form.
-        fsync: Return only when the disk has the file.
-        memory: Shared with the training process.
-        progress: Is told the bytes as they are written.
-    """
+    """Write one rank's file: tensors from buffers or from shared memory, and encoded values for torch's readers."""
     placed = [replace(item, memory=bytes_of_item(item, memory)) for item in items]
     return sharded.write_rank_file(path, placed, sharded.value_streams(values), fsync=fsync, progress=progress)
 
@@ -63,12 +53,7 @@ def bytes_of_item(item: LocalChunk, memory: memoryview) -> memoryview:
 
 
 def commit(
-    folder: Place,
-    records: Sequence[sharded.FileRecord],
-    header: sharded.Header,
-    fsync: bool,
-    _memory: memoryview,
-    _progress: Any,
+    folder: Place, records: Sequence[sharded.FileRecord], header: sharded.Header, fsync: bool, *_unused: object
 ) -> None:
     """Make what all ranks have written a checkpoint."""
     sharded.commit_checkpoint(folder, records, header, fsync=fsync)
@@ -165,10 +150,7 @@ class _Relay:
         self._send = send
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return partial(self._call, name)
-
-    def _call(self, name: str, *args: Any) -> None:
-        self._send((name, args))
+        return lambda *args: self._send((name, args))
 
 
 def serve(connection: Connection) -> None:
@@ -178,7 +160,9 @@ def serve(connection: Connection) -> None:
         try:
             work, num_bytes, tells = connection.recv()
             if num_bytes:
-                memory = _map(recv_handle(connection), num_bytes)
+                descriptor = recv_handle(connection)
+                memory = memoryview(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+                os.close(descriptor)
         except (EOFError, ConnectionError):
             return
         try:
@@ -196,22 +180,16 @@ def main(descriptor: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(5)  # training first
-    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+    parent = os.getppid()
+
+    def leave_with_parent() -> None:
+        # Its end of the socket may live on in a process that it forked, so that we would never see the end of it.
+        while os.getppid() == parent:
+            time.sleep(_WATCH_S)
+        os._exit(1)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     with Connection(descriptor) as connection, contextlib.suppress(BrokenPipeError, ConnectionError):
         serve(connection)
     sys.stdout.flush()
     os._exit(0)  # nothing to tidy up, and the mapped memory may be large
-
-
-def _leave_with(parent: int) -> None:
-    # Its end of the socket may live on in a process that it forked, so that we would never see the end of it.
-    while os.getppid() == parent:
-        time.sleep(_WATCH_S)
-    os._exit(1)
-
-
-def _map(descriptor: int, num_bytes: int) -> memoryview:
-    try:
-        return memoryview(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
-    finally:
-        os.close(descriptor)

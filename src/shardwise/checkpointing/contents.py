@@ -42,22 +42,14 @@ KeyPath = tuple[str | int, ...]
 
 
 def count_of(value: Any) -> int:
-    """A size or offset that a file gives, checked.
-
-    Raises:
-        ValueError: It is not one.
-    """
+    """A size or offset that a file gives; anything else is a `ValueError`."""
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{value!r:.60} is not a size")
     return value
 
 
 def sizes_of(values: Any) -> tuple[int, ...]:
-    """A shape that a file gives, checked.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """A shape that a file gives; anything else is a `ValueError`."""
     if not isinstance(values, (tuple, list)) or len(values) > 64:
         raise ValueError(f"{values!r:.60} is not a shape")
     return tuple(map(count_of, values))
@@ -97,6 +89,47 @@ class ChunkSpec:
             for start, size, length in zip(self.starts, self.sizes, shape, strict=True)
         )
 
+    def coverage_problem(self, chunks: Iterable[ChunkSpec]) -> str:
+        """Why the chunks do not hold every element of this one exactly once; empty when they do."""
+        parts = sorted(
+            (part for chunk in chunks if (part := chunk.overlap(self)) is not None), key=lambda part: part.starts
+        )
+        num_stored = sum(part.numel for part in parts)
+        active: list[ChunkSpec] = []
+        for part in parts:
+            # Sorted by start along dim 0: only chunks that reach this far can still meet it.
+            active = [other for other in active if not part.starts or other.starts[0] + other.sizes[0] > part.starts[0]]
+            if any(part.overlap(other) is not None for other in active):
+                return "some elements are stored twice"
+            active.append(part)
+        if num_stored != self.numel:
+            return f"{self.numel - num_stored:,} of {self.numel:,} elements are not stored"
+        return ""
+
+    def rows(self, wanted: ChunkSpec, max_elements: int, along: int | None = None) -> Iterator[ChunkSpec]:
+        """Parts of consecutive elements of this chunk that hold all wanted ones: whole rows below one dimension.
+
+        Args:
+            wanted: A part of this chunk.
+            max_elements: Of one part, as far as a row allows.
+            along: The dimension; default: the first of which whole rows fit.
+        """
+        if not self.sizes:
+            yield self
+            return
+        if along is None:
+            along, last = 0, len(self.sizes) - 1
+            while along < last and (wanted.sizes[along] == 1 or math.prod(self.sizes[along + 1 :]) > max_elements):
+                along += 1
+        inner = self.sizes[along + 1 :]
+        count = max(max_elements // max(math.prod(inner), 1), 1)
+        outer = (range(start, start + size) for start, size in zip(wanted.starts[:along], wanted.sizes, strict=False))
+        end = wanted.starts[along] + wanted.sizes[along]
+        for place in itertools.product(*outer):
+            for begin in range(wanted.starts[along], end, count):
+                starts = (*place, begin, *self.starts[along + 1 :])
+                yield ChunkSpec(starts, (*(1,) * along, min(count, end - begin), *inner))
+
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
@@ -128,6 +161,15 @@ class StoredTensor:
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def problem(self, wanted: ChunkSpec | None = None) -> str:
+        """Why every element of it, or of a part, is not stored exactly once; empty when it is."""
+        return (wanted or ChunkSpec.whole(self.shape)).coverage_problem(chunk.spec for chunk in self.chunks)
+
+    def portions(self, spec: ChunkSpec | None = None, max_bytes: int = 64 << 20) -> Iterator[ChunkSpec]:
+        """It, or a part of it, in parts of at most `max_bytes` in row-major order: whole rows where they fit."""
+        spec, count = spec or ChunkSpec.whole(self.shape), max_bytes // ITEM_BYTES[self.dtype]
+        return iter([spec]) if spec.numel <= count else spec.rows(spec, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,29 +241,6 @@ class Contents:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
-def coverage_problem(wanted: ChunkSpec, chunks: Iterable[ChunkSpec]) -> str:
-    """Why the chunks do not hold every element of `wanted` exactly once; empty when they do."""
-    parts = sorted(
-        (part for chunk in chunks if (part := chunk.overlap(wanted)) is not None), key=lambda part: part.starts
-    )
-    num_stored = sum(part.numel for part in parts)
-    active: list[ChunkSpec] = []
-    for part in parts:
-        # Sorted by start along dim 0: only chunks that reach this far can still meet it.
-        active = [other for other in active if not part.starts or other.starts[0] + other.sizes[0] > part.starts[0]]
-        if any(part.overlap(other) is not None for other in active):
-            return "some elements are stored twice"
-        active.append(part)
-    if num_stored != wanted.numel:
-        return f"{wanted.numel - num_stored:,} of {wanted.numel:,} elements are not stored"
-    return ""
-
-
-def tensor_problem(tensor: StoredTensor) -> str:
-    """Why its chunks do not hold every element of a tensor exactly once; empty when they do."""
-    return coverage_problem(ChunkSpec.whole(tensor.shape), (chunk.spec for chunk in tensor.chunks))
-
-
 def chunks_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[ChunkSpec, int]]:
     """Cut the elements `[start, end)` of a row-major tensor into chunks whose elements are consecutive.
 
@@ -249,32 +268,3 @@ def chunks_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tu
         begin = start + done - first * row
         for spec, before in chunks_of_range(shape[1:], begin, end - first * row):
             yield ChunkSpec((first, *spec.starts), (1, *spec.sizes)), done + before
-
-
-def rows_of(chunk: ChunkSpec, wanted: ChunkSpec, along: int, max_elements: int) -> Iterator[ChunkSpec]:
-    """Chunks of consecutive elements of the chunk that hold all wanted ones: whole rows below the dimension `along`."""
-    if not chunk.sizes:
-        yield chunk
-        return
-    inner = chunk.sizes[along + 1 :]
-    count = max(max_elements // max(math.prod(inner), 1), 1)
-    outer = (range(start, start + size) for start, size in zip(wanted.starts[:along], wanted.sizes, strict=False))
-    end = wanted.starts[along] + wanted.sizes[along]
-    for place in itertools.product(*outer):
-        for begin in range(wanted.starts[along], end, count):
-            starts = (*place, begin, *chunk.starts[along + 1 :])
-            yield ChunkSpec(starts, (*(1,) * along, min(count, end - begin), *inner))
-
-
-def row_dim(chunk: ChunkSpec, wanted: ChunkSpec, max_elements: int) -> int:
-    """The first dimension of which whole rows fit into this number of elements."""
-    dim = 0
-    while dim < len(chunk.sizes) - 1 and (wanted.sizes[dim] == 1 or math.prod(chunk.sizes[dim + 1 :]) > max_elements):
-        dim += 1
-    return dim
-
-
-def portions(spec: ChunkSpec, item_bytes: int, max_bytes: int = 64 << 20) -> Iterator[ChunkSpec]:
-    """The chunk in parts of at most `max_bytes`, one after another in row-major order: whole rows where they fit."""
-    count = max_bytes // item_bytes
-    return iter([spec]) if spec.numel <= count else rows_of(spec, spec, row_dim(spec, spec, count), count)

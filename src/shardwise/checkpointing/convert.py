@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,19 +10,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, LocalChunk, StoredTensor, portions
+from shardwise.checkpointing.contents import ChunkSpec, Contents, LocalChunk, StoredTensor
 from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.full import NOTES, make_notes, plain_values, tensors_in, write_full
-from shardwise.checkpointing.formats.safetensors import DEFAULT_SHARD_BYTES, Chunks, distribute, write_safetensors
+from shardwise.checkpointing.formats.full import NOTES, FullWriter, make_notes, plain_values
+from shardwise.checkpointing.formats.safetensors import DEFAULT_SHARD_BYTES, Chunks, SafetensorsWriter
 from shardwise.checkpointing.formats.values import encode_value
 from shardwise.checkpointing.hugging_face import read_sidecar_files
+from shardwise.checkpointing.inspecting import refuse_damaged, refuse_unsound
 from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.state.names import only_model, with_our_names
 from shardwise.checkpointing.state.nested import put_together
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import bytes_of, counting
-from shardwise.checkpointing.verifying import refuse_damaged, refuse_unsound
 from shardwise.checkpointing.weights import float_dtype, refuse_remote, refuse_suffix
 from shardwise.errors import ConfigError
 from shardwise.progress import NoProgress, Progress
@@ -31,13 +30,18 @@ from shardwise.progress import NoProgress, Progress
 _CHUNK_BYTES = 64 << 20
 
 
-def _copy(contents: Contents, infos: Iterable[StoredTensor], count: Callable[[int], None]) -> Chunks:
-    """The bytes of these tensors, cast to the dtypes that the infos say."""
-    for info in infos:
-        for _, part in _parts(contents, info):
-            data = bytes_of(part)
-            count(len(data))
-            yield info, data
+def _write(writer: FullWriter | SafetensorsWriter, contents: Contents, progress: Progress | None) -> None:
+    """Copy the tensors that the writer wants, cast to the dtypes that it wants."""
+
+    def chunks() -> Chunks:
+        for info in writer.order:
+            for _, part in _parts(contents, info):
+                data = bytes_of(part)
+                count(len(data))
+                yield info, data
+
+    with counting(progress, sum(info.num_bytes for info in writer.order), "converting") as count:
+        writer.write(chunks())
 
 
 def _write_dcp(contents: Contents, dst: files.Place, infos: Mapping[str, StoredTensor], progress: Progress) -> None:
@@ -98,7 +102,7 @@ def _aliases(contents: Contents) -> dict[str, str]:
 
 def _parts(contents: Contents, info: StoredTensor) -> Iterator[tuple[ChunkSpec, torch.Tensor]]:
     tensor = contents.tensors[info.name]
-    for spec in portions(ChunkSpec.whole(tensor.shape), ITEM_BYTES[tensor.dtype], _CHUNK_BYTES):
+    for spec in tensor.portions(max_bytes=_CHUNK_BYTES):
         yield spec, read_chunk(contents, tensor, spec).to(getattr(torch, info.dtype)).contiguous()
 
 
@@ -182,17 +186,11 @@ def convert_checkpoint(
         _write_dcp(contents, files.place(dst), infos, listener)
     elif format == "full":
         tree = _nested(contents, infos)
-        order = tensors_in(tree)
-        with counting(progress, sum(info.num_bytes for info in order), "converting") as count:
-            write_full(Path(dst), tree, _copy(contents, order, count), overwrite=overwrite)
+        _write(FullWriter(Path(dst), tree, overwrite=overwrite), contents, progress)
     else:
         sidecars = read_sidecar_files(Path(config) if config is not None else source.folder)
-        tensors = list(infos.values())
-        order = itertools.chain(*distribute(tensors, Path(dst), max_shard_bytes))
-        with counting(progress, sum(info.num_bytes for info in tensors), "converting") as count:
-            chunks = _copy(contents, order, count)
-            options = {"max_shard_bytes": max_shard_bytes, "sidecars": sidecars, "overwrite": overwrite}
-            write_safetensors(Path(dst), tensors, chunks, **options)
+        options = {"max_shard_bytes": max_shard_bytes, "sidecars": sidecars, "overwrite": overwrite}
+        _write(SafetensorsWriter(Path(dst), infos.values(), **options), contents, progress)
     return Conversion(
         path=files.place(dst),
         format=format,

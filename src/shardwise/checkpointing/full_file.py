@@ -9,22 +9,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardwise.checkpointing.broadcasting import RequestReader, open_on_ranks
 from shardwise.checkpointing.contents import Contents, KeyPath, StoredTensor
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.full import NOTES, make_notes, plain_values, tensors_in, write_full
-from shardwise.checkpointing.formats.safetensors import refuse_overwrite
+from shardwise.checkpointing.formats.full import NOTES, FullWriter, make_notes, plain_values
 from shardwise.checkpointing.loading import load_run
-from shardwise.checkpointing.reading import Verify
+from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks
 from shardwise.checkpointing.state.names import with_our_names
 from shardwise.checkpointing.state.nested import FlatState, put_together
 from shardwise.checkpointing.state.run import Run, Stateful
 from shardwise.checkpointing.weights import refuse_remote, stream_gathered
-from shardwise.distributed.agreement import Channel, on_rank_zero, run_on_all
+from shardwise.distributed.agreement import Channel, run_on_all
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError
 from shardwise.planning.settings import dtype_name
@@ -68,10 +67,8 @@ def save_full(
     run = Run(model, optimizers, objects)
     mesh = _mesh(run)
     run_on_all(lambda: refuse_remote(path), mesh, CheckpointError)
-    on_rank_zero(lambda: refuse_overwrite(Path(path), overwrite, is_file=True), group=mesh)
-    tree, named = run_on_all(lambda: _as_tree(run.collect(extra=extra)), mesh, CheckpointError)
-    order = [(info, named[id(info)]) for info in tensors_in(tree)]
-    stream_gathered(order, lambda chunks: write_full(Path(path), tree, chunks, overwrite=overwrite), mesh, progress)
+    tree, tensors = run_on_all(lambda: _as_tree(run.collect(extra=extra)), mesh, CheckpointError)
+    stream_gathered(FullWriter(Path(path), tree, overwrite=overwrite), tensors, mesh, progress)
 
 
 def load_full(
@@ -127,17 +124,16 @@ def load_full(
     return loaded.extra
 
 
-def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[int, Any]]:
-    """The nested dictionary with infos in place of tensors, and the tensor of each info."""
-    infos: dict[str, StoredTensor] = {}
-    tensors: dict[int, Any] = {}
-    for name, tensor in found.tensors.items():
-        infos[name] = StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
-        tensors[id(infos[name])] = tensor
+def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The nested dictionary with infos in place of tensors, and the tensors by name."""
+    infos = {
+        name: StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        for name, tensor in found.tensors.items()
+    }
     parts: dict[KeyPath, Any] = {found.paths[name]: info for name, info in infos.items()}
     parts |= {found.paths[alias]: infos[name] for alias, name in found.aliases.items()}
     parts |= {found.paths[name]: value for name, value in plain_values(found.values).items()}
-    return {**put_together(parts), NOTES: make_notes(found.values, found.paths)}, tensors
+    return {**put_together(parts), NOTES: make_notes(found.values, found.paths)}, found.tensors
 
 
 def _mesh(run: Run) -> DeviceMesh | None:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -85,17 +86,8 @@ def _insert(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim:])
 
 
-_MAX_HELD = 2  # readers go through a checkpoint in order, a few threads at a time
-
-
 class ComputedBytes:
-    """What a `StoredChunk` holds in place of bytes.
-
-    Args:
-        compute: Makes this tensor, and perhaps others; holds the last outcomes.
-        name: Of this one among them.
-        lock: Lets one thread compute at a time.
-    """
+    """What a `StoredChunk` holds in place of bytes: those of `name` among what `compute` makes; under a lock."""
 
     def __init__(self, compute: Callable[[], Mapping[str, memoryview]], name: str, lock: threading.Lock) -> None:
         self._compute, self._name, self._lock = compute, name, lock
@@ -147,16 +139,18 @@ class _Group:
 
 
 def in_model_layout(contents: Contents, model: nn.Module, names: Collection[str]) -> Contents:
-    """The contents under the model's own names and shapes, where transformers says how; else as they are.
+    """The contents under the model's own names and shapes, where transformers or the model say how; else as they are.
 
     Args:
         contents: Weights, under the names they are stored with.
-        model: Any; only transformers' own are described.
+        model: Any; only transformers' own are described, and those with a `published_experts` table.
         names: Canonical names of the model's tensors.
 
     Raises:
         CheckpointError: The description does not fit what is stored.
     """
+    if (parts := getattr(model, "published_experts", None)) is not None:
+        return _with_stacked_experts(contents, parts)
     if contents.format in _AS_IN_THE_MODEL or not _is_described(model):
         return contents
     mapping = importlib.import_module("transformers.conversion_mapping")
@@ -166,6 +160,36 @@ def in_model_layout(contents: Contents, model: nn.Module, names: Collection[str]
     return _Layout(loading, model, transforms, names).apply(contents)
 
 
+def _with_stacked_experts(contents: Contents, parts: Mapping[str, Sequence[str]]) -> Contents:
+    """Experts that are stored one by one (`experts.0.w1.weight`) as stacked tensors (`experts.gate_up_proj`)."""
+    known = {name for names in parts.values() for name in names}
+    tensors: dict[str, StoredTensor] = {}
+    found: dict[tuple[str, str], dict[int, StoredTensor]] = {}
+    for name, tensor in contents.tensors.items():
+        if (named := re.fullmatch(r"(.*experts)\.(\d+)\.(.+)", name)) is None or named[3] not in known:
+            tensors[name] = tensor
+        else:
+            found.setdefault((named[1], named[3]), {})[int(named[2])] = tensor
+    try:
+        for prefix in dict.fromkeys(prefix for prefix, _ in found):
+            for target, names in parts.items():
+                numbered = [found.get((prefix, name), {}) for name in names]
+                stacks = [stack([each[number] for number in sorted(each)], 0) for each in numbered if each]
+                tensors |= {f"{prefix}.{target}": concatenate(stacks, 1)} if stacks else {}
+    except ValueError as error:
+        raise _does_not_make_up("the stacked experts", contents, error) from None
+    return replace(contents, tensors=tensors, structure={})
+
+
+def _does_not_make_up(name: str, contents: Contents, error: ValueError) -> CheckpointError:
+    return CheckpointError(
+        f"what is stored does not make up {name}",
+        where=str(contents.path),
+        why=str(error),
+        fix="check that the folder is complete and belongs to this architecture",
+    )
+
+
 class _Layout:
     def __init__(self, loading: Any, model: nn.Module, transforms: list[Any], names: Collection[str]) -> None:
         self._loading, self._model = loading, model
@@ -173,21 +197,22 @@ class _Layout:
         self._renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
         self._converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
         self._lock = threading.Lock()
-        self._held: dict[Callable[[], Any], dict[str, memoryview]] = {}
+        self._groups: dict[str, _Group] = {}
+        self._compute = lru_cache(maxsize=2)(self._bytes_of_group)  # read in order, by a few threads at a time
         self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
 
     def apply(self, contents: Contents) -> Contents:
+        self._contents = contents
         tensors: dict[str, StoredTensor] = {}
-        groups: dict[str, _Group] = {}
         for stored in sorted(contents.tensors, key=self._loading.dot_natural_key):
             name, pattern = self._rename(stored)
             if pattern is None or name not in self._names:
                 tensors[name if name in self._names else stored] = contents.tensors[stored]
                 continue
-            group = groups.setdefault(name, _Group(self._by_pattern[pattern]))
+            group = self._groups.setdefault(name, _Group(self._by_pattern[pattern]))
             group.sources.setdefault(pattern, []).append(contents.tensors[stored])
-        for name, group in groups.items():
-            tensors |= self._convert(name, group, contents)
+        for name, group in self._groups.items():
+            tensors |= self._convert(name, group)
         return replace(contents, tensors=tensors, structure={})
 
     def _rename(self, stored: str) -> tuple[str, str | None]:
@@ -198,24 +223,20 @@ class _Layout:
             return rename(stored, [], [], prefix, self._names)
         return name, pattern
 
-    def _convert(self, name: str, group: _Group, contents: Contents) -> dict[str, StoredTensor]:
+    def _convert(self, name: str, group: _Group) -> dict[str, StoredTensor]:
         found: dict[str, list[StoredTensor]] | None = dict(group.sources)
         try:
             for operation in group.converter.operations:
-                found = self._step(operation, found, group.converter, name) if found is not None else None
+                found = self._step(operation, found, group.converter) if found is not None else None
         except ValueError as error:
-            raise CheckpointError(
-                f"what is stored does not make up {name}",
-                where=str(contents.path),
-                why=str(error),
-                fix="check that the folder is complete and belongs to this architecture",
-            ) from None
+            raise _does_not_make_up(name, self._contents, error) from None
         if found is None:
-            return self._computed(name, group, contents)
-        return {self._target(name, key, group.converter): tensors[0] for key, tensors in found.items()}
+            return self._computed(name, group)
+        first = group.converter.target_patterns[0]
+        return {name if key == first else name.replace(first, key, 1): tensors[0] for key, tensors in found.items()}
 
     def _step(
-        self, operation: Any, found: dict[str, list[StoredTensor]], converter: Any, name: str
+        self, operation: Any, found: dict[str, list[StoredTensor]], converter: Any
     ) -> dict[str, list[StoredTensor]] | None:
         """One operation on chunks; None when it takes more than that."""
         kind, targets = type(operation).__name__, converter.target_patterns
@@ -231,31 +252,23 @@ class _Layout:
                 return {target: [part] for target, part in zip(targets, parts, strict=True)}
         return None
 
-    def _target(self, name: str, key: str, converter: Any) -> str:
-        return name if key == converter.target_patterns[0] else name.replace(converter.target_patterns[0], key, 1)
-
-    def _computed(self, name: str, group: _Group, contents: Contents) -> dict[str, StoredTensor]:
+    def _computed(self, name: str, group: _Group) -> dict[str, StoredTensor]:
         """Let transformers convert the tensors themselves, when their turn to be read comes."""
 
-        def compute() -> dict[str, memoryview]:
-            held = self._held.pop(compute, None)
-            if held is None:
-                while len(self._held) >= _MAX_HELD:
-                    del self._held[next(iter(self._held))]
-                made = self._run(
-                    name, group, lambda source: read_chunk(contents, source, ChunkSpec.whole(source.shape))
-                )
-                held = {key: bytes_of(tensor.contiguous()) for key, tensor in made.items()}
-            self._held[compute] = held  # the latest last
-            return held
+        def on_meta(stored: StoredTensor) -> torch.Tensor:
+            return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
 
         tensors = {}
-        for key, made in self._run(name, group, _on_meta).items():
+        for key, made in self._run(name, group, on_meta).items():
             # The label keeps the reads of one group together: they are sorted by file.
-            data = ComputedBytes(compute, key, self._lock)
+            data = ComputedBytes(lambda: self._compute(name), key, self._lock)
             chunk = StoredChunk(ChunkSpec.whole(tuple(made.shape)), file=f"computed {name}", data=data)  # pyrefly: ignore
             tensors[key] = StoredTensor(key, dtype_name(made.dtype), tuple(made.shape), (chunk,))
         return tensors
+
+    def _bytes_of_group(self, name: str) -> dict[str, memoryview]:
+        made = self._run(name, self._groups[name], lambda source: read_chunk(self._contents, source))
+        return {key: bytes_of(tensor.contiguous()) for key, tensor in made.items()}
 
     def _run(self, name: str, group: _Group, read: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(group.converter)
@@ -264,10 +277,6 @@ class _Layout:
                 converter.add_tensor(name, source.name, pattern, read(source))
         converted = converter.convert(name, model=self._model, config=self._model.config)
         return {key: made[0] if isinstance(made, list) else made for key, made in converted.items()}
-
-
-def _on_meta(stored: StoredTensor) -> torch.Tensor:
-    return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
 
 
 def _is_described(model: nn.Module) -> bool:

@@ -1,12 +1,15 @@
-"""inspect_checkpoint() and diff: what a checkpoint holds, and how two differ."""
+"""verify_checkpoint(), inspect_checkpoint() and diff_checkpoints(): what is wrong, what is in it."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import math
 import re
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,25 +17,227 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, portions
+from shardwise.checkpointing.contents import ITEM_BYTES, Contents
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.fsdp1 import needs_model
+from shardwise.checkpointing.formats.sharded import committed_steps, step_folder
 from shardwise.checkpointing.formats.values import encode_value
+from shardwise.checkpointing.pickles.zip_files import ZipIndex
 from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.state.names import find_sections, with_our_names
 from shardwise.checkpointing.storage import files
-from shardwise.checkpointing.storage.memory import bytes_of, counting
-from shardwise.checkpointing.verifying import file_names, unsound, wrong_files
-from shardwise.errors import CheckpointError
+from shardwise.checkpointing.storage.memory import bytes_of, checksum_of_parts, counting
+from shardwise.errors import CheckpointError, listed
 from shardwise.findings import Finding, Severity
-from shardwise.progress import Progress
+from shardwise.progress import NoProgress, Progress
 from shardwise.units import format_bytes, format_count
 
 _log = logging.getLogger("shardwise.checkpointing")
 _MAX_VALUE_CHARACTERS = 200
 _RANDOM_STATE = re.compile(r"rng\.\d+\.(python|numpy)")
-_NEEDS_MODEL = "SW336"
 _INTERNAL = ("left_out", "flat_starts", "unnamed", "frames", "has_our_names")
+UNREADABLE, INCOMPLETE, SHARED_STATE, WRONG_FILE = "SW330", "SW331", "SW332", "SW333"
+DAMAGED, UNCHECKED, NEEDS_MODEL = "SW334", "SW335", "SW336"
+_COPY_AGAIN = "copy the checkpoint again, or use another"
+_READ_BYTES = 8 << 20
+_Check = tuple[str, str, Callable[[Iterable[bytes]], int], Iterable[tuple[Sequence[tuple[int, int]], int]]]
+"""A file, what is checked in it, how, and of each block the ranges of bytes that it is made of and its checksum."""
+
+
+def unsound(contents: Contents) -> Iterator[Finding]:
+    """What is impossible in the index of a checkpoint; nothing of the tensors is read."""
+    for name, tensor in contents.tensors.items():
+        if problem := tensor.problem():
+            fix = "copy the checkpoint again with the files of all ranks, or use another"
+            yield _error(INCOMPLETE, f"{name} is not stored whole: {problem}", contents.path, fix)
+    # Two states of one parameter that are the same bytes: FSDP1's FULL optimizer state dict gathers every state into
+    # the same buffer, with `use_orig_params=True`, unless it copies to another device.
+    seen: dict[tuple[object, ...], str] = {}
+    shared: list[tuple[str, str]] = []
+    for name, tensor in contents.tensors.items():
+        path = contents.structure.get(name, ())
+        if len(path) >= 3 and path[-3] == "state" and tensor.num_bytes > 8 and len(tensor.chunks) == 1:
+            chunk = tensor.chunks[0]
+            first = seen.setdefault((path[:-1], chunk.file, chunk.offset, id(chunk.data)), name)
+            shared += [(first, name)] if first != name else []
+    if shared:
+        yield _error(
+            SHARED_STATE,
+            f"{shared[0][0]} and {shared[0][1]} are the same bytes (so are {len(shared) - 1} other pairs of "
+            "optimizer state): of each pair at least one is lost",
+            contents.path,
+            "save the optimizer again with SHARDED_STATE_DICT (FSDP1's FULL one is wrong on CPU with "
+            "use_orig_params=True), or convert the model alone, to safetensors",
+        )
+
+
+def refuse_unsound(contents: Contents) -> None:
+    """Raise if anything is impossible.
+
+    Raises:
+        CheckpointError: With everything that was found.
+    """
+    if found := list(unsound(contents)):
+        raise CheckpointError(
+            f"the checkpoint is not whole: {len(found)} problem{'s' if len(found) > 1 else ''}",
+            where=str(contents.path),
+            why="\n".join(listed([finding.message for finding in found], 20)),
+            fix=found[0].fix,
+        )
+
+
+def wrong_files(contents: Contents) -> Iterator[Finding]:
+    """Files that are missing, or not as large as they were."""
+    for file in file_names(contents):
+        path = files.join(contents.folder, file)
+        if problem := files.size_problem(path, contents.file_bytes.get(file)):
+            yield _error(WRONG_FILE, f"the file {problem}", path)
+
+
+def file_names(contents: Contents) -> list[str]:
+    """Every file that the contents lie in, relative to the folder."""
+    used = (chunk.file for tensor in contents.tensors.values() for chunk in tensor.chunks if chunk.file)
+    return list(dict.fromkeys([*contents.file_bytes, *used]))
+
+
+def _error(code: str, message: str, where: object, fix: str = _COPY_AGAIN) -> Finding:
+    return Finding(code=code, message=message, where=str(where), severity=Severity.ERROR, fix=fix)
+
+
+def _tensor_checks(contents: Contents) -> Iterator[_Check]:
+    """The blocks of tensors, and in our own format the bytes between them, file by file."""
+    extents: dict[str, dict[int, tuple[int, str, tuple[int, ...]]]] = {}
+    for name, tensor in contents.tensors.items():
+        for chunk in tensor.chunks:
+            end = chunk.offset + chunk.spec.numel * ITEM_BYTES[tensor.dtype]
+            if end > chunk.offset and chunk.checksums:
+                extents.setdefault(chunk.file, {}).setdefault(chunk.offset, (end, name, chunk.checksums))
+    step, frames = contents.block_bytes, contents.details.get("frames", {})
+    for file, size in contents.file_bytes.items():
+        between, at = [], 0
+        for offset, (end, name, checksums) in sorted(extents.get(file, {}).items()):
+            between.append((at, offset))
+            at = end
+            ranges = ([(start, min(start + step, end))] for start in range(offset, end, step))
+            yield file, name, checksum_of_parts, zip(ranges, checksums, strict=True)
+        if file in frames:
+            what, blocks = "what lies between the tensors", [([*between, (at, size)], frames[file])]
+            yield file, what, checksum_of_parts, blocks
+
+
+def _record_checks(contents: Contents) -> Iterator[_Check]:
+    """The records of the checkpoint's `torch.save` streams that carry a CRC-32."""
+
+    def crc32(parts: Iterable[bytes]) -> int:
+        return functools.reduce(lambda crc, data: zlib.crc32(data, crc), parts, 0)
+
+    for file, streams in itertools.groupby(contents.streams, key=lambda stream: stream.file):
+        path = files.join(contents.folder, file)
+        with files.FileReader(path) as reader:
+            for stream in streams:
+                start = stream.offset
+                read = functools.partial(lambda start, offset, count: reader.read(start + offset, count), start)
+                index = ZipIndex(read, stream.num_bytes, where=str(path))
+                for name, record in index.records.items():
+                    offset, num_bytes = index.locate(name)
+                    if record.CRC:
+                        what = f"the record {name}" + (f" of {stream.name}" if stream.name else "")
+                        yield file, what, crc32, [([(start + offset, start + offset + num_bytes)], record.CRC)]
+
+
+def _failures(
+    contents: Contents, checks: Iterable[_Check], progress: Progress
+) -> Iterator[tuple[files.Place, str, int, int]]:
+    """The file of each check that fails, what was checked, how many blocks are damaged, where the first starts."""
+    sizes = {file: files.size_of(files.join(contents.folder, file)) or 0 for file in file_names(contents)}
+    progress.start(sum(sizes.values()), "verifying")
+    try:
+        for file, group in itertools.groupby(checks, key=lambda check: check[0]):
+            path = files.join(contents.folder, file)
+            with files.FileReader(path) as reader:
+                for _, what, digest, blocks in group:
+                    bad = [ranges[0][0] for ranges, expected in blocks if digest(_read(reader, ranges)) != expected]
+                    if bad:
+                        yield path, what, len(bad), bad[0]
+            progress.advance(sizes.pop(file, 0))
+    finally:
+        progress.finish()
+
+
+def _read(reader: files.FileReader, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    for begin, end in ranges:
+        for start in range(begin, end, _READ_BYTES):
+            yield reader.read(start, min(_READ_BYTES, end - start))
+
+
+def refuse_damaged(contents: Contents, progress: Progress) -> None:
+    """Raise if a `torch.save` stream of the checkpoint does not have the CRC-32 it carries.
+
+    Raises:
+        CheckpointError: Naming the file and the record.
+    """
+    for path, what, _, _ in _failures(contents, _record_checks(contents), progress):
+        raise files.damaged(
+            f"the checkpoint is damaged: {what} is not what was saved",
+            path,
+            "its CRC-32 differs: the disk, the network or a program has changed the file",
+            "load an older checkpoint, or copy this one again; `shardwise ckpt verify` lists all damage",
+        )
+
+
+def verify_checkpoint(path: str | Path, *, progress: Progress | None = None) -> list[Finding]:
+    """Check all that can be checked: files, sizes, coverage, and every byte that has a checksum.
+
+    Args:
+        path: A checkpoint of any format, or the folder of a run: then all its checkpoints.
+        progress: Is told the bytes as they are read.
+
+    Returns:
+        Nothing when all is well. A note (`SW335`) says when a format has no checksums, so that flipped bytes cannot
+        be seen.
+
+    Raises:
+        CheckpointError: There is nothing at `path`.
+
+    Ranks:
+        Local.
+    """
+    place = files.place(path)
+    if not files.exists(place):
+        raise CheckpointError("there is no such file or folder", where=str(place), fix="check the path")
+    steps = [step_folder(place, step) for step in committed_steps(place)]
+    return [finding for folder in steps or [place] for finding in _verify(folder, progress or NoProgress())]
+
+
+def _verify(place: files.Place, progress: Progress) -> list[Finding]:
+    try:
+        contents = open_checkpoint(place)
+        findings = [*unsound(contents), *wrong_files(contents)]
+        if not any(finding.code == WRONG_FILE for finding in findings):
+            findings += _damaged(contents, progress)
+        return findings
+    except CheckpointError as error:
+        message = f"{error.what}: {error.why}" if error.why else error.what
+        return [_error(UNREADABLE, message, error.where or str(place), error.fix or _COPY_AGAIN)]
+
+
+def _damaged(contents: Contents, progress: Progress) -> Iterator[Finding]:
+    checks = itertools.chain(_tensor_checks(contents) if contents.block_bytes else (), _record_checks(contents))
+    for path, what, count, first in _failures(contents, checks, progress):
+        blocks = f"{count} block{'s' if count > 1 else ''}"
+        message = f"{what} is not what was saved: {blocks} with another checksum, the first at byte {first:,}"
+        yield _error(DAMAGED, message, path)
+    ends: dict[str, int] = {}
+    for stream in contents.streams if contents.format == "dcp" else ():
+        ends[stream.file] = max(ends.get(stream.file, 0), stream.offset + stream.num_bytes)
+    for file, end in ends.items():
+        path = files.join(contents.folder, file)
+        if (size := files.size_of(path)) is not None and size > end:
+            yield _error(WRONG_FILE, f"the file has {size:,} bytes, but its items end at {end:,}", path)
+    if not contents.streams and not contents.block_bytes:
+        message = "the format has no checksums: sizes and shapes are right, but flipped bytes cannot be seen"
+        fix = "convert it: what shardwise writes carries checksums"
+        yield Finding(code=UNCHECKED, message=message, where=str(contents.path), severity=Severity.NOTE, fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +336,7 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None) -> I
         message = "parameters are flat, or numbered: the files do not say which is which"
         fix = "pass the model to see and to convert them: --model MODEL"
         where = str(contents.path)
-        findings.append(Finding(code=_NEEDS_MODEL, message=message, where=where, severity=Severity.NOTE, fix=fix))
+        findings.append(Finding(code=NEEDS_MODEL, message=message, where=where, severity=Severity.NOTE, fix=fix))
     return Inspection(
         path=str(contents.path),
         format=contents.format,
@@ -161,7 +366,7 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None) -> I
 
 
 def _num_elements(contents: Contents) -> int:
-    root = find_sections(contents).model
+    root, _ = find_sections(contents)
     seen: set[object] = set()
     total = 0
     for name, tensor in contents.tensors.items():
@@ -309,7 +514,7 @@ def _tensor_differences(left: Contents, right: Contents, name: str) -> Iterator[
     if one.dtype != other.dtype:
         yield TensorDifference(name=name, what="dtype", a=one.dtype, b=other.dtype)
     largest, count = 0.0, 0
-    for spec in portions(ChunkSpec.whole(one.shape), ITEM_BYTES[one.dtype]):
+    for spec in one.portions():
         most, differing = _compare_parts(read_chunk(left, one, spec), read_chunk(right, other, spec))
         largest = most if most != most or most > largest else largest
         count += differing

@@ -1,10 +1,9 @@
-"""Load a run's state: plan every read, then read and put it in place."""
+"""Load a run's state: plan every read, prove that it can be served, then read and put everything in place."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -13,17 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import compat
-from shardwise.checkpointing.broadcasting import RequestReader
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor
 from shardwise.checkpointing.matching import Matched, match
-from shardwise.checkpointing.reading import Request, Verify, requests_for
+from shardwise.checkpointing.reading import Request, RequestReader, Verify, requests_for
 from shardwise.checkpointing.staging import wait_for_copies
 from shardwise.checkpointing.state import nested
 from shardwise.checkpointing.state import optimizer_state as optim
 from shardwise.checkpointing.state.names import canonical_name
 from shardwise.checkpointing.state.run import EXTRA_STATE, Run, extra_states, mark_unusable, mark_usable, section_path
 from shardwise.checkpointing.state.slices import local_chunks, model_tensors
-from shardwise.checkpointing.verifying import USE_THE_MODEL, mixed_order, unsure_order
 from shardwise.distributed.agreement import Channel
 from shardwise.errors import CheckpointError, ConfigError, listed
 from shardwise.planning.settings import dtype_name
@@ -32,146 +29,338 @@ from shardwise.sharding.inventory import local_tensor, take_inventory
 from shardwise.sharding.materialize import allocate, materialize
 from shardwise.sharding.repointing import follow_names
 
-
-@dataclass(frozen=True, slots=True)
-class RankView:
-    """What a rank finds in a checkpoint."""
-
-    contents: Contents
-    """Without the names of single ranks."""
-    differing: frozenset[str]
-    """Names that had different values on the ranks that saved, where this run has another number of ranks: only
-    rank 0's are here."""
-    mixed: Mapping[str, str] = field(default_factory=dict)
-    """Optimizers whose stored state is not whole, and why: see `verifying.mixed_order`."""
-
-    def path(self, name: str) -> KeyPath:
-        """The keys that lead to a name in the nested state dict."""
-        return self.contents.structure.get(name) or tuple(name.split("."))
-
-    def names_under(self, prefix: str) -> list[str]:
-        """Tensors and values whose names begin so, in the checkpoint's order."""
-        contents = self.contents
-        return [name for names in (contents.tensors, contents.values) for name in names if name.startswith(prefix)]
-
-    def differing_under(self, prefix: str) -> list[str]:
-        """Of `differing`, those whose names begin so."""
-        return sorted(name for name in self.differing if name.startswith(prefix))
+_MAX_LINES = 30
 
 
-def view_for(contents: Contents, rank: int, size: int) -> RankView:
-    """The checkpoint as rank `rank` of `size` sees it."""
-    common: list[dict[str, Any]] = []
-    own: dict[str, str] = {}  # what this rank has of its own, to the name under which it is stored
-    differing = set()
-    for stored in (contents.tensors, contents.values):
-        common.append({name: item for name, item in stored.items() if not name.startswith(f"{nested.PER_RANK}.")})
-        for name in stored:
-            if name in common[-1]:
-                continue
-            _, owner, bare = name.split(".", 2)
-            if _is_reordered(contents, name, bare):
-                continue  # before 0.2.0 names of a group were stored in each rank's own order
-            if contents.world_size != size:
-                differing.add(bare)
-            elif owner == str(rank):
-                own[bare] = name
-    tensors, values = common
-    structure = dict(contents.structure)
-    for bare, name in own.items():
-        structure.setdefault(bare, tuple(contents.structure.get(name, ())[2:]) or (bare,))
-        tensors.pop(bare, None)
-        values.pop(bare, None)
-        if name in contents.tensors:
-            tensors[bare] = replace(contents.tensors[name], name=bare)
-        else:
-            values[bare] = contents.values[name]
-    view = replace(contents, tensors=tensors, values=values, structure=structure)
-    return RankView(view, frozenset(differing), mixed_order(contents))
+def contents_for(contents: Contents, rank: int, size: int) -> tuple[Contents, frozenset[str]]:
+    """The checkpoint as rank `rank` of `size` finds it: what it stored of its own in place of rank 0's.
+
+    Returns:
+        The contents, without the names of single ranks; and the names that differed between the ranks that saved,
+        where this run has another number of ranks, so that only rank 0's are here.
+    """
+    prefix = f"{nested.PER_RANK}."
+    tensors = {name: item for name, item in contents.tensors.items() if not name.startswith(prefix)}
+    values = {name: item for name, item in contents.values.items() if not name.startswith(prefix)}
+    structure, differing = dict(contents.structure), set()
+    for name in (*contents.tensors, *contents.values):
+        if not name.startswith(prefix):
+            continue
+        _, owner, bare = name.split(".", 2)
+        if contents.world_size != size:
+            differing.add(bare)
+        elif owner == str(rank):
+            structure.setdefault(bare, tuple(contents.structure.get(name, ())[2:]) or (bare,))
+            tensors.pop(bare, None)
+            values.pop(bare, None)
+            if name in contents.tensors:
+                tensors[bare] = replace(contents.tensors[name], name=bare)
+            else:
+                values[bare] = contents.values[name]
+    return replace(contents, tensors=tensors, values=values, structure=structure), frozenset(differing)
 
 
-def _is_reordered(contents: Contents, name: str, bare: str) -> bool:
-    lists = [contents.values.get(each) for each in (name, bare)]
-    if not bare.endswith(".params") or not all(isinstance(each, (list, tuple)) for each in lists):
-        return False
-    return sorted(map(str, lists[0])) == sorted(map(str, lists[1]))  # pyrefly: ignore[bad-argument-type]
-
-
-@dataclass(slots=True)
-class Restoring:
-    """A load in the making."""
-
-    view: RankView
-    requests: list[Request] = field(default_factory=list)
-    finish: list[Callable[[], None]] = field(default_factory=list)
-    """To be called in order, once everything is read."""
-    problems: list[str] = field(default_factory=list)
-    """Why it cannot be loaded, a line each."""
-    notes: list[str] = field(default_factory=list)
-    """What the user should know."""
-
-    def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Ask for this rank's part of a tensor."""
-        if isinstance(tensor, DTensor):
-            self.requests += [Request(name, memory, spec) for spec, memory in local_chunks(tensor)]
-        else:
-            self.requests.append(Request(name, tensor.detach(), ChunkSpec.whole(tuple(tensor.shape))))
-
-
-def plan_object(
-    restoring: Restoring, key: str, live: Any, put: Callable[[Any], object], *, path: KeyPath | None = None
-) -> None:
-    """Plan to restore one object from what is stored under `key`.
+class LoadPlan:
+    """A place for everything that is stored, and a value for every place. Making it changes nothing.
 
     Args:
-        restoring: Is added to.
-        key: The flat name under which it stands.
-        live: Its state now: tensors in it are read into where they have the stored shape, as DCP does; that is
-            how sharded ones keep their layout.
-        put: Takes the restored state.
-        path: The keys that lead to it, where a key has a dot.
+        run: What is loaded into.
+        contents: The checkpoint.
+        rank: This one.
+        size: Number of ranks.
+        strict: What does not fit is a problem.
+        rng: Also the random numbers.
+
+    Raises:
+        CheckpointError: With all that does not fit.
     """
-    view, path = restoring.view, path or (key,)
-    tensors, values = view.contents.tensors, view.contents.values
-    layout = values.get(f"{key}.{nested.LAYOUT}")
-    names = [key] if key in tensors or key in values else []
-    names += [name for name in view.names_under(f"{key}.") if not name.endswith(f".{nested.LAYOUT}")]
-    if layout is None and not names:
-        restoring.problems.append(f"{key}: not in the checkpoint")
-        return
-    if differing := view.differing_under(f"{key}."):
-        restoring.problems.append(
-            f"{key}: its state differed between the {view.contents.world_size} ranks that saved it ({differing[0]}); "
-            "leave it out of load() to go on without it"
-        )
-        return
-    try:
-        current = nested.flatten(live, path)[0].tensors
-    except CheckpointError:  # what is there now could not be stored; that is no reason not to load
-        current = {}
-    targets: dict[str, torch.Tensor] = {}
-    for name in names:
-        if name in tensors:
-            target = current.get(name)
-            takes = target is not None and _takes(target, tensors[name])
-            targets[name] = target if target is not None and takes else new_tensor(tensors[name])
-            restoring.read_into(name, targets[name])
 
-    def find(name: str, is_tensor: bool) -> Any:
-        return targets[name] if is_tensor else values[name]
+    def __init__(self, run: Run, contents: Contents, rank: int, size: int, *, strict: bool, rng: bool) -> None:
+        self.contents, self._differing = contents_for(contents, rank, size)
+        self._run, self._rank, self._strict, self._elsewhere = run, rank, strict, run.elsewhere
+        self.extra: Any = None
+        """Once everything is in place: what was saved as that."""
+        self.notes: list[str] = []
+        """What the user should know."""
+        self._matched: dict[str, Matched] = {}
+        self._requests: list[Request] = []
+        self._finish: list[Callable[[], object]] = []
+        self._problems: list[str] = []
+        self._random_numbers: dict[str, torch.Tensor] = {}
+        for name, model in run.models.items():
+            self._plan_model(name, model)
+        groups = run.groups(run.tensors())
+        for key, optimizer in run.optimizers.items():
+            self._plan_optimizer(optimizer, groups[key], section_path("optim", key))
+        for key, item in run.objects.items():
+            if strict or self._names_under(f"{key}."):
+                self._plan_object((key,), item.state_dict(), item.load_state_dict)
+            else:
+                self.notes.append(f"{key} is not in the checkpoint and was left as it is")
+        if self._names_under("extra."):
+            self._plan_object(("extra",), {}, lambda value: setattr(self, "extra", value))
+        if rng:
+            self._plan_random_numbers()
+        if self._problems:
+            raise CheckpointError(
+                f"the checkpoint does not fit this run: {len(self._problems)} problems",
+                where="\n".join([str(contents.path), *listed(self._problems, _MAX_LINES)]),
+                why="everything that is stored of an object must find its place"
+                if strict
+                else "what is loaded must be there, and of the right shape",
+                fix="load the objects that were saved, or leave out of load() what shall start afresh"
+                + ("; strict=False loads what fits" if strict else ""),
+            )
 
-    def finish() -> None:
-        if layout is not None:
-            put(nested.unflatten(layout, find))
+    def requests(self) -> list[Request]:
+        """Everything to be read, models last; asked for anew, because allocating a model makes new tensors."""
+        found = list(self._requests)
+        for name, matched in self._matched.items():
+            stored = {own: _prefix(name) + stored for own, stored in matched.stored_names.items()}
+            found += requests_for(model_tensors(self._run.models[name]), stored)
+        return found
+
+    def allocate(self) -> bool:
+        """Give memory to what stands on meta and will be read; whether anything did."""
+        found = False
+        for name, matched in self._matched.items():
+            model = self._run.models[name]
+            wanted = [entry.tensor for entry in model_tensors(model) if entry.name in matched.stored_names]
+            found = found or any(tensor.is_meta for tensor in wanted)
+            allocate(model, wanted)
+        return found
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Hand everything that was read to the objects it belongs to."""
+        for finish in self._finish:
+            finish()
+
+    def set_random_numbers(self) -> None:
+        """Set the generators, last: what comes before may draw from them."""
+        if states := self._random_numbers:
+            is_own = bool(self._names_under(f"rng.{self._rank}."))
+            nested.set_encoded_random_state(states if is_own else nested.derived_state(states, self._rank))
+
+    def _names_under(self, prefix: str) -> list[str]:
+        """Tensors and values whose names begin so, in the checkpoint's order."""
+        stored = (self.contents.tensors, self.contents.values)
+        return [name for names in stored for name in names if name.startswith(prefix)]
+
+    def _differing_under(self, prefix: str) -> list[str]:
+        return sorted(name for name in self._differing if name.startswith(prefix))
+
+    def _path(self, name: str) -> KeyPath:
+        return self.contents.structure.get(name) or tuple(name.split("."))
+
+    def _read_into(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Ask for this rank's part of a tensor."""
+        if isinstance(tensor, DTensor):
+            self._requests += [Request(name, memory, spec) for spec, memory in local_chunks(tensor)]
         else:
-            put(nested.put_together({view.path(name)[len(path) :]: find(name, name in targets) for name in names}))
+            self._requests.append(Request(name, tensor.detach(), ChunkSpec.whole(tuple(tensor.shape))))
+        return tensor
 
-    restoring.finish.append(finish)
+    def _read_whole(self, name: str) -> torch.Tensor:
+        """Ask for all of a tensor, in new CPU memory."""
+        stored = self.contents.tensors[name]
+        return self._read_into(name, torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="cpu"))
+
+    def _plan_model(self, name: str, model: nn.Module) -> None:
+        prefix = _prefix(name)
+        tensors = {
+            full.removeprefix(prefix): tensor
+            for full, tensor in self.contents.tensors.items()
+            if full.startswith(prefix) and EXTRA_STATE not in full.split(".")
+        }
+        part = replace(self.contents, tensors=tensors)
+        own = model_tensors(model)
+        if self.contents.details.get("trainable_only"):
+            own = [tensor for tensor in own if not tensor.is_frozen or tensor.name in tensors]
+            self._refuse_frozen_on_meta(model)
+        self._matched[name] = match(model, part, own)
+        self._matched[name].refuse(part, self._strict)
+        if self._strict and (differing := self._differing_under(prefix)):
+            self._problems.append(
+                f"{differing[0]} and {len(differing) - 1} more differed between the {self.contents.world_size} ranks "
+                "that saved them; strict=False takes rank 0's"
+            )
+        for key, module in extra_states(model).items():
+            if self._strict or f"{prefix}{key}.{nested.LAYOUT}" in self.contents.values:
+                path = (*section_path("model", name), key)
+                self._plan_object(path, module.get_extra_state(), module.set_extra_state)
+
+    def _refuse_frozen_on_meta(self, model: nn.Module) -> None:
+        empty = [tensor.name for tensor in model_tensors(model) if tensor.is_frozen and tensor.tensor.is_meta]
+        if empty:
+            self._problems.append(
+                f"{empty[0]} and {len(empty) - 1} more are frozen and have no values: the checkpoint holds what was "
+                "trained only; load_weights(model, path) first"
+            )
+
+    def _plan_random_numbers(self) -> None:
+        own = self._names_under(f"rng.{self._rank}.")
+        for name in own or self._names_under("rng.0."):
+            self._random_numbers[name.split(".")[2]] = self._read_whole(name)
+        if self._random_numbers and not own:
+            self.notes.append(f"rank {self._rank} had no random numbers in the checkpoint; they follow from rank 0's")
+
+    def _plan_object(self, path: KeyPath, live: Any, put: Callable[[Any], object]) -> None:
+        """Plan to restore one object.
+
+        Args:
+            path: The keys under which it is stored.
+            live: Its state now: tensors in it are read into where they have the stored shape, as DCP does; that is
+                how sharded ones keep their layout.
+            put: Takes the restored state.
+        """
+        key, tensors, values = nested.dotted(path), self.contents.tensors, self.contents.values
+        layout = values.get(f"{key}.{nested.LAYOUT}")
+        names = [key] if key in tensors or key in values else []
+        names += [name for name in self._names_under(f"{key}.") if not name.endswith(f".{nested.LAYOUT}")]
+        if layout is None and not names:
+            self._problems.append(f"{key}: not in the checkpoint")
+            return
+        if differing := self._differing_under(f"{key}."):
+            self._problems.append(
+                f"{key}: its state differed between the {self.contents.world_size} ranks that saved it "
+                f"({differing[0]}); leave it out of load() to go on without it"
+            )
+            return
+        try:
+            current = nested.flatten(live, path)[0].tensors
+        except CheckpointError:  # what is there now could not be stored; that is no reason not to load
+            current = {}
+        found: dict[str, Any] = {}
+        for name in names:
+            if name in tensors:
+                target = current.get(name)
+                takes = target is not None and _takes(target, tensors[name])
+                found[name] = self._read_into(name, current[name]) if takes else self._read_whole(name)
+            else:
+                found[name] = values[name]
+
+        def finish() -> None:
+            if layout is not None:
+                put(nested.unflatten(layout, found))
+            else:
+                put(nested.put_together({self._path(name)[len(path) :]: item for name, item in found.items()}))
+
+        self._finish.append(finish)
+
+    def _plan_optimizer(self, optimizer: Optimizer, groups: list[optim.NamedGroup], path: KeyPath) -> None:
+        """Plan to restore one optimizer, stepped or not; it is never stepped here."""
+        follow_names(optimizer)
+        prefix, problems, strict = nested.dotted(path), self._problems, self._strict
+        states, stored_groups = self._stored_optimizer(path)
+        if not stored_groups and not states:
+            problems.append(f"{prefix}: the checkpoint has no state of this optimizer")
+            return
+        if strict:
+            if differing := self._differing_under(f"{prefix}."):
+                problems.append(
+                    f"{prefix}: {len(differing)} states differed between the {self.contents.world_size} ranks that "
+                    f"saved them, as {differing[0]}"
+                )
+            live = {name for group in groups for name in group.names}
+            known = {name for names, _ in stored_groups for name in names} | set(states)
+            problems += [f"{prefix}: {name} has no place in the stored groups" for name in sorted(live - known)]
+            problems += [f"{prefix}: {name} was optimized, and is not now" for name in sorted(known - live)]
+        kinds: Mapping[str, optim.Kind] = self.contents.values.get(f"{prefix}.{optim.KINDS}", {})
+        for place, group in enumerate(groups):
+            names, stored = _find_group(set(group.names), place, stored_groups)
+            options: dict[str, Any] = {}
+            if stored is not None and not (strict and set(names) != set(group.names)):
+                options = self._plan_options(group, stored)
+            else:
+                what = f"the group with {group.names[0]}" if group.names else f"the empty group {place}"
+                if strict:
+                    problems.append(f"{prefix}: no stored group has the same parameters as {what}")
+                else:
+                    self.notes.append(f"{prefix}: {what} keeps its options, no stored group has its parameters")
+            options |= {key: group.options[key] for key in optim.LIVE_OPTIONS - {"params"} if key in group.options}
+            for name, parameter in zip(group.names, group.parameters, strict=True):
+                found = {
+                    keys: (kinds.get(f"{name}.{nested.dotted(keys)}"), full)
+                    for keys, full in states.get(name, {}).items()
+                }
+                self._plan_state(optimizer, parameter, found, options)
+
+    def _stored_optimizer(
+        self, path: KeyPath
+    ) -> tuple[dict[str, dict[KeyPath, str]], list[tuple[list[str], dict[KeyPath, str]]]]:
+        """The flat names of each parameter's states; and of each group its parameters, and its options' flat names."""
+        states: dict[str, dict[KeyPath, str]] = {}
+        groups: dict[int, dict[KeyPath, str]] = {}
+        for name in self._names_under(nested.dotted(path) + "."):
+            keys = self._path(name)[len(path) :]
+            if len(keys) >= 3 and keys[0] == "state":
+                if canonical_name(str(keys[1])) not in self._elsewhere:
+                    states.setdefault(canonical_name(str(keys[1])), {})[keys[2:]] = name
+            elif len(keys) >= 3 and keys[0] == "param_groups" and str(keys[1]).isdecimal():
+                groups.setdefault(int(keys[1]), {})[keys[2:]] = name
+        values, ordered = self.contents.values, [options for _, options in sorted(groups.items())]
+        parameters = [values.get(options.get(("params",), ""), []) for options in ordered]
+        named = [[canonical_name(str(name)) for name in names] for names in parameters]
+        held = [[name for name in names if name not in self._elsewhere] for names in named]
+        return states, list(zip(held, ordered, strict=True))
+
+    def _plan_state(
+        self,
+        optimizer: Optimizer,
+        parameter: torch.Tensor,
+        stored: Mapping[KeyPath, tuple[optim.Kind | None, str]],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Plan to restore one parameter's state: by its keys the layout, where the checkpoint says it, and the name."""
+        parts: dict[KeyPath, Any] = {}
+        kinds: dict[KeyPath, optim.Kind] = {}
+        for keys, (known_kind, name) in stored.items():
+            tensor = self.contents.tensors.get(name)
+            if tensor is None:
+                parts[keys] = self.contents.values[name]
+                continue
+            key = nested.dotted(keys)
+            kinds[keys] = kind = known_kind or optim.default_kind(key, tensor.shape, parameter)
+            target = _live_state(optimizer, parameter, keys, kind, tensor)
+            if target is None:
+                target = optim.make_state(kind, key, getattr(torch, tensor.dtype), tensor.shape, parameter, options)
+            parts[keys] = self._read_into(name, target)
+
+        def finish() -> None:
+            if not parts:  # it had none when it was saved
+                optimizer.state.pop(parameter, None)
+                return
+            optimizer.state[parameter] = nested.put_together({
+                keys: local_tensor(part) if kinds.get(keys) == "local" else part for keys, part in parts.items()
+            })  # fmt: skip
+
+        self._finish.append(finish)
+
+    def _plan_options(self, group: optim.NamedGroup, stored: Mapping[KeyPath, str]) -> dict[str, Any]:
+        """Plan to set a group's options; return what they will be."""
+        tensors, values = self.contents.tensors, self.contents.values
+        parts = {keys: self._read_whole(name) if name in tensors else values[name] for keys, name in stored.items()}
+        options = nested.put_together(parts) if parts else {}
+        options = {key: value for key, value in options.items() if key not in optim.LIVE_OPTIONS}
+
+        def finish() -> None:
+            for key, value in options.items():
+                current = group.options.get(key)
+                if isinstance(current, torch.Tensor):  # a learning rate that a captured graph reads
+                    current.copy_(torch.as_tensor(value))
+                elif isinstance(value, torch.Tensor) and key in group.options and value.ndim == 0:
+                    group.options[key] = value.item()
+                else:
+                    group.options[key] = value
+
+        self._finish.append(finish)
+        return options
 
 
-def new_tensor(stored: StoredTensor) -> torch.Tensor:
-    """CPU memory for all of a stored tensor."""
-    return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="cpu")
+def _prefix(model: str) -> str:
+    """What stands before the names of a model's tensors."""
+    return nested.dotted(section_path("model", model)) + "."
 
 
 def _takes(tensor: torch.Tensor, stored: StoredTensor) -> bool:
@@ -181,110 +370,15 @@ def _takes(tensor: torch.Tensor, stored: StoredTensor) -> bool:
     return isinstance(tensor, DTensor) or dtype_name(tensor.dtype) == stored.dtype
 
 
-@dataclass(slots=True)
-class _StoredGroup:
-    """A parameter group in a checkpoint."""
-
-    options: dict[KeyPath, str]
-    """The keys in the group, and the flat name."""
-    names: list[str]
-    """Of its parameters."""
-
-
-def plan_optimizer(
-    restoring: Restoring, optimizer: Optimizer, groups: list[optim.NamedGroup], path: KeyPath, *, strict: bool
-) -> None:
-    """Plan to restore one optimizer.
-
-    Args:
-        restoring: Is added to.
-        optimizer: Stepped or not; it is never stepped here.
-        groups: Its groups by name.
-        path: Where its state stands.
-        strict: Every parameter must be in the same group as it was.
-    """
-    follow_names(optimizer)
-    view, prefix, problems = restoring.view, nested.dotted(path), restoring.problems
-    states, stored_groups = _read_index(view, path)
-    if prefix in view.mixed:
-        problems.append(f"{prefix} (SW337): {view.mixed[prefix]}; {USE_THE_MODEL}")
-        return
-    if prefix in (unsure := unsure_order(view.contents)):
-        warnings.warn(f"{prefix} (SW338): {unsure[prefix]}. If that was so, {USE_THE_MODEL}", stacklevel=2)
-    if not stored_groups and not states:
-        problems.append(f"{prefix}: the checkpoint has no state of this optimizer")
-        return
-    if strict and (differing := view.differing_under(f"{prefix}.")):
-        problems.append(
-            f"{prefix}: {len(differing)} states differed between the {view.contents.world_size} ranks that saved them, "
-            f"as {differing[0]}"
-        )
-    live = {name for group in groups for name in group.names}
-    known = {name for group in stored_groups for name in group.names} | set(states)
-    if strict:
-        problems += [f"{prefix}: {name} has no place in the stored groups" for name in sorted(live - known)]
-        problems += [f"{prefix}: {name} was optimized, and is not now" for name in sorted(known - live)]
-    kinds: Mapping[str, optim.Kind] = view.contents.values.get(f"{prefix}.{optim.KINDS}", {})
-    for place, group in enumerate(groups):
-        stored = _find_group(group, place, stored_groups)
-        options: dict[str, Any] = {}
-        if stored is not None and not (strict and set(stored.names) != set(group.names)):
-            options = _plan_options(restoring, group, stored)
-        else:
-            what = f"the group with {group.names[0]}" if group.names else f"the empty group {place}"
-            if strict:
-                problems.append(f"{prefix}: no stored group has the same parameters as {what}")
-            else:
-                restoring.notes.append(f"{prefix}: {what} keeps its options, no stored group has its parameters")
-        options |= {key: group.options[key] for key in optim.LIVE_OPTIONS - {"params"} if key in group.options}
-        for name, parameter in zip(group.names, group.parameters, strict=True):
-            found = {
-                keys: (kinds.get(f"{name}.{nested.dotted(keys)}"), full) for keys, full in states.get(name, {}).items()
-            }
-            _plan_state(restoring, optimizer, parameter, found, options)
-
-
-def _plan_state(
-    restoring: Restoring,
-    optimizer: Optimizer,
-    parameter: torch.Tensor,
-    stored: Mapping[KeyPath, tuple[optim.Kind | None, str]],
-    options: Mapping[str, Any],
-) -> None:
-    """Plan to restore one parameter's state.
-
-    Args:
-        restoring: Is added to.
-        optimizer: Keeps the state.
-        parameter: Whose state it is.
-        stored: By the keys in the state: its layout, where the checkpoint says it, and the flat name.
-        options: Of the parameter's group.
-    """
-    contents = restoring.view.contents
-    parts: dict[KeyPath, Any] = {}
-    kinds: dict[KeyPath, optim.Kind] = {}
-    for keys, (known_kind, name) in stored.items():
-        tensor = contents.tensors.get(name)
-        if tensor is None:
-            parts[keys] = contents.values[name]
-            continue
-        key = nested.dotted(keys)
-        kinds[keys] = kind = known_kind or optim.default_kind(key, tensor.shape, parameter)
-        target = _live_state(optimizer, parameter, keys, kind, tensor)
-        if target is None:
-            target = optim.make_state(kind, key, getattr(torch, tensor.dtype), tensor.shape, parameter, options)
-        restoring.read_into(name, target)
-        parts[keys] = target
-
-    def finish() -> None:
-        if not parts:  # it had none when it was saved
-            optimizer.state.pop(parameter, None)
-            return
-        optimizer.state[parameter] = nested.put_together({
-            keys: local_tensor(part) if kinds.get(keys) == "local" else part for keys, part in parts.items()
-        })  # fmt: skip
-
-    restoring.finish.append(finish)
+def _find_group(
+    wanted: set[str], place: int, stored: list[tuple[list[str], dict[KeyPath, str]]]
+) -> tuple[list[str], dict[KeyPath, str] | None]:
+    """The stored group with these parameters, or most of them; groups may have changed places."""
+    same = [each for each in stored if set(each[0]) == wanted]
+    if same:  # several only when they are empty
+        return stored[place] if place < len(stored) and stored[place] in same else same[0]
+    best = max(stored, key=lambda each: len(wanted.intersection(each[0])), default=None)
+    return best if best is not None and wanted.intersection(best[0]) else ([], None)
 
 
 def _live_state(
@@ -299,168 +393,6 @@ def _live_state(
     if kind == "local" and isinstance(parameter, DTensor):
         return compat.dtensor_like(tensor, parameter)
     return tensor if tuple(tensor.shape) == stored.shape else None
-
-
-def _plan_options(restoring: Restoring, group: optim.NamedGroup, stored: _StoredGroup) -> dict[str, Any]:
-    """Plan to set a group's options; return what they will be."""
-    contents, values = restoring.view.contents, {}
-    for keys, name in stored.options.items():
-        tensor = contents.tensors.get(name)
-        values[keys] = contents.values[name] if tensor is None else new_tensor(tensor)
-        if tensor is not None:
-            restoring.read_into(name, values[keys])
-    options = nested.put_together(values) if values else {}
-    options = {key: value for key, value in options.items() if key not in optim.LIVE_OPTIONS}
-
-    def finish() -> None:
-        for key, value in options.items():
-            current = group.options.get(key)
-            if isinstance(current, torch.Tensor):  # a learning rate that a captured graph reads
-                current.copy_(torch.as_tensor(value))
-            elif isinstance(value, torch.Tensor) and key in group.options and value.ndim == 0:
-                group.options[key] = value.item()
-            else:
-                group.options[key] = value
-
-    restoring.finish.append(finish)
-    return options
-
-
-def _find_group(group: optim.NamedGroup, place: int, stored: list[_StoredGroup]) -> _StoredGroup | None:
-    """The stored group with this group's parameters, or most of them; groups may have changed places."""
-    wanted = set(group.names)
-    same = [each for each in stored if set(each.names) == wanted]
-    if same:  # several only when they are empty
-        return stored[place] if place < len(stored) and stored[place] in same else same[0]
-    best = max(stored, key=lambda each: len(wanted.intersection(each.names)), default=None)
-    return best if best is not None and wanted.intersection(best.names) else None
-
-
-def _read_index(view: RankView, path: KeyPath) -> tuple[dict[str, dict[KeyPath, str]], list[_StoredGroup]]:
-    """What is stored of an optimizer: by parameter, the keys in its state and the flat name; and the groups."""
-    states: dict[str, dict[KeyPath, str]] = {}
-    groups: dict[int, dict[KeyPath, str]] = {}
-    for name in view.names_under(nested.dotted(path) + "."):
-        keys = view.path(name)[len(path) :]
-        if len(keys) >= 3 and keys[0] == "state":
-            states.setdefault(canonical_name(str(keys[1])), {})[keys[2:]] = name
-        elif len(keys) >= 3 and keys[0] == "param_groups" and str(keys[1]).isdecimal():
-            groups.setdefault(int(keys[1]), {})[keys[2:]] = name
-    values = view.contents.values
-    return states, [
-        _StoredGroup(options, [canonical_name(str(name)) for name in values.get(options.get(("params",), ""), [])])
-        for _, options in sorted(groups.items())
-    ]
-
-
-class LoadPlan:
-    """A place for everything that is stored, and a value for every place.
-
-    Args:
-        run: What is loaded into; it is not changed.
-        view: The checkpoint, as this rank sees it.
-        rank: This one.
-        strict: What does not fit is a problem.
-        rng: Also the random numbers.
-
-    Raises:
-        CheckpointError: With all that does not fit.
-    """
-
-    def __init__(self, run: Run, view: RankView, rank: int, *, strict: bool, rng: bool) -> None:
-        self._run, self._view, self._strict = run, view, strict
-        self.restoring = Restoring(view)
-        self.matched: dict[str, Matched] = {}
-        """By model: which stored tensor goes into which of its own."""
-        self.extra: Any = None
-        """Once everything is read: what was saved as that."""
-        self.random_numbers: dict[str, torch.Tensor] = {}
-        """By generator: where the state of this rank, or else of rank 0, is read to."""
-        for name, model in run.models.items():
-            self._plan_model(name, model)
-        self._plan_rest()
-        if rng:
-            self._plan_random_numbers(rank)
-        if problems := self.restoring.problems:
-            raise CheckpointError(
-                f"the checkpoint does not fit this run: {len(problems)} problems",
-                where="\n".join([str(view.contents.path), *listed(problems, _MAX_LINES)]),
-                why="everything that is stored of an object must find its place"
-                if strict
-                else "what is loaded must be there, and of the right shape",
-                fix="load the objects that were saved, or leave out of load() what shall start afresh"
-                + ("; strict=False loads what fits" if strict else ""),
-            )
-
-    def requests(self) -> list[Request]:
-        """Everything to be read, models last; asked for anew, because allocating a model makes new tensors."""
-        found = list(self.restoring.requests)
-        for name, matched in self.matched.items():
-            stored = {own: _prefix(name) + stored for own, stored in matched.stored_names.items()}
-            found += requests_for(model_tensors(self._run.models[name]), stored)
-        return found
-
-    def allocate(self) -> bool:
-        """Give memory to what stands on meta and will be read; whether anything did."""
-        found = False
-        for name, matched in self.matched.items():
-            model = self._run.models[name]
-            wanted = [entry.tensor for entry in model_tensors(model) if entry.name in matched.stored_names]
-            found = found or any(tensor.is_meta for tensor in wanted)
-            allocate(model, wanted)
-        return found
-
-    def _plan_model(self, name: str, model: nn.Module) -> None:
-        view, prefix = self._view, _prefix(name)
-        tensors = {
-            full.removeprefix(prefix): tensor
-            for full, tensor in view.contents.tensors.items()
-            if full.startswith(prefix) and EXTRA_STATE not in full.split(".")
-        }
-        part = replace(view.contents, tensors=tensors)
-        self.matched[name] = match(model, part)
-        self.matched[name].refuse(part, self._strict)
-        if self._strict and (differing := view.differing_under(prefix)):
-            self.restoring.problems.append(
-                f"{differing[0]} and {len(differing) - 1} more differed between the {view.contents.world_size} ranks "
-                "that saved them; strict=False takes rank 0's"
-            )
-        for key, module in extra_states(model).items():
-            full = prefix + key
-            if self._strict or f"{full}.{nested.LAYOUT}" in view.contents.values:
-                path = (*section_path("model", name), key)
-                plan_object(self.restoring, full, module.get_extra_state(), module.set_extra_state, path=path)
-
-    def _plan_rest(self) -> None:
-        run, view, restoring = self._run, self._view, self.restoring
-        groups = run.groups(run.tensors())
-        for key, optimizer in run.optimizers.items():
-            plan_optimizer(restoring, optimizer, groups[key], section_path("optim", key), strict=self._strict)
-        for key, item in run.objects.items():
-            if self._strict or view.names_under(f"{key}."):
-                plan_object(restoring, key, item.state_dict(), item.load_state_dict)
-            else:
-                restoring.notes.append(f"{key} is not in the checkpoint and was left as it is")
-        if f"extra.{nested.LAYOUT}" in view.contents.values or view.names_under("extra."):
-            plan_object(restoring, "extra", {}, lambda value: setattr(self, "extra", value))
-
-    def _plan_random_numbers(self, rank: int) -> None:
-        own = self._view.names_under(f"rng.{rank}.")
-        for name in own or self._view.names_under("rng.0."):
-            state = new_tensor(self._view.contents.tensors[name])
-            self.random_numbers[name.split(".")[2]] = state
-            self.restoring.read_into(name, state)
-        if self.random_numbers and not own:
-            note = f"rank {rank} had no random numbers in the checkpoint; they follow from rank 0's"
-            self.restoring.notes.append(note)
-
-
-def _prefix(model: str) -> str:
-    """What stands before the names of a model's tensors."""
-    return nested.dotted(section_path("model", model)) + "."
-
-
-_MAX_LINES = 30
 
 
 def load_run(
@@ -497,10 +429,9 @@ def load_run(
         Collective.
     """
     check_verify(verify)
-    view = view_for(contents, channel.rank, channel.size)
 
     def make_plan() -> LoadPlan:
-        return LoadPlan(run, view, channel.rank, strict=strict, rng=rng)
+        return LoadPlan(run, contents, channel.rank, channel.size, strict=strict, rng=rng)
 
     plan = channel.run_on_all(make_plan)  # a reader may communicate: nobody enters it alone
 
@@ -511,7 +442,7 @@ def load_run(
 
     load_requests(
         list(run.models.values()),
-        view.contents,
+        plan.contents,
         lambda: plan.requests(),
         channel.run_on_all,
         reader or RequestReader(),
@@ -519,21 +450,11 @@ def load_run(
         verify=verify,
         progress=progress,
     )
-
-    @torch.no_grad()
-    def finish_all() -> None:
-        for finish in plan.restoring.finish:
-            finish()
-
-    channel.run_on_all(finish_all)
+    channel.run_on_all(lambda: plan.finish())
     for model in run.models.values():
         if any(entry.pending for entry in take_inventory(model)):
             materialize(model)  # tables that the model computes itself, and with strict=False what was not stored
-    if plan.random_numbers:
-        is_own = bool(view.names_under(f"rng.{channel.rank}."))
-        nested.set_encoded_random_state(
-            plan.random_numbers if is_own else nested.derived_state(plan.random_numbers, channel.rank)
-        )
+    plan.set_random_numbers()
     return plan
 
 

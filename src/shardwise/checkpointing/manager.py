@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import contextlib
 import logging
 import math
 import signal
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -37,9 +38,12 @@ from shardwise.progress import Progress
 _log = logging.getLogger("shardwise.checkpointing")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Retention:
-    """What is kept: a checkpoint stays if any of these wants it."""
+    """Removes the checkpoints of a run that nothing here wants to keep; those of other runs stay.
+
+    A run's checkpoints are those that it saved, and those that were there when it resumed from one of them.
+    """
 
     keep_last: int | None = 3
     """Number of latest checkpoints to keep; None keeps all."""
@@ -49,6 +53,9 @@ class Retention:
     """Number of checkpoints with the best metric to keep."""
     best: Literal["min", "max"] = "min"
     """Which metric is better."""
+    _metrics: dict[int, float | None] = field(default_factory=dict, init=False)  # None: it has none
+    _own: set[int] = field(default_factory=set, init=False)
+    _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         limits = {"keep_last": self.keep_last, "keep_every": self.keep_every, "keep_best": self.keep_best}
@@ -61,43 +68,6 @@ class Retention:
                 fix="pass positive numbers, None to leave a rule out, and best='min' or 'max'",
             )
 
-
-def removable(
-    steps: Collection[int], newest: int, retention: Retention, metrics: Mapping[int, float] | None = None
-) -> list[int]:
-    """The steps whose checkpoints may be removed, oldest first.
-
-    Args:
-        steps: Of all committed checkpoints.
-        newest: The one that was committed last, which always stays; steps of an earlier run may be higher.
-        retention: What to keep.
-        metrics: Of those that have one. Those that are not numbers (NaN) are never the best.
-    """
-    if retention.keep_last is None or newest not in steps:
-        return []
-    kept = {newest}
-    kept.update(sorted(step for step in steps if step != newest)[::-1][: retention.keep_last - 1])
-    if retention.keep_every is not None:
-        kept.update(step for step in steps if step % retention.keep_every == 0)
-    if retention.keep_best is not None:
-        sign = 1 if retention.best == "min" else -1
-        ranked = [(sign * value, -step) for step, value in (metrics or {}).items() if step in steps and value == value]
-        kept.update(-step for _, step in sorted(ranked)[: retention.keep_best])
-    return sorted(set(steps) - kept)
-
-
-class Retainer:
-    """Removes the checkpoints of a run that its `Retention` does not keep; those of other runs stay.
-
-    A run's checkpoints are those that it saved, and those that were there when it resumed from one of them.
-    """
-
-    def __init__(self, retention: Retention) -> None:
-        self._retention = retention
-        self._metrics: dict[int, float | None] = {}  # None: it has none
-        self._own: set[int] = set()
-        self._has_warned = False
-
     def add(self, step: int, metric: float | None) -> None:
         """Count a step as the run's own: it is being saved."""
         self._own.add(step)
@@ -107,6 +77,29 @@ class Retainer:
         """Count steps as the run's own: it has resumed from one of them."""
         self._own.update(steps)
 
+    def removable(
+        self, steps: Collection[int], newest: int, metrics: Mapping[int, float | None] | None = None
+    ) -> list[int]:
+        """The steps whose checkpoints may be removed, oldest first.
+
+        Args:
+            steps: Of all committed checkpoints.
+            newest: The one that was committed last, which always stays; steps of an earlier run may be higher.
+            metrics: Of those that have one. Those that are not numbers (NaN) are never the best.
+        """
+        if self.keep_last is None or newest not in steps:
+            return []
+        kept = {newest}
+        kept.update(sorted(step for step in steps if step != newest)[::-1][: self.keep_last - 1])
+        if self.keep_every is not None:
+            kept.update(step for step in steps if step % self.keep_every == 0)
+        if self.keep_best is not None:
+            numbers = {step: value for step, value in (metrics or {}).items() if value is not None and value == value}
+            sign = 1 if self.best == "min" else -1
+            ranked = sorted((sign * value, -step) for step, value in numbers.items() if step in steps)
+            kept.update(-step for _, step in ranked[: self.keep_best])
+        return sorted(set(steps) - kept)
+
     def retire(self, present: Mapping[int, Place], newest: int) -> None:
         """Remove what need not be kept, on rank 0; where that fails, only warn: the newest checkpoint is whole.
 
@@ -115,7 +108,7 @@ class Retainer:
             newest: The step that was saved last.
         """
         others = sorted(present.keys() - self._own)
-        if others and self._retention.keep_last is not None and not self._has_warned:
+        if others and self.keep_last is not None and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "%s: this run has neither saved nor loaded the checkpoints of steps %s; they are kept. Load one of "
@@ -124,25 +117,16 @@ class Retainer:
                 others,
             )
         own = [step for step in present if step in self._own]
-        if self._retention.keep_best is not None:
-            self._metrics |= {step: _metric(present[step]) for step in own if step not in self._metrics}
-        metrics = {step: metric for step, metric in self._metrics.items() if metric is not None}
-        for step in removable(own, newest, self._retention, metrics):
+        for step in own if self.keep_best is not None else ():
+            if step not in self._metrics:
+                self._metrics[step] = None
+                with contextlib.suppress(CheckpointError):  # it may be a file, or damaged
+                    self._metrics[step] = sharded.read_manifest(present[step]).details.get("metric")
+        for step in self.removable(own, newest, self._metrics):
             try:
                 sharded.remove_checkpoint(present[step])
             except CheckpointError as error:
                 _log.warning("an old checkpoint could not be removed: %s", error)
-
-
-def _metric(checkpoint: Place) -> float | None:
-    """The metric that a checkpoint was saved with; None where it cannot be read."""
-    try:
-        return sharded.read_manifest(checkpoint).details.get("metric") if sharded.is_committed(checkpoint) else None
-    except CheckpointError:
-        return None
-
-
-_log = logging.getLogger("shardwise.checkpointing")
 
 
 class FlushOnExit:
@@ -222,6 +206,8 @@ class Checkpointer:
         on_busy: What `save` does while an earlier save is still being written: wait for it, or skip this one.
         fsync: Commit only what the disk has. False is faster, and a crash of the machine may cost the newest ones.
         rng: Keep the random number generators of every rank too.
+        trainable_only: Leave frozen parameters out of what is saved: the base of adapters, a frozen tower. Give the
+            model its frozen weights (`load_weights`) before such a checkpoint is loaded into it.
         progress: Is told the bytes that this rank reads and writes, and how fast; while a save is written in the
             background, by another thread.
 
@@ -245,6 +231,7 @@ class Checkpointer:
         on_busy: Literal["wait", "skip"] = "wait",
         fsync: bool = True,
         rng: bool = True,
+        trainable_only: bool = False,
         progress: Progress | None = None,
     ) -> None:
         if on_busy not in ("wait", "skip"):
@@ -254,8 +241,9 @@ class Checkpointer:
         """What was saved as `extra`, after `load`."""
         self.notes: tuple[str, ...] = ()
         """What the last `load` has to say, such as random numbers that had to be made up."""
-        self._retainer = Retainer(Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best))
+        self._retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best)
         self._asynchronous, self._on_busy, self._rng, self._progress = asynchronous, on_busy, rng, progress
+        self._trainable_only = trainable_only
         self._channel = Channel(CheckpointError)
         self._saver = Saver(self._channel, Channel(CheckpointError), fsync=fsync)
         self._thread: threading.Thread | None = None
@@ -306,7 +294,7 @@ class Checkpointer:
             self._is_swept = True
 
         def collect() -> FlatState:
-            run = Run(model, optimizers, objects)
+            run = Run(model, optimizers, objects, trainable_only=self._trainable_only)
             found = run.collect(extra=extra, rng_rank=self._channel.rank if self._rng else None)
             found.details = describe_run(run)
             if metric is not None and math.isfinite(metric):
@@ -314,7 +302,7 @@ class Checkpointer:
             return found
 
         pending = self._saver.start(self.path(step), step, collect, background=self._asynchronous)
-        self._retainer.add(step, metric)
+        self._retention.add(step, metric)
         if self._asynchronous:
             thread = threading.Thread(target=self._finish, args=(pending,), name=f"checkpoint of step {step}")
             try:
@@ -351,7 +339,8 @@ class Checkpointer:
         self.wait()
         if self._asynchronous:
             rank = self._channel.rank if self._rng else None
-            self._saver.prepare(lambda: Run(model, optimizers, objects).collect(rng_rank=rank))
+            run = Run(model, optimizers, objects, trainable_only=self._trainable_only)
+            self._saver.prepare(lambda: run.collect(rng_rank=rank))
 
     def load(
         self,
@@ -400,10 +389,10 @@ class Checkpointer:
         loaded = load_run(
             run, contents, self._channel, strict=strict, verify=verify, rng=self._rng, progress=self._progress
         )
-        self.extra, self.notes = loaded.extra, tuple(loaded.restoring.notes)
+        self.extra, self.notes = loaded.extra, tuple(loaded.notes)
         is_own = path is None or self.folder in (place(path), split(place(path))[0])
         if is_own and self._channel.rank == 0:
-            self._retainer.adopt(sharded.committed_steps(self.folder))
+            self._retention.adopt(sharded.committed_steps(self.folder))
         for note in self.notes:
             _log.info(note)
         return contents.step or 0
@@ -502,7 +491,7 @@ class Checkpointer:
                 why="a file of the newest checkpoint does not have the size it had",
                 fix="see who else writes there; older checkpoints were kept",
             )
-        self._retainer.retire({step: self.path(step) for step in sharded.committed_steps(self.folder)}, newest)
+        self._retention.retire({step: self.path(step) for step in sharded.committed_steps(self.folder)}, newest)
 
     def _check_usable(self) -> None:
         if self._is_closed:

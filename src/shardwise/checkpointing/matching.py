@@ -12,14 +12,15 @@ from shardwise.checkpointing.contents import Contents, StoredTensor
 from shardwise.checkpointing.state.names import MODEL_SECTIONS, PARALLEL_PREFIX, canonical_name
 from shardwise.checkpointing.state.slices import ModelTensor, model_tensors, non_persistent_names
 from shardwise.errors import CheckpointError, listed, nearest
+from shardwise.sharding.adapters import adapter_keys
+from shardwise.sharding.registry import names_elsewhere
 
 Rename = Mapping["str | re.Pattern[str]", "str | None"] | Callable[[str], "str | None"]
 """Stored name to model name, None to leave it out: a function; or a mapping from a whole name, a leading part of one
 (up to a dot), or a compiled pattern (then `re.sub`)."""
 
 _MAX_LISTED = 20
-_INTEGERS = ("int", "uint")
-_FRACTIONS = ("float", "bfloat", "complex")
+_KINDS = (("int", "uint"), ("float", "bfloat"), ("complex",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,36 +102,22 @@ def rename_with(rename: Rename) -> Callable[[str], str | None]:
 
     def apply(name: str) -> str | None:
         for old, new in rules.items():
-            if isinstance(old, re.Pattern):
-                if not old.search(name):
-                    continue
-                if new is None:
-                    return None
-                name = old.sub(new, name)
-            elif name == old or name.startswith(old.rstrip(".") + "."):
-                if new is None:
-                    return None
+            is_pattern = isinstance(old, re.Pattern)
+            if not (old.search(name) if is_pattern else name == old or name.startswith(old.rstrip(".") + ".")):
+                continue
+            if new is None:
+                return None
+            if not is_pattern:
                 return (new.rstrip(".") + name[len(old.rstrip(".")) :]).lstrip(".")
+            name = old.sub(new, name)
         return name
 
     return apply
 
 
-@dataclass(frozen=True, slots=True)
-class Matching:
-    """Which stored name each of a model's names means."""
-
-    found: Mapping[str, str]
-    """Name in the model to name in the checkpoint."""
-    left: tuple[str, ...]
-    """Stored names that belong to no name of the model."""
-    prefix: str = ""
-    """What stands in front of the stored names and not of the model's."""
-
-
 def match_names(
     names: Iterable[str], stored: Collection[str], *, prefixes: Sequence[str] = ("", PARALLEL_PREFIX)
-) -> Matching:
+) -> tuple[dict[str, str], list[str], str]:
     """Find the stored name of each of a model's names.
 
     Args:
@@ -138,6 +125,9 @@ def match_names(
         stored: Names in the checkpoint, with whatever wrappers put into them.
         prefixes: What may stand in front of all stored names, or of all the model's. The one under which most
             names match is taken, the earlier of equals.
+
+    Returns:
+        Stored names by the model's names; those that belong to no name of the model; and the prefix of stored names.
     """
     wanted = dict.fromkeys(names)
     canonical: dict[str, str] = {}
@@ -154,7 +144,7 @@ def match_names(
         if len(shorter) > len(best):
             best, stripped = shorter, ""
     used = set(best.values())
-    return Matching(best, tuple(name for name in stored if name not in used), stripped)
+    return best, [name for name in stored if name not in used], stripped
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +227,20 @@ def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] |
     sections = MODEL_SECTIONS if contents.format != "safetensors" else ()
     base = getattr(model, "base_model_prefix", None)  # how transformers' models name their inner one
     prefixes = ("", PARALLEL_PREFIX, *sections, *([f"{base}."] if isinstance(base, str) and base else []))
-    matching = match_names(names, contents.tensors, prefixes=prefixes)
-    has_sections = contents.format != "safetensors" and matching.prefix in MODEL_SECTIONS
-    left = [name for name in matching.left if not has_sections or canonical_name(name).startswith(matching.prefix)]
-    computed = non_persistent_names(model)
+    stored = contents.tensors
+    found, left, prefix = match_names(names, stored, prefixes=prefixes)
+    if contents.format != "safetensors" and prefix in MODEL_SECTIONS:
+        left = [name for name in left if canonical_name(name).startswith(prefix)]
+    computed = non_persistent_names(model) | names_elsewhere(model)
     ignorable = _patterns(model, "_keys_to_ignore_on_load_unexpected")
-    ignored = [name for name in left if _is_ignored(name.removeprefix(matching.prefix), computed, ignorable)]
+
+    def is_ignored(name: str) -> bool:
+        if name.rpartition(".")[2] == "_extra_state":  # what a module keeps for itself: no tensor of the model
+            return True
+        return canonical_name(name) in computed or any(pattern.search(name) for pattern in ignorable)
+
+    ignored = {name: None for name in left if is_ignored(name.removeprefix(prefix))}
     tolerable = _patterns(model, "_keys_to_ignore_on_load_missing")
-    found, stored = matching.found, contents.tensors
     stored_names: dict[str, str] = {}
     copies: dict[str, tuple[str, ...]] = {}
     missing, mismatched, tied, cast = [], [], {}, {}
@@ -266,34 +262,26 @@ def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] |
     report = KeyReport(
         loaded=tuple(stored_names),
         missing=tuple(missing),
-        unexpected=tuple(name for name in left if name not in set(ignored)),
+        unexpected=tuple(name for name in left if name not in ignored),
         mismatched=tuple(mismatched),
         tied=tied,
         renamed={name: stored[key].name for name, key in stored_names.items() if stored[key].name != name},
         cast=cast,
         ignored=tuple(ignored),
     )
-    tolerated = frozenset(name for name in missing if any(pattern.search(name) for pattern in tolerable))
-    return Matched(stored_names, copies, report, tolerated)
+    tolerated = {name for name in missing if any(pattern.search(name) for pattern in tolerable)}
+    if missing and stored_names.keys().isdisjoint(adapters := adapter_keys(model)):
+        tolerated.update(adapters)  # the weights of the model that they were added to
+    return Matched(stored_names, copies, report, frozenset(tolerated))
 
 
 def _converts(stored: str, expected: str) -> bool:
     """Fractions to fractions and integers to integers: anything else means another thing (quantised weights)."""
-    if stored == expected:
-        return True
-    return any(stored.startswith(kind) and expected.startswith(kind) for kind in (_INTEGERS, _FRACTIONS)) and (
-        stored.startswith("complex") == expected.startswith("complex")
-    )
+    return stored == expected or any(stored.startswith(kind) and expected.startswith(kind) for kind in _KINDS)
 
 
 def _describe(tensor: ModelTensor | StoredTensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _is_ignored(name: str, computed: Iterable[str], patterns: Sequence[re.Pattern[str]]) -> bool:
-    if name.rpartition(".")[2] == "_extra_state":  # what a module keeps for itself: no tensor of the model
-        return True
-    return canonical_name(name) in computed or any(pattern.search(name) for pattern in patterns)
 
 
 def _patterns(model: nn.Module, attribute: str) -> list[re.Pattern[str]]:

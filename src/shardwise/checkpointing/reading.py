@@ -6,24 +6,32 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.checkpointing import contents as checkpoint_contents
-from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredChunk, StoredTensor, rows_of
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredChunk, StoredTensor
 from shardwise.checkpointing.state.slices import ModelTensor, local_chunks
 from shardwise.checkpointing.storage.files import COPY_AGAIN, FileReader, damaged, join, size_problem
 from shardwise.checkpointing.storage.memory import bytes_of, checksum_of_parts, counting
+from shardwise.distributed.agreement import gather_over_mesh, is_first, on_rank_zero, raise_together, run_on_all
+from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
+from shardwise.sharding.inventory import broadcast_from_first
 
 CHUNK_BYTES = 8 << 20
 """The most that is read at once; the bounded buffers have this size."""
 _MIN_RUN_BYTES = 64 << 10  # shorter runs are read together with what lies between them
-_NUM_PINNED = 2  # one is read into while the other is copied to the device
+_MAX_THREADS = 8  # a thread copies 5 to 10 GB/s from the page cache; more than a disk gives, less than memory does
+_BROADCAST_BYTES = 32 << 20
+T = TypeVar("T")
+Verify = Literal["while", "before", "no"]
+"""Checksums are verified as the bytes arrive, in a pass of its own before the first is written, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,7 @@ def ranges_of(tensor: StoredTensor, request: Request, verify: bool) -> Iterator[
     item_bytes = ITEM_BYTES[tensor.dtype]
     target = request.target.detach()
     in_place = target.device.type == "cpu" and target.dtype == getattr(torch, tensor.dtype)
+    in_place = in_place and not hasattr(target, "fsdp_pre_all_gather")  # a subclass packs what it is given
     for chunk in tensor.chunks:
         wanted = chunk.spec.overlap(request.spec)
         if wanted is None:
@@ -67,32 +76,41 @@ def ranges_of(tensor: StoredTensor, request: Request, verify: bool) -> Iterator[
         run_bytes = math.prod(wanted.sizes[along:]) * item_bytes
         is_free = chunk.data is None and not (verify and chunk.checksums)  # to read just what is wanted
         if not is_one_run and not (is_free and run_bytes >= _MIN_RUN_BYTES):
-            along = checkpoint_contents.row_dim(chunk.spec, wanted, CHUNK_BYTES // item_bytes)
-            yield from _buffered(tensor, chunk, request, wanted, along)
+            yield from _buffered(tensor, chunk, request, wanted)
             continue
-        for run in rows_of(chunk.spec, wanted, along, wanted.numel):
+        for run in chunk.spec.rows(wanted, wanted.numel, along):
             place = part_of(target, request.spec, run)
             if in_place and chunk.data is None and place.is_contiguous() and not (place.is_conj() or place.is_neg()):
                 yield from _direct(tensor, chunk, request, _first(chunk.spec, run) * item_bytes, bytes_of(place))
             else:
-                yield from _buffered(
-                    tensor, chunk, request, run, checkpoint_contents.row_dim(chunk.spec, run, CHUNK_BYTES // item_bytes)
-                )
+                yield from _buffered(tensor, chunk, request, run)
 
 
 def requests_for(tensors: Iterable[ModelTensor], stored_names: Mapping[str, str]) -> list[Request]:
-    """Read requests for this rank's chunks of each tensor that has a stored name.
-
-    Args:
-        tensors: The model's.
-        stored_names: `ModelTensor.name` to the name in the checkpoint; others are left out.
-    """
+    """Read requests for this rank's chunks of each of a model's tensors that has a stored name."""
     return [
         Request(stored_names[tensor.name], memory, spec)
         for tensor in tensors
         if tensor.name in stored_names
         for spec, memory in local_chunks(tensor.tensor)
     ]
+
+
+def write_part(target: torch.Tensor, spec: ChunkSpec, part: ChunkSpec, source: torch.Tensor) -> None:
+    """Copy `source`, which holds `part`, to where it belongs in a target that holds `spec`.
+
+    Raises:
+        CheckpointError: The target packs whole rows, and the part cuts them.
+    """
+    place = part_of(target, spec, part)
+    if hasattr(target, "fsdp_pre_all_gather") and type(place) is not type(target):
+        raise CheckpointError(
+            f"{part} cannot be read into a {type(target).__name__} of shape {list(target.shape)}",
+            where=type(target).__name__,
+            why="its rows are packed as wholes, and the checkpoint stores parts of rows",
+            fix="convert the checkpoint first: convert_checkpoint(path, folder, format='safetensors')",
+        )
+    place.copy_(source)
 
 
 def part_of(tensor: torch.Tensor, spec: ChunkSpec, part: ChunkSpec) -> torch.Tensor:
@@ -113,11 +131,9 @@ def _direct(
         begin = end
 
 
-def _buffered(
-    tensor: StoredTensor, chunk: StoredChunk, request: Request, wanted: ChunkSpec, along: int
-) -> Iterator[Range]:
+def _buffered(tensor: StoredTensor, chunk: StoredChunk, request: Request, wanted: ChunkSpec) -> Iterator[Range]:
     item_bytes = ITEM_BYTES[tensor.dtype]
-    for stored in rows_of(chunk.spec, wanted, along, CHUNK_BYTES // item_bytes):
+    for stored in chunk.spec.rows(wanted, CHUNK_BYTES // item_bytes):
         start = _first(chunk.spec, stored) * item_bytes
         yield Range(tensor, chunk, start, stored.numel * item_bytes, request, stored=stored)
 
@@ -143,56 +159,32 @@ class RangeReader(contextlib.ExitStack):
         self._contents, self._verify = contents, verify
         self._file = ""
         self._open_file = self.enter_context(contextlib.ExitStack())
-        # What a range shares its first and last block with: read so that the block can be verified, then dropped.
-        self._before = self._after = memoryview(b"")
-        self._plain: torch.Tensor | None = None
-        self._pinned: list[tuple[torch.Tensor, Any]] = []
-        self._turn = 0
+        self._buffers: dict[bool, torch.Tensor] = {}
 
     def bring(self, item: Range) -> None:
         """Read the bytes to where they belong."""
         if item.memory is not None:
             self._read(item, item.memory)
             return
-        target = item.request.target.detach()
-        buffer = self._buffer(target.device)
-        self._read(item, bytes_of(buffer)[: item.num_bytes])
+        target, spec = item.request.target.detach(), item.request.spec
+        buffer = self._buffer(pinned=target.device.type == "cuda")[: item.num_bytes]
+        self._read(item, bytes_of(buffer))
         assert item.stored is not None
-        wanted = item.stored.overlap(item.request.spec)
+        wanted = item.stored.overlap(spec)
         assert wanted is not None
-        stored = buffer[: item.num_bytes].view(getattr(torch, item.tensor.dtype)).view(item.stored.sizes)
-        place, source = part_of(target, item.request.spec, wanted), part_of(stored, item.stored, wanted)
-        if target.device.type != "cuda":
-            place.copy_(source)
-            return
-        with torch.cuda.device(target.device):
-            if source.is_contiguous() and source.dtype == place.dtype:
-                place.copy_(source, non_blocking=True)
-            else:  # the device casts and strides far faster than the CPU
-                place.copy_(part_of(stored.to(target.device, non_blocking=True), item.stored, wanted))
-            self._pinned[self._turn][1].record()
+        stored = buffer.view(getattr(torch, item.tensor.dtype)).view(item.stored.sizes)
+        if not part_of(stored, item.stored, wanted).is_contiguous() or stored.dtype != target.dtype:
+            stored = stored.to(target.device)  # which casts and strides far faster than the CPU
+        write_part(target, spec, wanted, part_of(stored, item.stored, wanted))
 
     def check(self, item: Range) -> None:
         """Read the bytes for the sake of their checksums alone."""
-        self._read(item, bytes_of(self._buffer(torch.device("cpu")))[: item.num_bytes])
+        self._read(item, bytes_of(self._buffer(pinned=False))[: item.num_bytes])
 
-    def wait(self) -> None:
-        """Return once every copy to a device has arrived."""
-        for _, copied in self._pinned:
-            copied.synchronize()
-
-    def _buffer(self, device: torch.device) -> torch.Tensor:
-        """A buffer for bytes on their way to `device`; nothing is using it any more."""
-        if device.type != "cuda":
-            if self._plain is None:
-                self._plain = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-            return self._plain
-        if len(self._pinned) < _NUM_PINNED:
-            self._pinned.append((torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
-        self._turn = (self._turn + 1) % len(self._pinned)
-        buffer, copied = self._pinned[self._turn]
-        copied.synchronize()
-        return buffer
+    def _buffer(self, *, pinned: bool) -> torch.Tensor:
+        if pinned not in self._buffers:
+            self._buffers[pinned] = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        return self._buffers[pinned]
 
     def _open(self, file: str) -> FileReader:
         if file != self._file:  # ranges are sorted by file
@@ -202,11 +194,7 @@ class RangeReader(contextlib.ExitStack):
         return self._reader
 
     def _read(self, item: Range, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of the range.
-
-        Raises:
-            CheckpointError: The file is missing, short or damaged.
-        """
+        """Fill `buffer` with the bytes of the range; a file that is missing, short or damaged raises."""
         chunk, start = item.chunk, item.start
         if chunk.data is not None:
             buffer[:] = chunk.data[start : start + len(buffer)]
@@ -217,9 +205,8 @@ class RangeReader(contextlib.ExitStack):
         block, stop = self._contents.block_bytes, start + len(buffer)
         begin = start // block * block
         end = min(-(-stop // block) * block, chunk.spec.numel * ITEM_BYTES[item.tensor.dtype])
-        if (start > begin or end > stop) and not self._before:
-            self._before, self._after = (memoryview(bytearray(block)) for _ in range(2))
-        before, after = self._before[: start - begin], self._after[: end - stop]
+        # What the range shares its first and last block with: read so that the block can be verified, then dropped.
+        before, after = memoryview(bytearray(start - begin)), memoryview(bytearray(end - stop))
         self._open(chunk.file).read_into(chunk.offset + begin, [before, buffer, after])
         for first in range(begin, end, block):
             last = min(first + block, end)
@@ -244,15 +231,9 @@ def read_ranges(
     write: bool = True,
     count: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Read all ranges, on several threads where that pays; the first error ends them all.
+    """Read all ranges in order, on several threads where that pays; the first error ends them all.
 
-    Args:
-        contents: What is read.
-        ranges: In the order in which they are taken.
-        num_threads: At most.
-        verify: Compare checksums.
-        write: Bring the bytes to their targets; else only the checksums are compared.
-        count: Is told the bytes of each range that is done, by one thread at a time.
+    Without `write` only the checksums are compared. `count` is told the bytes of each range, one thread at a time.
     """
     todo = iter(ranges)
     lock = threading.Lock()
@@ -265,7 +246,6 @@ def read_ranges(
                     reader.bring(item) if write else reader.check(item)
                     with lock:
                         count(item.num_bytes)
-                reader.wait()
         except BaseException:
             todo = iter(())
             raise
@@ -285,12 +265,6 @@ def read_ranges(
         futures = [pool.submit(work) for _ in range(min(num_threads, len(ranges)))]
     for future in futures:
         future.result()
-
-
-Verify = Literal["while", "before", "no"]
-"""Checksums are verified as the bytes arrive, in a pass of its own before the first is written, or not at all."""
-
-_MAX_THREADS = 8  # a thread copies 5 to 10 GB/s from the page cache; more than a disk gives, less than memory does
 
 
 def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]:
@@ -324,7 +298,7 @@ def _problem(tensor: StoredTensor, request: Request) -> str:
         return f"has shape {list(tensor.shape)}, in which {request.spec} does not lie"
     if tuple(request.target.shape) != request.spec.sizes:
         return f"is to be read into memory of shape {list(request.target.shape)}, which {request.spec} does not fit"
-    return checkpoint_contents.coverage_problem(request.spec, (chunk.spec for chunk in tensor.chunks))
+    return tensor.problem(request.spec)
 
 
 def read_requests(
@@ -335,21 +309,11 @@ def read_requests(
     progress: Progress | None = None,
     num_threads: int | None = None,
 ) -> None:
-    """Fill every request's target.
-
-    Args:
-        contents: The checkpoint.
-        requests: Checked by `check_requests` first.
-        verify: Compare checksums as the bytes arrive, where the format has any; damaged bytes may have been written
-            when the error comes.
-        progress: Is told the bytes as they arrive.
-        num_threads: That read at the same time; default: as many cores as there are, at most 8.
+    """Fill the targets of requests that `check_requests` has proven.
 
     Raises:
-        CheckpointError: A file is missing, short or damaged; names the file and the tensor.
-
-    Ranks:
-        Local. Callers make the ranks fail together.
+        CheckpointError: A file is missing, short or damaged; names the file and the tensor. With `verify` checksums are
+            compared as the bytes arrive, where the format has any: damaged bytes may have been written by then.
     """
     ranges = _all_ranges(contents, requests, verify)
     with counting(progress, _num_bytes(ranges), "loading") as count:
@@ -357,30 +321,21 @@ def read_requests(
 
 
 def verify_requests(contents: Contents, requests: Iterable[Request], *, progress: Progress | None = None) -> None:
-    """Compare the checksums of all that the requests would read, and write nothing.
-
-    Args:
-        contents: The checkpoint.
-        requests: Their targets are not touched, and may be on the meta device.
-        progress: Is told the bytes as they arrive.
+    """Compare the checksums of all that the requests would read, and write nothing: targets may be on meta.
 
     Raises:
         CheckpointError: A file is missing, short or damaged; names the file and the tensor.
-
-    Ranks:
-        Local. Callers make the ranks fail together.
     """
     ranges = [item for item in _all_ranges(contents, requests, True) if item.chunk.checksums]
     with counting(progress, _num_bytes(ranges), "verifying") as count:
         read_ranges(contents, ranges, _num_threads(), verify=True, write=False, count=count)
 
 
-def read_chunk(contents: Contents, tensor: StoredTensor, spec: ChunkSpec, *, verify: bool = True) -> torch.Tensor:
-    """A part of a stored tensor, as a new CPU tensor.
-
-    Raises:
-        CheckpointError: The part is not stored, or its file is missing, short or damaged.
-    """
+def read_chunk(
+    contents: Contents, tensor: StoredTensor, spec: ChunkSpec | None = None, *, verify: bool = True
+) -> torch.Tensor:
+    """A stored tensor, or a part of it, as a new CPU tensor; one that is not stored, or damaged, raises."""
+    spec = spec or ChunkSpec.whole(tensor.shape)
     request = Request(tensor.name, torch.empty(spec.sizes, dtype=getattr(torch, tensor.dtype)), spec)
     if problem := _problem(tensor, request):
         why = "the checkpoint's index does not fit its files: a part is missing, or the index is damaged"
@@ -402,3 +357,97 @@ def _num_bytes(ranges: list[Range]) -> int:
 def _num_threads() -> int:
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return min(_MAX_THREADS, len(allowed))
+
+
+def open_on_ranks(open_here: Callable[[], Contents], mesh: DeviceMesh | None, *, broadcast: bool) -> Contents:
+    """Open a checkpoint on every rank; or on the first, and tell the others all but where tensors lie.
+
+    Ranks:
+        Collective over the mesh.
+    """
+    opened: list[Contents] = []
+
+    def work() -> Contents:
+        opened.append(open_here())
+        tensors = {name: replace(tensor, chunks=()) for name, tensor in opened[0].tensors.items()}
+        return replace(opened[0], tensors=tensors, streams=())
+
+    described = on_rank_zero(work, group=mesh) if broadcast else run_on_all(work, mesh, CheckpointError)
+    return opened[0] if opened else described
+
+
+class RequestReader:
+    """Checks, verifies and serves the requests of all ranks.
+
+    Args:
+        broadcast: Only the first rank opens files, see `open_on_ranks`; else every rank reads what it needs.
+        mesh: The ranks, for `broadcast`.
+
+    Ranks:
+        Collective over the mesh, where it broadcasts; else local.
+    """
+
+    def __init__(self, broadcast: bool = False, mesh: DeviceMesh | None = None) -> None:
+        self._broadcast, self._mesh = broadcast, mesh
+
+    def check(self, contents: Contents, requests: Sequence[Request]) -> list[str]:
+        """See `check_requests`; where the first rank reads, of all that any rank asks for."""
+        return self._run(check_requests, contents, requests)
+
+    def verify(self, contents: Contents, requests: Sequence[Request], progress: Progress | None = None) -> None:
+        """See `verify_requests`; where the first rank reads, of all that any rank asks for."""
+        self._run(partial(verify_requests, progress=progress), contents, requests)
+
+    def read(
+        self, contents: Contents, requests: Sequence[Request], *, verify: bool = True, progress: Progress | None = None
+    ) -> None:
+        """See `read_requests`; where the first rank reads, it sends some rows of a tensor at a time."""
+        if not self._broadcast:
+            read_requests(contents, requests, verify=verify, progress=progress)
+            return
+        wanted: dict[str, list[Request]] = {name: [] for name in self._names(requests)}
+        for request in requests:
+            wanted[request.name].append(request)
+        with counting(progress, sum(contents.tensors[name].num_bytes for name in wanted), "loading") as count:
+            for name, own in wanted.items():
+                self._read_and_send(contents, contents.tensors[name], own, verify, count)
+
+    @torch.no_grad()
+    def _read_and_send(
+        self, contents: Contents, stored: StoredTensor, own: list[Request], verify: bool, count: Callable[[int], None]
+    ) -> None:
+        mesh = self._mesh
+        for spec in stored.portions(max_bytes=_BROADCAST_BYTES):
+            num_bytes = spec.numel * ITEM_BYTES[stored.dtype]
+            data = torch.zeros(num_bytes + 1, dtype=torch.uint8)  # the last byte says whether the first rank failed
+            error = None
+            if is_first(mesh):
+                try:
+                    rows = read_chunk(contents, stored, spec, verify=verify)
+                    bytes_of(data)[:-1] = bytes_of(rows)
+                except BaseException as caught:
+                    error, data[-1] = caught, 1
+            if mesh is not None:
+                data = data.to(mesh.device_type)
+                broadcast_from_first(data, mesh, range(mesh.ndim))
+            if bool(data[-1]):
+                raise_together(error, group=mesh, kind=CheckpointError)
+            rows = data[:-1].view(getattr(torch, stored.dtype)).view(spec.sizes)
+            for request in own:
+                if (shared := request.spec.overlap(spec)) is not None:
+                    write_part(request.target, request.spec, shared, part_of(rows, spec, shared))
+            count(num_bytes)
+
+    def _run(self, work: Callable[[Contents, Sequence[Request]], T], contents: Contents, own: Sequence[Request]) -> T:
+        if not self._broadcast:
+            return work(contents, own)
+        shapes = {name: contents.tensors[name].shape if name in contents.tensors else () for name in self._names(own)}
+        whole = [
+            Request(name, torch.empty(shape, device="meta"), ChunkSpec.whole(shape)) for name, shape in shapes.items()
+        ]
+        return on_rank_zero(lambda: work(contents, whole), group=self._mesh)
+
+    def _names(self, requests: Sequence[Request]) -> list[str]:
+        """What any rank asks for, in one order on all: a rank may hold no part of a tensor."""
+        own = list(dict.fromkeys(request.name for request in requests))
+        return list(dict.fromkeys(name for names in gather_over_mesh(self._mesh, own) for name in names))

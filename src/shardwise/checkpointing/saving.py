@@ -18,21 +18,21 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpointing.background_writer import Work, WriterProcess, bytes_of_item, commit, write_items
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, KeyPath, LocalChunk, StoredChunk, StoredTensor
-from shardwise.checkpointing.formats.sharded import FileRecord, Header, begin_checkpoint, file_name, partial_of
+from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.staging import Arena, AsyncCopy, StagedTensor
 from shardwise.checkpointing.state.nested import PER_RANK, FlatState
 from shardwise.checkpointing.state.run import Run
 from shardwise.checkpointing.state.slices import local_chunks
 from shardwise.checkpointing.storage.files import Place, join, remove_tree
 from shardwise.checkpointing.storage.memory import checksum
-from shardwise.distributed.agreement import Channel, as_shardwise_error, first_error, run_and_gather
+from shardwise.distributed.agreement import Channel, as_shardwise_error, run_and_gather
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.planning.plan import Plan
 from shardwise.planning.settings import dtype_name
 from shardwise.progress import Progress
 from shardwise.sharding.full_params import refuse_missing
-from shardwise.sharding.inventory import local_tensor
+from shardwise.sharding.inventory import local_tensor, plain_values
 from shardwise.sharding.registry import sharded_state
 
 
@@ -42,10 +42,7 @@ def name_of_rank(rank: int, name: str) -> str:
 
 
 def dedup_chunks(tables: Sequence[Sequence[LocalChunk]]) -> list[list[int]]:
-    """For each rank, which of its chunks it writes: places in its table, ascending.
-
-    Args:
-        tables: What each rank holds. All ranks must call it with the same.
+    """For each rank, which of the chunks in its table it writes: places in the table, ascending.
 
     Raises:
         CheckpointError: Ranks hold tensors of one name that are not parts of the same tensor.
@@ -76,20 +73,19 @@ def dedup_chunks(tables: Sequence[Sequence[LocalChunk]]) -> list[list[int]]:
 
 
 def dedup_tensors(tables: Sequence[Mapping[str, StoredTensor]]) -> list[dict[str, str]]:
-    """For each rank, which of its plain tensors it writes, and under which name.
-
-    Args:
-        tables: What each rank holds, by name. All ranks must call it with the same.
-    """
+    """For each rank, which of the plain tensors in its table it writes, and under which name."""
     written: list[dict[str, str]] = [{} for _ in tables]
     loads = [0] * len(tables)
+    first = dict(tables[0])
+    for table in tables:  # a later stage of a pipeline has parts of a model that rank 0 has not
+        first = {name: held for name, held in table.items() if name.startswith(("model.", "optim."))} | first
     for rank, table in enumerate(tables):
         for name, held in table.items():
-            if tables[0].get(name) != held:
+            if first.get(name) != held:
                 written[rank][name] = name_of_rank(rank, name)
                 loads[rank] += held.num_bytes
     # Sorted by name too: ranks that hold the same may hold it in different orders.
-    for name, held in sorted(tables[0].items(), key=lambda item: (-item[1].num_bytes, item[0])):
+    for name, held in sorted(first.items(), key=lambda item: (-item[1].num_bytes, item[0])):
         rank = min((rank for rank, table in enumerate(tables) if table.get(name) == held), key=lambda each: loads[each])
         written[rank][name] = name
         loads[rank] += held.num_bytes
@@ -97,11 +93,7 @@ def dedup_tensors(tables: Sequence[Mapping[str, StoredTensor]]) -> list[dict[str
 
 
 def merge_values(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All ranks' values: rank 0's under their names, those of ranks that differ under names of their own.
-
-    Args:
-        tables: Encoded values of each rank, by name.
-    """
+    """All ranks' encoded values: rank 0's under their names, what differs from them under names of the rank."""
     merged = dict(tables[0])
     for rank, table in enumerate(tables):
         for name, value in table.items():
@@ -146,16 +138,12 @@ def ranks_without_state(tables: Sequence[Sequence[LocalChunk]]) -> dict[str, set
 
 
 _RNG = "rng."
-Retire = Callable[[Sequence[FileRecord]], None]
+Retire = Callable[[Sequence[sharded.FileRecord]], None]
 """Called on rank 0 after a commit, with what was written: removes old checkpoints."""
 
 
 def describe_run(run: Run) -> dict[str, Any]:
-    """Meshes, plans and dtypes of the models, as JSON.
-
-    Ranks:
-        Local; the same on every rank.
-    """
+    """Meshes, plans and dtypes of the models, as JSON; the same on every rank."""
     described: dict[str, Any] = {}
     for name, model in run.models.items():
         state = sharded_state(model)
@@ -166,7 +154,7 @@ def describe_run(run: Run) -> dict[str, Any]:
             "mesh": None if mesh is None else _axes(mesh),
             "plan": None if state is None else _encoded(state.plan),
         }
-    return {"models": described}
+    return {"models": described, **({"trainable_only": True} if run.trainable_only else {})}
 
 
 @lru_cache(maxsize=8)
@@ -191,7 +179,7 @@ def _path(name: str, paths: Mapping[str, KeyPath]) -> KeyPath:
 
 def _staged_tensors(name: str, tensor: torch.Tensor, *, unchanged_until_step: bool) -> list[StagedTensor]:
     """This rank's chunks of a tensor."""
-    local = local_tensor(tensor)
+    local = plain_values(local_tensor(tensor))
     shape, dtype = tuple(tensor.shape), dtype_name(local.dtype)
     plain_types = (torch.Tensor, nn.Parameter, nn.Buffer)
     if type(local) not in plain_types or local.layout is not torch.strided or dtype not in ITEM_BYTES:
@@ -202,7 +190,7 @@ def _staged_tensors(name: str, tensor: torch.Tensor, *, unchanged_until_step: bo
             fix="leave it out, or store what it is made of in a state_dict() of your own",
         )
     if isinstance(tensor, DTensor) and tensor.numel():
-        kind, chunks = "sharded", local_chunks(tensor)
+        kind, chunks = "sharded", [(spec, plain_values(memory)) for spec, memory in local_chunks(tensor)]
     elif isinstance(tensor, DTensor):  # no rank has a part of it, yet it must be in the checkpoint
         kind, chunks = "sharded", [(ChunkSpec.whole(shape), torch.empty(shape, dtype=local.dtype, device="cpu"))]
     else:
@@ -257,13 +245,7 @@ class Saver:
 
     @torch.no_grad()  # a switch that thousands of small calls would else flip one by one
     def start(self, folder: Place, step: int, collect: Callable[[], FlatState], *, background: bool) -> PendingSave:
-        """Fix the state that is saved. Training waits for this, and for no more.
-
-        Args:
-            folder: Where the checkpoint will lie.
-            step: The same on all ranks.
-            collect: Gives this rank's state.
-            background: Copy the state, so that training can go on.
+        """Fix the state that `collect` gives; in the background, copy it. Training waits for this, and for no more.
 
         Raises:
             ShardwiseError: The same on every rank: something cannot be stored, or the folder cannot be written.
@@ -273,7 +255,7 @@ class Saver:
             if background:
                 self._ensure_writer()
             if self._front.rank == 0:
-                begin_checkpoint(folder)
+                sharded.begin_checkpoint(folder)
 
         staged_tensors, collected = self._share(step, collect, begin)
         pending = PendingSave(step, folder, collected)
@@ -291,45 +273,42 @@ class Saver:
     def finish(self, pending: PendingSave, *, retire: Retire, progress: Progress | None = None) -> None:
         """Write and commit; on the thread that `back` belongs to.
 
-        Args:
-            started: What `start` returned.
-            retire: See `Retire`.
-            progress: Is told the bytes as they are written.
-
         Raises:
             ShardwiseError: The same on every rank. Nothing is committed then, unless `retire` raised it.
         """
         back, values = self._back, pending.collected.values
-        plain: dict[str, StoredTensor] = {}
-        error: Exception | None = None
-        try:
+        records: list[sharded.FileRecord] = []
+        failed: ShardwiseError | None = None
+
+        def copy() -> tuple[dict[str, StoredTensor], tuple[int, int]]:
             if pending.error is not None:
                 raise pending.error
             if pending.copy is not None:
                 pending.copy.run()
             plain = self._plain_tensors(pending)
-        except Exception as caught:
-            error = caught
-        told = back.all_gather((_portable(error), digest(plain), digest(values)))
-        failed = first_error([each[0] for each in told])
-        record: FileRecord | None = None
-        if failed is None:  # where the ranks' tables are equal, nothing is sent
-            tables = [plain] * back.size if len({each[1] for each in told}) == 1 else back.all_gather(plain)
-            values_of_ranks = [values] if len({each[2] for each in told}) == 1 else back.gather(values)
-            values = merge_values(values_of_ranks) if back.rank == 0 else {}
-            try:
-                record = self._write(pending, dedup_tensors(tables)[back.rank], values, progress)
-            except Exception as caught:
-                error = caught
-        outcomes = back.gather((_portable(error), record))
-        verdict = None
-        if back.rank == 0:
-            verdict = failed or first_error([outcome[0] for outcome in outcomes])
-            records = [outcome[1] for outcome in outcomes if outcome[1] is not None]
-            verdict = self._conclude(pending, records, values, verdict, retire)
-        verdict = back.all_gather(verdict)[0]
-        if verdict is not None:
-            raise verdict
+            return plain, (digest(plain), digest(values))
+
+        try:
+            plain, digests = run_and_gather(copy, back, CheckpointError)
+            same_plain, same_values = (len(set(of_ranks)) == 1 for of_ranks in zip(*digests, strict=True))
+            names = dedup_tensors([plain] * back.size if same_plain else back.all_gather(plain))[back.rank]
+            of_ranks = [values] if same_values else back.gather(values)  # nothing is sent where all hold the same
+            values = merge_values(of_ranks) if back.rank == 0 else {}
+            records = back.gather(back.run_on_all(lambda: self._write(pending, names, values, progress)))
+            back.run_on_all(lambda: self._commit(pending, records, values) if back.rank == 0 else None)
+        except Exception as error:
+            with contextlib.suppress(ShardwiseError):
+                if back.rank == 0 and not sharded.is_committed(pending.folder):
+                    remove_tree(sharded.partial_of(pending.folder))
+            failed = as_shardwise_error(error, CheckpointError)
+
+        def conclude() -> None:
+            if failed is not None:
+                raise failed
+            if back.rank == 0:
+                retire(records)
+
+        back.run_on_all(conclude)  # nobody returns before rank 0 has cleared away what is not committed
 
     def close(self) -> None:
         """End the writer, give the memory back, leave the ranks' lines."""
@@ -373,12 +352,12 @@ class Saver:
                 why="a checkpoint is of one step of the whole run",
                 fix="call save with the same step on every rank",
             )
-        sharded = [staged for staged in staged_tensors if staged.kind == "sharded"]
+        chunks = [staged for staged in staged_tensors if staged.kind == "sharded"]
         if layouts != self._layouts:  # as a rule only the first time
-            tables = self._front.all_gather([staged.chunk for staged in sharded])
+            tables = self._front.all_gather([staged.chunk for staged in chunks])
             refuse_missing(ranks_without_state(tables))
             self._chosen, self._layouts = dedup_chunks(tables)[self._front.rank], layouts
-        chosen = {id(sharded[index]) for index in self._chosen}
+        chosen = {id(chunks[index]) for index in self._chosen}
         return [staged for staged in staged_tensors if staged.kind != "sharded" or id(staged) in chosen], collected
 
     def _item(self, staged: StagedTensor, is_copied: bool) -> LocalChunk:
@@ -396,8 +375,8 @@ class Saver:
 
     def _write(
         self, pending: PendingSave, names: Mapping[str, str], values: dict[str, Any], progress: Progress | None
-    ) -> FileRecord:
-        path = join(partial_of(pending.folder), file_name(self._back.rank))
+    ) -> sharded.FileRecord:
+        path = join(sharded.partial_of(pending.folder), sharded.file_name(self._back.rank))
         items = [item for item in pending.items if item.name not in pending.plain or item.name in names]
         renamed = [replace(item, name=names.get(item.name, item.name)) for item in items]
         return self._run(pending, partial(write_items, path, renamed, values, self._fsync), progress)
@@ -407,31 +386,13 @@ class Saver:
             return self._writer.run(work, self._arena, progress)
         return work(self._arena.view(), progress)
 
-    def _conclude(
-        self,
-        pending: PendingSave,
-        records: Sequence[FileRecord],
-        values: dict[str, Any],
-        error: ShardwiseError | None,
-        retire: Retire,
-    ) -> ShardwiseError | None:
-        """On rank 0: commit, or clear away what was written."""
-        try:
-            if error is not None:
-                raise error
-            header = self._header(pending, records, values)
-            self._run(pending, partial(commit, pending.folder, records, header, self._fsync))
-        except Exception as caught:
-            with contextlib.suppress(ShardwiseError):
-                remove_tree(partial_of(pending.folder))
-            return _portable(caught)
-        try:
-            retire(records)
-        except Exception as caught:
-            return _portable(caught)
-        return None
+    def _commit(self, pending: PendingSave, records: Sequence[sharded.FileRecord], values: dict[str, Any]) -> None:
+        header = self._header(pending, records, values)
+        self._run(pending, partial(commit, pending.folder, records, header, self._fsync))
 
-    def _header(self, pending: PendingSave, records: Iterable[FileRecord], values: dict[str, Any]) -> Header:
+    def _header(
+        self, pending: PendingSave, records: Iterable[sharded.FileRecord], values: dict[str, Any]
+    ) -> sharded.Header:
         """The head of the manifest; rank 0's state knows how names came about."""
         collected = pending.collected
         names = {tensor.name for record in records for tensor, _ in record.tensors} | {
@@ -440,7 +401,7 @@ class Saver:
             *collected.aliases,
         }
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return Header(
+        return sharded.Header(
             step=pending.step,
             world_size=self._back.size,
             values=values,
@@ -448,8 +409,3 @@ class Saver:
             structure={name: _path(name, collected.paths) for name in sorted(names)},
             details={**collected.details, "torch": str(torch.__version__), "date": now},
         )
-
-
-def _portable(error: BaseException | None) -> ShardwiseError | None:
-    """An error that can be sent to other ranks."""
-    return None if error is None else as_shardwise_error(error, CheckpointError)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,16 +15,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.checkpointing.broadcasting import RequestReader, open_on_ranks
-from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredTensor, portions
+from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredTensor
 from shardwise.checkpointing.formats import safetensors
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.full import tensors_in, write_full
+from shardwise.checkpointing.formats.full import FullWriter
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
 from shardwise.checkpointing.hugging_face import in_model_layout
 from shardwise.checkpointing.loading import check_verify, load_requests
 from shardwise.checkpointing.matching import KeyReport, Matched, Rename, match, rename_contents
-from shardwise.checkpointing.reading import Verify, read_chunk, requests_for
+from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks, read_chunk, requests_for
 from shardwise.checkpointing.state.names import canonical_name
 from shardwise.checkpointing.state.run import refuse_unusable
 from shardwise.checkpointing.state.slices import ModelTensor, local_chunks, model_tensors
@@ -36,9 +34,12 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.models.configs import hugging_face_config
 from shardwise.planning.settings import dtype_name
 from shardwise.progress import Progress
+from shardwise.sharding.adapters import CONFIG_FILE as ADAPTER_CONFIG
+from shardwise.sharding.adapters import adapter_keys, peft_config, refuse_other_adapters, without_adapters
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order
 from shardwise.sharding.inventory import class_name, is_meta, take_inventory
 from shardwise.sharding.materialize import allocate, materialize, mesh_of
+from shardwise.sharding.registry import names_elsewhere
 from shardwise.units import parse_bytes
 
 
@@ -74,11 +75,6 @@ def sidecar_files(model: Any, dtype: str | None = None) -> dict[str, bytes]:
     return {"config.json": json.dumps(written, indent=2, sort_keys=True).encode() + b"\n"}
 
 
-def weights_stem(model: nn.Module) -> str:
-    """What the library that opens the folder calls the weights: `<stem>.safetensors`."""
-    return "diffusion_pytorch_model" if _is_of_diffusers(model) else "model"
-
-
 def _is_of_diffusers(model: nn.Module) -> bool:
     return isinstance(getattr(model, "_internal_dict", None), dict) and hasattr(model, "to_json_string")
 
@@ -90,7 +86,7 @@ _TRIM_BYTES = 64 << 20
 def save_weights(
     model: nn.Module,
     path: str | Path,
-    format: Literal["safetensors", "torch"] = "safetensors",
+    format: Literal["safetensors", "torch", "peft"] = "safetensors",
     dtype: torch.dtype | str | None = None,
     *,
     max_shard_bytes: int | str | None = safetensors.DEFAULT_SHARD_BYTES,
@@ -106,7 +102,8 @@ def save_weights(
         model: Sharded by shardwise or by hand, or not at all.
         path: For safetensors a file `x.safetensors`, or a folder that transformers and diffusers can open: weights,
             index, and the model's config where it has one. For torch a file, as in `weights.pt`.
-        format: `safetensors`, or `torch` for a state dict that `torch.load(weights_only=True)` reads.
+        format: `safetensors`; `torch` for a state dict that `torch.load(weights_only=True)` reads; `peft` for a folder
+            that peft opens, with the adapters and nothing else.
         dtype: Cast floating-point tensors to it, as in `bfloat16`.
         max_shard_bytes: Of tensors in one file of a folder, as in `"2GB"`; None: all in one.
         overwrite: Replace weights that are there already.
@@ -122,47 +119,43 @@ def save_weights(
     mesh = mesh_of(model, take_inventory(model))
     tensors = run_on_all(lambda: _check(model, path, format), mesh, CheckpointError)
     target = float_dtype(dtype, "save_weights(dtype=...)")
+    adapters = adapter_keys(model) if format == "peft" else {}
     infos = [
         StoredTensor(
-            tensor.name, target if target and tensor.tensor.is_floating_point() else tensor.dtype, tensor.shape
+            adapters.get(tensor.name, tensor.name),
+            target if target and tensor.tensor.is_floating_point() else tensor.dtype,
+            tensor.shape,
         )
         for tensor in tensors
     ]
-    target_path = Path(path)
+    options: dict[str, Any] = {"overwrite": overwrite}
     if format == "torch":
         tree = {name: info for tensor, info in zip(tensors, infos, strict=True) for name in tensor.names}
-        order = tensors_in(tree)
-        check = partial(safetensors.refuse_overwrite, target_path, overwrite, is_file=True)
-        write = partial(write_full, target_path, tree, overwrite=overwrite)
+        writer = FullWriter(Path(path), tree, **options)
     else:
-        limit = _limit(max_shard_bytes)
-        order = [info for shard in safetensors.distribute(infos, target_path, limit) for info in shard]
-        check = partial(safetensors.check_target, target_path, infos, overwrite)
-
-        def write(chunks: safetensors.Chunks) -> None:
-            sidecars = sidecar_files(model, target) if not target_path.name.endswith(".safetensors") else {}
-            names = {"stem": weights_stem(model), "sidecars": sidecars}
-            safetensors.write_safetensors(
-                target_path, infos, chunks, max_shard_bytes=limit, overwrite=overwrite, **names
-            )
-
-    on_rank_zero(check, group=mesh)  # before anything is gathered
-    by_name = {tensor.name: tensor.tensor for tensor in tensors}
-    stream_gathered([(info, by_name[info.name]) for info in order], write, mesh, progress)
+        if format == "peft":
+            described = json.dumps(peft_config(model), indent=2, sort_keys=True).encode() + b"\n"
+            options |= {"stem": "adapter_model", "sidecars": {ADAPTER_CONFIG: described}, "max_shard_bytes": None}
+        else:
+            stem = "diffusion_pytorch_model" if _is_of_diffusers(model) else "model"
+            sidecars = sidecar_files(model, target)
+            options |= {"stem": stem, "sidecars": sidecars, "max_shard_bytes": _limit(max_shard_bytes)}
+        writer = safetensors.SafetensorsWriter(Path(path), infos, **options)
+    named = {adapters.get(tensor.name, tensor.name): tensor.tensor for tensor in tensors}
+    stream_gathered(writer, named, mesh, progress)
 
 
 def stream_gathered(
-    named: Sequence[tuple[StoredTensor, torch.Tensor]],
-    write: Callable[[safetensors.Chunks], None],
+    writer: safetensors.SafetensorsWriter | FullWriter,
+    tensors: Mapping[str, torch.Tensor],
     mesh: DeviceMesh | None,
     progress: Progress | None = None,
 ) -> None:
-    """Gather tensors one bucket after another and hand the first rank their bytes, in the order given.
+    """Gather tensors one bucket after another and let the first rank write them.
 
     Args:
-        named: What to write, cast to the dtype that the info says, in the order of the first rank's file; other ranks
-            may have another order.
-        write: Called on the first rank; takes the bytes.
+        writer: Says which tensors, cast to which dtype, in which order; other ranks than the first may have another.
+        tensors: By name.
         mesh: The ranks that hold the tensors.
         progress: Is told the bytes.
 
@@ -172,17 +165,19 @@ def stream_gathered(
     Ranks:
         Collective over the mesh.
     """
-    infos = {info.name: info for info, _ in named}
+    on_rank_zero(writer.check, group=mesh)  # before anything is gathered
+    named = [(info.name, tensors[info.name]) for info in writer.order]
+    infos = {info.name: info for info in writer.order}
     ordered = [
         (infos.get(name) or StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
-        for name, tensor in in_first_rank_order([(info.name, tensor) for info, tensor in named], mesh)
+        for name, tensor in in_first_rank_order(named, mesh)
     ]
     writes, error = is_first(mesh), None
     with counting(progress if writes else None, sum(info.num_bytes for info, _ in ordered), "saving") as count:
         chunks = _gathered(ordered, writes, count)
         try:
             if writes:
-                write(chunks)
+                writer.write(chunks)
         except Exception as caught:
             error = caught
         try:
@@ -238,16 +233,26 @@ def refuse_suffix(path: str | Path, format: str, torch_format: str) -> None:
 
 
 def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]:
-    if format not in ("safetensors", "torch"):
+    if format not in ("safetensors", "torch", "peft"):
         raise ConfigError(
             f"format is {format!r}",
             where="save_weights(format=...)",
-            fix='pass "safetensors" or "torch"; for sharded checkpoints use shardwise.Checkpointer',
+            fix='pass "safetensors", "torch" or "peft"; for sharded checkpoints use shardwise.Checkpointer',
         )
     refuse_suffix(path, format, 'format="torch"')
     refuse_remote(path)
     refuse_unusable(model)
+    if others := names_elsewhere(model):
+        raise CheckpointError(
+            f"{type(model).__name__} is a stage of a pipeline",
+            where=f"save_weights, {len(others)} tensors of other stages",
+            why="weights are gathered over the ranks that share a model, and each stage is a model of its own",
+            fix='save with Checkpointer, then shardwise.convert_checkpoint(checkpoint, path, format="safetensors")',
+        )
     tensors = model_tensors(model)
+    if format == "peft":
+        peft_config(model)  # raises without adapters
+        tensors = [tensor for tensor in tensors if tensor.name in adapter_keys(model)]
     empty = [tensor.name for tensor in tensors if is_meta(tensor.tensor)]
     if empty:
         raise CheckpointError(
@@ -320,10 +325,13 @@ def load_weights(
     do not matter. A model on the meta device is given memory; what is not in the file (tables that are
     computed, missing tensors with `strict=False`) is then initialised as `materialize` does it.
 
+    Adapters (`add_lora`, peft) may be missing from weights of the model that they were added to; they stay as they
+    are. Of a folder of peft's only the adapters are loaded.
+
     Args:
         model: Sharded by shardwise or by hand, or not at all; on meta or not.
         path: A safetensors file, a Hugging Face folder, a `torch.save` file, a Distributed Checkpoint folder, a
-            checkpoint of FSDP1.
+            checkpoint of FSDP1, a folder of peft's.
         strict: Raise unless every tensor of the model is there and every stored one has its place. Otherwise
             load what fits; shapes must fit all the same.
         rename: Stored names to the model's: `{"old.prefix": "new.prefix"}`, a compiled pattern for `re.sub`,
@@ -347,6 +355,8 @@ def load_weights(
     mesh = mesh_of(model, take_inventory(model))
     tensors = run_on_all(lambda: model_tensors(model), mesh, CheckpointError)
     contents = open_on_ranks(lambda: _open(model, tensors, path, rename), mesh, broadcast=broadcast)
+    if is_of_adapters := bool(contents.details.get("adapters")):
+        tensors = run_on_all(lambda: _only_adapters(model, tensors), mesh, CheckpointError)
     matched = _match(model, tensors, contents, mesh, strict)
 
     def allocate_wanted() -> None:
@@ -355,6 +365,7 @@ def load_weights(
         if any(map(is_meta, wanted)):
             allocate(model, wanted)
             tensors = model_tensors(model)  # recurrent layers have new ones
+            tensors = _only_adapters(model, tensors) if is_of_adapters else tensors
 
     def check_copies() -> None:
         if strict:
@@ -375,7 +386,7 @@ def load_weights(
     if rebuilt:
         materialize(model)
     ignored = (*matched.report.ignored, *contents.details.get("renamed_away", ()))
-    return dataclasses.replace(matched.report, rebuilt=rebuilt, ignored=ignored)
+    return replace(matched.report, rebuilt=rebuilt, ignored=ignored)
 
 
 def _open(model: nn.Module, tensors: Sequence[ModelTensor], path: str | Path, rename: Rename | None) -> Contents:
@@ -384,7 +395,29 @@ def _open(model: nn.Module, tensors: Sequence[ModelTensor], path: str | Path, re
     require_names(contents, optimizers=False)
     renamed = contents if rename is None else rename_contents(contents, rename)
     names = [name for tensor in tensors for name in tensor.names]
-    return in_model_layout(renamed, model, names)
+    if isinstance(contents.folder, Path) and (contents.folder / ADAPTER_CONFIG).is_file():
+        refuse_other_adapters(model, contents.folder)
+        name_of = {key: name for name, key in adapter_keys(model).items()}
+        return replace(_renamed(renamed, name_of), details={**renamed.details, "adapters": True})
+    base, name_of = without_adapters(model, names)
+    return _renamed(in_model_layout(renamed, base, list(name_of)), name_of)
+
+
+def _renamed(contents: Contents, name_of: Mapping[str, str]) -> Contents:
+    return replace(contents, tensors={name_of.get(name, name): each for name, each in contents.tensors.items()})
+
+
+def _only_adapters(model: nn.Module, tensors: Sequence[ModelTensor]) -> list[ModelTensor]:
+    """The model's adapters; the rest must have values, as it would be drawn at random."""
+    adapters = adapter_keys(model)
+    if empty := [tensor.name for tensor in tensors if is_meta(tensor.tensor) and tensor.name not in adapters]:
+        raise CheckpointError(
+            f"{len(empty)} tensors beside the adapters have no values",
+            where=", ".join(empty[:5]),
+            why="a folder of peft's holds the adapters only",
+            fix="load_weights(model, path) with the weights of the model first, then the adapters",
+        )
+    return [tensor for tensor in tensors if tensor.name in adapters]
 
 
 def _match(
@@ -440,5 +473,5 @@ def _differ(contents: Contents, first: StoredTensor, copy: StoredTensor, specs: 
     return known[0] != known[1] and any(
         bytes_of(read_chunk(contents, first, part)) != bytes_of(read_chunk(contents, copy, part))
         for spec in specs
-        for part in portions(spec, ITEM_BYTES[first.dtype], _BUCKET_BYTES)
+        for part in first.portions(spec, _BUCKET_BYTES)
     )

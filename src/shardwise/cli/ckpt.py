@@ -63,7 +63,7 @@ def inspect(
 @ckpt.command()
 def verify(path: PathArgument, format: FormatOption = Format.TEXT) -> None:
     """Read a checkpoint through: checksums, coverage, truncation. Exit status 1 when something is wrong."""
-    from shardwise.checkpointing.verifying import verify_checkpoint
+    from shardwise.checkpointing.inspecting import verify_checkpoint
 
     with drawn_progress(in_bytes=True, wanted=format is Format.TEXT) as progress:
         findings = verify_checkpoint(path, progress=progress)
@@ -94,15 +94,19 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another format, a bounded part at a time."""
     from shardwise.checkpointing.convert import convert_checkpoint
-    from shardwise.units import format_bytes
+    from shardwise.units import format_bytes, parse_bytes
 
+    try:
+        max_shard_bytes = parse_bytes(max_shard_size)
+    except ValueError as error:
+        raise ConfigError(str(error), where="--max-shard-size", fix="write it as in 5GB") from None
     with drawn_progress(in_bytes=True, wanted=format is Format.TEXT) as progress:
         done = convert_checkpoint(
             src,
             dst,
             to.value,
             dtype=dtype,
-            max_shard_bytes=_parse_size(max_shard_size),
+            max_shard_bytes=max_shard_bytes,
             model=_load(model),
             config=config,
             overwrite=overwrite,
@@ -143,12 +147,3 @@ def _load(name: str | None) -> nn.Module | None:
 
     add_to_path(os.getcwd())
     return load_model(name)
-
-
-def _parse_size(text: str) -> int:
-    from shardwise.units import parse_bytes
-
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(str(error), where="--max-shard-size", fix="write it as in 5GB") from None

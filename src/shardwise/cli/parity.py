@@ -47,11 +47,7 @@ def parity(
 
 
 def compare_on_rank(config: RunConfig, steps: int, batch: str | None) -> Parity:
-    """Compare on this rank.
-
-    Ranks:
-        Collective.
-    """
+    """Compare on this rank. Collective."""
     import torch
 
     from shardwise.diagnosing.parity import parity as compare

@@ -103,7 +103,7 @@ def _mesh(mesh: MeshConfig, nproc: int | None, gpus: int | None) -> MeshConfig:
         )
     if gpus is not None and mesh.device == "auto":
         mesh = replace(mesh, device="cuda")
-    sized = mesh.replicate * mesh.shard if mesh.shard is not None else None  # the mesh itself says how many
+    sized = mesh.num_ranks if mesh.shard is not None else None  # the mesh itself says how many
     return replace(mesh, shard=mesh.sizes(nproc or gpus or sized or number_of_ranks())["shard"])
 
 

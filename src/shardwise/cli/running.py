@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardwise.distributed.launchers import Launch, read_launch
-from shardwise.distributed.local_ranks import is_lost_peer, lost_peer, resolve_target, start_local
+from shardwise.distributed.local_ranks import is_lost_peer, lost_peer, start_local
 from shardwise.errors import ShardwiseError
 
 
@@ -25,16 +26,12 @@ def run_on_ranks(
 ) -> Any | None:
     """Run `module:function` on every rank; return rank 0's result, or None where this process is another.
 
-    With `everywhere`, a process that is another rank returns its own result: all must end with the same status.
-
-    What the function prints goes to stderr: stdout is for the command's result.
+    With `everywhere`, a process that is another rank returns its own result: all must end with the same status. What
+    the function prints goes to stderr: stdout is for the command's result.
 
     Under torchrun, Slurm or Ray this process is a rank already and simply calls the function; otherwise
     `num_ranks` local ranks are started, by default one a GPU, or two on CPU. A launcher restarts ranks by its own
     rules; `max_restarts` and `stop_signals` are for local ones, see `start_local`.
-
-    Ranks:
-        Collective when started by a launcher.
     """
     launch = read_launch()
     with user_code():
@@ -75,7 +72,7 @@ def add_to_path(folder: str | Path, *, first: bool = True) -> None:
 
 def _call(target: str, args: Sequence[object], launch: Launch) -> Any:
     try:
-        return resolve_target(target)(*args)
+        return pkgutil.resolve_name(target)(*args)
     except (RuntimeError, ConnectionError, ShardwiseError) as error:
         if not is_lost_peer(error, ""):
             raise

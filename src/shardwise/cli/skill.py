@@ -43,11 +43,6 @@ def skill_files(folder: Path | None = None) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.md"))}
 
 
-def default_places(base: Path) -> list[Path]:
-    """Folders of skills of the agents that `base` has a folder for, or of all agents when it has none."""
-    return [base / name for name in AGENTS if (base / name).parent.is_dir()] or [base / name for name in AGENTS]
-
-
 def inspect_copy(folder: Path) -> SkillCopy:
     """Compare the copy in a folder of skills with what shardwise ships."""
     path = folder / SKILL
@@ -121,7 +116,8 @@ def install(
         rows = [{"path": str(copy.path), "state": copy.state, "agents": agents} for copy, agents in copies]
         lines = [f"{row['state']:<9} {row['path']}  ({row['agents']})" for row in rows]
     else:
-        folders = [folder] if folder else default_places(Path.home() if home else Path.cwd())
+        places = [(Path.home() if home else Path.cwd()) / name for name in AGENTS]
+        folders = [folder] if folder else [place for place in places if place.parent.is_dir()] or places
         rows = [{"path": str(copy.path), "before": copy.state} for copy in install_skill(folders, force=force)]
         lines = [f"installed {row['path']}" for row in rows]
     key = "places" if listing else "installed"

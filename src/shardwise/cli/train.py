@@ -69,11 +69,7 @@ def _train(config: RunConfig, nproc: int | None) -> Training | None:
 
 
 def train_on_rank(config: RunConfig) -> Training:
-    """Train on this rank; rank 0 draws the progress.
-
-    Ranks:
-        Collective.
-    """
+    """Train on this rank; rank 0 draws the progress. Collective."""
     from shardwise.distributed.launchers import read_launch
     from shardwise.distributed.mesh import shutdown
     from shardwise.training.loop import fit

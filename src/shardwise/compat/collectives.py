@@ -191,6 +191,14 @@ def is_data_parallel(group: Any) -> bool:
     return all(isinstance(p, DTensor) and p.device_mesh.ndim == num_axes for p in sharded_parameters(group))
 
 
+_local_depth = 0
+
+
+def are_collectives_local() -> bool:
+    """Whether `local_collectives` is in force."""
+    return _local_depth > 0
+
+
 @contextmanager
 def local_collectives() -> Iterator[None]:
     """Within the block, FSDP2's and shardwise's collectives only fill their outputs, from this rank's own data."""
@@ -213,11 +221,14 @@ def local_collectives() -> Iterator[None]:
         "reduce_scatter_single": reduce_scatter,  # torch >= 2.13
         "all_reduce": all_reduce,
     }
+    global _local_depth
     real = {name: getattr(dist, name) for name in replaced if hasattr(dist, name)}
     for name in real:
         setattr(dist, name, replaced[name])
+    _local_depth += 1
     try:
         yield
     finally:
+        _local_depth -= 1
         for name, function in real.items():
             setattr(dist, name, function)

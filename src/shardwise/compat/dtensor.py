@@ -1,10 +1,12 @@
 """DTensors, storages and views."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -24,6 +26,11 @@ def dtensor_like(local: torch.Tensor, parameter: DTensor) -> DTensor:
     meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def preserved_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """What is written to `tensor` inside is not counted as a change that autograd or anybody else should notice."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 def adopt_shard(fsdp_param: Any) -> None:
@@ -47,6 +54,20 @@ def replace_in_place(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return old
 
 
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes of a mesh as one, a slice of the same root mesh; the same one each time.
+
+    Ranks:
+        Collective, the first time.
+    """
+    return mesh._flatten()
+
+
+def joined_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """The axes of several slices of one root mesh as one mesh; no process group is made."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
 def is_aliased(tensor: torch.Tensor) -> bool:
     """Whether another tensor (a view, `.data`) holds the same storage."""
     # One count is the tensor's, one that of the storage object made here.
@@ -63,13 +84,30 @@ def gathering_device(fsdp_param: Any) -> torch.device:
     return fsdp_param.device
 
 
-def axes_in_cutting_order(spec: Any, dim: int) -> list[int]:
-    """The mesh axes of a DTensor's spec, those that cut `dim` in the order in which they do."""
-    axes = list(range(spec.mesh.ndim))
+def cuts_along(spec: Any, dim: int) -> list[tuple[int, Any]]:
+    """The mesh axes that cut `dim` of a DTensor, in the order in which they do, each with its placement.
+
+    FSDP2 cuts what tensor or expert parallelism has left of a dimension, and writes that as `_StridedShard` with the
+    number of parts that the later axes make: such an axis comes after those, as a plain `Shard`. Read from left to
+    right, as torch's own functions do, uneven sizes would give other rows.
+    """
+    axes = [
+        axis
+        for axis, placement in enumerate(spec.placements)
+        if not placement.is_replicate() and not placement.is_partial() and placement.dim % len(spec.shape) == dim
+    ]
     for entry in getattr(spec, "shard_order", None) or ():
-        if entry.tensor_dim == dim and list(entry.mesh_dims) != sorted(entry.mesh_dims):
-            return list(entry.mesh_dims) + [axis for axis in axes if axis not in entry.mesh_dims]
-    return axes
+        if entry.tensor_dim == dim:
+            axes = list(entry.mesh_dims)
+    cuts, nested, num_parts = [], [], 1
+    for axis in reversed(axes):
+        placement = spec.placements[axis]
+        if num_parts > 1 and getattr(placement, "split_factor", 1) == num_parts:
+            nested.append((axis, Shard(dim)))
+        else:
+            cuts.insert(0, (axis, placement))
+        num_parts *= spec.mesh.size(axis)
+    return cuts + nested
 
 
 def spec_of(tensor: DTensor) -> Any:
@@ -79,12 +117,9 @@ def spec_of(tensor: DTensor) -> Any:
 
 def split_rows(placement: Any, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     """Row numbers as a placement that shards would divide them among `count` ranks, in its own manner."""
-    strided = type(placement)(dim=0, split_factor=placement.split_factor) if _is_strided(placement) else Shard(0)
+    is_strided = hasattr(placement, "split_factor")
+    strided = type(placement)(dim=0, split_factor=placement.split_factor) if is_strided else Shard(0)
     return tuple(strided._split_tensor(rows, count, with_padding=False)[0])
-
-
-def _is_strided(placement: Any) -> bool:
-    return hasattr(placement, "split_factor")
 
 
 def watch_data(

@@ -79,6 +79,39 @@ def parameter_records(groups: Iterable[Any]) -> list[Any]:
     return [fsdp_param for group in groups for fsdp_param in group.fsdp_params]
 
 
+def extension_of(parameter: torch.Tensor) -> Any:
+    """The local tensor of a sharded parameter, where it says itself how it is all-gathered; None: it does not."""
+    local = getattr(parameter, "_local_tensor", None)
+    return local if hasattr(local, "fsdp_pre_all_gather") else None
+
+
+class _GatherBytes:
+    """A group's all-gather that sends bytes: gloo does not know float8, in which a group may be gathered."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
+        tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor}
+        return self._comm(**{name: tensor.view(torch.uint8) for name, tensor in tensors.items()}, **options)
+
+
+def gather_bytes(model: nn.Module) -> None:
+    """Let the groups of the tree all-gather their parameters as bytes."""
+    for group in param_groups(model):
+        group._all_gather_comm = _GatherBytes(group._all_gather_comm)
+
+
+def drop_records(group: Any, is_dropped: Callable[[Any], bool]) -> None:
+    """Let a group no longer shard some of its parameters; it must be sharded now."""
+    for fsdp_param in filter(is_dropped, group.fsdp_params):
+        fsdp_param._post_load_hook_handle.remove()
+    group.fsdp_params = [fsdp_param for fsdp_param in group.fsdp_params if not is_dropped(fsdp_param)]
+
+
 def sharded_parameter(fsdp_param: Any) -> nn.Parameter:
     """The DTensor parameter that a record is about."""
     return fsdp_param.sharded_param
@@ -170,6 +203,19 @@ def wait_before_unshard(group: Any) -> None:
     """Let the next all-gather of a group wait for what the current stream writes into its shards now."""
     if group.device.type != "cpu":
         group.comm_ctx.all_gather_copy_in_stream.wait_stream(group.device_handle.current_stream())
+
+
+def refuse_deepcopy(module: nn.Module, refuse: Callable[..., Any]) -> None:
+    """Call `refuse`, which raises, where a sharded module is deep-copied; FSDP2 fails by an assertion."""
+    type(module).__deepcopy__ = refuse  # pyrefly: ignore[missing-attribute]  # the class is FSDP2's own
+
+
+def wait_for_reduced_gradients(groups: Iterable[Any]) -> None:
+    """Let the current stream wait for gradients that are being reduced."""
+    for group in groups:
+        if group.device.type != "cpu":
+            for stream in (group.comm_ctx.reduce_scatter_stream, group.comm_ctx.all_reduce_stream):
+                group.device_handle.current_stream().wait_stream(stream)
 
 
 def take_over_hooks(module: nn.Module, hook_output: Callable[[Any], None]) -> None:

@@ -140,16 +140,26 @@ def reduce_when_backward_ends(group: Any) -> None:
     group._record_post_forward = lambda: None
 
 
-def before_post_backward(group: Any, callback: Callable[[], None]) -> None:
-    """Call `callback` just before a group collects its gradients for reduction."""
+def around_post_backward(group: Any, before: Callable[[], None], after: Callable[[], None] | None = None) -> None:
+    """Call `before` just before a group collects its gradients for reduction, and `after` when it has reduced them."""
     patch_group(group)  # the patch must see what callbacks add, so it is the innermost
     post_backward = group.post_backward
 
-    def call_then_reduce(*unused: Any) -> None:
-        callback()
+    def reduce(*unused: Any) -> None:
+        before()
         post_backward(*unused)
+        if after is not None:
+            after()
 
-    group.post_backward = call_then_reduce
+    group.post_backward = reduce
+
+
+def hooks_of(parameter: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """What `register_hook` and `register_post_accumulate_grad_hook` have put on a parameter."""
+    return (
+        list((parameter._backward_hooks or {}).values()),
+        list((parameter._post_accumulate_grad_hooks or {}).values()),
+    )
 
 
 def replace_post_backward_hook(group: Any, register: Callable[[Any, Any, Any], tuple[Any, Any]]) -> None:
@@ -163,16 +173,17 @@ def reduce_after_backward_of(group: Any, tensors: list[torch.Tensor]) -> tuple[t
 
 
 class _PostBackward(torch.autograd.Function):
-    """FSDP2's own node, except that a tensor nobody used gets no gradient instead of zeros.
+    """FSDP2's own node, except for two things.
 
-    Zeros would reach the parameters that made the tensor, and weight decay and momentum then move them.
+    A tensor that nobody used gets no gradient: zeros would reach the parameters that made it, and weight decay and
+    momentum then move them. And its outputs are no views, which may not be written to in place.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(group: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyrefly: ignore[bad-override]
-        return tensors
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -1,14 +1,20 @@
 """The process around FSDP2: fake tensors, dispatch modes, pinned memory, the elastic agent."""
 
 import functools
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile makes kernels for the device."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def sequence_number() -> int:
@@ -19,6 +25,11 @@ def sequence_number() -> int:
 def sequence_number_of(node: Any) -> int:
     """When autograd recorded a node, on the clock of `sequence_number`."""
     return node._sequence_nr()
+
+
+def same_version(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Within the block, writing to a tensor does not count as a change of what autograd has saved of it."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 def in_backward() -> bool:
@@ -88,17 +99,17 @@ def will_run(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
-def watch_backward(before: Callable[[Any, bool, bool], bool], after: Callable[[], None]) -> None:
+def watch_backward(before: Callable[[Any, Any, bool, bool], bool], after: Callable[[], None]) -> None:
     """Call `before` ahead of each backward of this process, and if it returns true, `after` in the end.
 
-    `before` gets the outputs that the backward starts from, whether its own graph is recorded (`create_graph`), and
-    whether it accumulates into `.grad`.
+    `before` gets the outputs that the backward starts from, the tensors whose gradients alone are asked for (none: of
+    all leaves), whether its own graph is recorded (`create_graph`), and whether it accumulates into `.grad`.
     """
     run = torch.autograd.graph._engine_run_backward
 
     @functools.wraps(run)
     def run_watched(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not before(outputs, bool(args[2]), kwargs.get("accumulate_grad", False)):
+        if not before(outputs, args[3], bool(args[2]), kwargs.get("accumulate_grad", False)):
             return run(outputs, *args, **kwargs)
         try:
             return run(outputs, *args, **kwargs)

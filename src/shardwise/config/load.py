@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -74,6 +75,35 @@ def check_ranges(config: object, section: str = "") -> None:
         prefix = f"{section}." if section else ""
         problems = [prefix + line for line in _explain(items, type(config))]
         raise_listed(problems, "{num} setting(s) out of range", fix="set them in range", most=len(problems))
+
+
+def change_config(config: C, changes: Mapping[str, Any], section: str) -> C:
+    """A config with some settings changed, those of an inner config by a mapping; values keep their types.
+
+    Args:
+        config: A frozen dataclass.
+        changes: New values by name, as a YAML file or JSON can hold them.
+        section: What the changes are called in errors.
+
+    Raises:
+        ConfigError: With one line for each problem.
+    """
+    cls: Any = type(config)
+    values = json.dumps(_merged(_plain(config), changes), default=repr)
+    try:
+        return TypeAdapter(cls).validate_json(values, strict=True)
+    except ValidationError as error:
+        problems = [f"{section}.{line}" for line in _explain(error.errors(), cls)]
+        num = f"{{num}} problem{'s' if len(problems) > 1 else ''} in {section}"
+        names = ", ".join(field.name for field in dataclasses.fields(cls))
+        raise_listed(problems, num, why=f"they are fields of {cls.__name__}", fix=f"use {names}", most=len(problems))
+        raise
+
+
+def _merged(values: Any, changes: Any) -> Any:
+    if not isinstance(values, dict) or not isinstance(changes, Mapping):
+        return changes
+    return values | {name: _merged(values.get(name), change) for name, change in changes.items()}
 
 
 def to_yaml(config: object, notes: Mapping[str, Iterable[str]] | None = None) -> str:
@@ -163,16 +193,12 @@ def _explain(items: Iterable[Mapping[str, Any]], cls: type) -> Iterator[str]:
             text = f"{text.partition(', unable to ')[0]}, got {item['input']!r}"
         by_path.setdefault(path, []).append(text)
     for path, texts in by_path.items():
-        yield f"{'.'.join(map(str, path)) or 'the whole config'}: {' or '.join(_without_repeats(texts))}"
-
-
-def _without_repeats(texts: list[str]) -> list[str]:
-    """`input should be 'a', got 1` and `input should be 'b', got 1` share their start and end."""
-    start, got = "input should be ", texts[0].rpartition(", got ")[2]
-    if len(texts) > 1 and all(text.startswith(start) and text.endswith(f", got {got}") for text in texts):
-        wanted = dict.fromkeys(text[len(start) : -len(f", got {got}")] for text in texts)
-        return [f"{start}{' or '.join(wanted)}, got {got}"]
-    return list(dict.fromkeys(texts))
+        # `input should be 'a', got 1` and `input should be 'b', got 1` share their start and end.
+        start, end = "input should be ", f", got {texts[0].rpartition(', got ')[2]}"
+        if len(texts) > 1 and all(text.startswith(start) and text.endswith(end) for text in texts):
+            wanted = dict.fromkeys(text[len(start) : -len(end)] for text in texts)
+            texts = [f"{start}{' or '.join(wanted)}{end}"]
+        yield f"{'.'.join(map(str, path)) or 'the whole config'}: {' or '.join(dict.fromkeys(texts))}"
 
 
 def _locate(cls: type, loc: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], type | None]:

@@ -5,10 +5,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
 
-from shardwise.config.schema import MeshConfig, NonNegativeInt, PositiveInt, ShardConfig, Strict
+from shardwise.config.schema import Fraction, LoraConfig, MeshConfig, NonNegativeInt, PositiveInt, ShardConfig, Strict
 
 NonNegativeFloat = Annotated[float, Ge(0)]
-Fraction = Annotated[float, Interval(ge=0, lt=1)]
 UnitFloat = Annotated[float, Interval(ge=0, le=1)]
 
 
@@ -179,6 +178,8 @@ class RunConfig(Strict):
     """Changes to a reference model's shape, as in `{num_layers: 8}`; arguments of a `module:callable`."""
     weights: str = "auto"
     """Initial weights: a file or folder; `auto`: those in the model's folder; `none`: random initialisation."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters and leave the model's own weights frozen (`add_lora`); None: train all weights."""
     data: DataConfig = field(default_factory=DataConfig)
     """The training data."""
     mesh: MeshConfig = field(default_factory=MeshConfig)

@@ -1,10 +1,11 @@
 """How a model is sharded and ranks are laid out, as frozen dataclasses. No torch, no I/O."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Interval
 
 from shardwise.config.load import check_ranges
 from shardwise.errors import ConfigError, PlanError
@@ -19,74 +20,113 @@ class Strict:
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+Fraction = Annotated[float, Interval(ge=0, lt=1)]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
 ROOT_PATTERN = "(root)"  # what a plan calls the root's own group
-PIPELINE_AXES = frozenset({"pipeline", "pp"})
-MODEL_PARALLEL_AXES = frozenset({"tensor", "tp", "context", "cp", "expert", "ep", "sequence", "sp"})
+
+AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+"""What a mesh axis can be for, outermost first."""
+BATCH_AXES = ("replicate", "shard", "expert")
+"""Ranks along these have batches of their own; along the others they share one."""
+GRADIENT_AXES = (*BATCH_AXES, "context")
+"""Gradients of dense parameters are averaged over these."""
+SHARD_AXES = ("shard", "expert", "context")
+"""Dense parameters are sharded over these, as one axis."""
+EXPERT_SHARD_AXES = ("shard", "context")
+"""Parameters of experts, which the expert axis has divided already, are sharded over these, as one axis."""
+SYNONYMS = {
+    "pp": "pipeline", "dp_replicate": "replicate", "replica": "replicate", "dp_shard": "shard", "fsdp": "shard",
+    "dp_shard_cp": "shard", "dp_cp": "shard", "ep": "expert", "cp": "context", "tp": "tensor",
+}  # fmt: skip
+"""Names that other code gives to mesh axes."""
+KNOWN_AXES = frozenset([*AXES, *SYNONYMS, "dp", "ddp", "data"])
 
 
-def refuse_model_parallel(axes: Mapping[str, int], *, where: str, fix: str) -> None:
-    """Raise where an axis that divides a model's layers or its sequences has more than one rank.
+def axis_meanings(names: Sequence[str]) -> dict[str, str]:
+    """What each axis of a mesh is for, by its name.
 
-    Pipeline axes pass: each stage is a model of its own.
-
-    Args:
-        axes: Sizes by name.
-        where: The setting or the mesh that they come from.
-        fix: What to write instead.
+    Names that are neither in `AXES` nor in `SYNONYMS` (`dp`, `data`) are read as `fully_shard` reads a mesh: the last
+    one shards, one before it replicates.
 
     Raises:
-        PlanError: There is such an axis.
+        PlanError: There are more axes of unknown names than can shard and replicate, or two are for the same.
     """
-    for name, size in axes.items():
-        if name in MODEL_PARALLEL_AXES and size > 1:
-            raise PlanError(
-                f"the mesh axis {name!r} has {size} ranks, and shardwise only shards and replicates",
-                where=where,
-                why=f"gradients are reduced over the axes that shard and replicate: weights along {name!r} would "
-                "diverge without an error",
-                fix=fix,
-            )
+    known = {name: SYNONYMS.get(name, name) for name in names if name in AXES or name in SYNONYMS}
+    unknown = [name for name in names if name not in known]
+    free = [meaning for meaning in ("replicate", "shard") if meaning not in known.values()]
+    if len(unknown) > len(free):
+        data = [name for name in names if known.get(name, "shard") in ("replicate", "shard")]
+        raise PlanError(
+            f"the mesh has {len(data)} data-parallel axes: {', '.join(data)}",
+            where=f"mesh axes {', '.join(names)}",
+            why="FSDP2 shards over one axis and replicates over at most one more",
+            fix=f"name the axes {', '.join(AXES)}, as init_distributed(MeshConfig(...)) does",
+        )
+    guessed = dict(zip(unknown, free[-len(unknown) :] if unknown else (), strict=True))
+    meanings = {name: known.get(name) or guessed[name] for name in names}
+    if twice := [name for name, meaning in meanings.items() if list(meanings.values()).count(meaning) > 1]:
+        raise PlanError(
+            f"the mesh axes {' and '.join(map(repr, twice))} are both for {meanings[twice[0]]!r}",
+            where=f"mesh axes {', '.join(names)}",
+            why="each axis of a mesh divides something else",
+            fix=f"name the axes {', '.join(AXES)}, as init_distributed(MeshConfig(...)) does",
+        )
+    return meanings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshConfig(Strict):
-    """How ranks are laid out: `replicate` groups of `shard` ranks."""
+    """How ranks are laid out. Their number is the product of the axes."""
 
     shard: PositiveInt | None = None
     """Number of ranks that share one copy of the parameters; None: all remaining ranks."""
     replicate: PositiveInt = 1
     """Number of copies of the parameters; more than one is hybrid sharding (HSDP)."""
+    context: PositiveInt = 1
+    """Number of ranks that share each sequence (context parallelism)."""
     tensor: PositiveInt = 1
-    """Number of tensor-parallel ranks; must be 1: tensor parallelism is not supported."""
+    """Number of ranks that share each matrix product (tensor parallelism). They get the same batch."""
+    expert: PositiveInt = 1
+    """Number of ranks that share the experts of each layer (expert parallelism); dense parameters are sharded over
+    them too."""
+    pipeline: PositiveInt = 1
+    """Number of stages that the layers are divided into (pipeline parallelism)."""
     device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mtia", "npu"] = "auto"
     """Device of the shards; `auto` takes the accelerator when there is one."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Product of the axes; `shard` counts as 1 where it is None."""
+        return math.prod(getattr(self, name) or 1 for name in AXES)
 
     def sizes(self, num_ranks: int) -> dict[str, int]:
         """Axis name to size, outermost first, for `num_ranks` ranks; raise unless they fit exactly.
 
+        Axes of one rank are left out, except `shard`.
+
         Raises:
             ConfigError: A size is not positive, or they do not multiply to `num_ranks`.
-            PlanError: `tensor` is more than 1.
         """
         check_ranges(self, "mesh")
-        wider = "" if self.shard is None else f" and mesh.shard = {self.shard * self.tensor}"
-        refuse_model_parallel({"tensor": self.tensor}, where="mesh.tensor", fix=f"set mesh.tensor = 1{wider}")
-        shard = self.shard if self.shard is not None else max(num_ranks // self.replicate, 1)
-        needed = self.replicate * shard
-        if needed != num_ranks:
-            fitting = num_ranks // self.replicate
+        others = self.num_ranks // (self.shard or 1)
+        shard = self.shard if self.shard is not None else max(num_ranks // others, 1)
+        sizes = {name: size for name in AXES if (size := getattr(self, name) or 1) > 1} | {"shard": shard}
+        sizes = {name: sizes[name] for name in AXES if name in sizes}
+        if (needed := others * shard) != num_ranks:
             fixes = [f"start {needed} rank{'s' if needed > 1 else ''}"]
-            if fitting >= 1 and fitting * self.replicate == num_ranks:
-                fixes.append(f"set mesh.shard = {fitting}")
+            if num_ranks >= others and num_ranks % others == 0:
+                fixes.append(f"set mesh.shard = {num_ranks // others}")
+            shown = sizes if len(sizes) > 2 or sizes.keys() - {"replicate", "shard"} else None
+            names = " x ".join(f"{name} {size}" for name, size in shown.items()) if shown else ""
             raise ConfigError(
-                f"a {self.replicate} x {shard} mesh needs {needed} ranks, got {num_ranks}",
-                where="mesh.replicate, mesh.shard",
+                f"a {names or f'{self.replicate} x {shard}'} mesh needs {needed} ranks, got {num_ranks}",
+                where=", ".join(f"mesh.{name}" for name in (shown or ("replicate", "shard"))),
                 why="every rank belongs to exactly one cell of the mesh",
                 fix=", or ".join(fixes),
             )
-        return {"replicate": self.replicate, "shard": shard} if self.replicate > 1 else {"shard": shard}
+        return sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +183,84 @@ class GroupOverride(Strict):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TensorConfig(Strict):
+    """How modules are divided over the `tensor` axis of the mesh."""
+
+    plan: Mapping[str, str] = field(default_factory=dict)
+    """Module FQN pattern to style, as in `"*.q_proj": "colwise"`; the last match wins. Modules that no pattern matches
+    are left to the automatic plan."""
+    sequence: Literal["auto"] | bool = "auto"
+    """Sequence parallelism: norms and residuals hold a part of each sequence. `auto`: where the plan of the model has
+    it."""
+    loss_parallel: Literal["auto"] | bool = "auto"
+    """Keep logits divided over the vocabulary up to the loss. `auto`: where the loss is computed in the model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertConfig(Strict):
+    """How experts are divided over the `expert` axis of the mesh."""
+
+    modules: tuple[str, ...] = ()
+    """Patterns of the modules that hold experts; empty: all that are recognised."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextConfig(Strict):
+    """How sequences are divided over the `context` axis of the mesh."""
+
+    method: Literal["all_gather"] = "all_gather"
+    """How attention sees the keys and values of other ranks."""
+    balanced: bool = True
+    """Give each rank an early and a late part of the sequence, so that causal attention costs each the same."""
+    verify: bool = True
+    """Compare a short prefix with and without context parallelism at the first forward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig(Strict):
+    """How the stages of the `pipeline` axis of the mesh take turns."""
+
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    """Order of forwards and backwards. `1f1b` keeps the activations of as many micro-batches as there are stages,
+    `gpipe` of all of them; `interleaved` is `1f1b` with several stages on each rank, which wait less for each other."""
+    microbatches: PositiveInt | None = None
+    """Number of parts that a batch is divided into; None: twice the number of stages."""
+    stages_per_rank: PositiveInt = 1
+    """Number of stages on each rank; more than one needs `interleaved`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Float8Config(Strict):
+    """Matrix products in float8 (torchao)."""
+
+    recipe: Literal["off", "tensorwise", "rowwise"] = "off"
+    """One scale a tensor, or one a row."""
+    all_gather: Literal["auto"] | bool = "auto"
+    """All-gather parameters in float8."""
+    skip: tuple[str, ...] = ()
+    """Patterns of modules to leave as they are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig(Strict):
+    """Low-rank adapters beside the linear layers of a model, which is frozen: see `add_lora`."""
+
+    rank: PositiveInt = 16
+    """Rank of the adapters."""
+    alpha: PositiveFloat = 32.0
+    """The adapters' output is multiplied by `alpha / rank`."""
+    targets: Literal["auto"] | tuple[str, ...] = "auto"
+    """Patterns of the layers that get adapters: module FQN with `*`, or a class name. `auto`: all linear layers of the
+    repeated blocks."""
+    dropout: Fraction = 0.0
+    """Probability of dropping an input of an adapter."""
+    dtype: DtypeName = "float32"
+    """Dtype in which the adapters are stored and trained."""
+    quantize: Literal["none", "nf4"] = "none"
+    """`nf4` (QLoRA): store the weights of the blocks' linear layers in 4 bits an element."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ShardConfig(Strict):
     """How a model is sharded. The default decides everything; the plan gives the reasons."""
 
@@ -175,9 +293,10 @@ class ShardConfig(Strict):
     """Explicit prefetching."""
     overrides: tuple[GroupOverride, ...] = ()
     """Per-pattern settings; the last match wins."""
-    activations: Literal["auto", "keep", "full", "selective", "every_n"] = "auto"
+    activations: Literal["auto", "keep", "full", "selective", "offload", "every_n"] = "auto"
     """What `checkpoint_activations` recomputes in backward instead of keeping; `keep` recomputes nothing. `auto` is
-    `keep`; in `shardwise train` on GPUs it becomes `selective`, then `full`, when a single sequence does not fit."""
+    `keep`; in `shardwise train` on GPUs it becomes `selective`, then `offload`, then `full`, while a single sequence
+    does not fit."""
     compile: Literal["auto"] | bool = "auto"
     """Compile each repeated block, as `compile_blocks` does. `auto`: in `shardwise train` on GPUs, nowhere else."""
     shard_dim: Literal["auto", "first"] = "auto"
@@ -189,3 +308,13 @@ class ShardConfig(Strict):
     unused_parameters: Literal["auto", "reduce", "skip"] = "auto"
     """Parameters without a gradient on some rank: `reduce` sends zeros so that ranks stay in lockstep, `skip` skips
     them (torch's behaviour), `auto` reduces where the model's code can leave one out."""
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    """Tensor and sequence parallelism, where the mesh has a `tensor` axis."""
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
+    """Expert parallelism, where the mesh has an `expert` axis."""
+    context: ContextConfig = field(default_factory=ContextConfig)
+    """Context parallelism, where the mesh has a `context` axis."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """Pipeline parallelism, where the mesh has a `pipeline` axis."""
+    float8: Float8Config = field(default_factory=Float8Config)
+    """Matrix products in float8."""

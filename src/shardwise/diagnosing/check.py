@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import statistics
 from collections import Counter
@@ -21,7 +22,7 @@ from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import ShardError
 from shardwise.findings import Finding, Severity
-from shardwise.planning.plan import PlannedParameter
+from shardwise.planning.plan import Plan
 from shardwise.sharding.inventory import fingerprint, local_tensor
 from shardwise.sharding.registry import sharded_state
 from shardwise.units import format_bytes
@@ -155,6 +156,12 @@ def _finding(code: str, where: str, **values: Any) -> Finding:
     return Finding(code=code, message=message.format(**values), where=where, severity=severity, fix=fix)
 
 
+def _about(code: str, names: Sequence[str], **values: Any) -> Iterator[Finding]:
+    """One finding about several things, at the first of them; none if there are none."""
+    if names:
+        yield _finding(code, names[0], num=len(names), **values)
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A live model, and the optimizers that train it."""
@@ -167,16 +174,10 @@ class Subject:
     """FSDP2's groups by the module they stand for."""
     mesh: DeviceMesh | None
     """None when nothing is sharded."""
-    planned: tuple[PlannedParameter, ...]
-    """Empty for a model sharded by hand."""
-    averaged: frozenset[str]
-    """Parameters outside all groups whose gradients shardwise averages."""
+    plan: Plan | None
+    """None for a model sharded by hand."""
     names: dict[int, str]
-    """Identity of a parameter, sharded or gathered, to its name."""
-
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """How the model calls it; empty when it does not know it."""
-        return self.names.get(id(parameter), "")
+    """Identity of a parameter, sharded or unsharded, to its name."""
 
 
 def snapshot(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Subject:
@@ -189,9 +190,7 @@ def snapshot(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Subject:
         for fsdp_param, owner, leaf in compat.places_in_group(group):
             names.setdefault(id(compat.sharded_parameter(fsdp_param)), f"{modules[owner]}.{leaf}".lstrip("."))
     plan = None if (state := sharded_state(model)) is None else state.plan
-    planned = () if plan is None else tuple(plan.parameters)
-    averaged = frozenset() if plan is None else frozenset(p.fqn for p in (*plan.ignored, *plan.replicated))
-    return Subject(model, optimizers, parameters, groups, mesh_of(model, groups), planned, averaged, names)
+    return Subject(model, optimizers, parameters, groups, mesh_of(model, groups), plan, names)
 
 
 def mesh_of(model: nn.Module, groups: dict[str, Any]) -> DeviceMesh | None:
@@ -201,54 +200,21 @@ def mesh_of(model: nn.Module, groups: dict[str, Any]) -> DeviceMesh | None:
     return widest_mesh(parameter for group in groups.values() for parameter in compat.sharded_parameters(group))
 
 
-def not_sharded(subject: Subject) -> Iterator[Finding]:
-    """SW411: `fully_shard` was never applied."""
+def groups(subject: Subject) -> Iterator[Finding]:
+    """SW411, SW412, SW414: no group, the root alone, or one much larger than the others, which sets the peak."""
     if not subject.groups:
         yield _finding("SW411", "(root)")
-
-
-def root_only(subject: Subject) -> Iterator[Finding]:
-    """SW412: a single group, so that the whole model is gathered at once."""
     num_blocks = _num_repeated(subject.model)
     if len(subject.groups) == 1 and num_blocks > 1:
         yield _finding("SW412", next(iter(subject.groups)), num=num_blocks)
-
-
-def oversized(subject: Subject) -> Iterator[Finding]:
-    """SW414: a group much larger than the others sets the peak of memory."""
     sizes = {
         name: sum(parameter.numel() * parameter.element_size() for parameter in compat.sharded_parameters(group))
         for name, group in subject.groups.items()
     }
-    if len(sizes) < 3:
-        return
-    usual = statistics.median(sizes.values())
+    usual = statistics.median(sizes.values()) if len(sizes) >= 3 else math.inf
     for name, size in sizes.items():
         if size > _LARGE * usual and size > _SMALL_BYTES and size > sum(sizes.values()) / 2:
             yield _finding("SW414", name, size=format_bytes(size), times=size / usual)
-
-
-def padding(subject: Subject) -> Iterator[Finding]:
-    """SW415: a dimension so short that most of what ranks hold is padding."""
-    for fsdp_param in compat.parameter_records(list(subject.groups.values())) if subject.mesh is not None else ():
-        real, held = compat.real_and_padded_numel(fsdp_param)
-        num_bytes = (held - real) * compat.sharded_parameter(fsdp_param).element_size()
-        if num_bytes > _SMALL_BYTES and held - real > _PADDING * held:
-            yield _finding("SW415", subject.name_of(compat.sharded_parameter(fsdp_param)), part=1 - real / held)
-
-
-def sync_left_off(subject: Subject) -> Iterator[Finding]:
-    """SW416: gradient reduction is switched off, so that ranks train apart."""
-    off = [name for name, group in subject.groups.items() if not compat.reduces_gradients(group)]
-    if off:
-        yield _finding("SW416", off[0], num=len(off), total=len(subject.groups))
-
-
-def left_unsharded(subject: Subject) -> Iterator[Finding]:
-    """SW417: a group is unsharded between steps: parameters() lists copies, a step would leave them stale."""
-    gathered = [name for name, group in subject.groups.items() if compat.is_unsharded(group)]
-    if gathered:
-        yield _finding("SW417", gathered[0], num=len(gathered))
 
 
 def _num_repeated(model: nn.Module) -> int:
@@ -261,81 +227,60 @@ def _num_repeated(model: nn.Module) -> int:
     return max(counts, default=0)
 
 
-def held_parameters(subject: Subject) -> Iterator[Finding]:
-    """SW421, SW422, SW423: tensors that are not the model's, parameters in no optimizer, parameters in two."""
-    own = {id(parameter): name for name, parameter in subject.parameters.items()}
+def padding(subject: Subject) -> Iterator[Finding]:
+    """SW415: a dimension so short that most of what ranks hold is padding."""
+    for fsdp_param in compat.parameter_records(list(subject.groups.values())) if subject.mesh is not None else ():
+        real, held = compat.real_and_padded_numel(fsdp_param)
+        parameter = compat.sharded_parameter(fsdp_param)
+        if (held - real) * parameter.element_size() > _SMALL_BYTES and held - real > _PADDING * held:
+            yield _finding("SW415", subject.names.get(id(parameter), ""), part=1 - real / held)
+
+
+def between_steps(subject: Subject) -> Iterator[Finding]:
+    """SW416, SW417: groups whose gradient reduction is off, and groups that are unsharded, whose copies go stale."""
+    off = [name for name, group in subject.groups.items() if not compat.reduces_gradients(group)]
+    yield from _about("SW416", off, total=len(subject.groups))
+    yield from _about("SW417", [name for name, group in subject.groups.items() if compat.is_unsharded(group)])
+
+
+def parameters_in_groups(subject: Subject) -> Iterator[Finding]:
+    """SW401, SW402: trainable parameters that are neither sharded nor averaged; parameters replaced after sharding."""
+    plan = subject.plan
+    averaged = set() if plan is None else {parameter.fqn for parameter in (*plan.ignored, *plan.replicated)}
     for name, group in subject.groups.items():
-        for parameter in compat.sharded_parameters(group):
-            own.setdefault(id(parameter), subject.name_of(parameter) or name)
-    held: Counter[int] = Counter()
-    for optimizer in subject.optimizers:
-        keys = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        held.update(keys)
-        if foreign := sum(key not in own for key in keys):
-            name = type(optimizer).__name__
-            yield _finding("SW421", name, optimizer=name, num=foreign)
-    if not subject.optimizers:
-        return
-    left_out = [name for name, p in subject.parameters.items() if p.requires_grad and id(p) not in held]
-    if left_out:
-        yield _finding("SW422", left_out[0], num=len(left_out))
-    twice = [own[key] for key, count in held.items() if count > 1 and key in own]
-    if twice:
-        yield _finding("SW423", twice[0], num=len(twice))
-
-
-def unsharded(subject: Subject) -> Iterator[Finding]:
-    """SW401: trainable parameters that no group shards and nobody averages."""
-    gathered = [group for group in subject.groups.values() if compat.is_unsharded(group)]  # said elsewhere
-    in_groups = {subject.name_of(compat.sharded_parameter(param)) for param in compat.parameter_records(gathered)}
+        for fsdp_param in compat.parameter_records([group]):
+            registered, shard = compat.registered_parameter(fsdp_param), compat.sharded_parameter(fsdp_param)
+            own_name = subject.names.get(id(shard), "")
+            if compat.is_unsharded(group):
+                averaged.add(own_name)  # reported as SW417
+            elif registered is not None and (registered is not shard or registered.dtype != local_tensor(shard).dtype):
+                yield _finding("SW402", own_name or name)
     for name, parameter in subject.parameters.items():
-        is_plain = parameter.requires_grad and not isinstance(parameter, DTensor)
-        if is_plain and name not in subject.averaged and name not in in_groups:
+        if parameter.requires_grad and not isinstance(parameter, DTensor) and name not in averaged:
             yield _finding("SW401", name)
 
 
-def replaced(subject: Subject) -> Iterator[Finding]:
-    """SW402: a registered parameter is not the one its group gathers and reduces."""
-    for group_name, group in subject.groups.items():
-        for fsdp_param in compat.parameter_records([group]):
-            registered, shard = compat.registered_parameter(fsdp_param), compat.sharded_parameter(fsdp_param)
-            if compat.is_unsharded(group) or registered is None:
-                continue  # said elsewhere
-            if registered is not shard or registered.dtype != local_tensor(shard).dtype:
-                yield _finding("SW402", subject.name_of(shard) or group_name)
-
-
-def sixteen_bit(subject: Subject) -> Iterator[Finding]:
-    """SW403: trainable parameters stored in 16 bits, which lose small updates."""
-    short = [name for name, p in subject.parameters.items() if p.requires_grad and p.dtype in _SHORT]
-    if short:
-        dtype = str(subject.parameters[short[0]].dtype).removeprefix("torch.")
-        yield _finding("SW403", short[0], num=len(short), dtype=dtype)
-
-
-def several_dtypes(subject: Subject) -> Iterator[Finding]:
-    """SW404: a group with trainable parameters of several dtypes, which FSDP2 refuses at the first forward."""
+def dtypes(subject: Subject) -> Iterator[Finding]:
+    """SW403, SW404: trainable parameters in 16 bits, which lose small updates; groups of several dtypes."""
+    trained = {name: parameter for name, parameter in subject.parameters.items() if parameter.requires_grad}
+    if short := [name for name, parameter in trained.items() if parameter.dtype in _SHORT]:
+        yield from _about("SW403", short, dtype=str(trained[short[0]].dtype).removeprefix("torch."))
     for name, group in subject.groups.items():
-        dtypes = {str(p.dtype) for p in compat.sharded_parameters(group) if p.requires_grad}
-        if len(dtypes) > 1:
-            yield _finding("SW404", name, dtypes=", ".join(sorted(dtypes)))
-
-
-def on_meta(subject: Subject) -> Iterator[Finding]:
-    """SW405: parameters or buffers without values."""
-    tensors = {**subject.parameters, **dict(subject.model.named_buffers())}
-    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if empty:
-        yield _finding("SW405", empty[0], num=len(empty))
+        found = {str(p.dtype) for p in compat.sharded_parameters(group) if p.requires_grad}
+        if len(found) > 1:
+            yield _finding("SW404", name, dtypes=", ".join(sorted(found)))
 
 
 def ties(subject: Subject) -> Iterator[Finding]:
-    """SW406: weights that are tied by the plan or by the model's own word, and no longer are one tensor."""
-    pairs = [(p.fqn, alias) for p in subject.planned for alias in p.aliases]
+    """SW406: weights that the plan or the model's config ties, and that are no longer one tensor."""
+    planned = () if subject.plan is None else subject.plan.parameters
+    pairs = [(parameter.fqn, alias) for parameter in planned for alias in parameter.aliases]
     pairs += _tied_by_config(subject.model)
-    for first, second in pairs:
-        if _tensor(subject.model, first) is not _tensor(subject.model, second):
-            yield _finding("SW406", second, first=first, second=second)
+    for pair in pairs:
+        owners = [(subject.model.get_submodule(owner), leaf) for owner, _, leaf in (n.rpartition(".") for n in pair)]
+        first, second = (owner._parameters.get(leaf) for owner, leaf in owners)
+        if first is not second:
+            yield _finding("SW406", pair[1], first=pair[0], second=pair[1])
 
 
 def _tied_by_config(model: nn.Module) -> list[tuple[str, str]]:
@@ -353,29 +298,38 @@ def _tied_by_config(model: nn.Module) -> list[tuple[str, str]]:
     return [(found[0], found[1])] if len(found) == 2 else []
 
 
-def _tensor(model: nn.Module, name: str) -> object:
-    owner, _, leaf = name.rpartition(".")
-    return model.get_submodule(owner)._parameters.get(leaf)
+def held_parameters(subject: Subject) -> Iterator[Finding]:
+    """SW421, SW422, SW423: tensors that are not the model's, parameters in no optimizer, parameters in two."""
+    held: Counter[int] = Counter()
+    for optimizer in subject.optimizers:
+        keys = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        held.update(keys)
+        if foreign := sum(key not in subject.names for key in keys):
+            name = type(optimizer).__name__
+            yield _finding("SW421", name, optimizer=name, num=foreign)
+    if subject.optimizers:
+        trained = {name: parameter for name, parameter in subject.parameters.items() if parameter.requires_grad}
+        yield from _about("SW422", [name for name, parameter in trained.items() if id(parameter) not in held])
+        yield from _about("SW423", [subject.names[key] for key, n in held.items() if n > 1 and key in subject.names])
 
 
-def garbage_buffers(subject: Subject) -> Iterator[Finding]:
-    """SW434: a buffer that nothing wrote after `to_empty()` holds what was in memory: often NaN or absurd numbers."""
-    for name, buffer in subject.model.named_buffers():
-        if buffer.is_meta or not buffer.is_floating_point() or not buffer.numel():
-            continue
-        value = buffer.detach().abs().max().item()
-        if value != value or 1e30 < value < float("inf") or 0.0 < value < 1e-30:
-            yield _finding("SW434", name, value=value)
+def values(subject: Subject) -> Iterator[Finding]:
+    """SW405, SW434: tensors without values; buffers that nothing wrote after `to_empty()`, often NaN or absurd."""
+    buffers = dict(subject.model.named_buffers())
+    yield from _about("SW405", [name for name, t in {**subject.parameters, **buffers}.items() if t.is_meta])
+    for name, buffer in buffers.items():
+        if not buffer.is_meta and buffer.is_floating_point() and buffer.numel():
+            value = buffer.detach().abs().max().item()
+            if value != value or 1e30 < value < math.inf or 0.0 < value < 1e-30:
+                yield _finding("SW434", name, value=value)
 
 
 def offload_backend(subject: Subject) -> Iterator[Finding]:
     """SW436: offloaded gradients live in CPU memory; clipping them needs a process group that can send from there."""
     mesh = subject.mesh
-    if mesh is None or mesh.device_type == "cpu" or not dist.is_initialized():
-        return
-    offloaded = [name for name, p in subject.parameters.items() if isinstance(p, DTensor) and p.device.type == "cpu"]
-    if offloaded and "gloo" not in str(dist.get_backend_config()):
-        yield _finding("SW436", offloaded[0])
+    if mesh is not None and mesh.device_type != "cpu" and "gloo" not in str(dist.get_backend_config()):
+        sharded = [(name, p) for name, p in subject.parameters.items() if isinstance(p, DTensor)]
+        yield from _about("SW436", [name for name, parameter in sharded if parameter.device.type == "cpu"])
 
 
 def across_ranks(subject: Subject) -> Iterator[Finding]:
@@ -396,14 +350,24 @@ def across_ranks(subject: Subject) -> Iterator[Finding]:
         ],
     }
     told = gather_over_mesh(mesh, facts)
-    yield from _shared_devices([each["device"] for each in told])
+    devices = [each["device"] for each in told]
+    for device, count in Counter(devices).items():
+        if device and count > 1:
+            ranks = ", ".join(str(rank) for rank, other in enumerate(devices) if other == device)
+            yield _finding("SW435", device, ranks=ranks)
     for key, code in (("buffers", "SW431"), ("plain", "SW432")):
         first, *others = (each[key] for each in told)
         names = [name for name, digest in first.items() if any(other.get(name) != digest for other in others)]
-        if names:
-            yield _finding(code, names[0], more=f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+        yield from _about(code, names, more=f" (and {len(names) - 1} more)" if len(names) > 1 else "")
     yield from _replicas([each["replicas"] for each in told])
-    yield from _groups([each["groups"] for each in told])
+    yield from _optimizer_groups([each["groups"] for each in told])
+
+
+def _device(device_type: str) -> str:
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return ""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{socket.gethostname()} {getattr(properties, 'uuid', torch.cuda.current_device())}"
 
 
 def _replica_digests(subject: Subject) -> dict[str, int]:
@@ -428,12 +392,11 @@ def _replicas(told: list[dict[str, int]]) -> Iterator[Finding]:
             seen = first.setdefault(place, (digest, rank))
             if seen[0] != digest:
                 found.setdefault(place.partition(" [")[0], (seen[1], rank))
-    if found:
-        name, (one, other) = next(iter(found.items()))
-        yield _finding("SW433", name, num=len(found), one=one, other=other)
+    for one, other in list(found.values())[:1]:
+        yield from _about("SW433", list(found), one=one, other=other)
 
 
-def _groups(told: list[list[list[frozenset[str]]]]) -> Iterator[Finding]:
+def _optimizer_groups(told: list[list[list[frozenset[str]]]]) -> Iterator[Finding]:
     for index, first in enumerate(told[0]):
         for rank, optimizers in enumerate(told):
             groups = optimizers[index] if index < len(optimizers) else []
@@ -448,31 +411,16 @@ def _groups(told: list[list[list[frozenset[str]]]]) -> Iterator[Finding]:
             return
 
 
-def _shared_devices(devices: list[str]) -> Iterator[Finding]:
-    for device, count in Counter(devices).items():
-        if device and count > 1:
-            ranks = ", ".join(str(rank) for rank, other in enumerate(devices) if other == device)
-            yield _finding("SW435", device, ranks=ranks)
-
-
-def _device(device_type: str) -> str:
-    if device_type != "cuda" or not torch.cuda.is_available():
-        return ""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"{socket.gethostname()} {getattr(properties, 'uuid', torch.cuda.current_device())}"
-
-
 _CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
-    not_sharded, root_only, oversized, padding, sync_left_off,
-    left_unsharded, unsharded, replaced, sixteen_bit, several_dtypes,
-    on_meta, ties, held_parameters, garbage_buffers, offload_backend, across_ranks,
+    groups, padding, between_steps, parameters_in_groups, dtypes, values, ties, held_parameters, offload_backend,
+    across_ranks,
 )  # fmt: skip
 
 
 def check(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> list[Finding]:
-    """Look for everything that would make training silently wrong, before the first step or whenever in doubt.
+    """Look for everything that would make training silently wrong.
 
-    Between steps, not inside one: a group that is gathered for a forward is meant to be.
+    Call it before the first step, or between steps: inside one, groups are unsharded on purpose.
 
     Args:
         model: Sharded by shardwise or by hand.
@@ -493,14 +441,7 @@ def check(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = 
 
 
 def refuse_errors(findings: Sequence[Finding]) -> None:
-    """Raise if any finding is an error; warnings pass.
-
-    Raises:
-        ShardError: With every error that was found.
-
-    Ranks:
-        Local; the findings of `check` may differ between ranks, so gather them first where that matters.
-    """
+    """Raise a ShardError if any finding is an error; warnings pass. Findings of `check` may differ between ranks."""
     errors = [finding for finding in findings if finding.severity is Severity.ERROR]
     if errors:
         raise ShardError(

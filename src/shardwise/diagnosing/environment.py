@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -96,28 +96,17 @@ TABLE = (
 
 
 def find_known_bad(versions: Mapping[str, str], backend: str) -> list[Finding]:
-    """The rows of the table that apply.
-
-    Args:
-        versions: Package to version, of those that are installed.
-        backend: What the ranks talk with.
-    """
+    """The rows of the table that apply to these versions of packages, and to what the ranks talk with."""
     found = []
     for row in TABLE:
-        installed = _version(versions.get(row.package, ""))
-        if installed is None or row.backend not in backend:
+        try:
+            installed = Version(Version(versions.get(row.package, "")).public)  # without +cpu
+        except InvalidVersion:
             continue
-        if installed in SpecifierSet(row.versions, prereleases=True):
+        if row.backend in backend and installed in SpecifierSet(row.versions, prereleases=True):
             what = f"{row.package} {installed}: {row.what} (known on {CHECKED_ON}, {row.source})"
             found.append(_finding(row.code, what, row.fix, row.severity, row.package))
     return found
-
-
-def _version(text: str) -> Version | None:
-    try:
-        return Version(Version(text).public)  # without +cpu
-    except InvalidVersion:
-        return None
 
 
 _REPEATS = 5
@@ -158,40 +147,32 @@ def measure_collectives(sizes: tuple[int, ...] = SIZES) -> list[Measured]:
 
 def _measure(count: int, rank: int, num_ranks: int, device: str) -> list[Measured]:
     """Each collective with parts of `count` elements."""
-    world = dist.group.WORLD
-    assert world is not None
+    world: Any = dist.group.WORLD
     part = torch.full((count,), float(rank + 1), device=device)
-    whole = torch.empty(count * num_ranks, device=device)
-    rows = [_time("all-gather", whole, lambda: compat.all_gather_flat(whole, part, world))]
-    _expect("all-gather", whole.view(num_ranks, count)[:, 0], torch.arange(1.0, num_ranks + 1, device=device))
-    sent = torch.full((count * num_ranks,), float(rank + 1), device=device)
-    rows.append(_time("reduce-scatter", sent, lambda: compat.reduce_scatter_flat(part, sent, world)))
-    _expect("reduce-scatter", part[:1], torch.tensor([num_ranks * (num_ranks + 1) / 2], device=device))
-    rows.append(_time("all-reduce", whole, lambda: dist.all_reduce(whole.fill_(1.0))))
-    _expect("all-reduce", whole[:1], torch.tensor([float(num_ranks)], device=device))
+    whole, sent = (torch.full((count * num_ranks,), float(rank + 1), device=device) for _ in range(2))
+    numbers, rows = [float(number) for number in range(1, num_ranks + 1)], []
+    for name, run, result, right in (
+        ("all-gather", lambda: compat.all_gather_flat(whole, part, world), whole[::count], numbers),
+        ("reduce-scatter", lambda: compat.reduce_scatter_flat(part, sent, world), part[:1], [sum(numbers)]),
+        ("all-reduce", lambda: dist.all_reduce(whole.fill_(1.0)), whole[:1], numbers[-1:]),
+    ):
+        seconds = []
+        for _ in range(_REPEATS + 1):
+            start = time.perf_counter()
+            run()
+            if whole.is_cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        if result.tolist() != right:
+            raise EnvironmentProblem(
+                f"{name} returned {result.tolist()[:8]} where {right[:8]} is right",
+                where=f"{dist.get_backend()} on {device}",
+                why="the communication library, the driver or the network mixes up data",
+                fix="update them; with NCCL try NCCL_P2P_DISABLE=1 to find the culprit",
+            )
+        usual = sorted(seconds[1:])[_REPEATS // 2]
+        rows.append(Measured(collective=name, num_bytes=whole.nbytes, seconds=usual))
     return rows
-
-
-def _time(name: str, whole: torch.Tensor, run: Callable[[], object]) -> Measured:
-    seconds = []
-    for _ in range(_REPEATS + 1):
-        start = time.perf_counter()
-        run()
-        if whole.is_cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    usual = sorted(seconds[1:])[_REPEATS // 2]
-    return Measured(collective=name, num_bytes=whole.numel() * whole.element_size(), seconds=usual)
-
-
-def _expect(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
-    if not torch.equal(got, wanted):
-        raise EnvironmentProblem(
-            f"{name} returned {got.tolist()[:8]} where {wanted.tolist()[:8]} is right",
-            where=f"{dist.get_backend()} on {got.device.type}",
-            why="the communication library, the driver or the network mixes up data",
-            fix="update them; with NCCL try NCCL_P2P_DISABLE=1 to find the culprit",
-        )
 
 
 _PACKAGES = (
@@ -217,21 +198,19 @@ class Environment:
 
 
 def collect_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Gather the facts of this process's machine.
-
-    Args:
-        variables: Environment variables; default: this process's.
-
-    Ranks:
-        Local. Starts no collective.
-    """
+    """Gather the facts of this process's machine; environment variables are by default this process's."""
     env = os.environ if variables is None else variables
     versions = _versions()
+    try:
+        launch = read_launch(env)
+        launcher = {"source": launch.source, "rank": launch.rank, "num_ranks": launch.world_size}
+    except ShardwiseError as error:
+        launcher = {"problem": error.what, "fix": error.fix}
     facts: dict[str, dict[str, Any]] = {
         "machine": _machine(),
         "versions": versions,
         "gpus": _gpus(),
-        "launcher": _launcher(env),
+        "launcher": launcher,
         "variables": {name: env[name] for name in _VARIABLES if name in env},
     }
     backend = "nccl" if facts["gpus"] else "gloo"
@@ -286,14 +265,6 @@ def _gpus() -> dict[str, Any]:
     return {"devices": names, "peer_access": peers, "topology": _ask("nvidia-smi", "topo", "-m")}
 
 
-def _launcher(env: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        launch = read_launch(env)
-    except ShardwiseError as error:
-        return {"problem": error.what, "fix": error.fix}
-    return {"source": launch.source, "rank": launch.rank, "num_ranks": launch.world_size}
-
-
 def _judge(facts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
     """What is wrong with limits, GPUs, environment variables and the launcher."""
     machine, gpus, variables, launcher = (facts[name] for name in ("machine", "gpus", "variables", "launcher"))
@@ -326,18 +297,13 @@ def _judge(facts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
     if "problem" in launcher:
         yield _finding("SW609", launcher["problem"], launcher["fix"], Severity.ERROR)
     port = variables.get("MASTER_PORT", "")
-    if port.isdigit() and launcher.get("rank", 0) == 0 and not _is_free(int(port)):
-        fix = "choose another, or let torchrun choose: --standalone"
-        yield _finding("SW610", f"MASTER_PORT {port} is in use on this machine", fix, Severity.ERROR)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
+    if port.isdigit() and launcher.get("rank", 0) == 0:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", int(port)))
+            except OSError:
+                fix = "choose another, or let torchrun choose: --standalone"
+                yield _finding("SW610", f"MASTER_PORT {port} is in use on this machine", fix, Severity.ERROR)
 
 
 def _finding(

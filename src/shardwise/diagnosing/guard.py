@@ -51,13 +51,8 @@ _REPAIRED = "_shardwise_repaired"
 def repair_towers(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> None:
     """Let ranks skip the named modules, and use any parameter or none, from now on.
 
-    It stays with the model when the guard is closed. Where nobody used a parameter it has no gradient, as in one
-    process.
-
-    Args:
-        model: The root, sharded by shardwise or by hand.
-        mesh: The ranks that take part.
-        towers: Names of modules; the groups at and below each stay gathered for a whole pass. May be empty.
+    The groups at and below each stay unsharded for a whole pass. It stays with the model when the guard is closed.
+    Where nobody used a parameter it has no gradient, as in one process.
 
     Raises:
         ShardError: A name is not that of a module below the root, or ranks name different ones.
@@ -65,20 +60,6 @@ def repair_towers(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> 
     Ranks:
         Collective.
     """
-    _check(model, mesh, towers)
-    done: set[int] = model.__dict__.setdefault(_REPAIRED, set())
-    first_time, groups = not done, compat.named_groups(model)
-    held = {name: group for name, group in groups.items() if _is_within(name, towers) and id(group) not in done}
-    for name in held:
-        model.get_submodule(name.partition(" [")[0]).set_reshard_after_forward(False, recurse=False)  # pyrefly: ignore[not-callable]
-    if held:
-        _keep_unsharded(model, list(held.values()))
-    done.update({0}, map(id, held.values()))
-    if first_time:
-        _reduce_unused(model, mesh, list(groups.values()))
-
-
-def _check(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> None:
     fix = "guard(model, repair=...) with the same names on every rank: all of them unshard and reduce a tower"
     agree_on("\n".join(towers), "the modules to repair", fix=fix, group=mesh)
     known = {name for name, _ in model.named_modules() if name}
@@ -90,10 +71,23 @@ def _check(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> None:
                 why="each name is that of a module that ranks may skip, as in model.named_modules()",
                 fix=f"one of {', '.join(sorted(known)[:8])}, ...",
             )
-
-
-def _is_within(name: str, towers: Sequence[str]) -> bool:
-    return any(is_within(name.partition(" [")[0], tower) for tower in towers)
+    done: set[int] = model.__dict__.setdefault(_REPAIRED, set())
+    first_time, groups, kept = not done, compat.named_groups(model), []
+    for name, group in groups.items():
+        module = name.partition(" [")[0]
+        if id(group) not in done and any(is_within(module, tower) for tower in towers):
+            model.get_submodule(module).set_reshard_after_forward(False, recurse=False)  # pyrefly: ignore[not-callable]
+            kept.append(group)
+    if kept:
+        _keep_unsharded(model, kept)
+    done.update({0}, map(id, kept))
+    if first_time:  # send zeros for parameters without a gradient, in every group whose plan does not do so already
+        state = sharded_state(model)
+        planned = [] if state is None else [group.modules[0] for group in state.plan.groups if group.reduce_unused]
+        sending = {id(group) for name in planned for group in compat.groups_of(model.get_submodule(name))}
+        unused = UnusedParameters([group for group in groups.values() if id(group) not in sending])
+        on_recover(model, unused.forget)
+        BackwardEnd(model, mesh, [], unused)
 
 
 def _keep_unsharded(model: nn.Module, groups: list[Any]) -> None:
@@ -102,25 +96,15 @@ def _keep_unsharded(model: nn.Module, groups: list[Any]) -> None:
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         kept.unshard()
-        # When a group outside the towers reduces must not depend on whether a tower made its input.
+        # The order of reductions outside the towers must not depend on whether a tower made the input.
         return change_tensors((args, kwargs), wanting_gradient) if torch.is_grad_enabled() else None
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
-    model.register_forward_hook(lambda _, args, output: kept.leave(output))
 
+    def leave(_: nn.Module, args: Any, output: Any) -> None:
+        kept.leave(output, is_recorded=torch.is_grad_enabled() or compat.in_backward())
 
-def _reduce_unused(model: nn.Module, mesh: DeviceMesh, groups: list[Any]) -> None:
-    """Send zeros for parameters without a gradient, in every group whose plan does not do so already."""
-    state = sharded_state(model)
-    planned = set() if state is None else {id(g) for g in _groups_that_send_zeros(model, state.plan)}
-    unused = UnusedParameters([group for group in groups if id(group) not in planned])
-    on_recover(model, unused.forget)
-    BackwardEnd(model, mesh, [], unused)
-
-
-def _groups_that_send_zeros(model: nn.Module, plan: Any) -> list[Any]:
-    modules = [model.get_submodule(group.modules[0]) for group in plan.groups if group.reduce_unused]
-    return [group for module in modules for group in compat.groups_of(module)]
+    model.register_forward_hook(leave)
 
 
 _ATTRIBUTE = "_shardwise_guard"
@@ -139,12 +123,15 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
-        if kind is None:
-            self._raise_late()
+        self._stop()
+        if (model := self._model()) is not None:
+            model.__dict__.pop(_ATTRIBUTE, None)
+        for tracer in self.tracers if kind is None else ():
+            if tracer.found_at_end is not None:
+                raise tracer.found_at_end
 
     def close(self) -> None:
-        """Stop watching, and tell the others that this rank will not come any more.
+        """Stop watching, and tell the other ranks that this one has left.
 
         Raises:
             ShardError: What ranks of another machine did differently just before the end is known only now.
@@ -152,18 +139,7 @@ class Guard:
         Ranks:
             Local.
         """
-        self._end()
-        self._raise_late()
-
-    def _end(self) -> None:
-        self._stop()
-        if (model := self._model()) is not None:
-            model.__dict__.pop(_ATTRIBUTE, None)
-
-    def _raise_late(self) -> None:
-        for tracer in self.tracers:
-            if tracer.found_at_end is not None:
-                raise tracer.found_at_end
+        self.__exit__(None, None, None)
 
 
 def guard(
@@ -185,9 +161,9 @@ def guard(
     Args:
         model: Sharded by shardwise or by hand.
         patience: Seconds without progress after which a waiting rank says whom it waits for, and where that one is.
-        repair: Names of modules that ranks may skip: such towers are gathered and reduced by all ranks, with zeros from
-            those that did not run them, and zeros are sent for any parameter that a rank did not use. It costs the
-            memory of keeping the towers gathered, and stays with the model. What it cannot mend still raises.
+        repair: Names of modules that ranks may skip: all ranks unshard and reduce such towers, with zeros from those
+            that did not run them, and zeros are sent for any parameter that a rank did not use. It costs the
+            memory of keeping the towers unsharded, and stays with the model. What it cannot repair still raises.
         machine: The name of this machine; ranks of the same name share memory. Default: found out.
         report: Gets what is said about ranks that are late or diverge; default: print to standard error.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from shardwise.checkpointing.pickles.machine import load_pickle
 from shardwise.errors import ConfigError
 
 _DUMP = re.compile(r"(?:^|.*_)(?P<rank>\d+)$")
-_GROUPS = "groups.json"
 _MAX_DUMP_BYTES = 256 << 20
 _GATHERS = ("all_gather", "_allgather", "allgather")
 
@@ -23,14 +23,14 @@ class Collective:
     """One collective of one rank, as torch recorded it."""
 
     number: int
-    """Its place in the order of its process group."""
+    """Sequence number in its process group."""
     name: str
     """`gloo:all_gather`."""
     sizes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     is_done: bool
     line: str
-    """The user's line that started it."""
+    """Line of the user's code that started it."""
 
     @property
     def what(self) -> tuple[Any, ...]:
@@ -40,15 +40,15 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hang:
-    """Where the ranks of one process group parted."""
+    """Where the ranks of one process group diverged."""
 
     process_group: str
     number: int
-    """The collective, counted in the group."""
+    """Sequence number of the collective."""
     odd: tuple[int, ...]
-    """Ranks that did not come to it, or brought another."""
+    """Ranks that did not reach it, or ran another collective."""
     doing: Mapping[int, str]
-    """By rank, what it is in at that place."""
+    """What each rank does there."""
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.odd))
@@ -66,7 +66,7 @@ def explain_hang(folder: str | Path) -> list[Hang]:
             and `groups.json` from `dump_collectives`, which gives the sizes their modules' names.
 
     Returns:
-        One entry for each process group whose ranks parted; empty when the dumps show no difference.
+        One entry for each process group whose ranks diverged; empty when the dumps show no difference.
 
     Raises:
         ConfigError: There are no dumps.
@@ -85,12 +85,13 @@ def explain_hang(folder: str | Path) -> list[Hang]:
             fix="start the run with TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1 and "
             "TORCH_NCCL_DEBUG_INFO_TEMP_FILE=FOLDER/rank_",
         )
-    names = _module_names(folder / _GROUPS)
+    sizes = folder / "groups.json"
+    names = json.loads(sizes.read_text()) if sizes.is_file() else {}
     records: dict[str, dict[int, dict[int, Collective]]] = {}
     for rank, path in dumps.items():
         for group, collectives in _read_dump(path).items():
             records.setdefault(group, {})[rank] = collectives
-    found = (_parting(group, ranks, names) for group, ranks in sorted(records.items()))
+    found = (_divergence(group, ranks, names) for group, ranks in sorted(records.items()))
     return [hang for hang in found if hang is not None]
 
 
@@ -116,8 +117,8 @@ def _read_dump(path: Path) -> dict[str, dict[int, Collective]]:
     return groups
 
 
-def _parting(group: str, ranks: Mapping[int, Mapping[int, Collective]], names: Mapping[str, str]) -> Hang | None:
-    """The first place at which the ranks do not all do the same."""
+def _divergence(group: str, ranks: Mapping[int, Mapping[int, Collective]], names: Mapping[str, str]) -> Hang | None:
+    """The first collective at which the ranks differ."""
     oldest = max(min(collectives, default=0) for collectives in ranks.values())
     last = max(max(collectives, default=0) for collectives in ranks.values())
     for number in range(oldest, last + 1):
@@ -148,14 +149,7 @@ def _in_words(collective: Collective | None, all_of_rank: Mapping[int, Collectiv
 
 def _key(name: str, sizes: Sequence[Sequence[int]]) -> str:
     kind = "gather" if any(part in name for part in _GATHERS) else "reduce" if "reduce_scatter" in name else name
-    numel = 1
-    for size in sizes[0] if sizes else ():
-        numel *= size
-    return f"{kind} {numel}"
-
-
-def _module_names(path: Path) -> dict[str, str]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return f"{kind} {math.prod(sizes[0] if sizes else ())}"
 
 
 def _users_line(frames: Sequence[Mapping[str, Any]]) -> str:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +42,7 @@ class Task:
     device: torch.device
 
     def loss_of(self, model: nn.Module, rank: int, step: int) -> Tensor:
-        """Loss of `rank`'s batch of `step`, drawing the same random numbers each time it is asked.
-
-        Ranks:
-            Collective when `model` is sharded, local otherwise.
-        """
+        """Loss of `rank`'s batch of `step`, drawing the same random numbers each time it is asked."""
         unique = self.seed + 1 + step * self.num_ranks + rank
         seed_everything(unique)
         batch = self.make_batch(rank, step, unique)
@@ -129,7 +125,8 @@ def loss_of_output(output: Any) -> Tensor:
     scalars = [part for part in parts if isinstance(part, Tensor) and part.ndim == 0 and part.is_floating_point()]
     if len(scalars) == 1:  # the model's loss, alone or as in `return logits, loss`
         return scalars[0]
-    squares = [tensor.float().square().mean() for tensor in floating_tensors(output)]
+    real = (torch.view_as_real(t) if t.is_complex() else t for t in find_tensors(output, objects=-1))
+    squares = [tensor.float().square().mean() for tensor in real if tensor.is_floating_point()]
     if not squares:
         raise ConfigError(
             f"the model returned {type(output).__name__}, in which there is no floating-point tensor",
@@ -138,13 +135,6 @@ def loss_of_output(output: Any) -> Tensor:
             fix="pass loss=lambda output, batch: ...",
         )
     return torch.stack(squares).sum()
-
-
-def floating_tensors(value: Any) -> Iterator[Tensor]:
-    """Every floating-point or complex tensor in nested containers and objects, in a fixed order."""
-    for tensor in find_tensors(value, objects=-1):
-        if tensor.is_floating_point() or tensor.is_complex():
-            yield torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _required_parameters(function: Callable[..., Any], what: str) -> list[str]:
@@ -172,8 +162,7 @@ def _wrong_signature(what: str, names: list[str], rule: str) -> ConfigError:
 Buffers = dict[str, Tensor | None]
 
 
-@dataclass(slots=True)
-class ReferenceStep:
+class ReferenceStep(NamedTuple):
     """What one process saw in a step."""
 
     losses: list[float]
@@ -201,17 +190,22 @@ class ReferenceRun:
     """Parameter FQN to its place in the order of forward, known after the first step."""
 
     def step(self, step: int) -> ReferenceStep:
-        """Run every rank's batch of `step`, average the gradients and let the optimizer step.
-
-        Ranks:
-            Local, whatever the number of ranks it stands for.
-        """
+        """Run every rank's batch of `step`, average the gradients and let the optimizer step."""
         if not self.buffers:
-            self.buffers = [clone_buffers(self.model) for _ in range(self.task.num_ranks)]
+            for _ in range(self.task.num_ranks):
+                copies: dict[int, Tensor] = {}  # two names of one tensor stay one tensor
+                self.buffers.append(
+                    {
+                        name: None if buffer is None else copies.setdefault(id(buffer), buffer.clone())
+                        for name, buffer in registered_buffers(self.model).items()
+                    }
+                )
         losses: list[float] = []
         by_rank: list[dict[str, Tensor | None]] = []
         for rank in range(self.task.num_ranks):
-            put_buffers(self.model, self.buffers[rank])
+            for name, buffer in self.buffers[rank].items():
+                owner, _, leaf = name.rpartition(".")
+                self.model.get_submodule(owner)._buffers[leaf] = buffer
             self.model.zero_grad(set_to_none=True)
             with _noting_order(self.model, self.parameter_order):
                 loss = self.task.loss_of(self.model, rank, step)
@@ -258,31 +252,13 @@ def average(gradients: list[Tensor | None]) -> Tensor | None:
     return total.div_(len(gradients)).to(present[0].dtype)
 
 
-def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    for prefix, module in model.named_modules():
-        for name in module._buffers:
-            yield (f"{prefix}.{name}" if prefix else name), module, name
-
-
 def registered_buffers(model: nn.Module) -> Buffers:
     """Every buffer by FQN, as it stands: not a copy."""
-    return {fqn: module._buffers[name] for fqn, module, name in _owners(model)}
-
-
-def clone_buffers(model: nn.Module) -> Buffers:
-    """A copy of every buffer; two names of one tensor stay one tensor."""
-    copies: dict[int, Tensor] = {}
     return {
-        fqn: None if buffer is None else copies.setdefault(id(buffer), buffer.clone())
-        for fqn, buffer in registered_buffers(model).items()
+        f"{prefix}.{name}".lstrip("."): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
     }
-
-
-def put_buffers(model: nn.Module, buffers: Buffers) -> None:
-    """Register `buffers` in place of the model's own."""
-    for fqn, module, name in _owners(model):
-        if fqn in buffers:
-            module._buffers[name] = buffers[fqn]
 
 
 Tensors = Mapping[str, Tensor | None]
@@ -315,32 +291,24 @@ class Comparison:
         self._judge("tie", 0, broken, len(tied))
 
     def step(self, step: int) -> None:
-        """One step of both runs.
-
-        Ranks:
-            Collective.
-        """
+        """One step of both runs. Collective."""
         before = {name: p.detach().clone() for name, p in self.reference.model.named_parameters()}
         expected = self.reference.step(step)
         loss = self.reference.task.loss_of(self.model, self.reference.rank, step)
         loss.backward()
-        self._compare_loss(float(loss.detach()), expected.losses, step + 1)
+        self.losses.append(float(loss.detach()))
+        self.reference_losses.append(sum(expected.losses) / len(expected.losses))
+        ours, theirs = torch.tensor([self.losses[-1], expected.losses[self.reference.rank]], dtype=torch.float64)
+        scale = max(abs(value) for value in expected.losses)
+        self._judge("loss", step + 1, {"": measure(ours, theirs, self.tolerance.at(step + 1), floor=scale)}, 1)
         self._compare_gradients(expected, before, step + 1)
         self.optimizer.step()
-        theirs = dict(self.reference.model.named_parameters())
-        gaps = self._compare("parameter", step + 1, self._parameters(), theirs, mistaken=before)
+        trained = dict(self.reference.model.named_parameters())
+        gaps = self._compare("parameter", step + 1, self._parameters(), trained, mistaken=before)
         self.drift = max([self.drift, *(gap.furthest for gap in gaps.values() if gap.within)])
         buffers = self.reference.buffers[self.reference.rank]
         self._compare("buffer", step + 1, registered_buffers(self.model), buffers)
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _compare_loss(self, ours: float, theirs: list[float], step: int) -> None:
-        self.losses.append(ours)
-        self.reference_losses.append(sum(theirs) / len(theirs))
-        mine = torch.tensor(theirs[self.reference.rank], dtype=torch.float64)
-        scale = max(abs(loss) for loss in theirs)
-        gap = measure(torch.tensor(ours, dtype=torch.float64), mine, self.tolerance.at(step), floor=scale)
-        self._judge("loss", step, {"": gap}, 1)
 
     def _compare_gradients(self, expected: ReferenceStep, before: dict[str, Tensor], step: int) -> None:
         """Compare gradients, and note how far the coming optimizer step may drive parameters apart."""
@@ -369,23 +337,19 @@ class Comparison:
 
         `mistaken` is what the sharded run would hold after the usual mistake.
         """
-        allowed = self.tolerance.at(step)
-        gaps = {}
+        gaps, slack = {}, self.slack if quantity == "parameter" else {}
+        # Running statistics move with the parameters before them.
+        usual_slack = torch.tensor(self.drift) if quantity == "buffer" else None
         for name, value in theirs.items():
             scale = max(floor, criteria.largest(value))
             mine, part = own_part(ours.get(name), value)
-            gaps[name] = measure(mine, part, allowed, floor=scale, slack=self._slack(quantity, name))
+            gaps[name] = measure(mine, part, self.tolerance.at(step), floor=scale, slack=slack.get(name, usual_slack))
         wrong = [name for name, gap in gaps.items() if not gap.within]
         usual = mistaken is not None and all(
             measure(*own_part(ours[name], mistaken[name]), 1e-6).within for name in wrong
         )
         self._judge(quantity, step, gaps, len(theirs), usual_mistake=usual)
         return gaps
-
-    def _slack(self, quantity: Quantity, name: str) -> Tensor | None:
-        if quantity == "buffer":  # running statistics move with the parameters before them
-            return torch.tensor(self.drift)
-        return self.slack.get(name) if quantity == "parameter" else None
 
     def _judge(
         self,
@@ -397,13 +361,12 @@ class Comparison:
         usual_mistake: bool = False,
     ) -> None:
         """Keep the worst, and the first that differs: earliest in time, then by forward order."""
-        order = self.reference.parameter_order
+        order, fields = self.reference.parameter_order, ("sharded", "reference", "relative", "within")
         same = {"quantity": quantity, "step": step, "rank": self.reference.rank}
-        deviations = []
-        for name in sorted(gaps, key=lambda name: order.get(name, 0)):
-            gap = gaps[name]
-            seen = {"sharded": gap.sharded, "reference": gap.reference, "relative": gap.relative, "within": gap.within}
-            deviations.append(Deviation(name=name, **same, **seen))
+        deviations = [
+            Deviation(name=name, **same, **{field: getattr(gaps[name], field) for field in fields})
+            for name in sorted(gaps, key=lambda name: order.get(name, 0))
+        ]
         ranked = [*filter(None, [self.worst.get(quantity)]), *deviations]
         if ranked:
             self.worst[quantity] = max(ranked, key=lambda deviation: deviation.relative)
@@ -417,7 +380,9 @@ class Comparison:
                 low_precision=self.tolerance.low_precision,
                 usual_mistake=usual_mistake,
             )
-            module = _owner(self.reference.model, wrong[0].name)
+            owner = wrong[0].name.rpartition(".")[0]
+            kind = type(self.reference.model.get_submodule(owner)).__name__
+            module = f"{owner or '(root)'} ({kind})" if wrong[0].name else ""
             self.first = Difference(deviation=wrong[0], module=module, num_others=len(wrong) - 1, cause=cause)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -451,14 +416,6 @@ def ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {name: tuple(same) for same in names.values() if len(same) > 1 for name in same}
-
-
-def _owner(model: nn.Module, name: str) -> str:
-    """FQN and class of the module that holds a parameter or buffer."""
-    if not name:
-        return ""
-    prefix = name.rpartition(".")[0]
-    return f"{prefix or '(root)'} ({type(model.get_submodule(prefix)).__name__})"
 
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -517,7 +474,7 @@ def parity(
     ranks = data_parallel_mesh(mesh)
     target = torch.device(device or mesh.device_type)
     task = Task(make_batch=make_batch, loss=loss_of, seed=seed, num_ranks=ranks.size(), device=target)
-    make_optimizer = optimizer or _adamw
+    make_optimizer = optimizer or (lambda parameters: AdamW(parameters, lr=1e-3))
     with kept_random_state(target):
         unsharded, model = _build_twice(build_model, seed, target)
         model = _materialized(shard(model, config, mesh=mesh), seed)
@@ -533,16 +490,8 @@ def parity(
     return _verdict(comparison, state.plan)
 
 
-def _adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return AdamW(parameters, lr=1e-3)
-
-
 def _build_twice(build_model: Callable[[], nn.Module], seed: int, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The model for one process and the model to shard, from the same random numbers.
-
-    Ranks:
-        Collective: ranks compare what they built.
-    """
+    """The model for one process and the model to shard, from the same random numbers; ranks compare what they built."""
     built = []
     for _ in range(2):
         seed_everything(seed)
@@ -603,11 +552,7 @@ def _checksums(model: nn.Module) -> str:
 
 
 def _verdict(comparison: Comparison, plan: Plan) -> Parity:
-    """What all ranks saw together.
-
-    Ranks:
-        Collective.
-    """
+    """What all ranks saw together. Collective."""
     seen = gather_over_mesh(comparison.mesh, (comparison.first, comparison.worst, comparison.losses))
     differences, worst_by_rank, losses = zip(*seen, strict=True)
     first = earliest([each for each in differences if each is not None], comparison.reference.parameter_order)

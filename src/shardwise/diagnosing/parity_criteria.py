@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardwise.planning.plan import Group, Plan
+from shardwise.planning.plan import Plan
 
 Quantity = Literal["weight", "tie", "loss", "gradient", "parameter", "buffer"]
 # The order in which things happen in a step: the first to differ is the one to look at.
@@ -150,10 +150,10 @@ def likely_cause(
 
     Args:
         deviations: Everything of one quantity that differs in one step, in the order of forward.
-        num_compared: Number of tensors of that quantity that were compared.
+        num_compared: Number of tensors of that quantity.
         world_size: Number of ranks.
         tied: Names of parameters that have several.
-        low_precision: Whether the sharded run computes in fewer bits than one process.
+        low_precision: The sharded run computes in fewer bits than one process.
         usual_mistake: A gradient equals this rank's own, not averaged; a parameter is what it was before the step.
     """
     first = deviations[0]
@@ -250,14 +250,9 @@ def measure(
     floor: float = 0.0,
     slack: Tensor | None = None,
 ) -> Gap:
-    """Compare two tensors on the scale of the reference's largest value.
+    """Compare two tensors on the scale of the reference's largest value, or of `floor` if that is larger.
 
-    Args:
-        sharded: From the sharded run, whole; None when there is none.
-        reference: From one process; None when there is none.
-        allowed: Relative tolerance; integers and booleans must be equal.
-        floor: The scale is at least this.
-        slack: Absolute difference allowed in each element on top.
+    Integers and booleans must be equal; `slack` is the absolute difference allowed in each element on top.
     """
     if sharded is None or reference is None:
         far = 0.0 if sharded is reference else math.inf
@@ -267,7 +262,9 @@ def measure(
     if reference.numel() == 0:
         return Gap(0.0, 0.0, 0.0, 0.0, 0.0)
     ours, theirs = _flat(sharded), _flat(reference)
-    difference = _distance(ours, theirs)
+    # NaN or infinity is equal in the same place on both sides, else infinitely far.
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    difference = torch.where(same, 0.0, (ours - theirs).abs().nan_to_num(math.inf, math.inf))
     scale = max(largest(reference), floor)
     exact = not (reference.is_floating_point() or reference.is_complex())
     limit = torch.full_like(difference, 0.0 if exact else allowed * scale)
@@ -298,12 +295,6 @@ def largest(tensor: Tensor | None) -> float:
     flat = _flat(tensor).abs()
     finite = flat[flat.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0
-
-
-def _distance(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Absolute difference; NaN or infinity is equal in the same place on both sides, else infinitely far."""
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    return torch.where(same, 0.0, (ours - theirs).abs().nan_to_num(math.inf, math.inf))
 
 
 def _at_largest(tensor: Tensor | None) -> float | None:
@@ -351,7 +342,8 @@ class Tolerance:
 def tolerance_for(plan: Plan, asked: float | None = None) -> Tolerance:
     """The tolerance that the plan's coarsest dtype calls for, unless the user asked for one."""
     storage = {parameter.dtype for parameter in plan.parameters}
-    narrowed = {group.param_dtype for group in plan.groups if _narrows(group)}
+    narrowed = {group.param_dtype for group in plan.groups if set(group.storage_dtypes) - {group.param_dtype}}
+    narrowed &= COMPUTE.keys()
     if asked is not None:
         return Tolerance(asked, "as asked", low_precision=bool(narrowed))
     for dtype, relative in COMPUTE.items():
@@ -363,7 +355,3 @@ def tolerance_for(plan: Plan, asked: float | None = None) -> Tolerance:
     if storage and storage <= {"float64", "complex128"}:
         return Tolerance(1e-10, ORDER_REASON.format(dtype="float64"), growth=10.0)
     return Tolerance(1e-5, ORDER_REASON.format(dtype="float32"), growth=10.0)
-
-
-def _narrows(group: Group) -> bool:
-    return group.param_dtype in COMPUTE and any(dtype != group.param_dtype for dtype in group.storage_dtypes)

@@ -1,4 +1,4 @@
-"""Keep a record of collectives, and write it down when ranks seem to hang."""
+"""Dump torch's flight recorder when ranks seem to hang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def dump_collectives(folder: str | Path, model: nn.Module | None = None) -> Path
     The recorder must be on when the process group starts: TORCH_FR_BUFFER_SIZE=2000 in the environment.
 
     Args:
-        folder: Is made if it is not there; every rank writes into the same one.
+        folder: Created if absent; every rank writes into the same folder.
         model: Sharded; its groups' sizes are written too, so that collectives get their modules' names.
 
     Returns:
@@ -40,11 +40,11 @@ def dump_collectives(folder: str | Path, model: nn.Module | None = None) -> Path
 
 
 def _sizes(model: nn.Module) -> dict[str, str]:
-    """What each group gathers and reduces, in elements, to the modules it may be."""
+    """Modules by the number of elements that their groups all-gather and reduce-scatter."""
     names: dict[str, list[str]] = defaultdict(list)
     for name, group in compat.named_groups(model).items():
         gathered, reduced = compat.collective_numels(group)
         names[f"gather {gathered}"].append(name)
         names[f"reduce {reduced}"].append(name)
-    return {key: " or ".join([*owners[:2], *([f"{len(owners) - 2} more"] if len(owners) > 2 else [])])
-            for key, owners in names.items()}  # fmt: skip
+    more = {key: [f"{len(owners) - 2} more"] if len(owners) > 2 else [] for key, owners in names.items()}
+    return {key: " or ".join([*owners[:2], *more[key]]) for key, owners in names.items()}

@@ -6,7 +6,7 @@ import ctypes
 import difflib
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -124,11 +124,7 @@ def gather_objects(value: T, *, group: Ranks = None) -> list[T]:
 
 
 def gather_over_mesh(mesh: DeviceMesh | None, value: T) -> list[T]:
-    """The value of every rank of a mesh, in the mesh's order; only this rank's without a mesh.
-
-    Ranks:
-        Collective over the mesh.
-    """
+    """The value of every rank of a mesh, in the mesh's order; only this rank's without a mesh. Collective."""
     return [value] if mesh is None else gather_objects(value, group=mesh)
 
 
@@ -259,8 +255,10 @@ def run_and_gather(
         gather_objects((as_shardwise_error(error, kind), None), group=group)
         raise
     told_by_all = gather_objects((None, told), group=group)
-    if (failed := first_error([error for error, _ in told_by_all])) is not None:
-        raise failed
+    for rank, (error, _) in enumerate(told_by_all):
+        if error is not None:
+            what = f"rank {rank}: {error.what}" if len(told_by_all) > 1 else error.what
+            raise type(error)(what, where=error.where or f"rank {rank}", why=error.why, fix=error.fix)
     return kept, [value for _, value in told_by_all]
 
 
@@ -273,15 +271,6 @@ def as_shardwise_error(error: BaseException, kind: type[ShardwiseError] = ShardE
         why="a step that every rank must finish failed on one of them",
         fix="see the traceback of the rank that raised it",
     )
-
-
-def first_error(errors: Sequence[ShardwiseError | None]) -> ShardwiseError | None:
-    """The first rank's error, under its number where there are several ranks."""
-    for rank, error in enumerate(errors):
-        if error is not None:
-            what = f"rank {rank}: {error.what}" if len(errors) > 1 else error.what
-            return type(error)(what, where=error.where or f"rank {rank}", why=error.why, fix=error.fix)
-    return None
 
 
 def _is_distributed() -> bool:

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,46 +37,105 @@ class CollectiveKind(enum.IntEnum):
 
 
 _NAMES = {
-    CollectiveKind.ALL_GATHER_FORWARD: "all-gather of `{}` for a forward",
-    CollectiveKind.ALL_GATHER_EVALUATION: "all-gather of `{}` for a forward without gradients",
-    CollectiveKind.ALL_GATHER_BACKWARD: "all-gather of `{}` for backward",
-    CollectiveKind.REDUCE_SCATTER: "reduce-scatter of the gradients of `{}`",
+    CollectiveKind.ALL_GATHER_FORWARD: "all-gather of {} for a forward",
+    CollectiveKind.ALL_GATHER_EVALUATION: "all-gather of {} for a forward without gradients",
+    CollectiveKind.ALL_GATHER_BACKWARD: "all-gather of {} for backward",
+    CollectiveKind.REDUCE_SCATTER: "reduce-scatter of the gradients of {}",
 }
 _PLACES = {
-    CollectiveKind.ALL_GATHER_FORWARD: "in the forward of `{}`",
-    CollectiveKind.ALL_GATHER_EVALUATION: "in the forward of `{}`",
-    CollectiveKind.ALL_GATHER_BACKWARD: "in the backward of `{}`",
-    CollectiveKind.REDUCE_SCATTER: "after the backward of `{}`",
+    CollectiveKind.ALL_GATHER_FORWARD: "in the forward of {}",
+    CollectiveKind.ALL_GATHER_EVALUATION: "in the forward of {}",
+    CollectiveKind.ALL_GATHER_BACKWARD: "in the backward of {}",
+    CollectiveKind.REDUCE_SCATTER: "after the backward of {}",
 }
-OPTIMIZER_STEP = 0xFFFF_FFFF
-"""The event of an optimizer step. It is not a collective, but what is done before it must be the same on all ranks."""
+_STEP = 0xFFFF_0000
 
 
 def encode(kind: CollectiveKind, group: int, num_elements: int) -> int:
     """Two bits of kind, fourteen of the group, sixteen that tell buffers of different sizes apart."""
-    return kind << 30 | (group & 0x3FFF) << 16 | zlib.crc32(num_elements.to_bytes(8, "little")) & 0xFFFF
+    return kind << 30 | group << 16 | zlib.crc32(num_elements.to_bytes(8, "little")) & 0xFFFF
+
+
+def is_step(event: int) -> bool:
+    """Whether it is an optimizer step."""
+    return event >= _STEP
 
 
 def kind_of(event: int) -> CollectiveKind:
-    """What kind of collective it is."""
+    """What kind of collective it is; not for optimizer steps."""
     return CollectiveKind(event >> 30)
 
 
 def group_of(event: int) -> int:
-    """Which group it is about."""
+    """The number of the group that it is about; not for optimizer steps."""
     return event >> 16 & 0x3FFF
 
 
-def in_words(event: int, groups: Sequence[str]) -> str:
-    """As in "all-gather of `layers.0` for backward"."""
-    return "optimizer step" if event == OPTIMIZER_STEP else _NAMES[kind_of(event)].format(groups[group_of(event)])
+class GroupNames:
+    """Names of the groups that events are about, of all models whose collectives the same ranks take part in.
 
+    Args:
+        names: The groups of the first model.
+    """
 
-def place_of(event: int, groups: Sequence[str]) -> str:
-    """As in "in the backward of `layers.0`"."""
-    return (
-        "in the optimizer step" if event == OPTIMIZER_STEP else _PLACES[kind_of(event)].format(groups[group_of(event)])
-    )
+    MAX_GROUPS = 0x3FFF
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names: dict[int, tuple[str, str]] = {}
+        self._steps: dict[int, str] = {}
+        self._num_of_class: Counter[str] = Counter()
+        self._num_groups = 0
+        self.num_models = 0
+        """Models that are compared now; with more than one, messages say of which model a group is."""
+        self.add("", names)
+
+    def add(self, model: str, names: Sequence[str]) -> list[int]:
+        """Number the groups of a model; the same numbers on all ranks that add the same models."""
+        self._num_of_class[model] += 1
+        if (number := self._num_of_class[model]) > 1:
+            model = f"{model} #{number}"
+        numbers = [(self._num_groups + index) % self.MAX_GROUPS for index in range(len(names))]
+        self._names |= {number: (model, name) for number, name in zip(numbers, names, strict=True)}
+        self._num_groups += len(names)
+        return numbers
+
+    def add_step(self, parameters: Sequence[tuple[int, int]]) -> int:
+        """The event of a step of an optimizer that holds these parameters: their groups, and their places in these.
+
+        It is not a collective, but what is done before it must be the same on all ranks.
+        """
+        event = _STEP | zlib.crc32(repr(parameters).encode()) & 0xFFFF
+        models = {self._names[group][0] for group, _ in parameters}
+        paths = [self._names[group][1].replace(".", "/") for group, _ in parameters]
+        path = os.path.commonpath(paths).replace("/", ".") if len(models) == 1 else ""
+        module = f" of `{path}`" if path not in ("", "(root)") else ""
+        self._steps[event] = module + (f" of {' and '.join(sorted(models))}" if self.num_models > 1 else "")
+        return event
+
+    def name(self, event: int) -> str:
+        """The module of the group."""
+        return self._names.get(group_of(event), ("", "?"))[1]
+
+    def model(self, event: int) -> str:
+        """The model of the group."""
+        return self._names.get(group_of(event), ("", "?"))[0]
+
+    def in_words(self, event: int) -> str:
+        """As in "all-gather of `layers.0` for backward"."""
+        return self._step(event) if is_step(event) else _NAMES[kind_of(event)].format(self.full_name(event))
+
+    def place_of(self, event: int) -> str:
+        """As in "in the backward of `layers.0`"."""
+        return (
+            f"in the {self._step(event)}" if is_step(event) else _PLACES[kind_of(event)].format(self.full_name(event))
+        )
+
+    def full_name(self, event: int) -> str:
+        """As in "`layers.0`", or "`layers.0` of Decoder" where there are several models."""
+        return f"`{self.name(event)}`" + (f" of {self.model(event)}" if self.num_models > 1 else "")
+
+    def _step(self, event: int) -> str:
+        return f"optimizer step{self._steps.get(event, '')}"
 
 
 HISTORY = 1024

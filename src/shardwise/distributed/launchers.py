@@ -1,4 +1,4 @@
-"""What a launcher's environment says of this rank, and the rendezvous of the ranks."""
+"""The environment variables of launchers, and errors of the rendezvous."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Who this process is among the ranks, as its launcher says."""
+    """Rank and rendezvous of this process, as its launcher sets them."""
 
     rank: int = 0
-    """Number among all ranks."""
+    """Global rank."""
     local_rank: int = 0
-    """Number among the ranks of this machine; picks the GPU."""
+    """Rank on this machine, which selects the GPU."""
     world_size: int = 1
-    """All ranks."""
+    """Number of ranks."""
     local_world_size: int = 1
-    """Ranks on this machine."""
+    """Number of ranks on this machine."""
     master_addr: str = ""
     """Host of rank 0; empty in a single process."""
     master_port: int = 0
     """Port of rank 0's store."""
     restarts: int = 0
-    """How often the launcher has started the ranks again since the first time."""
+    """Number of restarts by the launcher."""
     job: str = ""
-    """What the launcher calls this job, the same after it was started again; empty where it has no name."""
+    """The launcher's name of the job, which restarts keep; empty without one."""
     source: str = "single"
-    """Which launcher was read: torchrun, ray, slurm, mpi or single."""
+    """The launcher: torchrun, ray, slurm, mpi or single."""
 
     @property
     def init_method(self) -> str | None:
-        """What `init_process_group` should be given; None where there is nobody to meet."""
+        """Argument of `init_process_group`; None for a single process."""
         if self.source == "single":
             return None
         # torchrun's agent already runs a store, which torch finds by these variables only.
@@ -46,7 +46,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
-    """Read what the launcher left in the environment; a single process when there is none.
+    """Read the launcher's environment variables; a single process without a launcher.
 
     Args:
         environment: Default: this process's.
@@ -68,7 +68,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", default=0),
             local_world_size=_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", default=1),
             source="mpi",
-            **_meeting_place(env),
+            **_rendezvous(env),
         )
     else:
         return Launch()
@@ -84,7 +84,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     return launch
 
 
-def _meeting_place(env: Mapping[str, str], host: str = "127.0.0.1", port: int = _DEFAULT_PORT) -> dict[str, Any]:
+def _rendezvous(env: Mapping[str, str], host: str = "127.0.0.1", port: int = _DEFAULT_PORT) -> dict[str, Any]:
     return {
         "master_addr": env.get("MASTER_ADDR") or host,
         "master_port": _number(env, "MASTER_PORT", default=port),
@@ -102,7 +102,7 @@ def _read_torchrun(env: Mapping[str, str]) -> Launch:
         restarts=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
         job=env.get("TORCHELASTIC_RUN_ID", "").removeprefix("none"),  # torchrun's word for no name
         source="ray" if "RAY_JOB_ID" in env or "RAY_ADDRESS" in env else "torchrun",
-        **_meeting_place(env),
+        **_rendezvous(env),
     )
 
 
@@ -122,7 +122,7 @@ def _read_slurm(env: Mapping[str, str]) -> Launch:
         restarts=_number(env, "SLURM_RESTART_COUNT", default=0),
         job=f"slurm-{job}" if job else "",
         source="slurm",
-        **_meeting_place(env, first_host(hosts), 20000 + job % 20000),  # jobs on one machine must not share a port
+        **_rendezvous(env, first_host(hosts), 20000 + job % 20000),  # jobs on one machine must not share a port
     )
 
 
@@ -147,7 +147,7 @@ def _number(env: Mapping[str, str], name: str, *, default: int | None = None) ->
 
 
 def local_environment(rank: int, num_ranks: int, port: int, num_restarts: int) -> dict[str, str]:
-    """The environment of a rank on this machine, as torchrun sets it, where the launcher keeps the store."""
+    """Environment variables of a local rank, as torchrun sets them; the launcher hosts the store."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -161,16 +161,7 @@ def local_environment(rank: int, num_ranks: int, port: int, num_restarts: int) -
 
 
 def rendezvous_error(error: BaseException, launch: Launch, timeout_s: float) -> EnvironmentProblem:
-    """The error of ranks that did not come together.
-
-    Args:
-        error: What torch raised while the process group was made.
-        launch: Who this process is.
-        timeout_s: How long ranks wait for each other.
-
-    Ranks:
-        Local: each rank that fails to meet the others says what it saw.
-    """
+    """The error of a rank that did not meet the others in time, from what torch raised."""
     address, port = f"{launch.master_addr}:{launch.master_port}", launch.master_port
     text = str(error)
     first_line = (text.strip().splitlines() or [""])[0].split(" Exception raised from")[0].rstrip(". ")

@@ -1,13 +1,13 @@
-"""Start local ranks, watch them, and start them again after a failure."""
+"""Start local ranks, monitor them, and restart them after a failure."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import pkgutil
 import re
 import signal
 import sys
@@ -23,10 +23,10 @@ from types import FrameType
 from typing import Any
 
 from shardwise.distributed.launchers import Launch, local_environment, read_launch
-from shardwise.distributed.stop_requests import StopRequest, handlers, listen_for_good, signal_numbers
+from shardwise.distributed.stop_requests import StopRequest, handlers, listen_until_exit, signal_numbers
 from shardwise.errors import EnvironmentProblem, ShardwiseError
 
-_ORPHAN_S = 600.0  # how long ranks without a launcher may take to save
+_ORPHAN_S = 600.0  # time for ranks whose launcher has died to save
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,18 +34,12 @@ class ErrorReport:
     """An error that ended a rank."""
 
     at_s: float
-    """When, since the epoch."""
+    """Seconds since the epoch."""
     rank: int
     error: BaseException | None
-    """None when it does not survive pickling."""
+    """None if it cannot be pickled."""
     text: str
     """Its traceback."""
-
-
-def resolve_target(target: str) -> Callable[..., Any]:
-    """The function that `module:function` names."""
-    module, _, function = target.partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 def run_rank(
@@ -56,7 +50,7 @@ def run_rank(
     environment: Mapping[str, str],
     launcher: connection.Connection,
 ) -> None:
-    """Call the target; send its result, or an error, to the launcher.
+    """The main function of every rank's process: call the target; send its result, or an error, to the launcher.
 
     Args:
         target: `module:function`.
@@ -65,9 +59,6 @@ def run_rank(
         stop_signals: Signals that ask the target to stop; none: it has no way to.
         environment: What a launcher sets.
         launcher: Where to send.
-
-    Ranks:
-        The main function of every rank's process.
     """
     import torch
 
@@ -79,7 +70,7 @@ def run_rank(
     sys.path[:] = path
     finished = _listen(stop_signals, launcher)
     try:
-        result = resolve_target(target)(*args)
+        result = pkgutil.resolve_name(target)(*args)
         with contextlib.suppress(BrokenPipeError):  # the launcher has died
             launcher.send(("result", result))
         finished.set()
@@ -100,9 +91,8 @@ def run_rank(
 def _listen(stop_signals: Sequence[str], launcher: connection.Connection) -> threading.Event:
     """Take signals as stop requests, if there are any; return what to set when the target has returned.
 
-    The second Ctrl-C is the launcher's to hear, not ours: a terminal sends Ctrl-C to launcher and ranks alike, so that
-    a rank hears each one twice. When the launcher dies, nobody reads a result any more: a job that can stop is asked
-    to, any other is ended.
+    The second Ctrl-C is the launcher's to hear: a terminal sends Ctrl-C to launcher and ranks alike. When the launcher
+    dies, nobody reads a result any more: a job that can stop is asked to, any other is ended.
     """
     request, finished = StopRequest(), threading.Event()
 
@@ -119,37 +109,39 @@ def _listen(stop_signals: Sequence[str], launcher: connection.Connection) -> thr
         os._exit(0 if finished.is_set() else 1)
 
     if stop_signals:
-        listen_for_good(request, dict.fromkeys({*signal_numbers(stop_signals), signal.SIGINT}, hear))
+        listen_until_exit(request, dict.fromkeys({*signal_numbers(stop_signals), signal.SIGINT}, hear))
         launcher.send(("listening", None))
     threading.Thread(target=watch_launcher, name="shardwise-launcher-watch", daemon=True).start()
     return finished
 
 
-# How torch and gloo say that another rank has gone; they have no exception of their own for all of it.
+# Messages of torch and gloo about a lost rank; not all have an exception type of their own.
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused|timed out)|broken pipe|remote process exited|socket (closed|timeout)"
     r"|watchdog|ncclremoteerror|failed to recv|heartbeat",
     re.IGNORECASE,
 )
-_DEAD_RANK = re.compile(r"rank \d+ died in step")  # how `guard` says it
-_OUT_OF_MEMORY = re.compile(r"rank \d+ ran out of memory in step")  # as training says where a restart needs less
+_DEAD_RANK = re.compile(r"rank \d+ died in step")  # from `guard`
+_OUT_OF_MEMORY = re.compile(
+    r"rank \d+ ran out of memory in step"
+)  # from micro-batching, where a restart needs less memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """What ended a group."""
+    """Why a group of ranks ended."""
 
     rank: int
     how: str
     """As in "was killed by SIGKILL"."""
     error: BaseException
-    """What to raise when the group is not started again."""
+    """Raised unless the ranks are restarted."""
     may_pass: bool
-    """Whether the same may go well another time: the rank died, or lost the others."""
+    """Whether a restart may help: the rank died, or lost the others."""
 
 
 def find_cause(exit_codes: Mapping[int, int], reports: Sequence[ErrorReport]) -> Cause:
-    """The first thing that went wrong; what the other ranks died of followed from it.
+    """The first failure; those of the other ranks are consequences.
 
     A signal comes from outside and is always first. SIGABRT and an exit without an error may also be the
     end of a rank whose peer has gone, so that an error of somebody else explains them.
@@ -157,7 +149,7 @@ def find_cause(exit_codes: Mapping[int, int], reports: Sequence[ErrorReport]) ->
     reported = {report.rank for report in reports}
     silent = {rank: code for rank, code in exit_codes.items() if rank not in reported}
     for rank, code in silent.items():
-        if code < 0 and -code != signal.SIGABRT:  # also how C++ ends a process whose peers have gone
+        if code < 0 and -code != signal.SIGABRT:  # also the end of a process whose peers are gone
             return _death(rank, code)
     for report in reports:
         if not is_lost_peer(report.error, report.text):
@@ -169,7 +161,7 @@ def find_cause(exit_codes: Mapping[int, int], reports: Sequence[ErrorReport]) ->
 
 
 def is_lost_peer(error: BaseException | None, text: str) -> bool:
-    """Whether a rank failed because it could not reach another, or the device failed under it."""
+    """Whether a rank failed because it lost another rank or its device."""
     if isinstance(error, ShardwiseError):
         return _DEAD_RANK.match(error.what) is not None
     import torch
@@ -181,7 +173,7 @@ def is_lost_peer(error: BaseException | None, text: str) -> bool:
 
 
 def lost_peer(error: BaseException, launch: Launch) -> EnvironmentProblem:
-    """The error of a rank that lost the others, under a launcher that tells why they went."""
+    """The error of a rank that lost the others; its launcher reports why they ended."""
     if isinstance(error, ShardwiseError):
         return EnvironmentProblem(error.what, where=error.where, why=error.why, fix=error.fix)
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -195,8 +187,10 @@ def lost_peer(error: BaseException, launch: Launch) -> EnvironmentProblem:
 
 
 def _death(rank: int, code: int) -> Cause:
-    names = {int(number): number.name for number in signal.Signals}  # not all real-time signals have one
-    how = f"was killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with status {code}"
+    how = f"ended with status {code}"
+    if code < 0:
+        names = {int(number): number.name for number in signal.Signals}  # not all real-time signals have one
+        how = f"was killed by {names.get(-code, f'signal {-code}')}"
     error = EnvironmentProblem(
         f"rank {rank} {how}",
         where=f"rank {rank}",
@@ -213,7 +207,7 @@ def _raised(report: ErrorReport, *, may_pass: bool) -> Cause:
     return Cause(rank=report.rank, how=f"raised {last_line}", error=error, may_pass=may_pass)
 
 
-# What a rank needs before it can do anything; the fork server imports it once for all of them.
+# Imports of every rank, done once by the fork server.
 _PRELOAD = [
     "shardwise.distributed.fork_server",
     "torch",
@@ -221,19 +215,13 @@ _PRELOAD = [
     "torch.distributed.tensor",
     "torch._dynamo",
 ]
-_SETTLE_S = 0.3  # ranks that die of the same thing do so within this
+_SETTLE_S = 0.3  # ranks that die of the same cause do so within this time
 _LOOK_S = 0.1
-_KILLED_S = 30.0  # a process in the kernel, as of a lost file system, may not even die of SIGKILL
+_KILLED_S = 30.0  # a process that hangs in the kernel may survive SIGKILL
 
 
 class RankGroup:
-    """Local ranks, from their start to their end.
-
-    Args:
-        num_ranks: How many.
-        stop: Asked when the ranks are to stop; it is passed on to them once.
-        on_stop: Called when it is passed on.
-    """
+    """Local ranks, from their start to their end; a stop request is passed on to them once, and `on_stop` called."""
 
     def __init__(self, num_ranks: int, stop: StopRequest, on_stop: Callable[[], None]) -> None:
         self._num_ranks, self._stop, self._on_stop = num_ranks, stop, on_stop
@@ -243,14 +231,10 @@ class RankGroup:
         self._heard: dict[str, dict[int, Any]] = {}
 
     def run(self, job: Sequence[object], num_restarts: int) -> list[Any] | Cause:
-        """Start the ranks and wait for what they return, by rank.
-
-        Args:
-            job: The first arguments of `run_rank`.
-            num_restarts: How often the group was started before this time.
+        """Start the ranks with the first arguments of `run_rank`, and wait until all have ended.
 
         Returns:
-            The results; or why a rank ended without one. All have ended by then.
+            What they returned, by rank; or why one ended without a result.
         """
         from torch.distributed import TCPStore
 
@@ -279,24 +263,20 @@ class RankGroup:
                     self._pass_on()
             return [self._heard["result"][rank] for rank in range(self._num_ranks)]
         finally:
-            self._kill()
+            started = [process for process in self._processes.values() if process.pid is not None]
+            for process in started:
+                if process.exitcode is None:
+                    process.kill()
+            for process in started:
+                process.join(_KILLED_S)
             for line in lines.values():
                 line.close()
 
-    def _kill(self) -> None:
-        """End every rank at once; nothing happens when they have ended."""
-        started = [process for process in self._processes.values() if process.pid is not None]
-        for process in started:
-            if process.exitcode is None:
-                process.kill()
-        for process in started:
-            process.join(_KILLED_S)
-
     def _failed(self, lines: Mapping[int, connection.Connection]) -> dict[int, int]:
-        """Exit codes of ranks that ended without a result; hears what all ranks have to say first."""
+        """Read the messages of all ranks; return the exit codes of those that ended without a result."""
         ended = {rank: process.exitcode for rank, process in self._processes.items() if process.exitcode is not None}
         for rank, line in lines.items():
-            with contextlib.suppress(EOFError, ConnectionError):  # it has ended, perhaps in the middle of a message
+            with contextlib.suppress(EOFError, ConnectionError):  # it has ended, maybe in the middle of a message
                 while line.poll():
                     what, content = line.recv()
                     self._heard[what][rank] = content
@@ -313,7 +293,7 @@ class RankGroup:
 
 
 def start_fork_server() -> None:
-    """Start the process from which ranks are forked; it imports torch while this one does."""
+    """Start the process from which ranks are forked; both import torch at the same time."""
     multiprocessing.set_forkserver_preload(_PRELOAD)
     multiprocessing.forkserver.ensure_running()
 
@@ -352,12 +332,12 @@ def start_local(
     Ranks:
         Call it from a process that is not a rank itself.
     """
-    signal_numbers(stop_signals)  # a wrong name is told before anything starts
+    signal_numbers(stop_signals)  # refuse a wrong name first
     start_fork_server()  # imports torch while we do
     tell = tell or _print_line
     stop = StopRequest()
     group = RankGroup(
-        num_ranks, stop, lambda: tell(f"{stop.why}: the ranks stop after this step; Ctrl-C ends them now")
+        num_ranks, stop, lambda: tell(f"{stop.why}: the ranks stop after the next step; Ctrl-C ends them now")
     )
     job = (target, tuple(args), list(sys.path), tuple(stop_signals))
     with _signals_to(group, stop, stop_signals):
@@ -378,11 +358,11 @@ def start_local(
 
 @contextmanager
 def _signals_to(group: RankGroup, stop: StopRequest, stop_signals: Sequence[str]) -> Iterator[None]:
-    """Signals ask to stop where the target can; a second Ctrl-C, and the others, end the ranks and this process."""
+    """Turn stop signals into a request; a second Ctrl-C and other signals end the ranks and this process."""
     asking = set(signal_numbers(stop_signals))
 
     def hear(number: int, _frame: FrameType | None) -> None:
-        if number in asking and not stop.hear(number):
+        if number in asking and not stop.record(number):
             return
         group.ending = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
@@ -393,6 +373,6 @@ def _signals_to(group: RankGroup, stop: StopRequest, stop_signals: Sequence[str]
 
 
 def _print_line(line: str) -> None:
-    # A rank that was drawing a progress bar may have died with the cursor hidden.
+    # A rank may have died while its progress bar had hidden the cursor.
     prefix = "\r\x1b[?25h\x1b[K" if sys.stderr.isatty() else ""
     print(f"{prefix}shardwise: {line}", file=sys.stderr, flush=True)

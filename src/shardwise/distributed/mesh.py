@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.config.schema import MODEL_PARALLEL_AXES, PIPELINE_AXES, MeshConfig, refuse_model_parallel
+from shardwise import compat
+from shardwise.config.schema import AXES, BATCH_AXES, GRADIENT_AXES, SHARD_AXES, MeshConfig, axis_meanings
 from shardwise.distributed.agreement import gather_objects
 from shardwise.distributed.launchers import Launch, read_launch, rendezvous_error
-from shardwise.errors import EnvironmentProblem, PlanError, ShardError
+from shardwise.errors import EnvironmentProblem, PlanError
 
 
 def device_type() -> str:
@@ -23,45 +24,62 @@ def device_type() -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
-def mesh_axes(mesh: DeviceMesh | MeshConfig | None) -> tuple[dict[str, int], str]:
-    """Axis sizes and device type of a mesh, of a mesh yet to be, or of this process alone."""
-    if isinstance(mesh, MeshConfig):
-        device = mesh.device if mesh.device != "auto" else device_type()
-        return mesh.sizes((mesh.shard or 1) * mesh.replicate), device
-    if mesh is None:
-        return {"shard": 1}, device_type()
-    if mesh.ndim > 1 and not mesh.mesh_dim_names:
-        raise PlanError(
-            f"the mesh has {mesh.ndim} axes without names",
-            why="which axis shards and which replicates is told by name",
-            fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard")), or init_distributed(MeshConfig(...))',
-        )
-    sizes = data_parallel_sizes(mesh)
-    if "shard" not in sizes:  # a mesh of the user's own naming: (shard) or (replicate, shard), as fully_shard reads it
-        if not 1 <= len(sizes) <= 2:
-            raise PlanError(
-                f"the mesh axes {mesh.mesh_dim_names} do not say which one shards",
-                why="only one- and two-axis meshes have a meaning without names",
-                fix='name the axes "replicate" and "shard"',
-            )
-        sizes = dict(zip(("replicate", "shard")[-len(sizes) :], sizes.values(), strict=True))
-    return sizes, mesh.device_type
+def axis_names(mesh: DeviceMesh) -> dict[str, str]:
+    """What each axis of `mesh` is for (one of `AXES`), and its own name; outermost first.
 
-
-def data_parallel_sizes(mesh: DeviceMesh) -> dict[str, int]:
-    """Name and size of each axis that shards or replicates; one without a name is `shard`.
+    Axes of one rank are left out, except those that shard and replicate. One axis without a name shards.
 
     Raises:
-        PlanError: An axis of tensor parallelism or its like has more than one rank.
+        PlanError: Axes that cannot be told apart, or none that shards.
 
     Ranks:
         Local. A mesh has the same axes on every rank.
     """
-    names = mesh.mesh_dim_names or ("shard",)
-    sizes = dict(zip(names, mesh.shape, strict=True))
-    fix = 'give these ranks to "shard" or "replicate": init_distributed(MeshConfig(shard=..., replicate=...))'
-    refuse_model_parallel(sizes, where=f"mesh axes {', '.join(names)}", fix=fix)
-    return {name: size for name, size in sizes.items() if name not in MODEL_PARALLEL_AXES | PIPELINE_AXES}
+    if mesh.mesh_dim_names is None:
+        if mesh.ndim == 1:
+            return {"shard": ""}
+        raise PlanError(
+            f"the {mesh.ndim}-D mesh has no axis names",
+            where="mesh",
+            why="what an axis is for is told by its name",
+            fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard")), or init_distributed(MeshConfig(...))',
+        )
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    if odd := [name for name in ("sp", "sequence") if sizes.get(name, 1) > 1]:
+        raise PlanError(
+            f"the mesh axis {odd[0]!r} has {sizes[odd[0]]} ranks, and the name has two meanings",
+            where=f"mesh axes {', '.join(sizes)}",
+            why="sequence parallelism divides norms over the tensor axis; long sequences are divided over the context "
+            "axis: on the wrong one weights would diverge without an error",
+            fix="name the axis tensor or context, as init_distributed(MeshConfig(shard=..., context=...)) does",
+        )
+    meanings = axis_meanings([name for name in sizes if name not in ("sp", "sequence")])
+    kept = {meaning: name for name, meaning in meanings.items() if sizes[name] > 1 or meaning in ("replicate", "shard")}
+    if "shard" not in kept:
+        raise PlanError(
+            f"no axis of the mesh shards: {', '.join(sizes)}",
+            where=f"mesh axes {', '.join(sizes)}",
+            why="parameters are sharded over the axis 'shard', of one rank at least",
+            fix="pass the whole mesh, or make it by init_distributed(MeshConfig(shard=..., tensor=...))",
+        )
+    return kept
+
+
+def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
+    """What each axis of `mesh` is for (one of `AXES`), and its number of ranks; as `axis_names`."""
+    return {meaning: mesh.size(_index(mesh, name)) for meaning, name in axis_names(mesh).items()}
+
+
+def mesh_axes(mesh: DeviceMesh | MeshConfig | None) -> tuple[dict[str, int], str]:
+    """Axis sizes of one pipeline stage and device type of a mesh, of a mesh yet to be, or of this process alone."""
+    if mesh is None:
+        return {"shard": 1}, device_type()
+    if isinstance(mesh, MeshConfig):
+        sizes = mesh.sizes(mesh.num_ranks)
+        device = mesh.device if mesh.device != "auto" else device_type()
+    else:
+        sizes, device = axis_sizes(mesh), mesh.device_type
+    return {name: size for name, size in sizes.items() if name != "pipeline"}, device
 
 
 _LATEST = "latest"
@@ -80,11 +98,10 @@ def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600
         timeout_s: How long a collective may wait for the slowest rank.
 
     Returns:
-        A mesh with the axes `replicate`, if that is more than one, and `shard`.
+        A mesh with the axis `shard` and those of more than one rank; `print(mesh)` shows them.
 
     Raises:
         ConfigError: The axes do not multiply to the number of ranks.
-        PlanError: `config.tensor` is more than 1.
         EnvironmentProblem: The device is absent, two ranks would use the same one, or the ranks cannot meet.
 
     Ranks:
@@ -150,6 +167,25 @@ def default_mesh() -> DeviceMesh:
     return latest_mesh() or init_distributed()
 
 
+def sub_mesh(mesh: DeviceMesh, meanings: Iterable[str]) -> DeviceMesh | None:
+    """The axes of `mesh` that are for one of `meanings`, in its order; None where it has none."""
+    wanted = set(meanings)
+    names = tuple(name for meaning, name in axis_names(mesh).items() if meaning in wanted)
+    if not names:
+        return None
+    return mesh if len(names) == mesh.ndim else mesh[names]
+
+
+def model_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that share one model: all, or those of one pipeline stage."""
+    return _present(sub_mesh(mesh, (meaning for meaning in AXES if meaning != "pipeline")))
+
+
+def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes along which ranks have batches of their own (`BATCH_AXES`)."""
+    return _present(sub_mesh(mesh, BATCH_AXES))
+
+
 def data_parallel_rank(mesh: DeviceMesh) -> int:
     """This rank's number among those that have batches of their own."""
     ranks, rank = data_parallel_mesh(mesh), 0
@@ -158,32 +194,42 @@ def data_parallel_rank(mesh: DeviceMesh) -> int:
     return rank
 
 
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The one or two axes of `mesh` over which parameters are sharded and replicated.
+def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes over which gradients of dense parameters are averaged (`GRADIENT_AXES`)."""
+    return _present(sub_mesh(mesh, GRADIENT_AXES))
 
-    Raises:
-        PlanError: An axis of tensor, context, expert or sequence parallelism has more than one rank.
-        ShardError: More than two axes are left without these and pipeline axes, or none.
+
+def fsdp_mesh(mesh: DeviceMesh, shard_axes: Iterable[str] = SHARD_AXES) -> DeviceMesh:
+    """The mesh for `fully_shard`: the replicate axis where there is one, and `shard_axes` flattened into one.
+
+    Ranks:
+        Collective, the first time that axes are flattened: that makes a process group.
     """
-    names = mesh.mesh_dim_names
-    if names is None:
-        if mesh.ndim == 1:
-            return mesh
-        raise ShardError(
-            f"the {mesh.ndim}-D mesh has no axis names",
-            where="mesh",
-            why="which axis replicates and which one shards is known by its name",
-            fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard"))',
-        )
-    kept = tuple(data_parallel_sizes(mesh))
-    if not 1 <= len(kept) <= 2:
-        raise ShardError(
-            f"the mesh has {len(kept)} data-parallel axes: {', '.join(kept) or 'none'}",
-            where=f"mesh axes {', '.join(names)}",
-            why="FSDP2 shards over one axis and replicates over at most one more",
-            fix='name the axes ("replicate", "shard"), or leave the first out',
-        )
-    return mesh if kept == names else mesh[kept]
+    sharded = _present(sub_mesh(mesh, shard_axes))
+    replicated = sub_mesh(mesh, ("replicate",))
+    if sharded.ndim == 1:
+        return sharded if replicated is None else _present(sub_mesh(mesh, ("replicate", *shard_axes)))
+    flat = compat.flattened(sharded)
+    return flat if replicated is None else compat.joined_meshes(replicated, flat)
+
+
+def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The axis over which matrix products are divided, or None."""
+    return sub_mesh(mesh, ("tensor",))
+
+
+def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The axis over which experts are divided, or None."""
+    return sub_mesh(mesh, ("expert",))
+
+
+def _present(mesh: DeviceMesh | None) -> DeviceMesh:
+    assert mesh is not None, "a mesh has an axis that shards"
+    return mesh
+
+
+def _index(mesh: DeviceMesh, name: str) -> int:
+    return (mesh.mesh_dim_names or ("",)).index(name)
 
 
 def ranks_per_machine() -> int | None:

@@ -1,4 +1,4 @@
-"""Requests to stop: signals, and the end of the launcher."""
+"""Requests to stop, from signals or when the launcher ends."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from typing import Any
 from shardwise.errors import ConfigError
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
-"""What asks a run to stop, unless it says otherwise. Schedulers send SIGTERM or SIGUSR1 before they take a machine."""
+"""Default signals that stop a run; schedulers send SIGTERM or SIGUSR1 before they reclaim a machine."""
 
 _current: StopRequest | None = None
 
 
 class StopRequest:
-    """Whether this process was asked to stop. Other ranks may not have been: agree before acting on it."""
+    """Whether this process was asked to stop; other ranks may not have been, so agree before acting."""
 
     def __init__(self) -> None:
         self.why = ""
-        """The first signal, as in "SIGTERM"; empty when nobody asked."""
+        """The first reason, as in "SIGTERM"; empty without a request."""
         self._interrupted = False
 
     @property
     def asked(self) -> bool:
-        """Whether anybody asked."""
+        """Whether there is a request."""
         return bool(self.why)
 
     def ask(self, why: str) -> None:
         """Ask to stop; the first reason is kept."""
         self.why = self.why or why
 
-    def hear(self, number: int) -> bool:
-        """Take a signal as a request; return whether it is Ctrl-C for the second time, which cannot wait."""
+    def record(self, number: int) -> bool:
+        """Record a signal as a request; return whether it is the second Ctrl-C, which ends the process at once."""
         if number == signal.SIGINT and self._interrupted:
             return True
         self._interrupted = self._interrupted or number == signal.SIGINT
@@ -64,7 +64,7 @@ def stop_requests(signals: Sequence[str] = STOP_SIGNALS) -> Iterator[StopRequest
     request = StopRequest()
 
     def hear(number: int, frame: FrameType | None) -> None:
-        if request.hear(number):
+        if request.record(number):
             signal.default_int_handler(number, frame)
 
     with handlers(dict.fromkeys(signal_numbers(signals), hear)):
@@ -75,7 +75,7 @@ def stop_requests(signals: Sequence[str] = STOP_SIGNALS) -> Iterator[StopRequest
             _current = None
 
 
-def listen_for_good(request: StopRequest, wanted: Mapping[signal.Signals, Any]) -> None:
+def listen_until_exit(request: StopRequest, wanted: Mapping[signal.Signals, Any]) -> None:
     """Make `request` the one that `stop_requests` returns, and set handlers, until this process ends."""
     global _current
     _current = request
@@ -105,7 +105,7 @@ def signal_numbers(names: Sequence[str]) -> list[signal.Signals]:
 
 @contextmanager
 def handlers(wanted: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Set signal handlers and give the old ones back; nothing happens in a thread that is not the main one."""
+    """Set signal handlers inside the block and restore the old ones; no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -114,5 +114,5 @@ def handlers(wanted: Mapping[signal.Signals, Any]) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            # None: set by code that is not Python's, which Python cannot set again.
+            # None: set by C code, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

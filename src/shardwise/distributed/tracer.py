@@ -13,8 +13,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shardwise.distributed import collective_trace
-from shardwise.distributed.collective_trace import HISTORY, OPTIMIZER_STEP, CollectiveKind, RankTrace, StoreExchange
+from shardwise.distributed.collective_trace import (
+    HISTORY,
+    CollectiveKind,
+    GroupNames,
+    Machines,
+    RankTrace,
+    StoreExchange,
+    group_of,
+    is_step,
+    kind_of,
+)
 from shardwise.errors import ShardError
 
 LOOK_SECONDS = 0.25
@@ -70,7 +79,7 @@ class PeerView:
     """
 
     def __init__(
-        self, traces: Sequence[RankTrace], rank: int, groups: tuple[str, ...], global_ranks: Sequence[int] | None = None
+        self, traces: Sequence[RankTrace], rank: int, groups: GroupNames, global_ranks: Sequence[int] | None = None
     ) -> None:
         self.traces, self.rank, self._groups = traces, rank, groups
         self.global_ranks = global_ranks or range(len(traces))
@@ -110,49 +119,42 @@ class PeerView:
         usual = max(ranks_at.values(), key=len)
         odd = sorted(rank for ranks in ranks_at.values() if ranks is not usual for rank in ranks)
         step = next((step for count, step in reversed(list(self._steps)) if count <= index), self._steps[0][1])
-        rows = [
-            f"{self._numbers(ranks)}: {collective_trace.in_words(event, self._groups)}"
-            for event, ranks in ranks_at.items()
-        ]
+        rows = [f"{self._numbers(ranks)}: {self._groups.in_words(event)}" for event, ranks in ranks_at.items()]
         what, fix = self._sentence(ranks_at, odd, step), self._fix(ranks_at)
         return TraceDifference(ShardError(what, where="; ".join(rows), why=_WHY, fix=fix), tuple(odd))
 
     def _sentence(self, ranks_at: dict[int, list[int]], odd: list[int], step: int) -> str:
         """What differs, and nothing that the events do not show: which rank is wrong they do not."""
-        kinds = {collective_trace.kind_of(event) for event in ranks_at}
-        names = {self._groups[collective_trace.group_of(event)] for event in ranks_at if event != OPTIMIZER_STEP}
-        if OPTIMIZER_STEP not in ranks_at and len(names) == 1:
+        kinds = {kind_of(event) for event in ranks_at}
+        if not any(map(is_step, ranks_at)) and len({group_of(event) for event in ranks_at}) == 1:
             if len(kinds) == 1:
-                what = f"other gradients or shapes of `{names.pop()}` than the rest"
+                what = f"other gradients or shapes of {self._groups.full_name(next(iter(ranks_at)))} than the rest"
                 return f"{self._numbers(odd)} brought {what} at step {step}"
             if CollectiveKind.ALL_GATHER_EVALUATION in kinds:
                 return f"{self._numbers(odd)} ended an evaluation, or began one, without the others at step {step}"
-        places = (
-            f"{self._numbers(ranks)} {collective_trace.place_of(event, self._groups)}"
-            for event, ranks in ranks_at.items()
-        )
+        places = (f"{self._numbers(ranks)} {self._groups.place_of(event)}" for event, ranks in ranks_at.items())
         return f"ranks diverge at step {step}: {', '.join(places)}"
 
     def _fix(self, ranks_at: dict[int, list[int]]) -> str:
         """The smallest change that lets ranks do these different things, or keeps them from it."""
-        is_reduction = any(
-            event != OPTIMIZER_STEP and collective_trace.kind_of(event) is CollectiveKind.REDUCE_SCATTER
-            for event in ranks_at
-        )
-        is_forward = {collective_trace.kind_of(event) for event in ranks_at} <= {
+        collectives = [event for event in ranks_at if not is_step(event)]
+        kinds = {kind_of(event) for event in collectives}
+        is_forward = len(collectives) == len(ranks_at) and kinds <= {
             CollectiveKind.ALL_GATHER_FORWARD,
             CollectiveKind.ALL_GATHER_EVALUATION,
         }
-        towers = _towers([self._groups[collective_trace.group_of(event)] for event in ranks_at]) if is_forward else []
-        if len({collective_trace.group_of(event) for event in ranks_at}) > 1 and towers:
+        if len({self._groups.model(event) for event in collectives}) > 1:
+            return "run and step each model on every rank, and in the same order"
+        names = [self._groups.name(event) for event in collectives]
+        if is_forward and len(set(names)) > 1 and (towers := _towers(names)):
             skipped = " or ".join(f"shardwise.guard(model, repair=['{tower}'])" for tower in towers)
             return (
                 f"run the same modules on every rank. For a tower that some ranks have no inputs for: {skipped}, after "
                 "sharding, on every rank; or run it there on dummy inputs and add 0 * output.sum() to the loss"
             )
-        if OPTIMIZER_STEP in ranks_at and not is_reduction:
+        if len(collectives) < len(ranks_at) and CollectiveKind.REDUCE_SCATTER not in kinds:
             return (
-                "step the optimizer on every rank or on none: what one rank finds (NaN, no data) all must hear of first"
+                "step an optimizer on all ranks or on none: what one rank finds (NaN, no data) all must hear of first"
             )
         if is_forward:
             return "call the model equally often on every rank: `lockstep(loader)` where loaders differ in length"
@@ -236,7 +238,7 @@ class PeerView:
     def _last_event(self, rank: int) -> str:
         trace = self.traces[rank]
         event = trace.event(trace.count - 1) if trace.count else None
-        return collective_trace.in_words(event, self._groups) if event is not None else ""
+        return self._groups.in_words(event) if event is not None else ""
 
     def cause_of_failure(self) -> ShardError | None:
         """Which rank is the reason that a collective of this one failed, if one is."""
@@ -285,48 +287,65 @@ def from_text(text: str, rank: int) -> tuple[ShardError, str] | None:
 class CollectiveTracer:
     """Writes this rank's events, compares them with the other ranks', and raises or reports what is wrong.
 
+    One serves all models whose collectives the same ranks take part in: these have one order.
+
     Args:
-        traces: The traces of all ranks.
-        machines: Which ranks are on which machine.
-        rank: This rank.
+        rank: Index of this rank's trace.
         groups: Names of the groups that events are about.
+        global_ranks: How messages number the ranks.
         patience: Seconds without progress after which late ranks are reported.
         report: Called with a message about ranks that are late or diverge.
-        abort: Called, from the thread, when the training thread is stuck in something that will not end.
-        global_ranks: How messages number the ranks; default: as the traces.
-        exchange: The exchange with other machines, if there are any.
-        publishes_events: Publish each event before its collective starts: gloo ends the process where ranks bring
-            buffers of different sizes, before the thread could publish it.
     """
 
     def __init__(
         self,
-        traces: Sequence[RankTrace],
-        machines: collective_trace.Machines,
         rank: int,
-        groups: tuple[str, ...],
+        groups: GroupNames,
+        global_ranks: Sequence[int],
         *,
         patience: float,
         report: Callable[[str], None],
-        abort: Callable[[], None],
-        global_ranks: Sequence[int] | None = None,
-        exchange: StoreExchange | None = None,
-        publishes_events: bool = False,
     ) -> None:
-        self.trace = traces[rank]
+        self.groups, self.patience, self.report = groups, patience, report
+        self.aborters: list[Callable[[], None]] = []
+        """Called, from the thread, when the training thread is stuck in something that will not end."""
+        self.siblings: list[CollectiveTracer] = []
+        """Tracers of this rank's other process groups, whose ranks are told what this one finds."""
+        self.publishes_events = False
+        """Publish each event before its collective starts: gloo ends the process where ranks bring buffers of different
+        sizes, before the thread could publish it."""
+        self.num_opened, self.is_closed = 0, True
+        self._rank, self._global_ranks = rank, global_ranks
+
+    def open(
+        self,
+        traces: Sequence[RankTrace],
+        machines: Machines,
+        exchange: StoreExchange | None = None,
+        machine: str | None = None,
+    ) -> None:
+        """Begin with new traces, on all ranks.
+
+        Args:
+            traces: The traces of all ranks.
+            machines: Which ranks are on which machine.
+            exchange: The exchange with other machines, if there are any.
+            machine: The name that this machine was given.
+        """
+        if not self.is_closed:
+            self._end()
+        self.num_opened += 1
+        self.machine = machine
+        self.trace = traces[self._rank]
         self.error: ShardError | None = None
         """Why this rank cannot go on: the next event raises it."""
         self.found_at_end: ShardError | None = None
         """A difference that was seen only when the guard was closed."""
         self.is_closed = self.is_paused = False
-        self.siblings: list[CollectiveTracer] = []
-        """Tracers of this rank's other process groups, whose ranks are told what this one finds."""
-        self._view = PeerView(traces, rank, groups, global_ranks)
-        self._machines, self._pid = machines, os.getpid()
+        self._view = PeerView(traces, self._rank, self.groups, self._global_ranks)
+        self._machines, self._exchange, self._pid = machines, exchange, os.getpid()
         self._num_missed = self._num_steps = self._digest = self._digested_to = 0
-        self._patience, self._report, self._abort, self._exchange = patience, report, abort, exchange
-        self._publish = exchange.publish if exchange is not None and publishes_events else None
-        self._write = self.trace.writer([traces[other] for other in _neighbours(machines, rank)])
+        self._write = self.trace.writer([traces[other] for other in _neighbours(machines, self._rank)])
         self._training_thread = threading.get_ident()
         self._was_raised = False
         """Whether the training thread has got the error."""
@@ -335,24 +354,28 @@ class CollectiveTracer:
         self._thread = threading.Thread(target=self._run, name="shardwise-guard", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread, unless it runs."""
+        if not self._thread.is_alive():
+            self._thread.start()
 
     def close(self) -> None:
         """Stop watching, and tell the others that this rank will not come any more."""
         if self.is_closed or os.getpid() != self._pid:  # a forked process shares the memory, and is not this rank
             return
-        self.is_closed = True
-        self.trace.has_ended = True
-        self._stopped.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(None if self._exchange is None else _CLOSE_SECONDS)  # the store may not answer
+        self._end()
         if self._exchange is not None and self.error is None:
             index = self._view.first_difference()  # the last events of other machines may have arrived only now
             difference = None if index is None else self._view.difference_at(index)
             if difference is not None:
                 self.found_at_end = difference.error
                 self._say(difference.error)
+
+    def _end(self) -> None:
+        self.is_closed = True
+        self.trace.has_ended = True
+        self._stopped.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(None if self._exchange is None else _CLOSE_SECONDS)  # the store may not answer
 
     def write(self, event: int) -> None:
         """Write an event, and raise if another rank did something else at the same place."""
@@ -362,17 +385,20 @@ class CollectiveTracer:
             self.raise_error()
         if self._write(event):
             self._raise_difference(self.trace.count - 1)
-        if self._publish is not None:
-            self._publish()
+        if self._exchange is not None and self.publishes_events:
+            self._exchange.publish()
 
-    def before_step(self) -> None:
+    def before_step(self, event: int) -> None:
         """Raise unless all ranks have come to this optimizer step by the same collectives.
 
         Ranks of this machine are waited for, but not longer than `_STEP_SECONDS`: they may have a reason not to step.
+
+        Args:
+            event: The optimizer step.
         """
         if self.is_paused or self.is_closed:
             return
-        self.write(OPTIMIZER_STEP)
+        self.write(event)
         # A process that does not exist (the fake backend) never opened its trace.
         others = [rank for rank in self._machines.local if rank != self._view.rank and self._view.traces[rank].pid]
         self._wait_at_step(lambda: all(self._view.traces[rank].count >= self.trace.count for rank in others))
@@ -480,7 +506,7 @@ class CollectiveTracer:
         try:
             self._watch()
         except Exception:
-            self._report(f"shardwise: ranks are no longer compared, for an unexpected error:\n{traceback.format_exc()}")
+            self.report(f"shardwise: ranks are no longer compared, for an unexpected error:\n{traceback.format_exc()}")
 
     def _watch(self) -> None:
         """Looks at the traces four times a second, more often while something is wrong."""
@@ -491,7 +517,8 @@ class CollectiveTracer:
             if self.error is not None:
                 if not self._was_raised and self.trace.seconds_still > _STUCK_SECONDS:
                     self._was_raised = True
-                    self._abort()
+                    for abort in self.aborters:
+                        abort()
             elif (index := self._view.first_difference()) is not None:
                 self._handle_difference(index)
             elif self.trace.count and self.trace.seconds_still > _DEAD_SECONDS:
@@ -522,14 +549,14 @@ class CollectiveTracer:
 
     def _find_absent(self) -> None:
         view, here = self._view, self.trace.count
-        is_late, missing = self.trace.seconds_still > self._patience, view.missing()
+        is_late, missing = self.trace.seconds_still > self.patience, view.missing()
         found, late, error = view.verdict_of_others(), None, None
         if missing is not None:
             error = view.absence_of(missing) if is_late or not view.traces[missing].is_alive else None
         elif found is not None:
             error = found
         elif is_late and self._reported_at != here:
-            late = view.late(self._patience)
+            late = view.late(self.patience)
         if (error is not None or late is not None) and self._suspected_at != here:
             self._suspected_at = here  # confirmed at the next look: the other ranks find it too, and name themselves
             return
@@ -566,10 +593,10 @@ class CollectiveTracer:
                 tracer.trace.set_text(to_text(error, stack_of(self._training_thread)), is_verdict=True)
 
     def _say(self, error: ShardError) -> None:
-        self._report("\n".join([str(error), *getattr(error, "__notes__", [])]))
+        self.report("\n".join([str(error), *getattr(error, "__notes__", [])]))
 
 
-def _neighbours(machines: collective_trace.Machines, rank: int) -> list[int]:
+def _neighbours(machines: Machines, rank: int) -> list[int]:
     """Three of this machine and one of the next: whoever differs differs from one of its neighbours."""
     local = machines.local
     place = local.index(rank)

@@ -197,19 +197,14 @@ def _event_of_chain(chain: list[Raised], hits: dict[str, _Hit], speaker: int | N
         return _event(hit, raised.line, raised.rank, raised.time, raised=True)
     if not unknown:
         return None
-    root = _root(unknown, is_wrapped=bool(inner))
+    root = unknown[-1]
+    for raised in reversed(unknown[:-1]):  # the first of those that follow from one another
+        root = raised if root.link == "cause" else root
+    if inner:
+        root = next((raised for raised in unknown if raised.link == "inner"), unknown[0])
     text = "\n".join(root.rows)
     text = text if _OWN.match(text) else "\n".join(root.rows[:8])
     return FailureEvent(None, text, root.rank, root.line.number, root.time, raised=True)
-
-
-def _root(unknown: list[Raised], *, is_wrapped: bool) -> Raised:
-    if is_wrapped:
-        return next((raised for raised in unknown if raised.link == "inner"), unknown[0])
-    index = len(unknown) - 1
-    while index and unknown[index].link == "cause":
-        index -= 1
-    return unknown[index]
 
 
 def _known(raised: Raised, hits: dict[str, _Hit]) -> _Hit | None:

@@ -87,7 +87,8 @@ def _rows(log: str) -> Iterator[tuple[int, str]]:
 def _split_prefix(number: int, text: str, has_labels: bool) -> Line:
     """Take off everything that is not the program's own, in whatever order it stands."""
     rank, process, time = None, "", None
-    while _may_be_prefixed(text):
+    # A cheap look, for logs of many lines: every prefix begins with one of these or soon has one of those.
+    while (head := text[:48].lstrip()) and (head[0] in _OPENS or ": " in head or "|" in head or head[-1] == ":"):
         if found := _STAMP.match(text) or _AMERICAN.match(text):
             time = time or _sortable(found)  # the outermost: one collector's clock for all
         elif found := _RANK.match(text):
@@ -102,12 +103,6 @@ def _split_prefix(number: int, text: str, has_labels: bool) -> Line:
     if time is None and (glog := _GLOG.match(text)):
         time = _sortable(glog)
     return Line(number, rank, text, time, process)
-
-
-def _may_be_prefixed(text: str) -> bool:
-    """A cheap look, for logs of many lines: every prefix begins with one of these or soon has one of those."""
-    head = text[:48].lstrip()
-    return head[:1] in _OPENS or ": " in head or "|" in head or head[-1:] == ":"
 
 
 def _sortable(stamp: re.Match[str]) -> str:
@@ -227,7 +222,7 @@ def read_tracebacks(lines: list[Line]) -> tuple[list[list[Raised]], set[int]]:
         elif opened and (len(line.text) - len(text) > opened.indent or text.startswith(_BOX)):
             quoted.add(line.number)
             opened.frames.append(line.text)
-        elif opened and _ends(text, opened):
+        elif opened and opened.frames and (_NAMED.match(text) or (not opened.is_disturbed and _ANY_NAME.match(text))):
             _close(chains, opened, lines, index)
             opened = None
         elif opened and text:
@@ -246,11 +241,6 @@ def _open(lines: list[Line], index: int, header: re.Match[str], rank: int | None
     fatal = not _NOT_FATAL.search(line.text[: header.start()]) and not (before and _NOT_FATAL.search(before.text))
     time = line.time or (before.time if before and before.number == line.number - 1 else None)
     return Raised(line, rank, time, link, fatal, indent=len(line.text) - len(line.text.lstrip(" |+")))
-
-
-def _ends(text: str, opened: Raised) -> bool:
-    is_named = _NAMED.match(text) or (not opened.is_disturbed and _ANY_NAME.match(text))
-    return bool(opened.frames) and bool(is_named)
 
 
 def _close(chains: list[list[Raised]], raised: Raised, lines: list[Line], index: int) -> None:

@@ -7,10 +7,12 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import weakref
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,6 +32,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map
 
 import shardwise as sw
 
@@ -46,10 +49,15 @@ def _shard_units(
     ignored=None,
     param_init_fn=None,
     sync_from_rank0=False,
+    is_part=False,
+    use_orig_params=False,
     **options,
 ):
     """Call fully_shard on the modules that an FSDP1 auto_wrap_policy picks, children first, then on the root."""
     units, left_out, cast_before, classes_in_full = [], set(), set(), ()
+    before, outside = {}, {}
+    if use_orig_params:
+        before = {name: (weakref.ref(one), vars(one)) for name, one in module.named_parameters()}
     if ignored:
         ignored = list(ignored)
         left_out = {inner for one in ignored if isinstance(one, torch.nn.Module) for inner in one.modules()}
@@ -63,8 +71,12 @@ def _shard_units(
             classes_in_full = tuple(in_full) if mp_policy.param_dtype else ()
             policy = functools.partial(_is_unit, policy, classes_in_full)
         _pick_units(module, policy, units, left_out)
-    recomputed = [one for one in module.modules() if hasattr(one, "_checkpoint_wrapped_module")]
-    outside = {one._checkpoint_wrapped_module: one for one in recomputed}  # recomputed inside, sharded outside
+        recomputed = [one for one in module.modules() if hasattr(one, "_checkpoint_wrapped_module")]
+        outside = {one._checkpoint_wrapped_module: one for one in recomputed}  # recomputed inside, sharded outside
+        units = [one for one in units if outside.get(one) is not module]
+    if is_part and mp_policy and mp_policy.cast_forward_inputs and not cast_unit_inputs:
+        _cast_inputs(module, mp_policy.param_dtype)
+        mp_policy = dataclasses.replace(mp_policy, cast_forward_inputs=False)
     for unit in [*units, module]:
         if param_init_fn or any(one.is_meta for one in [*unit.parameters(), *unit.buffers()]):
             _materialize(unit, param_init_fn, mesh, left_out)
@@ -82,6 +94,8 @@ def _shard_units(
     if buffer_dtype:
         skipped = cast_before | left_out | {one for one in module.modules() if isinstance(one, classes_in_full)}
         _cast_buffers([one for one in module.modules() if one not in skipped], buffer_dtype)
+    if use_orig_params:
+        _keep_parameters(module, before)
     return module
 
 
@@ -268,8 +282,7 @@ def _fully_shard_like_fsdp1(
     device_mesh=None,
 ):
     """fully_shard for settings that arrive at run time under FSDP1's names; it prefetches in its own way."""
-    before = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
-    _shard_units(
+    return _shard_units(
         module,
         auto_wrap_policy,
         **_placement(sharding_strategy, process_group=process_group, device_mesh=device_mesh, device_id=device_id),
@@ -278,27 +291,79 @@ def _fully_shard_like_fsdp1(
         ignored=ignored_modules or ignored_states,
         param_init_fn=param_init_fn,
         sync_from_rank0=sync_module_states,
+        is_part=True,
+        use_orig_params=True,
     )
-    _repoint_optimizers(module, before)
-    return module
 
 
-def _repoint_optimizers(module, before):
-    """An optimizer built before finds the new parameters at its first step, as with FSDP1's use_orig_params."""
-    kept = [(before[name](), parameter) for name, parameter in module.named_parameters()]
-    kept = [(old, parameter) for old, parameter in kept if old is not None and old is not parameter]
-    for old, parameter in kept:
-        old.sharded_as = parameter
+def _keep_parameters(module, before):
+    """New parameters have the attributes of the old ones, and optimizers built before find them."""
+    held = False
+    for name, parameter in module.named_parameters():
+        old, attributes = before[name][0](), before[name][1]
+        if old is not parameter:
+            vars(parameter).update(attributes)
+            if old is not None:
+                old.sharded_as, held = parameter, True
 
-    def repoint(optimizer, args, kwargs):
+    def repoint(optimizer, *rest):
         for group in optimizer.param_groups:
             if any(hasattr(parameter, "sharded_as") for parameter in group["params"]):
                 if any(parameter in optimizer.state for parameter in group["params"]):
                     raise RuntimeError("the optimizer has the state of whole parameters: load it after sharding")
                 group["params"] = [getattr(parameter, "sharded_as", parameter) for parameter in group["params"]]
 
-    if kept:
+    def repoint_all(*rest):
+        first_forward.remove()
+        for one in gc.get_objects():
+            if issubclass(type(one), torch.optim.Optimizer):
+                repoint(one)
+
+    if held:
+        first_forward = module.register_forward_pre_hook(repoint_all)
         register_optimizer_step_pre_hook(repoint)
+
+
+def _cast_inputs(module, dtype):
+    """Cast the inputs of the outermost of the modules that are given here one by one, as FSDP1 did."""
+    for inner in module.modules():
+        if "casts_inputs" in vars(inner):
+            vars(inner).pop("casts_inputs").remove()
+
+    def cast(value):
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    def cast_all(module, args, kwargs):
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    if dtype:
+        vars(module)["casts_inputs"] = module.register_forward_pre_hook(cast_all, with_kwargs=True)
+
+
+class _ShardedWrapper(ActivationWrapper):
+    """What subclasses of FSDP1's class inherit from: a module inside, sharded together with this one."""
+
+    def __init__(self, module, *args, **settings):
+        super().__init__(module)
+        _fully_shard_like_fsdp1(self, *args, **settings)
+
+    @property
+    def module(self):
+        return self._checkpoint_wrapped_module
+
+    def forward(self, *args, **kwargs):
+        return self._checkpoint_wrapped_module(*args, **kwargs)
+
+    def state_dict(self, *args, **kwargs):
+        state = super().state_dict(*args, **kwargs)
+        return {key: one.full_tensor() if isinstance(one, DTensor) else one for key, one in state.items()}
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        own, state = super().state_dict(), dict(state_dict)
+        for key, one in own.items():
+            if isinstance(one, DTensor) and key in state and not isinstance(state[key], DTensor):
+                state[key] = distribute_tensor(state[key].to(one.device), one.device_mesh, one.placements)
+        return super().load_state_dict(state, *args, **kwargs)
 
 
 def _sw_shard(

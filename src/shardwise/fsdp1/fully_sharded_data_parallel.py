@@ -12,33 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
-from shardwise.fsdp1 import initialising
+from shardwise.fsdp1 import api, initialising, settings
+from shardwise.fsdp1 import units as fsdp1_units
 from shardwise.fsdp1.api import *  # noqa: F403  # scripts import FSDP1's settings from this module too
-from shardwise.fsdp1.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
-from shardwise.fsdp1.initialising import UnitForwardHooks, find_mesh, initialise_unit, plan_of, sync_from_first_rank
 from shardwise.fsdp1.optimizer_state_dicts import OptimizerStates
-from shardwise.fsdp1.settings import Settings, auto_wrap, find_device, find_ignored, read_settings, warn_once
-from shardwise.fsdp1.units import (
-    INTERNALS,
-    PREFIX,
-    WRAPPED,
-    Unit,
-    WrongArgument,
-    WrongUse,
-    cast_buffers,
-    outer_units,
-    refuse_internal,
-    refuse_while_running,
-    units_in,
-)
+from shardwise.fsdp1.settings import warn_once
+from shardwise.fsdp1.units import PREFIX, Unit, WrongArgument, WrongUse, outer_units, refuse_while_running, units_in
 from shardwise.planning.plan import Plan
 from shardwise.sharding.full_params import find_slots, full_params, reshard
 from shardwise.sharding.gradients import step_in_backward, watch_zero_grad
@@ -64,41 +43,18 @@ def summon(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """What `FullyShardedDataParallel.summon_full_params` does.
+    """What `FullyShardedDataParallel.summon_full_params` does, for some units of a module.
 
-    A unit that is called inside runs on the whole parameters; one that is not summoned (`recurse=False`) gathers its
+    A unit that is called inside runs on the whole parameters; one that is not summoned (`recurse=False`) unshards its
     own as ever, so that a wrapped model's `generate` can be called.
-
-    Args:
-        module: A unit, or a module that holds some.
-        units: Those to be summoned; the first of each tree is its root.
-        recurse: Also the units inside a unit.
-        writeback: Keep what the block changes.
-        rank0_only: Only the first rank gets values; elsewhere parameters are on the meta device.
-        offload_to_cpu: Whole parameters are put into CPU memory.
-        with_grads: Gradients are whole too, and written back with `writeback`.
-
-    Raises:
-        ConfigError: A combination that FSDP1 refuses too.
-
-    Ranks:
-        Collective, on entering and, with `writeback`, on leaving.
     """
     where = "summon_full_params"
     if writeback and rank0_only:
-        raise WrongArgument(
-            "writeback=True and rank0_only=True are given",
-            where=where,
-            why="the other ranks hold nothing that could be written back",
-            fix="writeback=False, or rank0_only=False",
-        )
+        what, why = "writeback=True and rank0_only=True are given", "the other ranks have nothing to write back"
+        raise WrongArgument(what, where=where, why=why, fix="writeback=False, or rank0_only=False")
     if with_grads and offload_to_cpu:
-        raise WrongArgument(
-            "with_grads=True and offload_to_cpu=True are given",
-            where=where,
-            why="a gradient is where its parameter is",
-            fix="leave one of them out",
-        )
+        what, why = "with_grads=True and offload_to_cpu=True are given", "a gradient is where its parameter is"
+        raise WrongArgument(what, where=where, why=why, fix="leave one of them out")
     if offload_to_cpu and not rank0_only:
         warn_once("offload_to_cpu=True", "every rank holds the whole model in CPU memory; rank0_only=True spares that")
     refuse_while_running(units_in(module), where)
@@ -196,11 +152,11 @@ class FullyShardedDataParallel(OptimizerStates):
         self,
         module: nn.Module,
         process_group: Any = None,
-        sharding_strategy: ShardingStrategy | None = None,
-        cpu_offload: CPUOffload | None = None,
+        sharding_strategy: api.ShardingStrategy | None = None,
+        cpu_offload: api.CPUOffload | None = None,
         auto_wrap_policy: Any = None,
-        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        mixed_precision: MixedPrecision | None = None,
+        backward_prefetch: api.BackwardPrefetch | None = api.BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: api.MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         device_id: int | torch.device | None = None,
@@ -215,53 +171,47 @@ class FullyShardedDataParallel(OptimizerStates):
         super().__init__()
         compat.check_torch()
         _check_module(module)
-        settings = read_settings(sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
-        ignored = find_ignored(module, ignored_modules, ignored_states, units_in(module))
+        given = settings.read_settings(sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
+        ignored = settings.find_ignored(module, ignored_modules, ignored_states, units_in(module))
         self._ignored_modules, self._ignored_params = ignored.modules, ignored.parameters
         # pyrefly takes torch.device, a callable, for a method
-        self.compute_device = find_device(device_id, device_mesh, module)  # pyrefly: ignore[read-only]
-        self.mesh = find_mesh(settings.strategy, process_group, device_mesh, self.compute_device.type)
-        self._take_settings(settings, use_orig_params)
+        self.compute_device = settings.find_device(device_id, device_mesh, module)  # pyrefly: ignore[read-only]
+        self.mesh = initialising.find_mesh(given.strategy, process_group, device_mesh, self.compute_device.type)
+        self._take_settings(given, use_orig_params)
         if auto_wrap_policy is not None:
             arguments["ignored_states"] = self._ignored_params
-            auto_wrap(module, auto_wrap_policy, ignored, arguments, FullyShardedDataParallel)
-        initialise_unit(module, self.compute_device, self._is_apart, self._ignored_params, param_init_fn)
+            settings.auto_wrap(module, auto_wrap_policy, ignored, arguments, FullyShardedDataParallel)
+        apart = self._ignored_modules.union(units_in(module))
+        initialising.initialise_unit(module, self.compute_device, apart, self._ignored_params, param_init_fn)
         self._fsdp_wrapped_module = module
         if sync_module_states:
             own = [parameter for parameter in find_slots(module, False) if parameter not in self._ignored_params]
-            sync_from_first_rank(module, own, self.mesh, self.compute_device)
-        self._shard(settings)
+            initialising.sync_from_first_rank(module, own, self.mesh, self.compute_device)
+        self._shard(given)
 
-    def _take_settings(self, settings: Settings, use_orig_params: bool) -> None:
+    def _take_settings(self, given: settings.Settings, use_orig_params: bool) -> None:
         """Show the settings under FSDP1's names, and start with FULL state dicts as it does."""
-        self.sharding_strategy, self.mixed_precision = settings.strategy, settings.precision
-        self.cpu_offload = CPUOffload(offload_params=settings.offload)
-        axis = 0 if settings.strategy is ShardingStrategy.NO_SHARD else self.mesh.ndim - 1
+        self.sharding_strategy, self.mixed_precision = given.strategy, given.precision
+        self.cpu_offload = api.CPUOffload(offload_params=given.offload)
+        axis = 0 if given.strategy is api.ShardingStrategy.NO_SHARD else self.mesh.ndim - 1
         self.process_group = self.mesh.get_group(axis)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self._use_orig_params = use_orig_params
         self.is_summoned = self.has_comm_hook = self._is_prepared = self.is_full_precision = False
         self.is_full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
-        self._state_dict_type = StateDictType.FULL_STATE_DICT
-        self._state_dict_config, self._optim_state_dict_config = FullStateDictConfig(), FullOptimStateDictConfig()
+        self._state_dict_type = api.StateDictType.FULL_STATE_DICT
+        self._state_dict_config, self._optim_state_dict_config = (
+            api.FullStateDictConfig(),
+            api.FullOptimStateDictConfig(),
+        )
         self.register_load_state_dict_post_hook(self._clean_missing)
 
-    def _is_apart(self, module: nn.Module) -> bool:
-        return isinstance(module, Unit) or module in self._ignored_modules
-
-    def _shard(self, settings: Settings) -> None:
+    def _shard(self, given: settings.Settings) -> None:
         places = find_slots(self, recurse=True)
-        fully_shard(
-            self,
-            mesh=self.mesh,
-            reshard_after_forward=settings.reshard_after_forward,
-            mp_policy=settings.mp_policy,
-            offload_policy=settings.offload_policy,
-            ignored_params=self._ignored_params,
-        )
+        fully_shard(self, mesh=self.mesh, ignored_params=self._ignored_params, **given.options)
         # FSDP2 gives the object a class of its own; scripts, printed models and messages know the old name.
         type(self).__name__ = type(self).__name__.removeprefix("FSDP")
-        self.forward_hooks = UnitForwardHooks(self)
+        self.forward_hooks = initialising.UnitForwardHooks(self)
         compat.patch_accumulation(self)
         watch_writes(self)
         watch_optimizers(self, {old: owners[0][0]._parameters[owners[0][1]] for old, owners in places.items()})
@@ -275,7 +225,7 @@ class FullyShardedDataParallel(OptimizerStates):
     @property
     def plan(self) -> Plan:
         """What the units do, as a plan: `print(model.plan)`."""
-        return plan_of(self)
+        return initialising.plan_of(self)
 
     @property
     def _has_params(self) -> bool:
@@ -287,14 +237,14 @@ class FullyShardedDataParallel(OptimizerStates):
 
     def __getattr__(self, name: str) -> Any:
         """What the unit itself does not have is looked up in the module that was wrapped."""
-        if name in INTERNALS:
-            raise refuse_internal(name)
+        if name in fsdp1_units.INTERNALS:
+            raise fsdp1_units.refuse_internal(name)
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if WRAPPED not in self.__dict__.get("_modules", {}):
+            if fsdp1_units.WRAPPED not in self.__dict__.get("_modules", {}):
                 raise
-            return getattr(self._modules[WRAPPED], name)
+            return getattr(self._modules[fsdp1_units.WRAPPED], name)
 
     def __getitem__(self, key: Any) -> Any:
         """Indexing a wrapped `nn.Sequential`."""
@@ -312,7 +262,7 @@ class FullyShardedDataParallel(OptimizerStates):
         """What FSDP1's root does before its first forward."""
         if not self._is_prepared:
             self._is_prepared = True
-            cast_buffers(units_in(self))
+            fsdp1_units.cast_buffers(units_in(self))
             remember(self, ShardedState(plan=self.plan, mesh=self.mesh))
             step_in_backward(self)
             watch_zero_grad()
@@ -355,7 +305,18 @@ class FullyShardedDataParallel(OptimizerStates):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Show whole parameters until the block ends; see `summon`.
+        """Show whole parameters until the block ends.
+
+        Args:
+            module: A unit, or a module that holds some.
+            recurse: Also the units inside a unit.
+            writeback: Keep what the block changes.
+            rank0_only: Only the first rank gets values; elsewhere parameters are on the meta device.
+            offload_to_cpu: Whole parameters are put into CPU memory.
+            with_grads: Gradients are whole too, and written back with `writeback`.
+
+        Raises:
+            ConfigError: A combination that FSDP1 refuses too.
 
         Ranks:
             Collective, on entering and, with `writeback`, on leaving.

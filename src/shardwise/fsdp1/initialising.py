@@ -1,6 +1,5 @@
 """What FSDP1's constructor does: meshes, initial values, plans, hooks."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.config.fsdp1_names import HYBRID, KEEPS_UNSHARDED
+from shardwise.config.schema import SYNONYMS
 from shardwise.distributed.agreement import gather_objects
-from shardwise.distributed.mesh import data_parallel_sizes, made_once, mesh_of_sizes, ranks_per_machine
-from shardwise.errors import ShardError
+from shardwise.distributed.mesh import made_once, mesh_of_sizes, ranks_per_machine
+from shardwise.errors import PlanError, ShardError
 from shardwise.fsdp1.units import WrongArgument, cast_buffers, clean_name, units_in
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.settings import dtype_name
@@ -33,11 +33,7 @@ def find_mesh(
 ) -> DeviceMesh:
     """The mesh of a unit: `(shard)`, or `(replicate, shard)` for the hybrid strategies and NO_SHARD.
 
-    Args:
-        strategy: What FSDP1 was asked for.
-        process_group: None, a group, or FSDP1's pair of the group that shards and the one that replicates.
-        device_mesh: What FSDP1 takes instead of groups.
-        device_type: Where the shards live.
+    A `process_group` may be FSDP1's pair of the group that shards and the one that replicates.
 
     Raises:
         ConfigError: The strategy and the groups contradict each other.
@@ -46,82 +42,72 @@ def find_mesh(
     Ranks:
         Collective the first time a set of groups is seen.
     """
-    where = "FullyShardedDataParallel(process_group=, device_mesh=)"
+
+    def refused(what: str, why: str, fix: str) -> WrongArgument:
+        return WrongArgument(what, where="FullyShardedDataParallel(process_group=, device_mesh=)", why=why, fix=fix)
+
+    is_hybrid, name = strategy.name in HYBRID, strategy.name
     if process_group is not None and device_mesh is not None:
-        raise WrongArgument("both are given", where=where, why="each names the ranks", fix="leave one of them out")
-    is_pair = isinstance(process_group, tuple) and len(process_group) == 2
-    if strategy.name in HYBRID and process_group is not None and not is_pair:
-        raise WrongArgument(
-            f"{strategy.name} is given one process group",
-            where=where,
-            why="it shards over one group and replicates over another",
-            fix="process_group=(shard_group, replicate_group), or a device_mesh of two axes",
-        )
-    if (
-        strategy.name not in HYBRID
-        and device_mesh is not None
-        and device_mesh.ndim > 1
-        and not device_mesh.mesh_dim_names
-    ):
-        raise WrongArgument(
-            f"{strategy.name} is given a mesh of {device_mesh.ndim} axes without names",
-            where=where,
-            why="it shards over one axis",
-            fix="name the axes and pass one of them, mesh[name], or use HYBRID_SHARD",
-        )
-    if strategy.name in HYBRID and device_mesh is not None and device_mesh.ndim != 2:
-        raise WrongArgument(
-            f"{strategy.name} is given a mesh of {device_mesh.ndim} axis",
-            where=where,
-            why="it replicates over the first axis and shards over the second",
-            fix=f'init_device_mesh("{device_mesh.device_type}", (num_copies, num_shards))',
-        )
-    if device_mesh is not None and device_mesh.mesh_dim_names is not None:
-        data_parallel_sizes(device_mesh)
+        raise refused("both are given", "each names the ranks", "leave one of them out")
+    if is_hybrid and process_group is not None and not (isinstance(process_group, tuple) and len(process_group) == 2):
+        fix = "process_group=(shard_group, replicate_group), or a device_mesh of two axes"
+        raise refused(f"{name} is given one process group", "it shards over one group and replicates over another", fix)
+    if device_mesh is not None:
+        if not is_hybrid and device_mesh.ndim > 1 and not device_mesh.mesh_dim_names:
+            fix = "name the axes and pass one of them, mesh[name], or use HYBRID_SHARD"
+            what = f"{name} is given a mesh of {device_mesh.ndim} axes without names"
+            raise refused(what, "it shards over one axis", fix)
+        if is_hybrid and device_mesh.ndim != 2:
+            fix = f'init_device_mesh("{device_mesh.device_type}", (num_copies, num_shards))'
+            what = f"{name} is given a mesh of {device_mesh.ndim} axis"
+            raise refused(what, "it replicates over the first axis and shards over the second", fix)
+        if device_mesh.mesh_dim_names is not None:
+            _refuse_model_parallel(device_mesh)
     if not dist.is_initialized():
-        raise WrongArgument(
-            "there is no process group yet",
-            where="FullyShardedDataParallel(...)",
-            why="parameters are sharded over the ranks of a process group",
-            fix="torch.distributed.init_process_group(...) first, as FSDP1 needs it too",
-        )
+        fix = "torch.distributed.init_process_group(...) first, as FSDP1 needs it too"
+        raise refused("there is no process group yet", "parameters are sharded over its ranks", fix)
     key = (strategy, process_group, device_mesh, device_type)
     return made_once(key, lambda: _make(*key))
+
+
+def _refuse_model_parallel(mesh: DeviceMesh) -> None:
+    """Raise for an axis of more than one rank that is known to divide layers or sequences."""
+    for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+        meaning = SYNONYMS.get(name, name)
+        if size > 1 and meaning in ("tensor", "context", "expert", "sp", "sequence"):
+            raise PlanError(
+                f"the mesh axis {name!r} has {size} ranks, and FSDP1 only shards and replicates",
+                where=f"mesh axes {', '.join(mesh.mesh_dim_names or ())}",
+                why=f"gradients are not reduced over it: weights along {name!r} would diverge without an error",
+                fix="shardwise.shard(model, mesh=init_distributed(MeshConfig(shard=..., tensor=...)))",
+            )
 
 
 def _make(
     strategy: ShardingStrategy, process_group: Any, device_mesh: DeviceMesh | None, device_type: str
 ) -> DeviceMesh:
-    if strategy is ShardingStrategy.NO_SHARD:
-        return _replicated(process_group if device_mesh is None else device_mesh.get_group(0), device_type)
+    if strategy is ShardingStrategy.NO_SHARD:  # as many copies as ranks: a replicate axis of all, a shard axis of one
+        group = process_group if device_mesh is None else device_mesh.get_group(0)
+        if group is None or group is dist.group.WORLD:
+            return mesh_of_sizes(device_type, {"replicate": dist.get_world_size(), "shard": 1})
+        alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="mesh_shard")
+        ranks = torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int).view(-1, 1)
+        return DeviceMesh.from_group([group, alone], device_type, mesh=ranks, mesh_dim_names=_AXES)
     if device_mesh is not None:
         if strategy.name not in HYBRID or device_mesh.mesh_dim_names is not None:
             return device_mesh
         # FSDP1 took a mesh without names, FSDP2 tells the axes by theirs.
         groups = [device_mesh.get_group(axis) for axis in range(2)]
         return DeviceMesh.from_group(groups, device_mesh.device_type, mesh=device_mesh.mesh, mesh_dim_names=_AXES)
+    if strategy.name in HYBRID and process_group is not None:  # (shard, replicate): rows that shard, columns of copies
+        shard, replicate = process_group
+        ranks = torch.tensor(gather_objects(dist.get_process_group_ranks(shard), group=replicate), dtype=torch.int)
+        return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=_AXES)
     if strategy.name in HYBRID:
-        return _pair(process_group, device_type) if process_group is not None else _by_machine(device_type)
+        return _by_machine(device_type)
     if process_group is None or process_group is dist.group.WORLD:
         return mesh_of_sizes(device_type, {"shard": dist.get_world_size()})
     return DeviceMesh.from_group(process_group, device_type, mesh_dim_names=("shard",))
-
-
-def _replicated(group: dist.ProcessGroup | None, device_type: str) -> DeviceMesh:
-    """As many copies as there are ranks: a replicate axis of all, a shard axis of one."""
-    if group is None or group is dist.group.WORLD:
-        return mesh_of_sizes(device_type, {"replicate": dist.get_world_size(), "shard": 1})
-    alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="mesh_shard")
-    ranks = torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int).view(-1, 1)
-    return DeviceMesh.from_group([group, alone], device_type, mesh=ranks, mesh_dim_names=_AXES)
-
-
-def _pair(groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device_type: str) -> DeviceMesh:
-    """FSDP1's (shard, replicate) pair, as rows of ranks that shard and columns that replicate."""
-    shard, replicate = groups
-    rows = gather_objects(dist.get_process_group_ranks(shard), group=replicate)
-    mesh = torch.tensor(rows, dtype=torch.int)
-    return DeviceMesh.from_group([replicate, shard], device_type, mesh=mesh, mesh_dim_names=_AXES)
 
 
 def _by_machine(device_type: str) -> DeviceMesh:
@@ -165,19 +151,7 @@ class HookedReduceScatter:
 
 
 def register(units: Sequence[Any], state: object, hook: Callable[..., None]) -> None:
-    """Register a hook of FSDP1 for every unit.
-
-    Args:
-        units: Of one model, the root included.
-        state: Handed to the hook.
-        hook: torch's own, or one with the signature for sharded strategies.
-
-    Raises:
-        ConfigError: FSDP1 refuses it too, or FSDP2 has no place for it.
-
-    Ranks:
-        Local.
-    """
+    """Register a hook of FSDP1 for every unit of a model: torch's own, or one with the signature for sharding."""
 
     def refused(what: str, why: str, fix: str) -> WrongArgument:
         return WrongArgument(what, where="register_comm_hook", why=why, fix=fix)
@@ -213,26 +187,16 @@ _SYNCED = "_shardwise_synced"
 def initialise_unit(
     module: nn.Module,
     device: torch.device,
-    is_apart: Callable[[nn.Module], bool],
+    apart: set[nn.Module],
     ignored: set[nn.Parameter],
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> None:
     """Give what is on the meta device its values, as FSDP1 does: the whole unit, on every rank.
 
-    Args:
-        module: About to be sharded as one unit.
-        device: Where its parameters go.
-        is_apart: Whether a module below belongs to another unit, or is ignored.
-        ignored: Parameters to leave alone.
-        param_init_fn: Called with each module of the unit, outer ones first; else `reset_parameters` is.
-
-    Raises:
-        ShardError: A module on meta has no `reset_parameters`.
-
-    Ranks:
-        Local. Ranks draw the same values only if they stand at the same place of their random streams.
+    Modules that are `apart` belong to other units, or are ignored. `param_init_fn` is called with each module, outer
+    ones first; else `reset_parameters` is. Ranks draw the same values only if their random streams are alike.
     """
-    modules = _modules_of(module, is_apart)
+    modules = _modules_of(module, apart)
     on_meta = any(
         tensor.is_meta
         for owner in modules
@@ -275,34 +239,23 @@ def _reset(owner: nn.Module, device: torch.device) -> None:
     reset()
 
 
-def _modules_of(module: nn.Module, is_apart: Callable[[nn.Module], bool]) -> list[nn.Module]:
+def _modules_of(module: nn.Module, apart: set[nn.Module]) -> list[nn.Module]:
     """The modules of a unit, breadth first: the order in which FSDP1 initialises them."""
-    found, waiting, seen = [], deque([module]), {module}
-    while waiting:
-        owner = waiting.popleft()
-        found.append(owner)
-        for child in owner.children():
-            if child not in seen and not is_apart(child):
-                seen.add(child)
-                waiting.append(child)
-    return found
+    found = {module: None}
+    level = [module]
+    while level:
+        level = [child for owner in level for child in owner.children() if child not in apart and child not in found]
+        level = list(dict.fromkeys(level))
+        found.update(dict.fromkeys(level))
+    return list(found)
 
 
 def sync_from_first_rank(
     module: nn.Module, parameters: Iterable[nn.Parameter], mesh: DeviceMesh, device: torch.device
 ) -> None:
-    """`sync_module_states`: every rank gets the first rank's parameters of this unit, and its buffers.
+    """`sync_module_states`: every rank gets the first rank's parameters of this unit, and its buffers. Collective.
 
     FSDP1 needs an accelerator for it; here the CPU serves too.
-
-    Args:
-        module: About to be sharded as one unit.
-        parameters: Those of the unit.
-        mesh: The first rank of each axis sends.
-        device: Buffers and parameters are brought there first.
-
-    Ranks:
-        Collective over the mesh.
     """
     tensors: list[torch.Tensor] = []
     for buffer in module.buffers():
@@ -318,11 +271,7 @@ def sync_from_first_rank(
 
 
 def plan_of(root: Any) -> Plan:
-    """The plan that the units of `root` carry out, under the names of the model that was wrapped.
-
-    Ranks:
-        Local.
-    """
+    """The plan that the units of `root` carry out, under the names of the model that was wrapped."""
     reshard(root)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in nn.Module.named_parameters(root, remove_duplicate=False):
@@ -389,7 +338,7 @@ class UnitForwardHooks(ForwardHooks):
         super().__init__(unit, unit, Casts(None, None))
         watch_backward()
         for group in compat.groups_of(unit):
-            compat.before_post_backward(group, lambda group=group: _fill_unused(group))
+            compat.around_post_backward(group, lambda group=group: _fill_unused(group))
 
     @property
     def is_root(self) -> bool:

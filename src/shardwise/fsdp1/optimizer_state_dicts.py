@@ -42,9 +42,6 @@ def named_state(
         is_full: Gather whole tensors; else they stay sharded.
         keep: False takes part and returns an empty dict.
         to_cpu: Put tensors into CPU memory.
-
-    Ranks:
-        Collective.
     """
     adopt(optimizer)
     reshard(model)
@@ -61,20 +58,13 @@ def named_state(
     copied: StateDict = {"state": _copied(state, mesh, is_full=is_full, keep=keep, to_cpu=to_cpu)}
     if "param_groups" in given:
         groups = [group | {"params": [name_of(key) for key in group["params"]]} for group in given["param_groups"]]
-        copied["param_groups"] = _in_first_rank_order(groups, mesh)
+        listed = [group["params"] for group in groups]
+        first = on_rank_zero(lambda: listed, group=mesh)
+        by_names = {frozenset(group["params"]): group for group in groups}
+        if first != listed and by_names.keys() == {frozenset(names) for names in first} and len(first) == len(groups):
+            groups = [by_names[frozenset(names)] | {"params": names} for names in first]
+        copied["param_groups"] = groups
     return copied if keep else {}
-
-
-def _in_first_rank_order(groups: list[StateDict], mesh: DeviceMesh) -> list[StateDict]:
-    """The same groups as the first rank lists them; as they are where they are not the same."""
-    listed = [tuple(group["params"]) for group in groups]
-    first = on_rank_zero(lambda: listed, group=mesh)
-    if first == listed:
-        return groups
-    by_names = {frozenset(group["params"]): group for group in groups}
-    if by_names.keys() != {frozenset(names) for names in first} or len(first) != len(groups):
-        return groups
-    return [by_names[frozenset(names)] | {"params": list(names)} for names in first]
 
 
 def _numbered_names(model: nn.Module, groups: Iterable[StateDict]) -> list[str]:
@@ -115,19 +105,9 @@ def _copied(
 def rekeyed(
     state_dict: StateDict, kind: OptimStateKeyType, model: nn.Module, groups: list[list[nn.Parameter]]
 ) -> StateDict:
-    """The same optimizer state under names instead of numbers, or numbers instead of names.
+    """The same optimizer state under names instead of numbers, or numbers instead of names, as `kind` says.
 
-    Args:
-        state_dict: From a wrapped model (names) or a plain one (numbers).
-        kind: What the keys shall be.
-        model: Gives parameters their names.
-        groups: Parameters in the optimizer's order, group by group.
-
-    Raises:
-        ConfigError: The keys are of both kinds.
-
-    Ranks:
-        Local.
+    `groups` holds the parameters in the optimizer's order; keys of both kinds are refused.
     """
     kinds = {type(key) for key in state_dict["state"]}
     if len(kinds) > 1:
@@ -172,17 +152,14 @@ def loadable(
     *,
     by_name: bool = False,
 ) -> StateDict:
-    """State by parameter number, each tensor placed like its parameter.
+    """State by parameter number, each tensor placed like its parameter, from state by name.
 
     Args:
-        state_dict: By names; whole tensors, or sharded ones.
+        state_dict: Whole tensors, or sharded ones; one that is sharded over another mesh is gathered.
         model: Gives parameters their names.
         groups: Parameters in the optimizer's order, group by group.
         mesh: Where given, only its first rank's `state_dict` counts, and is sent to the others.
         by_name: Keys are the names that `model.named_parameters()` gives, as a named optimizer has them.
-
-    Ranks:
-        Collective over `mesh` where it is given, else local unless a tensor is sharded over another mesh.
     """
     reshard(model)
     name_of = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
@@ -206,42 +183,28 @@ def loadable(
             state[key_of[name]] = {key: _placed(value, parameter) for key, value in values.items()}
     if "param_groups" not in source:
         return {"state": state}
-    keys = {parameter: key_of[name_of[parameter]] for parameter in parameters}
-    return {"state": state, "param_groups": _keyed_groups(source["param_groups"], groups, name_of, keys)}
-
-
-def _keyed_groups(
-    saved: list[StateDict],
-    groups: list[list[nn.Parameter]],
-    name_of: dict[nn.Parameter, str],
-    keys: dict[nn.Parameter, int | str],
-) -> list[StateDict]:
-    """The optimizer's own groups with the saved options of the group that held the same parameters."""
+    # The optimizer's own groups, with the saved options of the group that held the same parameters.
+    saved, loaded = source["param_groups"], []
     home = {name: group for group in saved for name in group["params"]}
-    keyed = []
     for index, group in enumerate(groups):
         found = [home[name_of[parameter]] for parameter in group if name_of[parameter] in home]
         options = found[0] if found else saved[min(index, len(saved) - 1)]
-        keyed.append(options | {"params": [keys[parameter] for parameter in group]})
-    return keyed
+        loaded.append(options | {"params": [key_of[name_of[parameter]] for parameter in group]})
+    return {"state": state, "param_groups": loaded}
 
 
 def _placed(value: Any, parameter: nn.Parameter) -> Any:
-    if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor):
-        return value.clone() if isinstance(value, torch.Tensor) else _from_sharded_tensor(value, parameter)
+    if not isinstance(parameter, DTensor):
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    if hasattr(value, "local_shards"):  # torch's older ShardedTensor, which cuts along dim 0 as FSDP2 does
+        own, shards = local_tensor(parameter), value.local_shards()
+        part = shards[0].tensor if shards else own.new_empty(own.shape)
+        return laid_out(part.view(own.shape), parameter, is_local=True)
+    if not isinstance(value, torch.Tensor):
+        return value
     if value.ndim == 0 and parameter.ndim > 0:
         return value.clone()  # a counter; the optimizer must not change the caller's
     return laid_out(value, parameter)
-
-
-def _from_sharded_tensor(value: Any, parameter: nn.Parameter) -> Any:
-    """This rank's part of torch's older ShardedTensor, which cuts along dim 0 as FSDP2 does."""
-    if not hasattr(value, "local_shards") or not isinstance(parameter, DTensor):
-        return value
-    own = local_tensor(parameter)
-    shards = value.local_shards()
-    part = shards[0].tensor if shards else own.new_empty(own.shape)
-    return laid_out(part.view(own.shape), parameter, is_local=True)
 
 
 def _sent(state_dict: StateDict | None, parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> StateDict:

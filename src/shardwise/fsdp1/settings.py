@@ -3,20 +3,13 @@
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from shardwise.config.fsdp1_names import KEEPS_UNSHARDED
 from shardwise.fsdp1.units import WrongArgument, WrongUse
@@ -26,45 +19,20 @@ _SAID: set[str] = set()
 
 
 def warn_once(about: str, text: str) -> None:
-    """Warn, unless this was said before.
-
-    Args:
-        about: The argument or call, as the script spells it.
-        text: What is different, and what to do about it.
-
-    Ranks:
-        Local.
-    """
+    """Warn about an argument or call, as the script spells it, unless this was said before."""
     if about not in _SAID:
         _SAID.add(about)
         warnings.warn(f"shardwise.fsdp1: {about}: {text}", UserWarning, stacklevel=4)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """A constructor call's arguments, with FSDP1's defaults filled in."""
 
     strategy: ShardingStrategy
     precision: MixedPrecision
     offload: bool
-
-    @property
-    def reshard_after_forward(self) -> bool | None:
-        """None frees all units but the root after forward, as FSDP1's FULL_SHARD does."""
-        return False if self.strategy.name in KEEPS_UNSHARDED else None
-
-    @property
-    def mp_policy(self) -> MixedPrecisionPolicy:
-        """FSDP1 sums gradients in `param_dtype` when no `reduce_dtype` is given; inputs are cast by the unit."""
-        reduce_dtype = self.precision.reduce_dtype or self.precision.param_dtype
-        return MixedPrecisionPolicy(
-            param_dtype=self.precision.param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
-        )
-
-    @property
-    def offload_policy(self) -> OffloadPolicy:
-        """Pinned where there is an accelerator to copy to."""
-        return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if self.offload else OffloadPolicy()
+    options: dict[str, Any]
+    """Of `fully_shard`."""
 
 
 def read_settings(
@@ -73,11 +41,7 @@ def read_settings(
     backward_prefetch: BackwardPrefetch | None,
     mixed_precision: MixedPrecision | None,
 ) -> Settings:
-    """The settings of a call; what FSDP2 does otherwise is said once.
-
-    Ranks:
-        Local.
-    """
+    """The settings of a call; what FSDP2 does otherwise is said once."""
     if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
         asked = getattr(backward_prefetch, "name", backward_prefetch)
         warn_once(
@@ -98,9 +62,17 @@ def read_settings(
             why="it is a member of ShardingStrategy",
             fix=f"choose among {', '.join(ShardingStrategy.__members__)}",
         )
-    return Settings(
-        strategy=strategy, precision=precision, offload=cpu_offload is not None and cpu_offload.offload_params
-    )
+    offload = cpu_offload is not None and cpu_offload.offload_params
+    # FSDP1 sums gradients in `param_dtype` when no `reduce_dtype` is given; inputs are cast by the unit.
+    reduce_dtype = precision.reduce_dtype or precision.param_dtype
+    pin_memory = torch.accelerator.is_available()
+    options = {
+        # None reshards all units but the root after forward, as FSDP1's FULL_SHARD does.
+        "reshard_after_forward": False if strategy.name in KEEPS_UNSHARDED else None,
+        "mp_policy": fsdp.MixedPrecisionPolicy(precision.param_dtype, reduce_dtype, cast_forward_inputs=False),
+        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pin_memory) if offload else fsdp.OffloadPolicy(),
+    }
+    return Settings(strategy, precision, offload, options)
 
 
 def find_device(
@@ -108,10 +80,8 @@ def find_device(
 ) -> torch.device:
     """Where a unit computes: as asked, else where its mesh or its parameters are, else the accelerator.
 
-    FSDP1 refuses a machine without an accelerator unless `device_id` is the CPU; here the CPU is used.
-
-    Ranks:
-        Local. Makes the device of `device_id` the current one: FSDP2 knows no other.
+    FSDP1 refuses a machine without an accelerator unless `device_id` is the CPU; here the CPU is used. The device of
+    `device_id` becomes the current one: FSDP2 knows no other.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if isinstance(device_id, int):
@@ -146,42 +116,29 @@ def find_ignored(
 ) -> Ignored:
     """Every module and parameter to be ignored, given as modules with all they hold, or as parameters.
 
-    Args:
-        module: About to be wrapped.
-        ignored_modules: FSDP1's argument.
-        ignored_states: FSDP1's argument that takes parameters or modules.
-        nested: Units already made inside `module`.
-
     Raises:
         ConfigError: Both arguments are given, or one holds a unit or what is neither a module nor a parameter.
-
-    Ranks:
-        Local.
     """
-    where = "FullyShardedDataParallel(ignored_modules=, ignored_states=)"
-    states = list(ignored_states or ())
-    given = list(ignored_modules or ())
+
+    def refused(what: str, why: str, fix: str) -> WrongArgument:
+        where = "FullyShardedDataParallel(ignored_modules=, ignored_states=)"
+        return WrongArgument(what, where=where, why=why, fix=fix)
+
+    states, given = list(ignored_states or ()), list(ignored_modules or ())
     if given and states:
-        raise WrongArgument(
-            "both are given", where=where, why="ignored_states takes both kinds", fix="keep ignored_states"
-        )
+        raise refused("both are given", "ignored_states takes both kinds", "keep ignored_states")
     wrong = [state for state in given if not isinstance(state, nn.Module)]
     wrong += [state for state in states if not isinstance(state, nn.Module | nn.Parameter)]
     if wrong:
-        raise WrongArgument(
-            f"a {type(wrong[0]).__name__} is to be ignored",
-            where=where,
-            why="ignored_modules takes modules, ignored_states modules or parameters",
-            fix="pass a parameter as ignored_states=[parameter]",
-        )
+        why = "ignored_modules takes modules, ignored_states modules or parameters"
+        fix = "pass a parameter as ignored_states=[parameter]"
+        raise refused(f"a {type(wrong[0]).__name__} is to be ignored", why, fix)
     if module in given or module in states:
         warn_once("ignored_modules", "the wrapped module itself is ignored: nothing in it is sharded")
     units = {id(unit) for unit in nested}
     roots = given or [state for state in states if isinstance(state, nn.Module)]
     if any(id(root) in units for root in roots):
-        raise WrongArgument(
-            "an ignored module is wrapped already", where=where, why="its parameters are sharded", fix="leave it out"
-        )
+        raise refused("an ignored module is wrapped already", "its parameters are sharded", "leave it out")
     modules = {child for root in roots for child in root.modules() if id(child) not in units}
     parameters = {parameter for child in modules for parameter in child.parameters(recurse=False)}
     parameters |= {state for state in states if isinstance(state, nn.Parameter)}
@@ -194,18 +151,10 @@ def find_ignored(
 def auto_wrap(root: nn.Module, policy: Any, ignored: Ignored, arguments: dict[str, Any], unit_class: type) -> None:
     """Wrap the modules below `root` that the policy chooses, each with the root's arguments or its own.
 
-    Args:
-        root: Not wrapped itself.
-        policy: A `ModuleWrapPolicy`, a `CustomPolicy`, or a function of `module`, `recurse`, `nonwrapped_numel`.
-        ignored: Never looked into.
-        arguments: What the constructor of the root was given.
-        unit_class: Makes a unit of a module; a model that holds one already is refused.
+    The policy is a `ModuleWrapPolicy`, a `CustomPolicy`, or a function of `module`, `recurse`, `nonwrapped_numel`.
 
     Raises:
         ShardError: A part of the model is wrapped already.
-
-    Ranks:
-        Local, apart from what the constructor does.
     """
     for name, module in root.named_modules():
         if isinstance(module, unit_class):

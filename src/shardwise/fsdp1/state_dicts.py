@@ -6,53 +6,29 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from torch.distributed import fsdp
+from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.errors import ShardError
+from shardwise.fsdp1 import units
 from shardwise.fsdp1.settings import warn_once
-from shardwise.fsdp1.units import (
-    PREFIX,
-    WRAPPED,
-    Unit,
-    WrongArgument,
-    WrongUse,
-    clean_name,
-    dtypes_before,
-    first_unit,
-    refuse_while_running,
-    units_in,
-)
+from shardwise.fsdp1.units import PREFIX, WRAPPED, Unit, WrongArgument, WrongUse, clean_name, first_unit, units_in
 from shardwise.sharding.full_params import gather_in_buckets, reshard
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.repointing import shard_like
 
 BUCKET_BYTES = 256 * 1024**2
 CONFIGS = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.FULL_STATE_DICT: (fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (fsdp.LocalStateDictConfig, fsdp.LocalOptimStateDictConfig),
 }
 
 
 def complete_configs(kind: StateDictType, config: Any, optim_config: Any) -> tuple[Any, Any]:
-    """FSDP1's default configs where none is given.
-
-    Raises:
-        ConfigError: A config belongs to another kind of state dict.
-    """
+    """FSDP1's default configs where none is given; one of another kind of state dict is refused."""
     given = []
     for config_class, value in zip(CONFIGS[kind], (config, optim_config), strict=True):
         value = config_class() if value is None else value
@@ -70,18 +46,9 @@ def complete_configs(kind: StateDictType, config: Any, optim_config: Any) -> tup
 def finish_state_dict(
     unit: Any, destination: dict[str, Any], prefix: str, names: set[str], kind: StateDictType, config: Any
 ) -> None:
-    """Turn what `nn.Module.state_dict` collected below a unit into what FSDP1 returns.
+    """Turn the `names` that `nn.Module.state_dict` collected below a unit into what FSDP1 returns.
 
-    Args:
-        unit: The outermost unit of its tree.
-        destination: Also holds what was collected elsewhere, which is left alone.
-        prefix: Of the unit's entries.
-        names: Entries that the unit's tree has added.
-        kind: FULL, SHARDED or LOCAL.
-        config: That of the kind.
-
-    Ranks:
-        Collective for FULL_STATE_DICT, else local.
+    What `destination` holds from elsewhere is left alone. Collective for FULL_STATE_DICT.
     """
     entries = {name: destination.pop(name) for name in list(destination) if name in names}
     clean = {prefix + name[len(prefix) :].replace(PREFIX, ""): value for name, value in entries.items()}
@@ -96,13 +63,13 @@ def finish_state_dict(
         converted = _full(unit, clean, config)
     else:
         converted = ((name, copy_sharded(value, to_cpu=config.offload_to_cpu)) for name, value in clean.items())
-    dtypes = dtypes_before(unit)
+    dtypes = units.dtypes_before(unit)
     for name, value in converted:
         dtype = dtypes.get(name[len(prefix) :])
         destination[name] = value.to(dtype) if dtype is not None and isinstance(value, torch.Tensor) else value
 
 
-def _full(unit: Any, entries: dict[str, Any], config: FullStateDictConfig) -> Iterator[tuple[str, Any]]:
+def _full(unit: Any, entries: dict[str, Any], config: fsdp.FullStateDictConfig) -> Iterator[tuple[str, Any]]:
     keep = not config.rank0_only or unit.rank == 0
     tensors = ((name, value) for name, value in entries.items() if isinstance(value, torch.Tensor))
     for name, value in gather_in_buckets(tensors, bucket_bytes=BUCKET_BYTES, keep=keep):
@@ -127,11 +94,7 @@ def copy_sharded(value: Any, *, to_cpu: bool) -> Any:
 def prepare_loading(unit: nn.Module, state_dict: dict[str, Any], prefix: str, kind: StateDictType) -> None:
     """Rename the entries below `prefix` for a unit, and lay them out like its parameters.
 
-    Raises:
-        ShardError: An entry has the form of FSDP1's flat parameters.
-
-    Ranks:
-        Local, unless an entry is sharded over another mesh.
+    Communicates where an entry is sharded over another mesh. FSDP1's flat parameters are refused.
     """
     parameters = {
         clean_name(name): parameter for name, parameter in nn.Module.named_parameters(unit, remove_duplicate=False)
@@ -249,21 +212,20 @@ class StateDicts(Unit):
         kwargs |= dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         if self._is_collecting:
             return super().state_dict(**kwargs)
-        refuse_while_running([self], "state_dict")
+        units.refuse_while_running([self], "state_dict")
         prefix, before = kwargs.get("prefix", ""), set(kwargs.get("destination") or ())
-        units = [unit for unit in units_in(self) if isinstance(unit, StateDicts)]
-        for unit in units:
+        own_units = [unit for unit in units_in(self) if isinstance(unit, StateDicts)]
+        for unit in own_units:
             unit._is_collecting = True
         try:
             collected: dict[str, Any] = super().state_dict(**kwargs | {"keep_vars": True})
         finally:
-            for unit in units:
+            for unit in own_units:
                 unit._is_collecting = False
         kind, config = self._state_dict_type, self._state_dict_config
-        if (
-            compat.is_called_by_dcp() and not self.is_summoned
-        ):  # its helpers ask FSDP1 for shards and gather them as their options say
-            kind, config = StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
+        # Helpers of torch.distributed.checkpoint ask FSDP1 for shards, and gather them as their options say.
+        if compat.is_called_by_dcp() and not self.is_summoned:
+            kind, config = StateDictType.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig()
         if self.is_summoned and kind is not StateDictType.FULL_STATE_DICT:
             raise WrongUse(
                 f"a {kind.name} is asked for inside summon_full_params",

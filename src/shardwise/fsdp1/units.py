@@ -6,15 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffload,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictType,
-)
 
 from shardwise import compat
 from shardwise.errors import ConfigError, ShardError
@@ -41,9 +34,9 @@ class Unit(nn.Module):
     """In `process_group`."""
     world_size: int
     compute_device: torch.device
-    sharding_strategy: ShardingStrategy
-    mixed_precision: MixedPrecision
-    cpu_offload: CPUOffload
+    sharding_strategy: fsdp.ShardingStrategy
+    mixed_precision: fsdp.MixedPrecision
+    cpu_offload: fsdp.CPUOffload
     is_summoned: bool
     """Whole parameters stand in it now."""
     has_comm_hook: bool
@@ -53,9 +46,9 @@ class Unit(nn.Module):
     _fsdp_wrapped_module: nn.Module
     _ignored_modules: set[nn.Module]
     _ignored_params: set[nn.Parameter]
-    _state_dict_type: StateDictType
-    _state_dict_config: StateDictConfig
-    _optim_state_dict_config: OptimStateDictConfig
+    _state_dict_type: fsdp.StateDictType
+    _state_dict_config: fsdp.StateDictConfig
+    _optim_state_dict_config: fsdp.OptimStateDictConfig
 
 
 def units_in(module: nn.Module) -> list[Unit]:
@@ -73,11 +66,7 @@ def outer_units(module: nn.Module) -> Iterator[Unit]:
 
 
 def first_unit(module: nn.Module, where: str) -> Unit:
-    """The outermost unit of a module.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """The outermost unit of a module; a call on a module without one is refused."""
     units = units_in(module)
     if not units:
         raise WrongArgument(
@@ -142,14 +131,7 @@ _BEFORE = "_shardwise_buffer_dtypes"
 
 
 def cast_buffers(units: list[Any]) -> None:
-    """Cast the floating-point buffers of each unit to its `buffer_dtype`, inner units first; or back to their own.
-
-    Args:
-        units: All units of a model, outer ones first; each says which modules it ignores.
-
-    Ranks:
-        Local.
-    """
+    """Cast the floating-point buffers of all units of a model to their `buffer_dtype`; or back to their own."""
     done: set[nn.Module] = set()
     cast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for unit in reversed(units):

@@ -19,7 +19,7 @@ except ImportError as error:
 
 from shardwise.config.run import RunConfig
 from shardwise.distributed.local_ranks import is_lost_peer
-from shardwise.distributed.stop_requests import StopRequest, listen_for_good, stop_requests
+from shardwise.distributed.stop_requests import StopRequest, listen_until_exit, stop_requests
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardwiseError
 from shardwise.training.run_folder import Training, with_folder
 
@@ -174,7 +174,7 @@ def _train_worker(settings: dict[str, Any]) -> Training | ShardwiseError:
             ray.train.report({"step": step, **values})
 
     stop = StopRequest()
-    listen_for_good(stop, {})  # a worker's function does not run in the main thread: signals do not reach it
+    listen_until_exit(stop, {})  # a worker's function does not run in the main thread: signals do not reach it
     threading.Thread(target=_follow, args=(settings["stop_flag"], stop), daemon=True).start()
     try:
         return fit(config, on_record=report)

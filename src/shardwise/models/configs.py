@@ -35,12 +35,8 @@ _KINDS: dict[type, dict[str, Any]] = {
 
 
 def hugging_face_config(config: Any) -> dict[str, Any] | None:
-    """What transformers calls a model of this shape; None: it has no such model.
-
-    Args:
-        config: A reference model's.
-    """
-    if type(config) not in _KINDS:
+    """What transformers calls a reference model of this shape; None: it has no such model."""
+    if type(config) not in _KINDS or getattr(config, "bias_rate", 0.0):  # Mixtral has no biases
         return None
     described = {theirs: getattr(config, ours) for ours, theirs in _NAMES.items() if hasattr(config, ours)}
     # Their own defaults name tokens that a small vocabulary does not have.
@@ -78,15 +74,12 @@ def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int 
     Args:
         model: A reference or Hugging Face model; anything whose forward takes `tokens`, `input_ids` or
             `pixel_values`.
-        generator: Makes the batch; equal generators make equal batches.
+        generator: Of this rank; equal generators make equal batches.
         batch_size: Sequences or images.
         sequence_length: Tokens in a sequence.
 
     Raises:
         ConfigError: What the model wants is not one of these.
-
-    Ranks:
-        Local. Give each rank a generator of its own seed.
     """
     names = list(inspect.signature(model.forward).parameters)
     shape = (batch_size, sequence_length)

@@ -15,28 +15,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.config.schema import PositiveInt, Strict
+from shardwise.models.attention import AttentionMask, attend, document_mask
+
 ORIGINAL_LENGTH = 8192
-"""The context that Llama 3 was trained on before its rotary wavelengths were stretched."""
+"""Context length of Llama 3 before its rotary wavelengths were scaled."""
 _INIT_STD = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LlamaConfig:
+class LlamaConfig(Strict):
     """The shape of a Llama."""
 
-    hidden_size: int
+    hidden_size: PositiveInt
     """Width of the residual stream."""
-    intermediate_size: int
+    intermediate_size: PositiveInt
     """Width inside the feed-forward."""
-    num_layers: int
+    num_layers: PositiveInt
     """Decoder blocks."""
-    num_heads: int
+    num_heads: PositiveInt
     """Query heads."""
-    num_kv_heads: int
+    num_kv_heads: PositiveInt
     """Key and value heads, each shared by `num_heads / num_kv_heads` query heads."""
-    vocab_size: int = 128_256
+    vocab_size: PositiveInt = 128_256
     """Tokens in the vocabulary."""
-    max_sequence_length: int = 8192
+    max_sequence_length: PositiveInt = 8192
     """Longest sequence the rotary tables cover."""
     rope_theta: float = 500_000.0
     """Base of the rotary wavelengths."""
@@ -164,14 +167,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
-def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to add to scores (batch, 1, length, length), so that a position sees only its own document's past."""
-    length = document_ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
-    seen = (document_ids[:, :, None] == document_ids[:, None, :]) & causal
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf).unsqueeze(1)
-
-
 class Attention(nn.Module):
     """Causal attention with grouped key and value heads."""
 
@@ -184,21 +179,14 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, kv_size)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Mix each position with those before it, or those that `mask` leaves; (batch, length, hidden) in and out."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask | None = None) -> Tensor:
+        """Causal attention, or with `mask`; (batch, length, hidden) in and out."""
         batch, length, _ = x.shape
         query, key, value = (
             proj(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if mask is not None:
-            # GPU kernels that take a mask want as many key heads as query heads.
-            groups = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask.to(query.dtype))
-        else:
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        mixed = attend(rotate(query, cos, sin), rotate(key, cos, sin), value, mask)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -226,7 +214,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask | None = None) -> Tensor:
         """One layer of the residual stream."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -243,12 +231,16 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        query_positions: Tensor | None = None,
     ) -> Tensor:
         """Tokens (batch, length) to hidden states (batch, length, hidden)."""
         x = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(input_ids.shape[1], position_ids)
-        mask = None if document_ids is None else document_mask(document_ids, x.dtype)
+        mask = None if document_ids is None else document_mask(document_ids, x.dtype, query_positions)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
         return self.norm(x)
@@ -268,7 +260,11 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        query_positions: Tensor | None = None,
     ) -> Tensor:
         """Tokens (batch, length) to logits (batch, length, vocabulary).
 
@@ -276,5 +272,7 @@ class Llama(nn.Module):
             input_ids: The tokens.
             position_ids: Of each token in its document, where a sequence holds several; None: counted from its start.
             document_ids: Which document each token belongs to; tokens then see those of their own document only.
+            query_positions: Where `input_ids` lie in the sequence, where `document_ids` are those of all its tokens:
+                with context parallelism a rank has a part of the sequence only.
         """
-        return self.lm_head(self.model(input_ids, position_ids, document_ids))
+        return self.lm_head(self.model(input_ids, position_ids, document_ids, query_positions))

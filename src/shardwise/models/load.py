@@ -9,13 +9,14 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.config.load import change_config
 from shardwise.errors import ConfigError, did_you_mean, import_optional, nearest, raise_listed
 from shardwise.models import llama, moe, multimodal, transformer
 
@@ -195,61 +196,26 @@ def _with_arguments(build: Callable[..., nn.Module], options: Mapping[str, Any],
 def _check_names(options: Mapping[str, Any], names: Iterable[str], where: str) -> None:
     """Refuse options that a config file has no name for."""
     known = list(names)
-    problems = [_no_option(name, known, "model_options") for name in options if name not in known]
+    problems = [
+        f"model_options.{name}: there is no such option{did_you_mean(name, known, cutoff=0.5)}"
+        for name in options
+        if name not in known
+    ]
     why, fix = f"they change what {where} says", f"write it into {where}, or use one of the names there"
     raise_listed(problems, "{num} of model_options cannot be used", why=why, fix=fix, most=len(problems))
 
 
-def _no_option(name: str, names: Iterable[str], where: str) -> str:
-    return f"{where}.{name}: there is no such option{did_you_mean(name, names, cutoff=0.5)}"
-
-
 def _reshape(shape: Any, options: Mapping[str, Any]) -> Any:
-    """`shape`, a frozen dataclass, with some of its fields changed; a mapping changes the fields of an inner shape.
-
-    Raises:
-        ConfigError: There is no such field, its type is another, or the heads do not divide the width. All at once.
-    """
-    problems: list[str] = []
-    changed = _change(shape, options, "model_options", problems)
-    problems = problems or _senseless(changed)
-    what = f"{{num}} problem{'s' if len(problems) > 1 else ''} in model_options"
+    """`shape`, a frozen dataclass, with some of its fields changed; heads and experts must share what they share."""
+    changed = change_config(shape, options, "model_options")
     names = ", ".join(field.name for field in fields(shape))
-    why = f"they are fields of {type(shape).__name__}"
-    raise_listed(problems, what, why=why, fix=f"use {names}", most=len(problems))
+    raise_listed(
+        _senseless(changed),
+        "{num} of model_options make no model",
+        why=f"they are fields of {type(shape).__name__}",
+        fix=f"use {names}",
+    )
     return changed
-
-
-def _change(shape: Any, options: Mapping[str, Any], where: str, problems: list[str]) -> Any:
-    known = {field.name: getattr(shape, field.name) for field in fields(shape)}
-    changes: dict[str, Any] = {}
-    for name, value in options.items():
-        if name not in known:
-            problems.append(_no_option(name, known, where))
-        elif is_dataclass(known[name]) and isinstance(value, Mapping):
-            changes[name] = _change(known[name], value, f"{where}.{name}", problems)
-        else:
-            changes[name], wanted = _as_kind_of(known[name], value)
-            problems += [f"{where}.{name}: {value!r} is not {wanted}"] if changes[name] is None else []
-    return replace(shape, **changes)
-
-
-def _as_kind_of(old: Any, new: Any) -> tuple[Any, str]:
-    """`new` in the type of `old`, or None; and what that type is called."""
-    is_bool = isinstance(new, bool)
-    match old:
-        case bool():
-            return new if is_bool else None, "true or false"
-        case int():
-            return new if isinstance(new, int) and not is_bool and new > 0 else None, "a whole number of at least 1"
-        case float():
-            return float(new) if isinstance(new, (int, float)) and not is_bool else None, "a number"
-        case tuple():
-            kinds = [_as_kind_of(old[0], item)[0] for item in new] if isinstance(new, (list, tuple)) else []
-            words = f"a list, each {_as_kind_of(old[0], None)[1]}"
-            return tuple(kinds) if kinds and None not in kinds else None, words
-        case _:
-            return None, f"a mapping of fields of {type(old).__name__}"
 
 
 def _senseless(shape: Any) -> list[str]:

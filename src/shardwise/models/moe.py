@@ -1,18 +1,24 @@
 """A mixture of experts in Llama's shape: every block's feed-forward is one of several, chosen token by token.
 
-Parameters carry the names of Mixtral's published checkpoints. An expert without a token on a rank is not run there.
+Parameters carry the names of Mixtral's published checkpoints, but for the experts, which are stacked as in transformers
+(`experts.gate_up_proj`, `experts.down_proj`); `load_weights` reads both layouts. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.models.llama import Attention, Decoder, Linear, Llama, LlamaConfig, RMSNorm, document_mask
+from shardwise.config.schema import PositiveInt
+from shardwise.models.attention import AttentionMask, document_mask
+from shardwise.models.grouped_experts import GroupedExperts, count_tokens
+from shardwise.models.llama import Attention, Decoder, Linear, Llama, LlamaConfig, RMSNorm
 
 _BALANCE_WEIGHT = 0.01
 
@@ -21,16 +27,23 @@ _BALANCE_WEIGHT = 0.01
 class MoeConfig(LlamaConfig):
     """The shape of a mixture of experts."""
 
-    num_experts: int = 8
+    num_experts: PositiveInt = 8
     """Feed-forwards in a block."""
-    experts_per_token: int = 2
+    experts_per_token: PositiveInt = 2
     """How many of them a token passes."""
+    bias_rate: float = 0.0
+    """How far `ExpertBias` moves an expert's bias in one step, to balance the load without a loss (DeepSeek-V3: 0.001).
+    0: no bias."""
 
 
 SHAPES: dict[str, MoeConfig] = {
     "moe-debug": MoeConfig(
         hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2,
         vocab_size=512, max_sequence_length=256, rope_theta=10_000.0, num_experts=4,
+    ),
+    "moe-3b-a1b": MoeConfig(  # 3.2B parameters, 1.1B of them for one token
+        hidden_size=2048, intermediate_size=896, num_layers=16, num_heads=16, num_kv_heads=4,
+        tie_embeddings=True, num_experts=32, experts_per_token=8,
     ),
     "moe-8x7b": MoeConfig(
         hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8,
@@ -39,46 +52,74 @@ SHAPES: dict[str, MoeConfig] = {
 }  # fmt: skip
 
 
-class Expert(nn.Module):
-    """SwiGLU, by the names that Mixtral gives its matrices."""
-
-    def __init__(self, config: MoeConfig) -> None:
-        super().__init__()
-        self.w1 = Linear(config.hidden_size, config.intermediate_size)
-        self.w2 = Linear(config.intermediate_size, config.hidden_size)
-        self.w3 = Linear(config.hidden_size, config.intermediate_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Work on each token alone."""
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
 class RoutedFeedForward(nn.Module):
     """A gate that chooses experts for each token, and the experts."""
 
+    expert_bias: Tensor
+    token_counts: Tensor
+
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
-        self.experts_per_token = config.experts_per_token
+        self.experts_per_token, self.bias_rate = config.experts_per_token, config.bias_rate
         self.gate = Linear(config.hidden_size, config.num_experts)
-        self.experts = nn.ModuleList(Expert(config) for _ in range(config.num_experts))
+        self.experts = GroupedExperts(config.num_experts, config.hidden_size, config.intermediate_size)
+        if self.bias_rate:
+            self.register_buffer("expert_bias", torch.empty(config.num_experts))
+            self.register_buffer("token_counts", torch.empty(config.num_experts, dtype=torch.int64), persistent=False)
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the biases, and the counts since they were last changed, to zero."""
+        if self.bias_rate:
+            nn.init.zeros_(self.expert_bias)
+            nn.init.zeros_(self.token_counts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts' weighted outputs, and how far from evenly the tokens were spread (1: evenly)."""
         tokens = x.flatten(0, 1)
         probabilities = self.gate(tokens).softmax(-1, dtype=torch.float32)
-        weights, chosen = probabilities.topk(self.experts_per_token, -1)
-        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
-        # Sorted by expert, so that the sizes of all experts' shares reach the host in one copy.
-        order = chosen.flatten().argsort(stable=True)
-        share = F.one_hot(chosen, len(self.experts)).sum((0, 1))
-        mixed = torch.zeros_like(tokens)
-        for expert, places in zip(self.experts, order.split(share.tolist()), strict=True):
-            if places.numel() == 0:
-                continue
-            rows = places // self.experts_per_token
-            mixed = mixed.index_add(0, rows, expert(tokens[rows]) * weights.flatten()[places, None])
-        balance = len(self.experts) * (share / share.sum() * probabilities.mean(0)).sum()
+        preferred = probabilities + self.expert_bias if self.bias_rate else probabilities
+        chosen = preferred.topk(self.experts_per_token, -1).indices
+        weights = probabilities.gather(-1, chosen)
+        mixed = self.experts(tokens, chosen, weights / weights.sum(-1, keepdim=True))
+        counts = count_tokens(chosen, probabilities.shape[-1])
+        if self.bias_rate and self.training:
+            self.token_counts.add_(counts)
+        balance = counts.numel() * (counts / counts.sum() * probabilities.mean(0)).sum()
         return mixed.view_as(x), balance
+
+
+class ExpertBias:
+    """Balances the load of experts without a loss: a bias that only counts when experts are chosen.
+
+    After each optimizer step the bias of an expert that got fewer tokens than the mean goes up by `bias_rate`, that of
+    one with more goes down. The biases are buffers: every rank holds them, and checkpoints do.
+
+    Args:
+        model: With `RoutedFeedForward` layers of a config with a `bias_rate`; of others nothing is changed.
+        groups: The ranks with tokens of their own, one process group for each mesh axis.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        self.layers = [each for each in model.modules() if isinstance(each, RoutedFeedForward) and each.bias_rate]
+        self._groups = groups
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the biases by the tokens that were counted since the last time.
+
+        Ranks:
+            Collective. One all-reduce for each group, and none where no layer has a bias.
+        """
+        if not self.layers:
+            return
+        counts = torch.stack([layer.token_counts for layer in self.layers])
+        for group in self._groups:
+            dist.all_reduce(counts, group=group)
+        directions = torch.sign(counts.to(torch.float32).mean(-1, keepdim=True) - counts)
+        for layer, direction in zip(self.layers, directions, strict=True):
+            layer.expert_bias += layer.bias_rate * direction
+            layer.token_counts.zero_()
 
 
 class MoeBlock(nn.Module):
@@ -91,7 +132,7 @@ class MoeBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.block_sparse_moe = RoutedFeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask | None = None) -> tuple[Tensor, Tensor]:
         """One layer of the residual stream, and its balance."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         mixed, balance = self.block_sparse_moe(self.post_attention_layernorm(x))
@@ -105,12 +146,16 @@ class MoeDecoder(Decoder):
         super().__init__(config, MoeBlock)
 
     def forward(  # pyrefly: ignore[bad-override]
-        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        query_positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Tokens (batch, length) to hidden states (batch, length, hidden), and the blocks' mean balance."""
         x = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(input_ids.shape[1], position_ids)
-        mask = None if document_ids is None else document_mask(document_ids, x.dtype)
+        mask = None if document_ids is None else document_mask(document_ids, x.dtype, query_positions)
         balances = []
         for layer in self.layers:
             x, balance = layer(x, cos, sin, mask)
@@ -122,6 +167,8 @@ class Moe(Llama):
     """A decoder with experts, and its output matrix."""
 
     decoder_class = MoeDecoder
+    published_experts: ClassVar = {"gate_up_proj": ("w1.weight", "w3.weight"), "down_proj": ("w2.weight",)}
+    """What Mixtral's published files call the parts of each stacked parameter, under `experts.<number>`."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__(config)
@@ -131,6 +178,7 @@ class Moe(Llama):
         input_ids: Tensor,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        query_positions: Tensor | None = None,
         *,
         with_balance: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -140,10 +188,11 @@ class Moe(Llama):
             input_ids: The tokens.
             position_ids: Of each token in its document.
             document_ids: Which document each token belongs to.
+            query_positions: Where `input_ids` lie in the sequence, with context parallelism.
             with_balance: Return the balance too: 1 where experts share the tokens evenly, the number of experts where
                 one has them all.
         """
-        hidden, balance = self.model(input_ids, position_ids, document_ids)
+        hidden, balance = self.model(input_ids, position_ids, document_ids, query_positions)
         logits = self.lm_head(hidden)
         return (logits, balance) if with_balance else logits
 

@@ -16,27 +16,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.config.schema import PositiveInt, Strict
 from shardwise.models.llama import Embedding, FeedForward, Linear, LlamaConfig, RMSNorm, RotaryEmbedding, rotate
 from shardwise.models.modes import evaluation_mode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VisionConfig:
+class VisionConfig(Strict):
     """The shape of a vision transformer."""
 
-    image_size: int
+    image_size: PositiveInt
     """Height and width of a picture, in pixels."""
-    patch_size: int
+    patch_size: PositiveInt
     """Height and width of a patch."""
-    hidden_size: int
+    hidden_size: PositiveInt
     """Width of the residual stream."""
-    intermediate_size: int
+    intermediate_size: PositiveInt
     """Width inside the feed-forward."""
-    num_layers: int
+    num_layers: PositiveInt
     """Blocks."""
-    num_heads: int
+    num_heads: PositiveInt
     """Attention heads."""
-    num_channels: int = 3
+    num_channels: PositiveInt = 3
     """Colours."""
 
     @property
@@ -89,18 +90,18 @@ class VisionTower(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AutoencoderConfig:
+class AutoencoderConfig(Strict):
     """The shape of an autoencoder."""
 
-    widths: tuple[int, ...]
+    widths: tuple[PositiveInt, ...]
     """Channels at each resolution, the finest first; every further one halves height and width."""
-    latent_channels: int
+    latent_channels: PositiveInt
     """Channels of the latents."""
-    blocks_per_width: int = 2
+    blocks_per_width: PositiveInt = 2
     """Residual blocks at each resolution."""
-    num_channels: int = 3
+    num_channels: PositiveInt = 3
     """Colours."""
-    norm_groups: int = 8
+    norm_groups: PositiveInt = 8
     """Groups of channels that are normalised together."""
 
     @property
@@ -250,18 +251,14 @@ class MixedDecoder(nn.Module):
             cache: Keys and values of an earlier call, which this one continues.
         """
         rotary = self.rotary_emb(x.shape[1], positions[None])
-        mask = _visible(positions, cache[0][0].shape[2] if cache else 0)
+        # Each new vector sees all cached ones, and none at a later position.
+        among = positions[:, None] >= positions[None, :]
+        mask = torch.cat([among.new_ones(len(positions), cache[0][0].shape[2] if cache else 0), among], 1)
         grown: Cache = []
         for index, layer in enumerate(self.layers):
             x, kept = layer(x, rotary, mask, num_generated, cache[index] if cache else None)
             grown.append(kept)
         return self.norm(x, num_generated), None if self.training else grown
-
-
-def _visible(positions: Tensor, num_before: int) -> Tensor:
-    """Which of the cached and the new vectors each new one sees: all cached ones, and none at a later position."""
-    among = positions[:, None] >= positions[None, :]
-    return torch.cat([among.new_ones(len(positions), num_before), among], 1)
 
 
 class MixedLanguageModel(nn.Module):
@@ -281,7 +278,7 @@ class MultimodalConfig(LlamaConfig):
     """What sees."""
     autoencoder: AutoencoderConfig
     """What turns drawn latents into pixels."""
-    latent_patch_size: int = 2
+    latent_patch_size: PositiveInt = 2
     """Height and width of the latents that make one vector."""
 
     @property
@@ -364,7 +361,8 @@ class Multimodal(nn.Module):
             times: How noisy they are, from 0 (not) to 1 (nothing else) (batch); drawn here when absent.
         """
         with torch.no_grad():
-            latents = self._in_patches(self.vae_model.encode(target_pixels))
+            encoded = self.vae_model.encode(target_pixels)
+            latents = F.pixel_unshuffle(encoded, self.config.latent_patch_size).flatten(2).transpose(1, 2)
         noise = torch.randn_like(latents) if noise is None else noise.to(latents.dtype)
         times = torch.rand(len(latents), device=latents.device) if times is None else times
         seen = self.connector(self.vit_model(pixel_values))
@@ -431,22 +429,15 @@ class Multimodal(nn.Module):
         for step in range(num_steps):
             times = torch.full((len(input_ids),), 1 - step / num_steps, device=device)
             latents = latents - self.forward_inference(latents, times, context) / num_steps
-        return self.vae_model.decode(self._from_patches(latents))
+        grid = (self.config.latent_grid, self.config.latent_grid)
+        patches = latents.transpose(1, 2).unflatten(2, grid)
+        return self.vae_model.decode(F.pixel_shuffle(patches, self.config.latent_patch_size))
 
     def _embed_latents(self, latents: Tensor, times: Tensor) -> Tensor:
+        """Latents with their places and their times (batch), as sines and cosines of many wavelengths."""
         place = self.latent_position(torch.arange(latents.shape[1], device=latents.device))
-        return self.vae2llm(latents) + place + self.time_embedder(_waves(times, self.config.hidden_size))[:, None]
-
-    def _in_patches(self, latents: Tensor) -> Tensor:
-        return F.pixel_unshuffle(latents, self.config.latent_patch_size).flatten(2).transpose(1, 2)
-
-    def _from_patches(self, vectors: Tensor) -> Tensor:
-        grid = (self.config.latent_grid, self.config.latent_grid)
-        return F.pixel_shuffle(vectors.transpose(1, 2).unflatten(2, grid), self.config.latent_patch_size)
-
-
-def _waves(times: Tensor, size: int) -> Tensor:
-    """Times (batch) as sines and cosines of many wavelengths (batch, size)."""
-    exponents = torch.arange(size // 2, device=times.device) / (size // 2)
-    angles = 1000 * times.float()[:, None] * torch.exp(-math.log(10_000.0) * exponents)
-    return torch.cat([angles.cos(), angles.sin()], -1)
+        num_waves = self.config.hidden_size // 2
+        exponents = torch.arange(num_waves, device=times.device) / num_waves
+        angles = 1000 * times.float()[:, None] * torch.exp(-math.log(10_000.0) * exponents)
+        waves = torch.cat([angles.cos(), angles.sin()], -1)
+        return self.vae2llm(latents) + place + self.time_embedder(waves)[:, None]

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from shardwise import compat
+
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 # Never looked into: they hold no inputs, or have an identity that a copy would lose.
@@ -44,9 +46,8 @@ def cast_inputs(batch: Any, dtype: torch.dtype | None = None, device: torch.devi
     """
     if dtype is None and device is None:
         return batch
-    return _Walk(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None), copies=True).visit(
-        batch
-    )
+    walk = _Walk(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None), copies=True)
+    return walk.visit(batch)
 
 
 class CastArguments:
@@ -58,22 +59,22 @@ class CastArguments:
 
     def __init__(self) -> None:
         self._copies: list[tuple[Any, Any, dict[Any, Any], dict[Any, Any]]] = []
-        self._casts: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._changed: list[tuple[torch.Tensor, torch.Tensor, int, Any]] = []
 
     def cast_floating(self, value: tuple[Any, Any], dtype: torch.dtype) -> Any:
         """Positional and keyword arguments with their floating-point tensors in `dtype`."""
-
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            result = tensor.to(dtype) if tensor.is_floating_point() else tensor
-            if result is not tensor and not result.is_inference():
-                self._casts.append((tensor, result, result._version))
-            return result
-
-        return self.change_tensors(value, cast)
+        return self.change_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
     def change_tensors(self, value: tuple[Any, Any], change: Change) -> Any:
         """Positional and keyword arguments with changed tensors, as `change_tensors` makes them."""
-        walk = _Walk(change, objects=0)
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            result = change(tensor)
+            if result is not tensor and not result.is_inference():
+                self._changed.append((tensor, result, result._version, result.grad_fn))
+            return result
+
+        walk = _Walk(note, objects=0)
         result = walk.visit(value)
         for original, copied in walk.copies() if result is not value else ():
             if not any(original is part for part in value):
@@ -82,24 +83,31 @@ class CastArguments:
 
     def write_back(self) -> None:
         """Do to the originals what has been done to their copies since."""
-        for original, cast, version in self._casts:
-            if cast._version != version:
-                original.copy_(cast)
+        for original, changed, version, grad_fn in reversed(self._changed):
+            if changed._version != version:  # written to in place
+                with torch.set_grad_enabled(torch.is_grad_enabled() and changed.grad_fn is not grad_fn):
+                    _write(original, changed)
         for original, copied, before, after in reversed(self._copies):
-            if not _is_same(now := _state(copied), after):
+            now = _state(copied)
+            if now.keys() != after.keys() or any(part is not after[key] for key, part in now.items()):
                 stands_for = {id(part): before[key] for key, part in after.items()}
                 _set_state(original, {key: stands_for.get(id(part), part) for key, part in now.items()})
-        self._casts.clear()
+        self._changed.clear()
         self._copies.clear()
+
+
+def _write(original: torch.Tensor, changed: torch.Tensor) -> None:
+    """Give a tensor the values and the graph of another; where they share their memory, the values are there."""
+    if original.data_ptr() != changed.data_ptr():
+        original.copy_(changed)
+    elif torch.is_grad_enabled():
+        with compat.same_version(original):  # what has saved it holds these values
+            original.copy_(changed)
 
 
 def _state(value: Any) -> dict[Any, Any]:
     """What a mutable container or object holds: items and attributes, each under a key of its own."""
     return {(put is _set_item, key): part for key, part, put in _parts(value)}
-
-
-def _is_same(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
-    return now.keys() == then.keys() and all(part is then[key] for key, part in now.items())
 
 
 def _set_state(value: Any, state: dict[Any, Any]) -> None:
@@ -130,13 +138,9 @@ def cast_buffers(
     cast: dict[int, tuple[torch.Tensor, torch.Tensor]],
     names: Container[str] | None = None,
 ) -> dict[str, torch.dtype]:
-    """Cast a module's own floating-point buffers.
+    """Cast a module's own floating-point buffers, those in `names` or all; not those of its children.
 
-    Args:
-        owner: Its children's buffers are left alone.
-        dtype: What the buffers become.
-        cast: Before and after, by the id before; shared by the calls for one model, so that tied buffers stay tied.
-        names: Those to be cast; all by default.
+    `cast` holds before and after, by the id before; the calls for one model share it, so that tied buffers stay tied.
 
     Returns:
         The dtype that each buffer which was cast had before.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,16 +22,12 @@ _CAPTION_LENGTH = 32
 _NUM_SAMPLES = 4096
 
 
+@dataclass(frozen=True, slots=True)
 class CaptionedShapes:
-    """Numbered samples: a picture to see, its caption, and the picture to draw for it.
+    """Numbered samples: a picture to see, its caption, and the picture to draw for it."""
 
-    Args:
-        image_size: Height and width, as the model's vision tower has them.
-        num_samples: How many; each has a size and a noise of its own.
-    """
-
-    def __init__(self, image_size: int, num_samples: int) -> None:
-        self.image_size, self.num_samples = image_size, num_samples
+    image_size: int
+    num_samples: int
 
     def __len__(self) -> int:
         return self.num_samples
@@ -54,15 +51,9 @@ class CaptionedShapes:
 
 
 def captioned_shapes(config: Any = None, *, image_size: int = 16, num_samples: int = _NUM_SAMPLES) -> CaptionedShapes:
-    """What `data.source: shardwise.models.pictures:captioned_shapes` means.
+    """What `data.source: shardwise.models.pictures:captioned_shapes` means; an image size of 16 fits multimodal-debug.
 
-    Args:
-        config: The run's `data` settings, of which none is needed.
-        image_size: Height and width; 16 fits `multimodal-debug`.
-        num_samples: How many samples.
-
-    Ranks:
-        Local. The same on every rank.
+    None of the run's `data` settings is needed.
     """
     return CaptionedShapes(image_size, num_samples)
 

@@ -8,20 +8,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.config.schema import PositiveInt, Strict
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TransformerConfig:
+class TransformerConfig(Strict):
     """The shape of a small Transformer."""
 
-    vocab_size: int = 257
+    vocab_size: PositiveInt = 257
     """Tokens in the vocabulary; 257 for bytes and the end of a document."""
-    max_sequence_length: int = 256
+    max_sequence_length: PositiveInt = 256
     """Longest sequence; each position has a learned vector."""
-    width: int = 128
+    width: PositiveInt = 128
     """Width of the residual stream."""
-    num_layers: int = 4
+    num_layers: PositiveInt = 4
     """Blocks."""
-    num_heads: int = 4
+    num_heads: PositiveInt = 4
     """Attention heads."""
     dropout: float = 0.0
     """Probability of dropping a value after each half of a block."""

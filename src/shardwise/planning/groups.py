@@ -13,6 +13,7 @@ from torch import nn
 from shardwise.config.schema import ROOT_PATTERN, ShardConfig
 from shardwise.errors import PlanError, fix_name
 from shardwise.planning.calls import Calls, has_forward
+from shardwise.planning.plan import Group
 
 _RUNS = nn.ModuleList | nn.ModuleDict | nn.Sequential
 _TORCH_COMPOSITES = (
@@ -147,6 +148,15 @@ class Tree:
         return [node for node in self.root.walk() if node.class_name == pattern or (node.fqn and fits(node.fqn))]
 
 
+def outermost_blocks(model: nn.Module, groups: Iterable[Group]) -> dict[str, nn.Module]:
+    """The outermost modules below the root that are groups and have parts, by FQN in the model's order."""
+    grouped = {name for group in groups for name in group.modules if name}
+    tree = Tree(model, {id(parameter): key for key, parameter in enumerate(model.parameters())})
+    nodes = [node for node in tree.root.walk() if node.fqn in grouped and node.is_composite]
+    inner = {id(node) for node in nodes for other in nodes if other is not node and other.contains(node)}
+    return {node.fqn: node.module for node in nodes if id(node) not in inner}
+
+
 def name_matcher(pattern: str):
     """A predicate for FQNs: `*` is part of one name, `**` and a leading `*.` span dots."""
     if pattern.startswith("*."):
@@ -164,7 +174,7 @@ TINY_BLOCK_SHARE = 0.02
 MOSTLY_ONE_LEAF_SHARE = 0.8
 """A module of which one leaf is at least this much counts as that leaf."""
 
-Kind = Literal["block", "leaf", "tie", "island", "storage", "part", "root"]
+Kind = Literal["block", "leaf", "tie", "island", "storage", "part", "experts", "root"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +433,7 @@ def _instances(tree: Tree, name: str) -> list[Node]:
     nodes = [node for node in tree.root.walk() if node.class_name == name]
     if not nodes:
         known = sorted({node.class_name for node in tree.root.walk() if node.keys})
-        raise _unknown(name, known, "block_classes", "no module of the model has this class")
+        raise unknown_pattern(name, known, "block_classes", "no module of the model has this class")
     return _callable(nodes, f"block_classes: {name}")
 
 
@@ -431,7 +441,7 @@ def _named(tree: Tree, pattern: str) -> list[Node]:
     nodes = [node for node in tree.matching(pattern) if node.keys]
     if not nodes:
         known = [node.fqn for node in tree.root.walk() if node.fqn]
-        raise _unknown(pattern, known, "block_patterns", "the pattern fits no module's name")
+        raise unknown_pattern(pattern, known, "block_patterns")
     return _callable(nodes, f"block_patterns: {pattern}")
 
 
@@ -483,7 +493,10 @@ def _callable(nodes: Iterable[Node], where: str) -> list[Node]:
     return nodes
 
 
-def _unknown(name: str, known: list[str], where: str, why: str) -> PlanError:
+def unknown_pattern(
+    name: str, known: list[str], where: str, why: str = "the pattern fits no module's name"
+) -> PlanError:
+    """What to raise for a name or pattern in a setting that matches nothing."""
     fix = fix_name(name, known, f"choose among {', '.join(known[:6])}", cutoff=0.5)
     return PlanError(f"{where} names {name!r}, which matches nothing", where=f"{where}: {name}", why=why, fix=fix)
 
@@ -496,6 +509,6 @@ def ignored_keys(tree: Tree, names: dict[str, int], patterns: tuple[str, ...]) -
         found = {key for name, key in names.items() if fits(name)}
         found |= {key for node in tree.matching(pattern) for key in node.keys}
         if not found:
-            raise _unknown(pattern, [*names, *tree.nodes], "ignored", "the pattern fits no parameter or module")
+            raise unknown_pattern(pattern, [*names, *tree.nodes], "ignored", "the pattern fits no parameter or module")
         keys |= found
     return keys

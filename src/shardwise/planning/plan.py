@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from shardwise.config.schema import ROOT_PATTERN
+from shardwise.config.schema import ROOT_PATTERN, SHARD_AXES
 from shardwise.errors import PlanError, listed
 from shardwise.units import format_bytes, format_count
 
@@ -38,10 +38,14 @@ class PlannedParameter:
     trainable: bool = True
     placement: Literal["shard", "replicate", "ignore"] = "shard"
     shard_dim: int = 0
+    splits: tuple[tuple[str, int, int], ...] = ()
+    """Mesh axes that divide it before it is sharded: axis, dimension and number of ranks, as in `("tensor", 0, 2)`."""
     make_contiguous: bool = False
     """Storage is rewritten row-major first: FSDP2 shards nothing else."""
     upcast_from: str | None = None
     """The dtype before sharding, where the plan changes storage."""
+    packed_bytes: int | None = None
+    """Storage over all ranks, where a tensor subclass packs the elements into fewer bits than `dtype` has."""
     reason: str = ""
     """Why, where it is not the default."""
 
@@ -53,14 +57,34 @@ class PlannedParameter:
     @property
     def num_bytes(self) -> int:
         """Storage, over all ranks."""
-        return self.numel * DTYPE_BYTES.get(self.dtype, 4)
+        return self.numel * DTYPE_BYTES.get(self.dtype, 4) if self.packed_bytes is None else self.packed_bytes
 
     def bytes_per_rank(self, num_shards: int) -> int:
         """Storage on the fullest rank; dim 0 is padded up to a multiple of the ranks."""
-        if self.placement != "shard" or not self.shape:
-            return self.num_bytes
-        rows = self.shape[self.shard_dim]
-        return -(-rows // num_shards) * (self.num_bytes // rows if rows else 0)
+        shape = self.local_shape
+        num_bytes = self.num_bytes * math.prod(shape) // max(self.numel, 1)
+        if self.placement != "shard" or not shape:
+            return num_bytes
+        rows = shape[self.shard_dim]
+        return -(-rows // num_shards) * (num_bytes // rows if rows else 0)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """What `fully_shard` is given on the fullest rank: the shape, divided by `splits`."""
+        shape = list(self.shape)
+        for _, dim, num_ranks in self.splits:
+            shape[dim] = -(-shape[dim] // num_ranks)
+        return tuple(shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelModule:
+    """What one form of parallelism, or float8, does to a module, and why."""
+
+    fqn: str
+    how: str
+    """The style, method or recipe; empty: the module is left as it is."""
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +93,11 @@ class Group:
 
     modules: tuple[str, ...]
     """FQNs; the root is the empty name."""
-    kind: Literal["block", "leaf", "tie", "island", "storage", "part", "root"]
+    kind: Literal["block", "leaf", "tie", "island", "storage", "part", "experts", "root"]
     """What made it a group; see `reason`."""
     parameters: tuple[PlannedParameter, ...]
+    shard_axes: tuple[str, ...] = ("shard",)
+    """Mesh axes that its parameters are sharded over, as one."""
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     output_dtype: str | None = None
@@ -124,7 +150,7 @@ class Plan:
     device: str
     """Device type the groups live on."""
     axes: tuple[tuple[str, int], ...]
-    """Data-parallel mesh axes, outermost first: `(("replicate", 2), ("shard", 4))`."""
+    """Mesh axes, outermost first: `(("replicate", 2), ("shard", 4))`. Of a pipeline, those of one stage."""
     groups: tuple[Group, ...]
     """Children first, root last."""
     replicated: tuple[PlannedParameter, ...] = ()
@@ -139,14 +165,29 @@ class Plan:
     """Modules outside all groups but the root that a script may call by themselves; they enter through the root."""
     track_unused: bool = False
     """The model's code can leave parameters out: agree after each backward on which got no gradient anywhere."""
+    float8: tuple[ParallelModule, ...] = ()
+    """Modules whose matrix products are in float8, and those left as they are."""
+    tensor_parallel: tuple[ParallelModule, ...] = ()
+    """Styles of the modules divided over the tensor axis, and modules left as they are."""
+    expert_parallel: tuple[ParallelModule, ...] = ()
+    """Modules whose experts are divided over the expert axis."""
+    context_parallel: tuple[ParallelModule, ...] = ()
+    """How attention works on sequences divided over the context axis."""
+    pipeline: tuple[ParallelModule, ...] = ()
+    """Stages of the pipeline."""
     reasons: tuple[str, ...] = ()
     """Decisions about the model as a whole."""
     warnings: tuple[str, ...] = ()
 
     @property
     def num_shards(self) -> int:
-        """Ranks that hold one copy of the parameters between them."""
-        return dict(self.axes).get("shard", 1)
+        """Ranks that dense parameters are sharded over."""
+        return self.num_ranks(SHARD_AXES)
+
+    def num_ranks(self, axes: Iterable[str]) -> int:
+        """Number of ranks along these axes together."""
+        sizes = dict(self.axes)
+        return math.prod(sizes.get(axis, 1) for axis in axes)
 
     @property
     def root(self) -> Group:
@@ -169,7 +210,8 @@ class Plan:
     @property
     def bytes_per_rank(self) -> int:
         """Parameter storage on the fullest rank."""
-        return sum(parameter.bytes_per_rank(self.num_shards) for parameter in self.parameters)
+        groups = sum(group.bytes_per_rank(self.num_ranks(group.shard_axes)) for group in self.groups)
+        return groups + sum(p.bytes_per_rank(1) for p in (*self.replicated, *self.ignored))
 
     def group_of(self, parameter_fqn: str) -> Group | None:
         """The group that gathers a parameter, by any of its names."""
@@ -218,10 +260,14 @@ def render_plan(plan: Plan) -> str:
         f"{len(plan.groups)} groups over {_mesh(plan)}; {format_bytes(plan.bytes_per_rank)} of parameters per rank"
     ]
     lines += [f"  · {reason}" for reason in dict.fromkeys(plan.reasons)]
+    if len(steps := [title for title, modules in parallel_parts(plan) if modules]):
+        lines.append(f"  · order: {', '.join(steps)}, then fully_shard, children first")
     rows = _group_rows(plan.groups)
     noted = [p for group in plan.groups for p in group.parameters if p.reason]
     for title, parameters in (("sharded", noted), ("replicated", plan.replicated), ("ignored", plan.ignored)):
         rows += _parameter_rows(title, parameters)
+    for title, modules in parallel_parts(plan):
+        rows += _parallel_rows(title, modules)
     rows += [[f"warning: {warning}"] for warning in dict.fromkeys(plan.warnings)]
     for row, (first, *rest) in enumerate(rows, start=1):
         lines += [f"{'└─' if row == len(rows) else '├─'} {first}"]
@@ -229,9 +275,32 @@ def render_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def parallel_parts(plan: Plan) -> list[tuple[str, tuple[ParallelModule, ...]]]:
+    """What is done to modules before they are sharded, in the order in which it is done."""
+    return [
+        ("float8", plan.float8),
+        ("tensor parallel", plan.tensor_parallel),
+        ("expert parallel", plan.expert_parallel),
+        ("context parallel", plan.context_parallel),
+        ("pipeline", plan.pipeline),
+    ]
+
+
+def _parallel_rows(title: str, modules: Iterable[ParallelModule]) -> list[list[str]]:
+    """One row for all modules that are treated alike for the same reason."""
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for module in modules:
+        alike[module.how, _unnumbered(module.reason)].append(module.fqn or ROOT_PATTERN)
+    rows = []
+    for (how, reason), fqns in alike.items():
+        shown = listed([_pattern(names) for names in numbered_alike(fqns)], _MAX_NAMES)
+        rows.append([f"{title}: {', '.join(shown)}  {how or 'left as it is'}", *([reason] if reason else [])])
+    return rows
+
+
 def render_group(plan: Plan, group: Group) -> str:
     """Everything that the plan says about one of its groups."""
-    shards = plan.num_shards
+    shards = plan.num_ranks(group.shard_axes)
     compute, reduce = group.param_dtype or "the stored dtype", group.reduce_dtype or "the dtype of the gradients"
     inputs = f"cast to {compute}" if group.cast_inputs and group.param_dtype else "as they are"
     facts = [("reason", group.reason), *(("", reason) for reason in plan.reasons)]
@@ -251,7 +320,8 @@ def render_group(plan: Plan, group: Group) -> str:
     lines.append(f"  {'parameters':<20}  {len(group.parameters)}")
     for p in group.parameters:
         per_rank = format_bytes(p.bytes_per_rank(shards))
-        notes = [f"shard on dim {p.shard_dim}", *([] if p.trainable else ["frozen"])]
+        notes = [f"divided over {axis} on dim {dim}" for axis, dim, _ in p.splits]
+        notes += [f"shard on dim {p.shard_dim}", *([] if p.trainable else ["frozen"])]
         notes += [f"also {', '.join(p.aliases)}"] if p.aliases else []
         notes += [p.reason] if p.reason else []
         size = f"{p.dtype} {list(p.shape)}, {format_bytes(p.num_bytes)}, {per_rank} per rank"

@@ -1,6 +1,8 @@
 """plan(): read the model, refuse what cannot be sharded, decide groups, settings and prefetch, with reasons."""
 
-from collections.abc import Iterable
+import inspect
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,15 +13,25 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardwise.config.schema import ROOT_PATTERN, GroupOverride, MeshConfig, PrefetchConfig, ShardConfig
+from shardwise.config.schema import (
+    EXPERT_SHARD_AXES,
+    ROOT_PATTERN,
+    SHARD_AXES,
+    GroupOverride,
+    MeshConfig,
+    PrefetchConfig,
+    ShardConfig,
+)
 from shardwise.distributed.mesh import mesh_axes
 from shardwise.errors import PlanError
 from shardwise.planning import groups as grouping
 from shardwise.planning import settings
 from shardwise.planning.assignment import Assignment, assign, find_tensors, split_by_override, storage_splits
 from shardwise.planning.calls import Calls, is_within
+from shardwise.planning.experts import find_experts
+from shardwise.planning.float8 import choose_float8
 from shardwise.planning.groups import GroupCandidate, Node, Tree, by_node, find_candidates, ignored_keys, is_explicit
-from shardwise.planning.plan import Group, Plan, PlannedParameter
+from shardwise.planning.plan import Group, ParallelModule, Plan, PlannedParameter
 from shardwise.planning.settings import FLOATING, Compute, check_config, choose_compute, dtype_name, group_settings
 from shardwise.planning.source.facts import read_calls
 from shardwise.planning.tracing import trace_calls
@@ -152,8 +164,53 @@ def make_plan(
     refuse_sharded(model)
     refuse_unsupported(model)
     axes, device = mesh_axes(mesh)
+    refuse_axes(axes)
     check_config(config, axes)
     return Draft(model, config, axes, device, find_calls(model, example_inputs)).plan(capability)
+
+
+def refuse_axes(axes: dict[str, int]) -> None:
+    """Raise for mesh axes that nothing is done along yet.
+
+    Raises:
+        PlanError: With the axis.
+    """
+    for axis, size in axes.items():
+        if axis == "tensor":
+            raise PlanError(
+                f"the mesh axis {axis!r} has {size} ranks: {axis} parallelism is not supported yet",
+                where=f"mesh.{axis}",
+                why="weights along it would diverge without an error",
+                fix=f"give these ranks to shard: set mesh.{axis} = 1, as in MeshConfig(shard=...)",
+            )
+
+
+def refuse_context(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raise where a model cannot work on parts of sequences.
+
+    Raises:
+        PlanError: It would number the tokens of every rank from 0, has no blocks, or does not use
+            scaled_dot_product_attention.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    name = type(model).__name__
+    what = fix = ""
+    if not blocks:
+        what, fix = f"{name} has no blocks", 'name them: ShardConfig(block_patterns=("name.of.blocks.*",))'
+    elif "position_ids" not in parameters and not takes_any:
+        what, fix = f"{name}.forward takes no position_ids", "let forward take position_ids (rows, length)"
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if isinstance(kind, str) and kind != "sdpa":
+        what, fix = f"{name} computes attention by {kind!r}", 'model.set_attn_implementation("sdpa")'
+    if what:
+        raise PlanError(
+            what,
+            where="mesh.context",
+            why="with context parallelism a rank has a part of each sequence: its tokens get their positions in the "
+            "whole, and scaled_dot_product_attention in its blocks the keys of all ranks",
+            fix=f"{fix}, or set mesh.context = 1",
+        )
 
 
 WORTHWHILE_PADDING = 1 / 8
@@ -180,6 +237,15 @@ def choose_shard_dim(shape: tuple[int, ...], num_shards: int) -> tuple[int, str]
         f"split on dim {dim} ({shape[dim]} / {num_shards}): dim 0 has {rows} rows, "
         f"padding would cost {padded / rows:.1f}x the memory"
     )
+
+
+def packed_bytes(parameter: torch.Tensor) -> int | None:
+    """Storage of a tensor subclass that keeps its elements in fewer bits than its dtype has; None for any other."""
+    if not hasattr(parameter, "fsdp_pre_all_gather") or not hasattr(parameter, "__tensor_flatten__"):
+        return None
+    names, _ = parameter.__tensor_flatten__()  # pyrefly: ignore[not-callable]
+    stored = sum(getattr(parameter, name).nbytes for name in names)
+    return stored if stored < parameter.numel() * parameter.dtype.itemsize else None
 
 
 def add_prefetch(groups: list[Group], prefetch: PrefetchConfig, overrides: tuple[GroupOverride, ...]) -> list[Group]:
@@ -237,6 +303,8 @@ class Draft:
         self.dtype_of = {key: dtype_name(tensor.parameter.dtype) for key, tensor in enumerate(self.tensors)}
         self.trainable = {key for key, tensor in enumerate(self.tensors) if tensor.parameter.requires_grad}
         self.upcast: dict[int, str] = {}
+        self.splits: dict[int, tuple[tuple[str, int, int], ...]] = {}
+        self.experts, self.expert_parallel = self._find_experts() if axes.get("expert", 1) > 1 else ([], [])
         self.covered = [
             (
                 override,
@@ -244,6 +312,21 @@ class Draft:
             )
             for override in config.overrides
         ]
+
+    def _find_experts(self) -> tuple[list[GroupCandidate], list[ParallelModule]]:
+        num_ranks = self.axes["expert"]
+        if self.axes.get("tensor", 1) > 1:
+            raise PlanError(
+                f"the mesh has both an expert axis ({num_ranks} ranks) and a tensor axis ({self.axes['tensor']} ranks)",
+                where="mesh.expert, mesh.tensor",
+                why="how experts would be divided over both is not decided",
+                fix="set mesh.tensor = 1 and give its ranks to expert or shard",
+            )
+        candidates, entries = find_experts(self.tree, self.calls, self.config.expert.modules, num_ranks)
+        for candidate in candidates:
+            if candidate.kind == "experts":
+                self.splits |= dict.fromkeys(candidate.nodes[0].own, (("expert", 0, num_ranks),))
+        return candidates, entries
 
     def _check_roots(self) -> None:
         """Every trainable parameter belongs to one of the modules that scripts call; others are left as they are."""
@@ -265,7 +348,9 @@ class Draft:
 
     def _set_aside(self, key: int, parameter: nn.Parameter) -> None:
         """Keep whole what FSDP2 cannot split."""
-        if not (parameter.is_floating_point() or parameter.is_complex()):
+        if packed_bytes(parameter) is not None:
+            self._set_packed_aside(key, parameter)
+        elif not (parameter.is_floating_point() or parameter.is_complex()):
             self.ignored[key] = f"{dtype_name(parameter.dtype)} storage is left as it is"
         elif parameter.ndim == 0 and parameter.is_complex():
             # DTensor has no view_as_real of a scalar, which torch's optimizers step a complex parameter by.
@@ -278,10 +363,28 @@ class Draft:
             # DTensor makes view_as_real of uneven parts a copy: what torch's optimizers write there is lost.
             self.replicated[key] = "complex numbers are split only where each rank gets as many"
 
+    def _set_packed_aside(self, key: int, parameter: nn.Parameter) -> None:
+        name, kind = self.tensors[key].names[0], type(parameter).__name__
+        if parameter.requires_grad:
+            raise PlanError(
+                f"{name!r}, a {kind}, is asked to train",
+                where=name,
+                why="it is stored in fewer bits than its dtype has: an optimizer's updates would be rounded away",
+                fix="freeze it (requires_grad = False) and train adapters, or leave it unquantised",
+            )
+        if parameter.shape[0] % self._shard_axes()[1]:
+            # FSDP2 pads uneven parts with rows of the parameter's own shape, which packed elements do not have.
+            self.ignored[key] = f"a {kind} of {parameter.shape[0]} rows, which the ranks do not divide evenly"
+
     def _splits_evenly(self, parameter: nn.Parameter) -> bool:
-        shape, num_shards = tuple(parameter.shape), self.axes.get("shard", 1)
+        shape, (_, num_shards) = tuple(parameter.shape), self._shard_axes()
         dim = choose_shard_dim(shape, num_shards)[0] if self.config.shard_dim == "auto" else 0
         return shape[dim] % num_shards == 0
+
+    def _shard_axes(self, *, of_experts: bool = False) -> tuple[tuple[str, ...], int]:
+        """The mesh axes that parameters are sharded over as one, and their ranks."""
+        axes = tuple(axis for axis in (EXPERT_SHARD_AXES if of_experts else SHARD_AXES) if axis in self.axes)
+        return axes, math.prod(self.axes[axis] for axis in axes)
 
     def plan(self, capability: tuple[int, int] | None) -> Plan:
         """Decide everything, for hardware of this CUDA compute capability."""
@@ -305,9 +408,27 @@ class Draft:
             early_root=self.config.prefetch.early_root,
             outer_modules=self._outer_modules(groups),
             track_unused=any(group.reduce_unused for group in groups),
+            float8=self._float8(groups, capability),
+            expert_parallel=tuple(self.expert_parallel),
+            context_parallel=self._context_parallel(groups),
             reasons=(compute.reason, *self.calls.notes),
             warnings=tuple(self._warnings(groups)),
         )
+
+    def _context_parallel(self, groups: list[Group]) -> tuple[ParallelModule, ...]:
+        """The blocks whose attention sees whole sequences."""
+        if "context" not in self.axes:
+            return ()
+        blocks = grouping.outermost_blocks(self.model, groups)
+        refuse_context(self.model, blocks)
+        config, num_ranks = self.config.context, self.axes["context"]
+        how = [config.method, *(["balanced"] if config.balanced else []), *(["verify"] if config.verify else [])]
+        reason = f"sequences are divided over {num_ranks} ranks; keys and values are all-gathered in each block"
+        return tuple(ParallelModule(fqn=name, how=", ".join(how), reason=reason) for name in blocks)
+
+    def _float8(self, groups: list[Group], capability: tuple[int, int] | None) -> tuple[ParallelModule, ...]:
+        num_shards = self._shard_axes()[1]
+        return choose_float8(self.model, self.config.float8, self.tree, groups, self.device, capability, num_shards)
 
     def _storage_dtypes(self) -> list[str]:
         """Floating dtypes of what is trained, or of everything where nothing is."""
@@ -329,6 +450,8 @@ class Draft:
             ]
         else:
             candidates = find_candidates(self.tree, self.calls)
+        divided = by_node(self.experts)
+        candidates = [each for each in candidates if not any(node in divided for node in each.nodes)] + self.experts
         candidates += split_by_override(self.tree, candidates, self.config.overrides, self.calls)
         names = {key: tensor.names for key, tensor in enumerate(self.tensors)}
         assignment = assign(self.tree, candidates, self.calls, names)
@@ -339,6 +462,13 @@ class Draft:
         if splits:
             assignment = assign(self.tree, assignment.candidates + splits, self.calls, names)
         self.replicated |= {**odd, **assignment.replicated}
+        for key in self.splits.keys() & self.replicated.keys():
+            raise PlanError(
+                f"{self.tensors[key].names[0]!r} is {self.replicated[key]}",
+                where=self.tensors[key].names[0],
+                why="experts are divided over the expert axis and then sharded",
+                fix='store the experts of a layer in one dtype, or set mixed_storage="upcast"',
+            )
         for keys in assignment.keys:
             keys[:] = [key for key in keys if key not in self.replicated]
         return assignment
@@ -355,11 +485,12 @@ class Draft:
         overrides = [override for override, ids in self.covered if all(id(node) in ids for node in candidate.nodes)]
         chosen = group_settings(self.config, overrides, compute, self._dtypes(keys), is_root=candidate.is_root)
         reshard, reason = chosen["reshard_after_forward"], candidate.reason
+        shard_axes, num_shards = self._shard_axes(of_experts=candidate.kind == "experts")
         if candidate.kept_unsharded:
             reshard = False
         elif not candidate.is_root and self.config.reshard_after_forward is None and self._runs_again(candidate):
             reshard, reason = False, f"{reason}; called several times a pass, so it is kept unsharded until backward"
-        elif not isinstance(reshard, bool) and reshard == self.axes.get("shard", 1):
+        elif not isinstance(reshard, bool) and (reshard == num_shards or num_shards % reshard):
             reshard = True  # over as many ranks as before forward
         for name in ("forward_prefetch", "backward_prefetch"):
             chosen[name] = ("",) * chosen[name]  # add_prefetch puts names there
@@ -369,6 +500,7 @@ class Draft:
             modules=tuple(node.fqn for node in candidate.nodes),
             kind=candidate.kind,
             parameters=tuple(self._parameter(key) for key in keys),
+            shard_axes=shard_axes,
             entry_points=self._entry_points(candidate),
             held=candidate.kept_unsharded,
             reduce_unused=unused == "reduce" or (unused == "auto" and self._is_conditional(candidate)),
@@ -412,8 +544,21 @@ class Draft:
     ) -> PlannedParameter:
         tensor, parameter, dim = self.tensors[key], self.tensors[key].parameter, 0
         notes = [reason]
-        if placement == "shard" and self.config.shard_dim == "auto":
-            dim, why = choose_shard_dim(tuple(parameter.shape), self.axes.get("shard", 1))
+        planned = PlannedParameter(
+            fqn=tensor.names[0],
+            aliases=tensor.names[1:],
+            shape=tuple(parameter.shape),
+            dtype=self.dtype_of[key],
+            trainable=key in self.trainable,
+            placement=placement,
+            splits=self.splits.get(key, ()),
+        )
+        packed = packed_bytes(parameter)
+        if packed is not None:
+            notes.append(f"{type(parameter).__name__}: {8 * packed / parameter.numel():.3g} bits an element")
+        elif placement == "shard" and self.config.shard_dim == "auto":
+            _, num_shards = self._shard_axes(of_experts=any(axis == "expert" for axis, _, _ in planned.splits))
+            dim, why = choose_shard_dim(planned.local_shape, num_shards)
             notes.append(why)
         if len(tensor.parameters) > 1:
             notes.append("tied by storage; becomes one parameter object under all its names")
@@ -421,16 +566,12 @@ class Draft:
             notes.append("rewritten row-major: FSDP2 splits contiguous storage only")
         if key in self.upcast:
             notes.append(f"stored in {self.dtype_of[key]} instead of {self.upcast[key]}, as asked")
-        return PlannedParameter(
-            fqn=tensor.names[0],
-            aliases=tensor.names[1:],
-            shape=tuple(parameter.shape),
-            dtype=self.dtype_of[key],
-            trainable=key in self.trainable,
-            placement=placement,
+        return replace(
+            planned,
             shard_dim=dim,
             make_contiguous=rewritten,
             upcast_from=self.upcast.get(key),
+            packed_bytes=packed,
             reason="; ".join(note for note in notes if note),
         )
 

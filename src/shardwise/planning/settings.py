@@ -1,5 +1,6 @@
 """Settings of a group: dtypes, resharding, offload."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.config.load import check_ranges
-from shardwise.config.schema import GroupOverride, PrecisionConfig, ShardConfig
+from shardwise.config.schema import SHARD_AXES, GroupOverride, PrecisionConfig, ShardConfig
 from shardwise.errors import PlanError
 from shardwise.planning.plan import DTYPE_BYTES
 
@@ -121,7 +122,7 @@ def check_config(config: ShardConfig, axes: dict[str, int]) -> None:
         PlanError: An int `reshard_after_forward` that does not divide the shard axis.
         ConfigError: A negative prefetch.
     """
-    num_shards = axes.get("shard", 1)
+    num_shards = math.prod(axes.get(axis, 1) for axis in SHARD_AXES)
     asked = [("reshard_after_forward", config.reshard_after_forward)]
     asked += [(f"overrides: {o.pattern}.reshard_after_forward", o.reshard_after_forward) for o in config.overrides]
     for where, value in asked:

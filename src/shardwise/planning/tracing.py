@@ -42,17 +42,26 @@ def trace_calls(model: nn.Module, example_inputs: Any) -> Calls:
     elif type(example_inputs) is dict:
         args, kwargs = (), example_inputs
     try:
-        with _preserved(model), fake_tensor_mode() as mode:
-            fake = _faker(model, (args, kwargs), mode)
-            watch.parameters = _swap_tensors(model, fake)
-            args, kwargs = change_tensors((args, kwargs), fake)
-            with watch.hooked(), torch.enable_grad():
-                model(*args, **kwargs)
+        with on_fake_tensors(model, (args, kwargs)) as ((args, kwargs), watch.parameters), watch.hooked():
+            model(*args, **kwargs)
     except Exception as error:  # the model's own code runs here and may raise anything
         where = innermost_module(error.__traceback__, model) or "the root"
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return dataclasses.replace(watch.calls(), complete=False, notes=(f"tracing stopped in {where}: {why}",))
     return watch.calls()
+
+
+@contextmanager
+def on_fake_tensors(model: nn.Module, inputs: Any) -> Iterator[tuple[Any, dict[int, nn.Parameter]]]:
+    """Give the model fake parameters and buffers inside; the model is as before afterwards.
+
+    Yields:
+        The inputs as fake tensors, and the real parameters by the identity of the fake ones.
+    """
+    with _preserved(model), fake_tensor_mode() as mode, torch.enable_grad():
+        fake = _faker(model, inputs, mode)
+        parameters = _swap_tensors(model, fake)
+        yield change_tensors(inputs, fake), parameters
 
 
 def innermost_module(trace: types.TracebackType | None, model: nn.Module) -> str | None:

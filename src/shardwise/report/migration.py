@@ -18,13 +18,7 @@ _HEADINGS = {
 
 
 def print_migration(console: Console, migration: Migration, *, written: bool) -> None:
-    """Print the difference of each file unless it has been written, and the report.
-
-    Args:
-        console: Colours only where it is a terminal.
-        migration: From `migrate`.
-        written: Whether the files on disk have been changed.
-    """
+    """Print the difference of each file, unless the files on disk have been changed, and the report."""
     if not written:
         for file in migration.files:
             if file.changed:
@@ -40,7 +34,14 @@ def print_migration(console: Console, migration: Migration, *, written: bool) ->
             if finding.fix:
                 line.append("\n    fix: ", style="bold green").append(finding.fix)
             console.print(line, soft_wrap=True, highlight=False)
-    console.print(_last_line(migration, written), soft_wrap=True, highlight=False)
+    summary, verb = migration.summary, "changed" if written else "would change"
+    line = f"{summary['files_read']} files read; nothing of FSDP1 in them"
+    if migration.files:
+        line = f"{summary['constructors_rewritten']} of {summary['constructors']} FSDP(...) calls rewritten; "
+        line += f"{summary['files_changed']} of {summary['files_read']} files {verb}; "
+        line += f"{summary['needs-decision']} places need a decision"
+        line += "" if written or not summary["files_changed"] else "; --write changes them"
+    console.print(line, soft_wrap=True, highlight=False)
 
 
 def diff_text(file: MigratedFile) -> Text:
@@ -52,14 +53,3 @@ def diff_text(file: MigratedFile) -> Text:
         style = "bold" if line.startswith(("+++", "---")) else style
         out.append(line if line.endswith("\n") else line + "\n\\ no newline at the end\n", style=style)
     return out
-
-
-def _last_line(migration: Migration, written: bool) -> str:
-    summary = migration.summary
-    if not migration.files:
-        return f"{summary['files_read']} files read; nothing of FSDP1 in them"
-    calls = f"{summary['constructors_rewritten']} of {summary['constructors']} FSDP(...) calls rewritten"
-    changed = f"{summary['files_changed']} of {summary['files_read']} files {'changed' if written else 'would change'}"
-    rest = f"{summary['needs-decision']} places need a decision"
-    hint = "" if written or not summary["files_changed"] else "; --write changes them"
-    return f"{calls}; {changed}; {rest}{hint}"

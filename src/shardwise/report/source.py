@@ -24,13 +24,7 @@ _MAX_FRAME_LINES = 4
 
 
 def print_findings(console: Console, findings: Iterable[SourceFinding], texts: Mapping[str, str] | None = None) -> None:
-    """Print each finding as `path:line:column CODE message`, its code frame and its fix.
-
-    Args:
-        console: Colours only where it is a terminal.
-        findings: In the order in which they are to be printed.
-        texts: The files' texts by path; a file that is not there gets no frame.
-    """
+    """Print each finding as `path:line:column CODE message`, its code frame if its text is given, and its fix."""
     for finding in findings:
         console.print(finding_text(finding, (texts or {}).get(finding.path)), soft_wrap=True, highlight=False)
 
@@ -85,14 +79,13 @@ def findings_json(findings: Sequence[SourceFinding], summary: Mapping[str, Any])
 
 def findings_github(findings: Iterable[SourceFinding]) -> str:
     """One workflow command a finding, which GitHub shows on the line of a pull request."""
-    return "\n".join(map(_github_line, findings))
-
-
-def _github_line(finding: SourceFinding) -> str:
-    title, path = f"{finding.code} {finding.name}".strip(), PurePath(finding.path).as_posix()
-    properties = {"title": title, "file": path, "line": finding.line, "col": finding.column} | _end(finding)
-    listed = ",".join(f"{name}={_escaped(str(value), ',:')}" for name, value in properties.items())
-    return f"::{_GITHUB[finding.severity]} {listed}::{_escaped(_message(finding))}"
+    lines = []
+    for finding in findings:
+        title, path = f"{finding.code} {finding.name}".strip(), PurePath(finding.path).as_posix()
+        properties = {"title": title, "file": path, "line": finding.line, "col": finding.column} | _end(finding)
+        listed = ",".join(f"{name}={_escaped(str(value), ',:')}" for name, value in properties.items())
+        lines.append(f"::{_GITHUB[finding.severity]} {listed}::{_escaped(_message(finding))}")
+    return "\n".join(lines)
 
 
 def _message(finding: SourceFinding) -> str:

@@ -6,16 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.progress import Progress as Bars
 from rich.text import Text
 
 from shardwise.errors import ShardwiseError
@@ -35,7 +27,7 @@ class TerminalProgress:
 
     def __init__(self, console: Console, *, in_bytes: bool = False) -> None:
         self._console, self._in_bytes = console, in_bytes
-        self._bars: Bars | None = None
+        self._bars: bars.Progress | None = None
         self._label, self._total, self._done = "", 0, 0
         self._started_s = 0.0
 
@@ -44,15 +36,12 @@ class TerminalProgress:
         self._label, self._total, self._done = label, total, 0
         self._started_s = time.monotonic()
         if self._console.is_terminal:
-            counts = (DownloadColumn(), TransferSpeedColumn()) if self._in_bytes else (MofNCompleteColumn(),)
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                *counts,
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
+            counts = (
+                (bars.DownloadColumn(), bars.TransferSpeedColumn()) if self._in_bytes else (bars.MofNCompleteColumn(),)
             )
-            self._bars = Bars(*columns, console=self._console)
+            label_column, note_column = bars.TextColumn("{task.description}"), bars.TextColumn("{task.fields[note]}")
+            columns = (label_column, bars.BarColumn(), *counts, bars.TimeRemainingColumn(), note_column)
+            self._bars = bars.Progress(*columns, console=self._console)
             self._bars.add_task(label, total=total, note="")
             self._bars.start()
 
@@ -61,7 +50,7 @@ class TerminalProgress:
         before, self._done = self._done, self._done + steps
         if self._bars is not None:
             self._bars.update(self._bars.task_ids[0], advance=steps, note=note)
-        elif self._crossed_a_tenth(before) or before == 0:
+        elif before == 0 or self._tenth(before) != self._tenth(self._done):
             self._print(f"{self._label} {self._count()}  {note}".rstrip())
 
     def finish(self, note: str = "") -> None:
@@ -78,9 +67,8 @@ class TerminalProgress:
         rate = self._done / max(time.monotonic() - self._started_s, 1e-6)
         return f"{format_bytes(self._done)} of {format_bytes(self._total)}, {format_bytes(rate)}/s"
 
-    def _crossed_a_tenth(self, before: int) -> bool:
-        lines = min(_PLAIN_LINES, max(self._total, 1))
-        return before * lines // max(self._total, 1) != self._done * lines // max(self._total, 1)
+    def _tenth(self, done: int) -> int:
+        return done * min(_PLAIN_LINES, max(self._total, 1)) // max(self._total, 1)
 
     def _print(self, line: str) -> None:
         # No wrapping or markup: a log line stays one line, and a [path] is not a style.

@@ -16,17 +16,28 @@ from torch.optim import Optimizer
 from shardwise import compat
 from shardwise.config.schema import ShardConfig
 from shardwise.distributed.agreement import agree_on, run_on_all
-from shardwise.distributed.mesh import data_parallel_mesh, default_mesh
-from shardwise.errors import PlanError
+from shardwise.distributed.mesh import default_mesh, expert_mesh, fsdp_mesh, gradient_mesh, mesh_axes, model_mesh
+from shardwise.errors import PlanError, ShardError
 from shardwise.planning.calls import is_within
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.planner import plan as make_plan
 from shardwise.planning.planner import refuse_sharded
 from shardwise.planning.settings import dtype_name
 from shardwise.sharding.blocks import checkpoint_activations, compile_blocks
+from shardwise.sharding.context_parallel import apply_context_parallel, hook_context_parallel
+from shardwise.sharding.expert_parallel import divide_experts
+from shardwise.sharding.float8 import GatheredScales, convert_linears, import_torchao
 from shardwise.sharding.forward_hooks import Casts, ForwardHooks, PartsForwardHooks, Replicated, RootForwardHooks
-from shardwise.sharding.gradients import BackwardEnd, UnusedParameters, step_in_backward, watch_zero_grad
+from shardwise.sharding.gradients import (
+    BackwardEnd,
+    ParameterHooks,
+    UnusedParameters,
+    carry_over,
+    step_in_backward,
+    watch_zero_grad,
+)
 from shardwise.sharding.graph_calls import watch_backward
+from shardwise.sharding.inventory import class_name, unwrapped_name
 from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, on_recover, remember
 from shardwise.sharding.repointing import around_steps, remember_parameters, repoint, watch_optimizers
@@ -43,8 +54,8 @@ def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
         PlanError: Already sharded, other parameters, or other mesh sizes.
     """
     refuse_sharded(model)
-    sizes = tuple(mesh.shape)
-    if tuple(size for _, size in plan.axes) != sizes and not (len(sizes) == 1 and plan.num_shards == sizes[0]):
+    sizes = mesh_axes(mesh)[0]
+    if _wide(sizes) != _wide(dict(plan.axes)):
         raise PlanError(
             f"the plan is for a mesh of {dict(plan.axes)}, this one has {sizes}",
             why="shard dimensions and policies were chosen for those sizes",
@@ -69,6 +80,10 @@ def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
+def _wide(sizes: dict[str, int]) -> dict[str, int]:
+    return {axis: size for axis, size in sizes.items() if size > 1}
+
+
 def agree_on_plan_and_weights(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise on every rank, showing the difference, unless all ranks hold the same plan and the same weights.
 
@@ -87,10 +102,13 @@ def agree_on_plan_and_weights(plan: Plan, model: nn.Module, mesh: DeviceMesh) ->
     agree_on(weights, "the model's weights", fix=fix, group=mesh)
 
 
-def _fingerprint(parameter: nn.Parameter) -> str:
+def _fingerprint(parameter: torch.Tensor) -> str:
     if parameter.is_meta:
         return "meta"
-    if type(parameter) is not nn.Parameter or parameter.numel() == 0:
+    if hasattr(parameter, "fsdp_pre_all_gather"):
+        inner = [value for value in vars(parameter).values() if isinstance(value, torch.Tensor)]
+        return " ".join(map(_fingerprint, inner))
+    if type(parameter) not in (nn.Parameter, torch.Tensor) or parameter.numel() == 0:
         return "-"
     flat = parameter.detach().reshape(-1) if parameter.is_contiguous() else parameter.detach().contiguous().view(-1)
     sample = flat[:: max(flat.numel() // _SAMPLES, 1)][:_SAMPLES].cpu().contiguous()
@@ -118,7 +136,7 @@ def _drop_early_gather(root: nn.Module, *_: Any) -> None:
 def _unshard_after_steps(root: Any) -> None:
     reference = weakref.ref(root)
 
-    def unshard() -> None:
+    def unshard(_: Any) -> None:
         if (root := reference()) is not None and all(map(compat.is_resharded, compat.groups_of(root))):
             root.unshard(async_op=True)
 
@@ -160,34 +178,50 @@ def shard(
         Collective. Call on every rank of `mesh`.
     """
     compat.check_torch()
-    mesh = data_parallel_mesh(mesh or default_mesh())
+    mesh = model_mesh(mesh or default_mesh())
     optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
     if plan is None:
         plan = run_on_all(lambda: make_plan(model, config, mesh=mesh, example_inputs=example_inputs), mesh)
     else:
         check_fits(plan, model, mesh)
+    if plan.float8:
+        import_torchao()  # before anything is changed
     agree_on_plan_and_weights(plan, model, mesh)
     remembered = remember_parameters(model, optimizers)
-    # Recomputation inside, compilation around it, sharding outside both: the only order that works.
+    replaced = dict(model.named_parameters())
+    _prepare_storage(model, plan)  # ties
+    # float8 inside, then tensor, expert and context parallelism; recomputation, compilation around it, sharding
+    # outside all of them: the only order that works.
+    convert_linears(model, plan)
+    if (experts := expert_mesh(mesh)) is not None:
+        for module in plan.expert_parallel:
+            if module.how:
+                divide_experts(model.get_submodule(module.fqn), experts)
     if config is not None and config.activations not in ("auto", "keep"):
         checkpoint_activations(model, config.activations, config=plan)
     if config is not None and config.compile is True:
         compile_blocks(model, config=plan)
-    replaced = dict.fromkeys(model.parameters())
-    _prepare_storage(model, plan)
+    if plan.context_parallel:
+        apply_context_parallel(model, plan.context_parallel, mesh)
     modules = dict(model.named_modules(remove_duplicate=False))
     aside = {model.get_parameter(planned.fqn) for planned in (*plan.replicated, *plan.ignored)}
     for group in plan.groups:  # children first, root last
-        _shard_group(group, modules, model, mesh, aside)
+        _shard_group(group, modules, model, fsdp_mesh(mesh, group.shard_axes), aside)
+    for parameter_group in compat.param_groups(model):
+        ParameterHooks(parameter_group)
     for root in [group.modules[0] for group in plan.groups if group.kind == "root"]:
         _wire(_below(root, plan), modules, mesh)
     remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
-    watch_optimizers(model, replaced)
+    for name, new in model.named_parameters():
+        if (old := replaced.get(unwrapped_name(name), new)) is not new:
+            carry_over(old, new)
+    watch_optimizers(model, dict.fromkeys(replaced.values()))
     watch_writes(model)
     step_in_backward(model)
     watch_zero_grad()
     watch_by_default(model)
+    hook_context_parallel(model)
     return model
 
 
@@ -222,8 +256,20 @@ def _shard_group(
         offload_policy=policy,
         ignored_params=aside,
     )
+    for member in members:
+        compat.refuse_deepcopy(member, _refuse_deepcopy)
     if len({getattr(torch, p.dtype).is_complex for p in group.parameters if p.trainable}) > 1:
         compat.set_complex_apart(members[0])
+
+
+def _refuse_deepcopy(module: nn.Module, _: Any) -> None:
+    raise ShardError(
+        f"copy.deepcopy of a sharded {class_name(module)}",
+        where=class_name(module),
+        why="its hooks and its process groups cannot be copied",
+        fix="copy the model before sharding and shard both, or build another and load_state_dict(model.state_dict()); "
+        "for an average of weights, shardwise.EMA(model)",
+    )
 
 
 def _placement_function(group: Group, model: nn.Module) -> Callable[[nn.Parameter], Shard | None] | None:
@@ -253,13 +299,16 @@ def _wire(plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
     model = modules[plan.root.modules[0]]
     compat.cast_instead_of_copies(model)
     compat.patch_accumulation(model)
-    replicated = _place_outside(model, plan, modules, mesh)
+    over = gradient_mesh(mesh)
+    replicated = _place_outside(model, plan, modules, over)
     _wire_entries(model, plan, modules, replicated)
     unused = UnusedParameters([g for group in plan.groups if group.reduce_unused for g in _fsdp_groups(group, modules)])
     on_recover(model, unused.forget)
     places = [_places(planned, modules)[0] for planned in (*plan.replicated, *plan.ignored)]
-    BackwardEnd(model, mesh, places, unused)
+    BackwardEnd(model, over, places, unused)
     set_prefetch(plan, modules)
+    if plan.float8:
+        GatheredScales(model)
 
 
 def _place_outside(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> Replicated:

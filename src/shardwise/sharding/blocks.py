@@ -10,17 +10,16 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.config.schema import ShardConfig
 from shardwise.errors import ConfigError, ShardError
-from shardwise.planning.groups import Tree
+from shardwise.planning.groups import outermost_blocks
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
+from shardwise.sharding.activation_offload import HostActivations
 
 # What takes their place. A layer that is recomputed would append its keys and values a second time.
 _INSTEAD = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
@@ -146,10 +145,7 @@ def find_blocks(model: nn.Module, config: ShardConfig | Plan | None, *, action: 
             fix=f"call {action}(model) before shard(model)",
         )
     found = config if isinstance(config, Plan) else plan(model, config)
-    grouped = {name for group in found.groups for name in group.modules if name}
-    tree = Tree(model, {id(parameter): key for key, parameter in enumerate(model.parameters())})
-    nodes = [node for node in tree.root.walk() if node.fqn in grouped and node.is_composite]
-    outermost = [node for node in nodes if not any(other is not node and other.contains(node) for other in nodes)]
+    outermost = outermost_blocks(model, found.groups)
     if not outermost:
         raise ShardError(
             f"{type(model).__name__} has no blocks to work on",
@@ -157,7 +153,7 @@ def find_blocks(model: nn.Module, config: ShardConfig | Plan | None, *, action: 
             why="it works on the groups of the plan that hold several modules, and this model has none",
             fix=f'{action}(..., config=ShardConfig(block_patterns=("name.of.blocks.*",)))',
         )
-    return {node.fqn: node.module for node in outermost}
+    return outermost
 
 
 class ReplacedForward:
@@ -192,10 +188,19 @@ def replacements(module: nn.Module) -> Iterator[ReplacedForward]:
         forward = forward.__wrapped__
 
 
-M = TypeVar("M", bound=nn.Module)
-Mode = Literal["full", "selective", "none"]
+def replace_innermost(module: nn.Module, make: Callable[[Callable[..., Any]], ReplacedForward]) -> None:
+    """Replace the module's own forward, inside of what recomputes or compiles it."""
+    chain = list(replacements(module))
+    if chain:
+        chain[-1].__wrapped__ = make(chain[-1].__wrapped__)
+    else:
+        module.forward = make(module.forward)
 
-_POLICIES = ("full", "selective", "every_n", "none")
+
+M = TypeVar("M", bound=nn.Module)
+Mode = Literal["full", "selective", "offload", "none"]
+
+_POLICIES = ("full", "selective", "offload", "every_n", "none")
 # Matrix products, attention and convolutions: nearly all of a block's arithmetic, and few of its saved bytes.
 _COSTLY = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm",
@@ -206,7 +211,7 @@ _COSTLY = (
 
 def checkpoint_activations(
     model: M,
-    policy: Literal["full", "selective", "every_n", "none"] | Callable[[str, nn.Module], Any] = "full",
+    policy: Literal["full", "selective", "offload", "every_n", "none"] | Callable[[str, nn.Module], Any] = "full",
     *,
     every: int = 2,
     saved_ops: Collection[Any] = (),
@@ -224,9 +229,10 @@ def checkpoint_activations(
     Args:
         model: Not sharded yet.
         policy: `full` recomputes every block and keeps its inputs only; `selective` keeps the results of
-            matrix products, attention and convolutions, and recomputes the rest; `every_n` recomputes one
-            block in `every`; `none` undoes it. Or a function of name and module that returns one of `full`,
-            `selective` and `none`, or a bool.
+            matrix products, attention and convolutions, and recomputes the rest; `offload` does the same, and
+            every other block keeps them in host memory; `every_n` recomputes one block in `every`; `none` undoes
+            it. Or a function of name and module that returns one of `full`, `selective`, `offload` (in host
+            memory) and `none`, or a bool.
         every: For `every_n`.
         saved_ops: For `selective`: the operators (`torch.ops.aten.mm.default`) whose results are kept, in
             place of the default ones.
@@ -253,7 +259,7 @@ def checkpoint_activations(
         raise ConfigError(f"every is {every}", where=where + "every", why=why, fix="set every = 1 or more")
     blocks = find_blocks(model, config, action="checkpoint_activations")
     # All answers first: a policy that raises leaves the model as it was.
-    modes = [_mode(policy, every, index, *block) for index, block in enumerate(blocks.items())]
+    modes = [_mode(policy, every, index, len(blocks), *block) for index, block in enumerate(blocks.items())]
     change_activations(blocks, modes, saved_ops=saved_ops, preserve_rng=preserve_rng)
     return model
 
@@ -273,7 +279,7 @@ def change_activations(
         modes: One for each block.
         saved_ops: As in `checkpoint_activations`.
         preserve_rng: As in `checkpoint_activations`.
-        offload: Keep in CPU memory what is kept for backward.
+        offload: Let every block keep in host memory what it keeps for backward.
 
     Raises:
         ShardError: A block is compiled already.
@@ -286,6 +292,7 @@ def change_activations(
                 why="the compiler must see what is recomputed: checkpoint_activations, compile_blocks, shard",
                 fix="call checkpoint_activations(model) before compile_blocks(model)",
             )
+    activations = HostActivations()
     for module, mode in zip(blocks.values(), modes, strict=True):
         for replaced in list(replacements(module)):  # what a call before this one chose
             module.forward = replaced.__wrapped__
@@ -293,36 +300,68 @@ def change_activations(
                 del module.forward
         if mode != "none":
             module.forward = CheckpointedForward(module, mode, saved_ops, preserve_rng=preserve_rng)
-        if offload:
-            module.forward = OffloadedForward(module)
+        if offload or mode == "offload":
+            module.forward = OffloadedForward(module, activations)
 
 
-def recompute_later(model: nn.Module, plan: Plan) -> None:
-    """Prepare the model's blocks for `recompute_more`; until then they recompute nothing."""
-    blocks = find_blocks(model, plan, action="recompute_later")
-    change_activations(blocks, ["selective"] * len(blocks))
-    for forward in _checkpointed(model):
-        forward.set_mode("none")
+class AdaptiveActivations:
+    """What the blocks of a model keep for backward, less and less of it while memory does not suffice.
 
+    At first everything is kept on the device. `keep_less` recomputes what is cheap, then also moves a growing part of
+    the rest to host memory, and in the end recomputes whole blocks.
 
-def recompute_more(model: nn.Module) -> Mode | None:
-    """Let the blocks that `recompute_later` prepared recompute selectively, and then everything.
+    Args:
+        model: Not sharded and not compiled yet.
+        plan: Its plan, which names the blocks.
 
-    Returns:
-        How they recompute from now on; None where nothing was prepared, or all is recomputed already.
+    Raises:
+        ShardError: The model has no blocks.
     """
-    found = _checkpointed(model)
-    if not found or found[0].mode == "full":
-        return None
-    mode: Mode = "selective" if found[0].mode == "none" else "full"
-    for forward in found:
-        forward.set_mode(mode)
-    return mode
+
+    _LEVELS: tuple[tuple[Mode, float], ...] = (
+        ("none", 0.0), ("selective", 0.0), ("offload", 1 / 2), ("offload", 5 / 8), ("offload", 3 / 4), ("full", 0.0)
+    )  # fmt: skip
+    """What blocks do, and the share of them that keeps its activations in host memory."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        blocks = find_blocks(model, plan, action="checkpoint_activations")
+        change_activations(blocks, ["offload"] * len(blocks))
+        chains = [list(replacements(module)) for module in blocks.values()]
+        self._forwards = [(each, chain[-1]) for chain in chains if isinstance(each := chain[0], OffloadedForward)]
+        self._set_level(0)
+
+    def reset(self) -> None:
+        """Keep everything on the device again."""
+        self._set_level(0)
+
+    def keep_less(self, *, recompute_blocks: bool) -> Mode | None:
+        """Keep less from the next call on.
+
+        Args:
+            recompute_blocks: Whether whole blocks may be recomputed.
+
+        Returns:
+            What the blocks do now; None where there is nothing left to change.
+        """
+        level = self._level + 1
+        if level == len(self._LEVELS) or (self._LEVELS[level][0] == "full" and not recompute_blocks):
+            return None
+        self._set_level(level)
+        return self._LEVELS[level][0]
+
+    def _set_level(self, level: int) -> None:
+        self._level = level
+        mode, share = self._LEVELS[level]
+        for index, (offloaded, checkpointed) in enumerate(self._forwards):
+            offloaded.is_enabled = mode == "offload" and _is_offloaded(index, len(self._forwards), share)
+            assert isinstance(checkpointed, CheckpointedForward)
+            checkpointed.set_mode("selective" if mode == "offload" and not offloaded.is_enabled else mode)
 
 
-def _checkpointed(model: nn.Module) -> list["CheckpointedForward"]:
-    chains = [replaced for module in model.modules() for replaced in replacements(module)]
-    return [replaced for replaced in chains if isinstance(replaced, CheckpointedForward)]
+def _is_offloaded(index: int, num_blocks: int, share: float = 1 / 2) -> bool:
+    """Whether a block is one of those that are spread evenly; not the last one, with which backward begins."""
+    behind = num_blocks - 1 - index
+    return int((behind + 1) * share) > int(behind * share)
 
 
 class CheckpointedForward(ReplacedForward):
@@ -349,14 +388,16 @@ class CheckpointedForward(ReplacedForward):
         """Recompute in this way from the next call on."""
         self.mode = mode
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng}
-        if mode == "selective":
+        if mode in ("selective", "offload"):
             # torch.compile follows exactly this form.
             kept = partial(_keep, self.saved_ops or _costly_ops())
             self.options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block; what it computes inside is not kept, as far as the mode says."""
-        if self.mode == "none" or not torch.is_grad_enabled():
+        # Without a compiler, `selective` keeps results where no hook can move them to host memory.
+        is_kept = self.mode == "none" or (self.mode == "offload" and not torch.compiler.is_compiling())
+        if is_kept or not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
         args, kwargs = without_cache(self.names, self.layer, args, kwargs)
         options: dict[str, Any] = self.options
@@ -374,33 +415,25 @@ class CheckpointedForward(ReplacedForward):
 
 
 class OffloadedForward(ReplacedForward):
-    """A block's forward that keeps in CPU memory what it keeps for backward; parameters stay where they are.
+    """A block's forward that keeps in host memory what it keeps for backward; parameters stay where they are.
 
     Args:
         module: The block.
+        activations: Of the model.
+        is_enabled: Whether it does so from the first call on.
     """
 
     compiles_inside = True
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, activations: HostActivations, *, is_enabled: bool = True) -> None:
         super().__init__(module.forward)
-        self.module = module
+        self.module, self.activations, self.is_enabled = module, activations, is_enabled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
-        to_cpu = save_on_cpu(pin_memory=torch.accelerator.is_available())
-
-        def pack(tensor: torch.Tensor) -> Any:
-            storage = tensor.untyped_storage().data_ptr()
-            # Now and not before: a group inside the block is unsharded on its way.
-            unsharded = (p for p in self.module.parameters() if not isinstance(p, DTensor))
-            is_parameter = any(storage == parameter.untyped_storage().data_ptr() for parameter in unsharded)
-            return tensor if is_parameter else to_cpu.pack_hook(tensor)
-
-        def unpack(packed: Any) -> torch.Tensor:
-            return packed if isinstance(packed, torch.Tensor) else to_cpu.unpack_hook(packed)
-
-        with saved_tensors_hooks(pack, unpack):
+        if not self.is_enabled or not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
+        with self.activations.call(self.module).hooks():
             return self.__wrapped__(*args, **kwargs)
 
 
@@ -419,21 +452,23 @@ def _costly_ops() -> frozenset[Any]:
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
-def _mode(policy: Any, every: int, index: int, name: str, module: nn.Module) -> Mode:
+def _mode(policy: Any, every: int, index: int, num_blocks: int, name: str, module: nn.Module) -> Mode:
     if policy == "every_n":
         return "full" if index % every == 0 else "none"
+    if policy == "offload":
+        return "offload" if _is_offloaded(index, num_blocks) else "selective"
     if not callable(policy):
         return policy
     answer = policy(name, module)
     if answer is None or isinstance(answer, bool):
         return "full" if answer else "none"
-    if answer in ("full", "selective", "none"):
+    if answer in ("full", "selective", "offload", "none"):
         return answer
     raise ConfigError(
         f"the policy answers {answer!r} for {name!r}",
         where=f"policy({name!r}, {type(module).__name__})",
-        why="a block is recomputed in full, selectively or not at all",
-        fix='return True, False, "full", "selective" or "none"',
+        why="a block is recomputed in full, selectively (and kept in host memory) or not at all",
+        fix='return True, False, "full", "selective", "offload" or "none"',
     )
 
 

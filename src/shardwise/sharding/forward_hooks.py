@@ -80,6 +80,13 @@ class CallOfGroup:
                 nodes.append(tensor.grad_fn)
         graph_calls().close(call, [node for node in nodes if node is not None])
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether autograd has recorded anything since the call began, so that a backward may follow."""
+        if self._graph_call is None:
+            return torch.is_grad_enabled() or compat.in_backward()
+        return compat.sequence_number() > self._graph_call.since
+
     def leave(self, output: Any) -> Any:
         """End; returns the output in the group's output dtype."""
         self._arguments.write_back()
@@ -306,12 +313,12 @@ class KeptUnsharded:
         for group in self.groups:
             compat.unshard_group(group)
 
-    def leave(self, output: Any) -> None:
-        """Keep them for the backward of `output`; without gradients there is none."""
-        if torch.is_grad_enabled():
+    def leave(self, output: Any, *, is_recorded: bool) -> None:
+        """Keep them for the backward of `output`, or free them where autograd has recorded nothing."""
+        if is_recorded:
             for tensor in differentiable(output) if self.groups else ():
                 tensor.register_hook(self.unshard)
-        elif not compat.in_backward():
+        else:
             for group in self.groups:
                 compat.reshard_group(group)
 
@@ -355,8 +362,8 @@ class RootForwardHooks(ForwardHooks):
         self.replicated.restore()
         for entry in self.parts:
             entry.finish()
-        self.kept.leave(output)
-        if not torch.is_grad_enabled() and not compat.in_backward():
+        self.kept.leave(output, is_recorded=self._call.is_recorded)
+        if not self._call.is_recorded:
             # FSDP2 leaves the root unsharded. Without a backward to follow, parameters() would list the unsharded
             # copies: an optimizer built now would train those, and a step would leave them stale.
             for group in compat.groups_of(self.module):

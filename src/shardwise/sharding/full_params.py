@@ -19,7 +19,15 @@ from shardwise.distributed.agreement import gather_over_mesh, is_first, raise_to
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ConfigError, ShardError, listed
 from shardwise.sharding import inventory
-from shardwise.sharding.inventory import ShardLayout, broadcast_from_first, layout_of, local_tensor, sharded_axes
+from shardwise.sharding.inventory import (
+    ShardLayout,
+    broadcast_from_first,
+    layout_of,
+    local_tensor,
+    plain_values,
+    sharded_axes,
+)
+from shardwise.sharding.nf4 import NF4Tensor
 
 _ALIGNMENT_BYTES = 16  # no dtype is wider, so every tensor in a bucket can be viewed where it lies
 
@@ -140,8 +148,8 @@ def refuse_missing(lacking: Mapping[str, set[int]]) -> None:
 def _make_entry(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> _Entry:
     target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     layout = layout_of(tensor) if isinstance(tensor, DTensor) else None
-    # Tensor subclasses (quantised shards) know best how to gather themselves.
-    if layout is not None and type(local_tensor(tensor)) is not torch.Tensor:
+    # Tensor subclasses that we do not know gather themselves.
+    if layout is not None and type(local_tensor(tensor)) not in (torch.Tensor, NF4Tensor):
         layout = None
     return _Entry(name, tensor, layout, target)
 
@@ -168,7 +176,7 @@ def _gather(bucket: list[_Entry], keep: bool) -> Iterator[tuple[str, torch.Tenso
 def _whole(entry: _Entry, keep: bool) -> torch.Tensor | None:
     tensor = entry.tensor
     is_split = isinstance(tensor, DTensor) and sharded_axes(tensor)
-    tensor = tensor.full_tensor() if is_split else local_tensor(tensor)
+    tensor = inventory.full_tensor(tensor) if is_split else plain_values(local_tensor(tensor))
     return tensor.detach().to(entry.dtype) if keep else None
 
 
@@ -366,7 +374,7 @@ def _gather_parameters(slots: _Slots, rank0_only: bool) -> dict[nn.Parameter, nn
     for parameter, (_, full) in zip(slots, gathered, strict=True):
         if full is None:
             full = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        elif full.untyped_storage().data_ptr() == local_tensor(parameter).untyped_storage().data_ptr():
+        elif compat.storage_id(full) == compat.storage_id(local_tensor(parameter)):
             full = full.clone()  # whole anyway, and the block must not change the model's own
         own[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
     return own

@@ -1,6 +1,7 @@
-"""What FSDP2 leaves undone: gradients outside its groups, parameters that some ranks did not use, `zero_grad`."""
+"""What FSDP2 leaves undone: gradients outside its groups, unused parameters, hooks on parameters, `zero_grad`."""
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from shardwise import compat
+from shardwise.errors import ShardError
 from shardwise.sharding.registry import sharded_roots
 
 
@@ -26,7 +29,7 @@ class UnusedParameters:
         self._used: set[int] = set()
         self._filled: set[int] = set()
         for group in groups:
-            compat.before_post_backward(group, lambda group=group: self._fill(group))
+            compat.around_post_backward(group, lambda group=group: self._fill(group))
 
     @property
     def is_needed(self) -> bool:
@@ -117,6 +120,60 @@ class BackwardEnd:
         if tensor.numel():
             for group in self._process_groups:
                 dist.all_reduce(tensor, group=group)
+
+
+def carry_over(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give a parameter that takes another's place its attributes and its hooks."""
+    for name, value in old.__dict__.items():
+        new.__dict__.setdefault(name, value)
+    for_gradient, for_sum = compat.hooks_of(old) if new.requires_grad else ([], [])
+    for hook in for_gradient:
+        new.register_hook(hook)
+    for hook in for_sum:
+        new.register_post_accumulate_grad_hook(hook)
+
+
+class ParameterHooks:
+    """Calls the hooks on the sharded parameters of a group (`register_hook`) with each reduced gradient.
+
+    FSDP2 computes gradients of other tensors, the unsharded parameters, and ignores hooks on the sharded ones.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = weakref.ref(group)
+        self._earlier: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        compat.around_post_backward(group, self._set_aside, self._call)
+
+    def _set_aside(self) -> None:
+        """Set aside what earlier backwards have accumulated: hooks are about the gradient of this one."""
+        group = self._group()
+        if group is not None and compat.reduces_gradients(group):
+            for parameter in compat.sharded_parameters(group):
+                if compat.hooks_of(parameter)[0]:
+                    self._earlier.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    @torch.no_grad()
+    def _call(self) -> None:
+        if self._earlier:
+            compat.wait_for_reduced_gradients([self._group()])
+        for parameter, earlier in self._earlier:
+            gradient = parameter.grad
+            for hook in compat.hooks_of(parameter)[0] if gradient is not None else ():
+                with implicit_replication():  # a mask is the same tensor on all ranks
+                    changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            if gradient is not None and not isinstance(gradient, DTensor):
+                raise ShardError(
+                    "a hook on a sharded parameter returned a plain tensor",
+                    where=f"a parameter of shape {list(parameter.shape)}",
+                    why="the gradient that it was given is a DTensor, of which each rank holds a part",
+                    fix="compute what it returns from the gradient, as in gradient * mask",
+                )
+            if earlier is not None:
+                gradient = earlier if gradient is None else earlier + gradient
+            parameter.grad = gradient
+        self._earlier.clear()
 
 
 def step_in_backward(root: nn.Module) -> None:

@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.errors import ShardError
 from shardwise.sharding.inventory import class_name
+from shardwise.sharding.parameter_writes import is_of_group
 
 _MOST_CALLS = 2**18
 _MOST_FINISHED_CALLS = 2**12
@@ -124,15 +126,22 @@ class GraphCalls:
         if call in self._open:
             del self._open[self._open.index(call) :]
 
-    def before_backward(self, outputs: Sequence[Any], create_graph: bool, accumulates: bool) -> bool:
+    def before_backward(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], create_graph: bool, accumulates: bool
+    ) -> bool:
         """Look at a backward that is about to run from `outputs`; returns whether `after_backward` shall be called.
 
         Raises:
-            ShardError: Its graph shall be recorded, though it accumulates into parameters of a sharded model.
+            ShardError: It asks for gradients of sharded parameters, or its graph shall be recorded, though it
+                accumulates into parameters of a sharded model.
         """
         if not self.calls or compat.in_backward():
             return False
         self._roots = [edge.grad_fn if isinstance(edge, torch.Tensor) else edge.node for edge in outputs]
+        if any(isinstance(each, torch.Tensor) and is_of_group(each) for each in inputs) and (met := self._calls_met()):
+            _refuse_gradients_of_parameters(met)
+        if any(isinstance(output, DTensor) for output in outputs):
+            self._hand_on_plain_gradients()
         self._is_followed = False
         if not self._arrives_at_outputs():
             self._follow()
@@ -198,6 +207,44 @@ class GraphCalls:
                 todo += [child for child, _ in node.next_functions if child is not None]
         return seen
 
+    def _hand_on_plain_gradients(self) -> None:
+        """A term over sharded parameters makes the loss a DTensor; what the model computed gets plain gradients.
+
+        A result is a DTensor if one of its operands is; what calls return is plain.
+        """
+        groups = [
+            group for call in self.calls if (module := call.module()) is not None for group in compat.groups_of(module)
+        ]
+        spread: dict[Any, bool] = {}
+        todo = [node for node in self._roots if node is not None]
+        while todo:
+            node = todo[-1]
+            children = (
+                [] if self._is_in_call(node) else [child for child, _ in node.next_functions if child is not None]
+            )
+            if missing := [child for child in children if child not in spread]:
+                todo += missing
+                continue
+            todo.pop()
+            if hasattr(node, "variable"):
+                spread[node] = isinstance(node.variable, DTensor)
+                if spread[node]:  # its gradient may be in the works of a reduction
+                    node.register_prehook(lambda _: compat.wait_for_reduced_gradients(groups))
+            elif node not in spread:
+                spread[node] = any(spread[child] for child in children)
+                for child in children if spread[node] else ():
+                    if not spread[child]:
+                        child.register_prehook(_plain_gradients)
+
+    def _is_in_call(self, node: Any) -> bool:
+        """Whether a call made the node; those inside it are of no interest."""
+        number = compat.sequence_number_of(node)
+        position = bisect.bisect_right(self.calls, number, key=lambda call: call.since) - 1
+        call = self.calls[position] if position >= 0 else None
+        while call is not None and number >= call.until:
+            call = call.parent
+        return call is not None
+
     def _calls_met(self) -> list[GroupCall]:
         """The calls that made nodes of this backward, and the calls around them."""
         starts = [call.since for call in self.calls]
@@ -234,11 +281,28 @@ class GraphCalls:
                 todo += [(child, number) for child, _ in node.next_functions if child is not None]
 
 
+def _plain_gradients(gradients: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(each.full_tensor() if isinstance(each, DTensor) else each for each in gradients)
+
+
+def _refuse_gradients_of_parameters(calls: Iterable[GroupCall]) -> None:
+    raise ShardError(
+        "gradients of chosen parameters of a sharded model",
+        where=_first_module(calls),
+        why="backward computes gradients of unsharded parameters, which exist for its time only, and reduces them into "
+        "the `.grad` of the sharded ones",
+        fix="loss.backward(), then parameter.grad; by inputs or activations torch.autograd.grad works",
+    )
+
+
+def _first_module(calls: Iterable[GroupCall]) -> str:
+    return next((class_name(module) for call in calls if (module := call.module()) is not None), "")
+
+
 def _refuse_create_graph(calls: Iterable[GroupCall]) -> None:
-    module = next((module for call in calls if (module := call.module()) is not None), None)
     raise ShardError(
         "backward(create_graph=True) of a sharded model",
-        where="" if module is None else class_name(module),
+        where=_first_module(calls),
         why="gradients are reduced over the ranks into shards, which leaves no graph to differentiate again",
         fix="differentiate by inputs or activations, torch.autograd.grad(output, inputs, create_graph=True), and call "
         "backward() of the loss that uses the result",
@@ -262,7 +326,7 @@ def graph_calls() -> GraphCalls:
 def watch_backward() -> None:
     """Look at every backward of this process before it runs."""
 
-    def before(outputs: Sequence[Any], create_graph: bool, accumulates: bool) -> bool:
-        return graph_calls().before_backward(outputs, create_graph, accumulates)
+    def before(outputs: Sequence[Any], inputs: Sequence[Any], create_graph: bool, accumulates: bool) -> bool:
+        return graph_calls().before_backward(outputs, inputs, create_graph, accumulates)
 
     compat.watch_backward(before, lambda: graph_calls().after_backward())

@@ -1,9 +1,12 @@
 """Parameters and buffers of a model: layouts, names, values that were never written, replicas."""
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise import compat
 from shardwise.distributed.agreement import gather_over_mesh
-from shardwise.errors import ShardError
+from shardwise.errors import CheckpointError, ShardError
+from shardwise.sharding.nf4 import NF4Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,30 @@ def sharded_axes(tensor: DTensor) -> tuple[int, ...]:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, sharing its memory, without gradient; a plain tensor is its own part."""
+    """This rank's part of a DTensor, sharing its memory, without gradient; a plain tensor is its own part.
+
+    Of a subclass that only wraps a plain tensor (to gather it in another form), it is that tensor.
+    """
     if not isinstance(tensor, DTensor):
-        return tensor.detach()
+        return _unwrapped(tensor.detach())
     if not torch.is_grad_enabled():  # the switch costs more than the rest, and there may be thousands
-        return tensor.to_local()
+        return _unwrapped(tensor.to_local())
     with torch.no_grad():
-        return tensor.to_local()
+        return _unwrapped(tensor.to_local())
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is torch.Tensor or not hasattr(tensor, "fsdp_pre_all_gather"):
+        return tensor
+    held = [value for value in vars(tensor).values() if isinstance(value, torch.Tensor)]
+    same = [value for value in held if value.shape == tensor.shape and value.dtype == tensor.dtype]
+    others = [value for value in held if value.numel() > 1 and value is not same[0]] if same else []
+    return same[0].detach() if len(same) == 1 and not others else tensor
+
+
+def plain_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a local tensor as a plain one: its own memory, unless a subclass keeps them in another form."""
+    return tensor.dequantize() if isinstance(tensor, NF4Tensor) else local_tensor(tensor)
 
 
 def local_part(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -81,13 +102,113 @@ def local_part(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(like, DTensor) or not sharded_axes(like):
         return full
-    layout = layout_of(like)
-    if layout is not None:
-        start, length = layout.bounds(layout.mesh.get_local_rank(layout.axis))
-        return full.narrow(layout.dim, start, length)
-    replicated = [Replicate()] * like.device_mesh.ndim
-    whole = DTensor.from_local(full, like.device_mesh, replicated, run_check=False)
-    return cast(DTensor, whole.redistribute(placements=like.placements)).to_local()
+    chunks = local_chunks(like)
+    if len(chunks) == 1:
+        return full[slices_of(chunks[0].starts, chunks[0].sizes)]
+    part = full.new_empty(local_tensor(like).shape)
+    for chunk in chunks:
+        part[slices_of(chunk.position, chunk.sizes)] = full[slices_of(chunk.starts, chunk.sizes)]
+    return part
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A rectangular part of a tensor that one rank holds."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    position: tuple[int, ...]
+    """Where it starts in the rank's local tensor."""
+
+
+def local_chunks(tensor: DTensor) -> list[Chunk]:
+    """The chunks of a DTensor that this rank holds; none where it holds no element, or is not in the mesh.
+
+    One chunk unless a placement deals rows out in turn (`_StridedShard` on an axis of its own).
+
+    Raises:
+        CheckpointError: The ranks hold partial sums, which are not parts of the tensor; or the local tensor is not as
+            large as the placements say.
+    """
+    coordinate, local = tensor.device_mesh.get_coordinate(), local_tensor(tensor)
+    if coordinate is None or local.numel() == 0:
+        return []
+    shape, chunks = _chunks_at(compat.spec_of(tensor), tuple(coordinate))
+    if shape != local.shape:
+        raise CheckpointError(
+            f"a tensor of shape {list(tensor.shape)} is cut unevenly into parts of {list(local.shape)}",
+            where=f"placements {tensor.placements} on {tensor.device_mesh}",
+            why="which of its rows this rank holds does not follow from how it is placed",
+            fix="choose sizes that the mesh divides evenly",
+        )
+    return chunks
+
+
+@lru_cache(maxsize=4096)  # saves ask for it while training waits
+def _chunks_at(spec: Any, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], list[Chunk]]:
+    """The shape of the local tensor at a place of the mesh, and the chunks in it."""
+    if any(placement.is_partial() for placement in spec.placements):
+        raise CheckpointError(
+            f"a tensor of shape {list(spec.shape)} is held as partial sums",
+            where=f"placements {spec.placements}",
+            why="no rank has a part of its values before they are added up",
+            fix="redistribute it to Replicate() or Shard(dim) first",
+        )
+    runs = [_runs_along(spec, dim, coordinate) for dim in range(spec.ndim)]
+    chunks = [Chunk(*zip(*chosen, strict=True)) if chosen else Chunk((), (), ()) for chosen in itertools.product(*runs)]
+    return tuple(sum(length for _, length, _ in along) for along in runs), chunks
+
+
+def _runs_along(spec: Any, dim: int, coordinate: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Rows along `dim` that follow each other in the tensor and in the local part: first row, count, position."""
+    cuts = compat.cuts_along(spec, dim)
+    if all(type(placement) is Shard for _, placement in cuts):
+        start, length = 0, spec.shape[dim]
+        for axis, _ in cuts:
+            size = -(-length // spec.mesh.size(axis))  # as torch.chunk: the last ranks may hold less, or nothing
+            offset = min(coordinate[axis] * size, length)
+            start, length = start + offset, min(size, length - offset)
+        return [(start, length, 0)]
+    # A placement that deals rows out in turn: let it divide the row numbers, then join neighbours.
+    rows = torch.arange(spec.shape[dim], device="cpu")
+    for axis, placement in cuts:
+        rows = compat.split_rows(placement, rows, spec.mesh.size(axis))[coordinate[axis]]
+    breaks = ((rows[1:] - rows[:-1]) != 1).nonzero().flatten().add(1).tolist()
+    ends = itertools.pairwise([0, *breaks, len(rows)]) if len(rows) else ()
+    return [(int(rows[first]), end - first, first) for first, end in ends]
+
+
+def slices_of(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """The index of a rectangular part."""
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def full_tensor(tensor: DTensor) -> torch.Tensor:
+    """The whole of a DTensor; partial sums, and shards of tensor subclasses, are left to torch.
+
+    torch's own `full_tensor` hangs, or mixes rows, where several mesh axes cut one dimension unevenly (2.13).
+
+    Ranks:
+        Collective over the mesh axes that shard it.
+    """
+    mesh, axes, local = tensor.device_mesh, sharded_axes(tensor), local_tensor(tensor)
+    if any(placement.is_partial() for placement in tensor.placements) or type(local) is not torch.Tensor:
+        return tensor.full_tensor()
+    own, spec = list(mesh.get_coordinate() or ()), compat.spec_of(tensor)
+    along = [range(size) if axis in axes else (own[axis],) for axis, size in enumerate(mesh.shape)]
+    parts = [_chunks_at(spec, place) for place in itertools.product(*along)]
+    num_bytes = max(math.prod(shape) for shape, _ in parts) * local.element_size()
+    gathered = torch.zeros(num_bytes, dtype=torch.uint8, device=mesh.device_type)
+    gathered[: local.nbytes] = local.contiguous().view(-1).view(torch.uint8)
+    for axis in reversed(axes) if num_bytes else ():
+        sent, gathered = gathered, gathered.new_empty(mesh.size(axis) * len(gathered))
+        compat.all_gather_flat(gathered, sent, mesh.get_group(axis))
+    full = torch.empty(tensor.shape, dtype=local.dtype, device=gathered.device)
+    for (shape, chunks), data in zip(parts, gathered.view(len(parts), num_bytes), strict=True):
+        part = data.view(local.dtype)[: math.prod(shape)].view(shape)
+        for chunk in chunks:
+            full[slices_of(chunk.starts, chunk.sizes)] = part[slices_of(chunk.position, chunk.sizes)]
+    return full.to(local.device)
 
 
 # Never the value of a truth value; as a 2, 4 or 8 byte integer, one that no table or mask holds.
@@ -130,7 +251,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """A 0-d int64 tensor that changes with the tensor's bits and their order; equal tensors give equal ones."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     with torch.no_grad():
-        stored = _bytes(tensor.detach().contiguous())
+        stored = _bytes(plain_values(tensor).contiguous())
         if stored.storage_offset() % 4:
             stored = stored.clone()  # four bytes are read as one number, which must be aligned
         for place, chunk in enumerate(stored.split(_WORD_BYTES)):
@@ -239,7 +360,7 @@ class TensorEntry:
         with torch.no_grad():
             if isinstance(self.tensor, DTensor):
                 # A copy: what a collective returns may share storage, with the shard or with its own buffers.
-                return compat.dtensor_like(self.local.to(device), self.tensor).full_tensor().clone()
+                return full_tensor(compat.dtensor_like(self.local.to(device), self.tensor)).clone()
             return self.tensor.detach().to(device, copy=True)
 
     @contextmanager
@@ -325,7 +446,7 @@ def broadcast_from_first(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[
         Collective over those axes. Needs one copy of the tensor at most.
     """
     with torch.no_grad():
-        sent = tensor.detach().to(mesh.device_type).contiguous().view(-1).view(torch.uint8)
+        sent = plain_values(tensor).to(mesh.device_type).contiguous().view(-1).view(torch.uint8)
         for axis in axes:
             dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
         tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise import compat
 from shardwise.distributed.agreement import gather_over_mesh
-from shardwise.distributed.mesh import default_mesh, latest_mesh, widest_mesh
+from shardwise.distributed.mesh import default_mesh, latest_mesh, model_mesh, widest_mesh
 from shardwise.errors import ShardError
 from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.models.random_state import kept_random_state, seed_everything
@@ -467,10 +467,11 @@ def mesh_of(model: nn.Module, entries: Sequence[TensorEntry]) -> DeviceMesh | No
     mesh = widest_mesh((entry.tensor for entry in entries), None if state is None else state.mesh)
     if mesh is None:
         return default_mesh() if dist.is_initialized() else None
-    # Ranks along a tensor axis hold the same plain tensors and must draw the same numbers.
-    whole = latest_mesh()
-    is_part = whole is not None and set(mesh.mesh_dim_names or "?") < set(whole.mesh_dim_names or ())
-    return whole if is_part else mesh
+    # Ranks along a tensor axis hold the same plain tensors and must draw the same numbers; stages of a pipeline do not.
+    latest = latest_mesh()
+    if latest is None or not set(mesh.mesh_dim_names or "?") < set(latest.mesh_dim_names or ()):
+        return mesh
+    return model_mesh(latest)
 
 
 def _device(entries: Sequence[TensorEntry], device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:

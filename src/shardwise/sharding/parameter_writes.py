@@ -41,6 +41,11 @@ def is_watched(parameter: torch.Tensor) -> bool:
     return _MARK in parameter.__dict__
 
 
+def is_of_group(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter of a group that shardwise has made, sharded or unsharded."""
+    return _MARK in tensor.__dict__ or _VERSION in tensor.__dict__
+
+
 @functools.cache
 def _watch_data() -> None:
     compat.watch_data(DTensor, lambda tensor: None, _assign_sharded)
@@ -90,6 +95,15 @@ def _write_back(group: Any) -> None:
 @torch.no_grad()
 def _copy_changes(parameter: nn.Parameter, sharded: nn.Parameter) -> None:
     """Only values that differ: the others were perhaps rounded to the dtype of computation."""
+    if compat.extension_of(sharded) is not None:
+        parameter.__dict__[_VERSION] = parameter._version  # said once: the group can be resharded after this
+        raise ShardError(
+            f"a parameter of shape {list(parameter.shape)} was written to while it was unsharded",
+            where=type(local_tensor(sharded)).__name__,
+            why="its tensor subclass gathers it in another form than it is stored in: the shard cannot take what was "
+            "written",
+            fix="write to the sharded parameter, between a backward and the next forward",
+        )
     local = local_tensor(sharded)
     own = local_part(local_tensor(parameter), sharded).to(local.device)
     local.copy_(torch.where(own == local.to(own.dtype), local, own.to(local.dtype)))

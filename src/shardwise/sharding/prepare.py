@@ -17,7 +17,7 @@ from shardwise.config.fsdp1_names import HYBRID
 from shardwise.config.load import load, read_yaml
 from shardwise.config.schema import ROOT_PATTERN, GroupOverride, MeshConfig, PrecisionConfig, ShardConfig
 from shardwise.distributed.agreement import gather_objects, run_on_all
-from shardwise.distributed.mesh import data_parallel_mesh, default_mesh, make_mesh, ranks_per_machine
+from shardwise.distributed.mesh import axis_sizes, default_mesh, make_mesh, ranks_per_machine
 from shardwise.errors import ConfigError, ShardError, fix_name
 from shardwise.models.nested_tensors import cast_buffers
 from shardwise.planning.assignment import find_tensors
@@ -248,14 +248,14 @@ def _find_mesh(translation: Translation) -> DeviceMesh:
         mesh = DeviceMesh(given.device_type, given.mesh, mesh_dim_names=_AXES)
     else:
         mesh = given
-    mesh = data_parallel_mesh(mesh)
-    replicate, shard = (1, *mesh.shape)[-2:]
+    sizes = axis_sizes(mesh)
+    replicate, shard = sizes.get("replicate", 1), sizes["shard"]
     for name, asked, size in (("replicate", translation.replicate, replicate), ("shard", translation.shard, shard)):
         if asked is not None and asked != size:
             what = f"is {asked}, but the mesh has {size}"
             translation.problem(f"data_parallel_{name}_degree", what, "leave it out, or pass another mesh")
     what = fix = ""
-    if strategy in HYBRID and given is not None and mesh.ndim == 1 and translation.replicate != 1:
+    if strategy in HYBRID and given is not None and "replicate" not in sizes and translation.replicate != 1:
         what = f"{strategy} needs a mesh with a replicate axis"
         fix = f"set data_parallel_replicate_degree, the number of copies, to a divisor of {mesh.size()}"
     if strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and replicate > 1:

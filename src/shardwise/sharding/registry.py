@@ -1,9 +1,10 @@
 """What is known of a sharded model: its plan and state, and how it recovers from an interrupted step."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,13 +13,26 @@ from shardwise.errors import ShardError
 from shardwise.planning.plan import Plan
 
 
+@dataclass(frozen=True, slots=True)
+class PipelineRanks:
+    """The ranks that hold the other stages of a model."""
+
+    group: dist.ProcessGroup
+    counted_elsewhere: frozenset[str]
+    """Parameters that an earlier stage holds too: norms of all stages count them there."""
+    elsewhere: frozenset[str]
+    """Parameters and buffers of the whole model that only other ranks hold."""
+
+
 @dataclass(slots=True)
 class ShardedState:
     """The plan a model was sharded by, and where."""
 
     plan: Plan
     mesh: DeviceMesh
-    """The data-parallel mesh: one or two axes."""
+    """Of all ranks that share the model."""
+    pipeline: PipelineRanks | None = None
+    """Where the model is a stage of a pipeline."""
 
 
 _ROOTS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in the order in which they were sharded
@@ -33,9 +47,38 @@ def remember(model: nn.Module, state: ShardedState) -> None:
     _ROOTS[model] = None
 
 
+def describe(model: nn.Module, state: ShardedState) -> None:
+    """Record what is known of modules of several roots, which are the root of none."""
+    model.__dict__[_ATTRIBUTE] = state
+
+
 def sharded_state(model: nn.Module) -> ShardedState | None:
     """What was recorded for `model`, or None when it is not a root that shardwise sharded."""
     return model.__dict__.get(_ATTRIBUTE)
+
+
+def forget_parameters(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Take parameters out of the groups and the plan of a sharded model; the caller takes them off their modules.
+
+    Ranks:
+        Local. Call it alike on every rank.
+    """
+    forgotten = {id(parameter) for parameter in parameters}
+    names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in forgotten}
+    for group in compat.param_groups(model):
+        compat.drop_records(group, lambda record: id(compat.sharded_parameter(record)) in forgotten)
+    if (state := sharded_state(model)) is not None:
+        groups = [
+            replace(group, parameters=tuple(each for each in group.parameters if each.fqn not in names))
+            for group in state.plan.groups
+        ]
+        state.plan = replace(state.plan, groups=tuple(groups))
+
+
+def names_elsewhere(model: nn.Module) -> frozenset[str]:
+    """Parameters and buffers of the whole model that only other stages of a pipeline hold."""
+    state = sharded_state(model)
+    return state.pipeline.elsewhere if state is not None and state.pipeline is not None else frozenset()
 
 
 def on_recover(model: nn.Module, forget: Callable[[], None]) -> None:

@@ -114,25 +114,35 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             compat.wait_and_reshard(group)
 
 
+_Places = tuple[tuple[int, int], ...]
+"""Parameters that an optimizer steps: the index of the group of each, and its index in that group."""
+
+
 def around_steps(
-    groups: Iterable[Any], before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+    groups: Iterable[Any],
+    before: Callable[[_Places], None] | None = None,
+    after: Callable[[_Places], None] | None = None,
 ) -> Callable[[], None]:
-    """Call `before` and `after` each step of an optimizer that holds parameters of FSDP2's groups.
+    """Call `before` and `after` each step of an optimizer that holds parameters of FSDP2's groups, with their places.
 
     Returns:
         A function that stops it.
     """
     references = [weakref.ref(group) for group in groups]
-    is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+    found: weakref.WeakKeyDictionary[Optimizer, _Places] = weakref.WeakKeyDictionary()
 
-    def calling(callback: Callable[[], None]) -> Callable[..., None]:
+    def calling(callback: Callable[[_Places], None]) -> Callable[..., None]:
         def call(optimizer: Optimizer, *_: Any) -> None:
-            if optimizer not in is_ours:
-                living = [group for reference in references if (group := reference()) is not None]
-                own = {id(parameter) for group in living for parameter in compat.sharded_parameters(group)}
-                is_ours[optimizer] = any(id(parameter) in own for parameter in _held(optimizer))
-            if is_ours[optimizer]:
-                callback()
+            if optimizer not in found:
+                living = [(number, group) for number, reference in enumerate(references) if (group := reference())]
+                places = {
+                    id(parameter): (number, index)
+                    for number, group in living
+                    for index, parameter in enumerate(compat.sharded_parameters(group))
+                }
+                found[optimizer] = tuple(places[id(each)] for each in _held(optimizer) if id(each) in places)
+            if found[optimizer]:
+                callback(found[optimizer])
 
         return call
 

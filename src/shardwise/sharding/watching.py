@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,14 +13,17 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import compat
-from shardwise.distributed.collective_trace import CollectiveKind, encode, open_traces
+from shardwise.distributed.agreement import agree_on, gather_objects
+from shardwise.distributed.collective_trace import CollectiveKind, GroupNames, encode, open_traces
 from shardwise.distributed.tracer import CollectiveTracer
 from shardwise.errors import ShardError
-from shardwise.sharding.inventory import unwrapped_name
+from shardwise.sharding.inventory import class_name, unwrapped_name
 from shardwise.sharding.repointing import around_steps
 
 _ATTRIBUTE = "_shardwise_watch"
 _PATIENCE_SECONDS = 60.0
+_TRACERS: dict[tuple[int, ...], tuple[weakref.ref[Any], CollectiveTracer]] = {}
+"""By global ranks: the default process group at the time, and the tracer of all models that these ranks run."""
 
 
 class Watch:
@@ -27,43 +31,46 @@ class Watch:
 
     Args:
         model: Sharded.
-        tracers: One for each process group.
+        tracers: One for each set of ranks that its collectives are between; other models may use them too.
         undo: Functions that take the hooks away.
     """
 
     def __init__(self, model: nn.Module, tracers: list[CollectiveTracer], undo: list[Callable[[], None]]) -> None:
         self.tracers = tracers
         self.stop = weakref.finalize(model, _stop, tracers, undo)
-        """Stop, and tell the other ranks that this one will not come any more."""
+        """Stop; with its last model a tracer tells the other ranks that this one will not come any more."""
 
 
 def _stop(tracers: list[CollectiveTracer], undo: list[Callable[[], None]]) -> None:
     for function in undo:
         function()
     for tracer in tracers:
-        tracer.close()
+        tracer.groups.num_models -= 1
+        if not tracer.groups.num_models:
+            tracer.close()
 
 
 def watch(
     model: nn.Module,
     *,
-    patience: float = _PATIENCE_SECONDS,
+    patience: float | None = None,
     machine: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Watch:
     """Compare the ranks' collectives and optimizer steps from now on; replaces an earlier watch of the model.
 
     Collectives are compared between the ranks that take part in them: those of a shard group, and for the reduction of
-    gradients those of a replica group. Replicas may evaluate on their own.
+    gradients those of a replica group. Replicas may evaluate on their own. Models of the same ranks have one order.
 
     Args:
         model: Sharded by shardwise or by hand.
-        patience: Seconds without progress after which a waiting rank reports whom it waits for.
+        patience: Seconds without progress after which a waiting rank reports whom it waits for. Default: a minute, or
+            what was asked for with another model of these ranks.
         machine: The name of this machine; ranks of the same name share memory. Default: detected.
         report: Called with messages about ranks that are late or diverge; default: print to standard error.
 
     Raises:
-        ShardError: The ranks of a machine cannot share memory.
+        ShardError: The ranks of a machine cannot share memory, or have come here with different models.
 
     Ranks:
         Collective.
@@ -71,38 +78,66 @@ def watch(
     if (earlier := model.__dict__.get(_ATTRIBUTE)) is not None:
         earlier.stop()
     groups = {unwrapped_name(name): group for name, group in compat.named_groups(model).items()}
-    tracers: dict[str, CollectiveTracer] = {}
+    tracers: dict[tuple[int, ...], CollectiveTracer] = {}
+    numbers: dict[CollectiveTracer, list[int]] = {}
+    abort = compat.aborter(list(groups.values()))
+    undo: list[Callable[[], None]] = []
 
     def tracer_of(process_group: Any) -> CollectiveTracer | None:
         if process_group is None or process_group.size() == 1:
             return None
-        if process_group.group_name not in tracers:
-            traces, machines, exchange = open_traces(process_group, machine)
-            tracers[process_group.group_name] = CollectiveTracer(
-                traces,
-                machines,
-                process_group.rank(),
-                tuple(groups),
-                patience=patience,
-                report=report or _print,
-                abort=compat.aborter(list(groups.values())),
-                global_ranks=dist.get_process_group_ranks(process_group),
-                exchange=exchange,
-                publishes_events=next(iter(groups.values())).device.type == "cpu",
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+        if ranks not in tracers:
+            agree_on(
+                f"{class_name(model)}: {', '.join(groups)}",
+                "the model whose collectives come next",
+                group=process_group,
             )
-        return tracers[process_group.group_name]
+            tracer = tracers[ranks] = _open_tracer(process_group, ranks, machine)
+            numbers[tracer] = tracer.groups.add(class_name(model), list(groups))
+            tracer.groups.num_models += 1
+            tracer.patience, tracer.report = patience or tracer.patience, report or tracer.report
+            tracer.publishes_events = all(group.device.type == "cpu" for group in groups.values())
+            tracer.aborters.append(abort)
+            undo.append(functools.partial(tracer.aborters.remove, abort))
+        return tracers[ranks]
 
-    undo = []
-    for number, group in enumerate(groups.values()):
+    for index, group in enumerate(groups.values()):
         of_shards, of_replicas = map(tracer_of, compat.process_groups_of(group))
         if of_shards is not None:
-            undo.append(watch_group(group, number, of_shards, of_replicas))
+            replicas = None if of_replicas is None else (of_replicas, numbers[of_replicas][index])
+            undo.append(watch_group(group, of_shards, numbers[of_shards][index], replicas))
     for tracer in tracers.values():
-        tracer.siblings = [other for other in tracers.values() if other is not tracer]
         tracer.start()
-    undo.append(_watch_steps(list(tracers.values()), list(groups.values())))
+    for _, tracer in _TRACERS.values():
+        tracer.siblings = [other for _, other in _TRACERS.values() if other is not tracer and not other.is_closed]
+    undo.append(_watch_steps(numbers, list(groups.values())))
     model.__dict__[_ATTRIBUTE] = Watch(model, list(tracers.values()), undo)
     return model.__dict__[_ATTRIBUTE]
+
+
+def _open_tracer(process_group: Any, ranks: tuple[int, ...], machine: str | None) -> CollectiveTracer:
+    """The tracer of these ranks; with new traces where one of them has no model any more, or has found an error.
+
+    Ranks:
+        Collective over the process group.
+    """
+    world, tracer = _TRACERS.get(ranks, (None, None))
+    if world is not None and world() is not dist.group.WORLD:
+        tracer = None
+    state = None
+    if tracer is not None and not tracer.is_closed and tracer.error is None and machine in (None, tracer.machine):
+        state = tracer.num_opened, tracer.trace.count
+    states = gather_objects(state, group=process_group)
+    if tracer is not None and state is not None and all(other == state for other in states):
+        return tracer
+    machine = machine or (tracer.machine if tracer is not None else None)
+    opened = open_traces(process_group, machine)
+    if tracer is None:
+        tracer = CollectiveTracer(process_group.rank(), GroupNames(), ranks, patience=_PATIENCE_SECONDS, report=_print)
+        _TRACERS[ranks] = weakref.ref(dist.group.WORLD), tracer
+    tracer.open(*opened, machine)
+    return tracer
 
 
 def watch_by_default(model: nn.Module) -> None:
@@ -133,10 +168,11 @@ def paused(model: nn.Module) -> Iterator[None]:
 
 
 def watch_group(
-    group: Any, number: int, tracer: CollectiveTracer, of_replicas: CollectiveTracer | None = None
+    group: Any, tracer: CollectiveTracer, number: int, replicas: tuple[CollectiveTracer, int] | None = None
 ) -> Callable[[], None]:
     """Have a group's collectives traced, reductions also between replicas; returns a function that stops it."""
-    events: dict[tuple[CollectiveKind, int], int] = {}
+    tracers = [(tracer, number)] if replicas is None else [(tracer, number), replicas]
+    events: dict[tuple[CollectiveKind, int], list[int]] = {}
     write, reference = tracer.write, weakref.ref(group)
 
     def event(is_reduction: bool, num_elements: int, with_gradient: bool) -> None:
@@ -148,10 +184,10 @@ def watch_group(
             kind = CollectiveKind.ALL_GATHER_FORWARD if with_gradient else CollectiveKind.ALL_GATHER_EVALUATION
         key = kind, num_elements
         if key not in events:
-            events[key] = encode(kind, number, num_elements)
-        write(events[key])
-        if is_reduction and of_replicas is not None and compat.reduces_over_replicas(reference()):
-            of_replicas.write(events[key])
+            events[key] = [encode(kind, number, num_elements) for _, number in tracers]
+        write(events[key][0])
+        if is_reduction and replicas is not None and compat.reduces_over_replicas(reference()):
+            replicas[0].write(events[key][1])
 
     def failed(error: Exception) -> None:
         verdict = tracer.error if error is tracer.error else tracer.explain_failure()
@@ -161,15 +197,22 @@ def watch_group(
     return compat.watch_collectives(group, before=event, failed=failed, waiting=tracer.raise_error)
 
 
-def _watch_steps(tracers: list[CollectiveTracer], groups: list[Any]) -> Callable[[], None]:
+def _watch_steps(numbers: dict[CollectiveTracer, list[int]], groups: list[Any]) -> Callable[[], None]:
     """Count the optimizer steps of this model, and keep mixed-up gradients out of them; returns what stops it."""
+    events: dict[Any, list[int]] = {}
 
-    def before() -> None:
-        for tracer in tracers:
-            tracer.before_step()
+    def before(places: tuple[tuple[int, int], ...]) -> None:
+        places = tuple(sorted(places))  # ranks may list the parameters of an optimizer in different orders
+        if places not in events:
+            events[places] = [
+                tracer.groups.add_step([(own[group], index) for group, index in places])
+                for tracer, own in numbers.items()
+            ]
+        for tracer, event in zip(numbers, events[places], strict=True):
+            tracer.before_step(event)
 
-    def after() -> None:
-        for tracer in tracers:
+    def after(_: Any) -> None:
+        for tracer in numbers:
             tracer.next_step()
 
     return around_steps(groups, before, after)

@@ -86,6 +86,7 @@ _MAIN = re.compile(
     r"^_?(is_)?(global_|local_)?(main|master|rank_?(0|zero)|chief|coordinator)(_process|_rank)?$"
     r"|^is_(rank_zero|global_zero|main_process|local_main_process|world_process_zero|first_rank)$|^should_(save|log)_on_rank_0$"
 )
+_DECORATORS = re.compile(r"^(rank_zero_only|only_on_rank_zero|on_main_process|main_process_only)$")
 _RANK_CALLS = frozenset({"torch.distributed.get_rank", "torch.distributed.get_node_local_rank"})
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 
@@ -112,9 +113,17 @@ def asks_for_rank_zero(file: FileContext, test: ast.AST, hops: int = 4) -> bool 
                 return asks_for_rank_zero(file, values[0], hops - 1)
         case ast.Call(func=function, args=[]) if _MAIN.match(last_name(function)):
             return True
-        case ast.BoolOp(op=ast.And(), values=values):
-            return True if any(asks_for_rank_zero(file, value, hops) for value in values) else None
+        case ast.BoolOp(op=operation, values=values):
+            asked = {asks_for_rank_zero(file, value, hops) for value in values}
+            if isinstance(operation, ast.And) and True in asked:
+                return True
+            return asked.pop() if len(asked) == 1 else None
     return None
+
+
+def is_rank_zero_decorator(node: ast.expr) -> bool:
+    """Whether a decorator lets only rank 0 call the function."""
+    return _DECORATORS.match(last_name(node)) is not None
 
 
 def _compares_to_zero(operation: ast.cmpop, right: ast.expr) -> bool | None:

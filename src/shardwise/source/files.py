@@ -17,9 +17,9 @@ from shardwise.errors import SourceError
 from shardwise.progress import NoProgress, Progress
 
 STDIN = "-"
-_EXCLUDED_FOLDERS = frozenset(
-    {"__pycache__", "node_modules", "site-packages", "venv", "env", "build", "dist", "_build", "__pypackages__"}
-)
+_EXCLUDED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "venv", "__pypackages__"})
+_OUTPUT_FOLDERS = frozenset({"env", "build", "dist", "_build"})
+"""Excluded too, unless they have Python files of their own: then they are packages."""
 _WORTH_A_POOL_BYTES = 300_000  # below this, starting processes takes longer than reading the files
 _T = TypeVar("_T")
 
@@ -50,6 +50,7 @@ def _search(folder: str, suffixes: Collection[str], is_excluded: Callable[[str],
             for name in folders
             if not name.startswith(".")
             and name not in _EXCLUDED_FOLDERS
+            and not (name in _OUTPUT_FOLDERS and not _has_code(os.path.join(current, name)))
             and not os.path.exists(os.path.join(current, name, "pyvenv.cfg"))
             and not is_excluded(os.path.join(current, name))
         ]
@@ -57,6 +58,10 @@ def _search(folder: str, suffixes: Collection[str], is_excluded: Callable[[str],
             path = os.path.join(current, name)
             if os.path.splitext(name)[1] in suffixes and not is_excluded(path):
                 yield path
+
+
+def _has_code(folder: str) -> bool:
+    return any(name.endswith(".py") for name in os.listdir(folder))
 
 
 def read_bytes(path: str) -> bytes:

@@ -307,10 +307,22 @@ class _Interpreter(ast.NodeVisitor):
 
     def visit_IfExp(self, node: ast.IfExp) -> Values:
         self.visit(node.test)
-        with self._guarded(node.test, True):
-            body = self.visit(node.body)
+        body = UNKNOWN
+        if not self._is_off(node.test):
+            with self._guarded(node.test, True):
+                body = self.visit(node.body)
         with self._guarded(node.test, False):
             return join(body, self.visit(node.orelse))
+
+    def _is_off(self, test: ast.expr) -> bool:
+        """Whether a test is, or needs, a parameter that this call of its function gives None, False or nothing."""
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+            return any(map(self._is_off, test.values))
+        if not isinstance(test, ast.Name) or not self._active:
+            return False
+        values = self.env.get(test.id, UNKNOWN)
+        is_given = any(one.arg == test.id for one in all_parameters(self._active[-1].args))
+        return is_given and bool(values) and all(isinstance(one, v.Constant) and not one.value for one in values)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> Values:
         length, results = len(self._guards), []
@@ -527,6 +539,8 @@ class _Interpreter(ast.NodeVisitor):
 
     def visit_If(self, node: ast.If) -> bool:
         self.visit(node.test)
+        if self._is_off(node.test):
+            return self.block(node.orelse)
         before = dict(self.env)
         with self._guarded(node.test, True):
             body_ends = self.block(node.body)
@@ -552,8 +566,16 @@ class _Interpreter(ast.NodeVisitor):
 
     def visit_While(self, node: ast.While) -> None:
         self.visit(node.test)
-        self._loop(node)
+        if facts.asks_for_rank_zero(self.file, node.test) is None:  # other tests change while the loop runs
+            self._loop(node)
+        else:
+            with self._guarded(node.test, True):
+                self._loop(node)
         self.block(node.orelse)
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        self.visit(node.test)
+        self._assume(node.test, True)
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         before = dict(self.env)

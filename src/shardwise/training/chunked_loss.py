@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from shardwise import compat
 from shardwise.training.data.samples import IGNORED
-from shardwise.training.optimizers import can_compile
 
 _CHUNK_NUMEL = 2**28
 """Logits in a chunk: 1 GiB in float32."""
@@ -164,6 +164,6 @@ def _cross_entropy_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor
 @functools.cache
 def _cross_entropy(device_type: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """As one kernel where there is a compiler for the device."""
-    if can_compile(torch.device(device_type)):
+    if compat.can_compile(torch.device(device_type)):
         return torch.compile(_cross_entropy_and_gradient)
     return _cross_entropy_and_gradient

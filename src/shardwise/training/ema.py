@@ -17,9 +17,9 @@ from shardwise.sharding.inventory import local_part, local_tensor
 class EMA:
     """An exponential moving average of a model's trainable parameters.
 
-    After each `update()` the average is `decay * average + (1 - decay) * parameter`. It lies where the shards
-    lie, in their dtype; averages of 16-bit parameters are kept in float32, since the steps of a slow average
-    are smaller than what 16 bits can add. Frozen parameters are left out.
+    After each `update()` the average is `decay * average + (1 - decay) * parameter`. It is sharded like
+    the parameters and has their dtype; averages of 16-bit parameters are kept in float32, since the updates of a
+    slow average are smaller than what 16 bits can add. Frozen parameters are left out.
 
     Args:
         model: Sharded by shardwise or by hand, or not at all. Materialised.
@@ -31,7 +31,7 @@ class EMA:
     """
 
     waits_for_copies = True
-    """A checkpoint in the making may copy the averages at leisure: whoever changes them waits for it."""
+    """A save in the background may copy the averages later: updates wait for it."""
 
     def __init__(
         self, model: nn.Module, decay: float | Callable[[int], float], *, include_buffers: bool = False
@@ -39,12 +39,16 @@ class EMA:
         self.model = model
         self.decay = decay
         self.num_updates = 0
-        self._include_buffers = include_buffers
         self._is_swapped = False
         if not callable(decay):
             _check_decay(decay)
-        with torch.no_grad():
-            self._shadow = {name: _make_shadow(tensor) for name, tensor in self._find_averaged().items()}
+        reshard(model)  # an unsharded root would show plain copies that no optimizer updates
+        averaged = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        averaged |= dict(model.named_buffers()) if include_buffers else {}
+        self._shadow: dict[str, torch.Tensor] = {}
+        for name, tensor in averaged.items():
+            is_short = tensor.is_floating_point() and tensor.dtype.itemsize < 4
+            self._shadow[name] = tensor.detach().to(torch.float32 if is_short else tensor.dtype, copy=True)
 
     def update(self) -> None:
         """Move the average towards the parameters; call it after `optimizer.step()`.
@@ -56,8 +60,13 @@ class EMA:
         decay = self.decay(self.num_updates) if callable(self.decay) else self.decay
         _check_decay(decay)
         wait_for_copies()
+        alike: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for shadow, value in self._pairs():
+            shadows, values = alike.setdefault((shadow.device, shadow.dtype, value.dtype), ([], []))
+            shadows.append(shadow)
+            values.append(value)
         with torch.no_grad():
-            for shadows, values in self._alike_pairs():
+            for shadows, values in alike.values():
                 if shadows[0].is_floating_point() or shadows[0].is_complex():
                     if values[0].dtype != shadows[0].dtype:
                         values = [value.to(shadows[0].dtype) for value in values]
@@ -86,7 +95,7 @@ class EMA:
         try:
             yield
         finally:
-            # A forward in the block may have left the averaged root gathered; the next one would use it.
+            # A forward in the block may have left the averaged root unsharded; the next one would use it.
             reshard(self.model)
             with torch.no_grad():
                 for value, saved in backup:
@@ -117,11 +126,6 @@ class EMA:
                 local_tensor(shadow).copy_(part)
         self.num_updates = int(state_dict["num_updates"])
 
-    def _find_averaged(self) -> dict[str, torch.Tensor]:
-        reshard(self.model)  # a gathered root would show plain copies that no optimizer updates
-        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        return parameters | (dict(self.model.named_buffers()) if self._include_buffers else {})
-
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's part of every average, with its part of the model's value."""
         reshard(self.model)
@@ -136,15 +140,6 @@ class EMA:
             )
         return [(local_tensor(shadow), local_tensor(current[name])) for name, shadow in self._shadow.items()]
 
-    def _alike_pairs(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """The pairs by device and dtype, as fused operations want them."""
-        groups: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for shadow, value in self._pairs():
-            shadows, values = groups.setdefault((shadow.device, shadow.dtype, value.dtype), ([], []))
-            shadows.append(shadow)
-            values.append(value)
-        yield from groups.values()
-
     def _refuse_if_swapped(self, method: str) -> None:
         if self._is_swapped:
             raise ShardError(
@@ -153,13 +148,6 @@ class EMA:
                 why="the parameters there are the average itself",
                 fix=f"call {method} outside the block",
             )
-
-
-def _make_shadow(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
-        return tensor.to(torch.float32)
-    return tensor.clone()
 
 
 def _check_decay(decay: float) -> None:
@@ -179,7 +167,9 @@ def _check_matches(shadow: dict[str, torch.Tensor], loaded: Mapping[str, torch.T
         ours, theirs = shadow[name], loaded[name]
         if ours.shape != theirs.shape:
             problems.append(f"{name}: shape {tuple(theirs.shape)}, expected {tuple(ours.shape)}")
-        elif isinstance(theirs, DTensor) and not _is_placed_like(theirs, ours):
+        elif isinstance(theirs, DTensor) and not (
+            isinstance(ours, DTensor) and (theirs.device_mesh, theirs.placements) == (ours.device_mesh, ours.placements)
+        ):
             problems.append(f"{name}: placed {theirs.placements} on {theirs.device_mesh}")
     raise_listed(
         problems,
@@ -188,9 +178,3 @@ def _check_matches(shadow: dict[str, torch.Tensor], loaded: Mapping[str, torch.T
         fix="load it with torch.distributed.checkpoint, which reshards, or pass full tensors",
         kind=CheckpointError,
     )
-
-
-def _is_placed_like(theirs: DTensor, ours: torch.Tensor) -> bool:
-    if not isinstance(ours, DTensor):
-        return False
-    return (theirs.device_mesh, theirs.placements) == (ours.device_mesh, ours.placements)

@@ -13,6 +13,7 @@ from shardwise.distributed.agreement import on_rank_zero
 from shardwise.errors import ConfigError
 from shardwise.models.configs import max_length
 from shardwise.models.modes import evaluation_mode
+from shardwise.sharding.context_parallel import whole_sequences
 from shardwise.sharding.full_params import reshard
 from shardwise.training.objective import logits_of
 
@@ -54,16 +55,21 @@ def generate(
     """
     _check(prompt_ids, temperature)
     device = _device(model)
-    prompt = _from_rank_zero(prompt_ids.detach().cpu())
+    prompt = on_rank_zero(lambda: prompt_ids.detach().cpu())
     ids = prompt.reshape(-1, prompt.shape[-1])
     generator = torch.Generator().manual_seed(seed)
     ended = torch.zeros(len(ids), dtype=torch.bool)
     window = min(max_length(model) or _NO_LIMIT, window or _NO_LIMIT)
-    with evaluation_mode(model), contextlib.ExitStack() as leaving:
+    with evaluation_mode(model), whole_sequences(model), contextlib.ExitStack() as leaving:
         leaving.callback(reshard, model)
         for _ in range(max_new_tokens):
             logits = logits_of(model(ids[:, -window:].to(device)), where="generate(model)")[:, -1].float().cpu()
-            drawn = _from_rank_zero(_draw(logits, temperature, generator))
+            if temperature == 0:
+                drawn = logits.argmax(-1)
+            else:
+                drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+            # Kernels of another rank may round another way, and one other token would part the ranks.
+            drawn = on_rank_zero(lambda drawn=drawn: drawn)
             if end_id is not None:
                 drawn[ended] = end_id
                 ended |= drawn == end_id
@@ -71,17 +77,6 @@ def generate(
             if ended.all():
                 break
     return ids.reshape(*prompt.shape[:-1], -1).to(device)
-
-
-def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(-1)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
-
-
-def _from_rank_zero(tensor: Tensor) -> Tensor:
-    """Rank 0's tensor: kernels of another rank may round another way, and one other token would part the ranks."""
-    return on_rank_zero(lambda: tensor)
 
 
 def _device(model: nn.Module) -> torch.device:

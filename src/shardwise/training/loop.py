@@ -7,32 +7,31 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.profiler import ProfilerAction, profile
 
 from shardwise.checkpointing.hugging_face import sidecar_names
 from shardwise.checkpointing.weights import save_weights
 from shardwise.config.run import MetricsConfig, RunConfig
 from shardwise.diagnosing.guard import explained, guard
-from shardwise.distributed.agreement import gather_objects, on_rank_zero, raise_together, run_on_all
+from shardwise.distributed.agreement import gather_objects, on_rank_zero
 from shardwise.distributed.stop_requests import StopRequest, stop_requests
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.models.modes import evaluation_mode
 from shardwise.models.random_state import seed_everything
 from shardwise.progress import NoProgress, Progress
 from shardwise.sharding.full_params import reshard
-from shardwise.training.ema import EMA
 from shardwise.training.generating import generate
-from shardwise.training.objective import Batch, Objective, allows_step
+from shardwise.training.metrics import StepReading
+from shardwise.training.objective import Batch, allows_step
 from shardwise.training.optimizers import ClippingAdamW
 from shardwise.training.run import TrainingRun, open_run
 from shardwise.training.run_folder import Training
@@ -41,11 +40,11 @@ from shardwise.training.step import accumulate, clip_grad_norm_, clipping_factor
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """What exists now is not looked at again until the block ends; what is made inside is collected as ever.
+    """Exclude existing objects from garbage collection inside the block; new ones are collected as usual.
 
-    A full collection takes longer than a short step, and each rank makes the others wait for its own.
+    A full collection takes longer than a short step, and makes the other ranks wait.
     """
-    gc.collect(1)  # what is young; a look at everything would hold up the first step by a tenth of a second
+    gc.collect(1)  # young objects only: a full collection would delay the first step by a tenth of a second
     gc.freeze()
     try:
         yield
@@ -57,13 +56,7 @@ def gc_frozen() -> Iterator[None]:
 def profiled(
     config: MetricsConfig, folder: Path, *, rank: int = 0, steps_done: int = 0
 ) -> Iterator[Callable[[], None]]:
-    """Profile the steps that the config names into `profile/rank0.json`, which Perfetto and Chrome open.
-
-    Args:
-        config: Which steps.
-        folder: Of the run.
-        rank: Of this process; only rank 0 records.
-        steps_done: Where the run goes on.
+    """Profile the configured steps on rank 0 into `profile/rank0.json`, a trace for Perfetto or Chrome.
 
     Yields:
         A function to call after each step.
@@ -92,42 +85,29 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def seed_for(seed: int, *purpose: object) -> int:
-    """A seed below 2**63 for one purpose, as in `seed_for(0, "dropout", rank, step)`; others have nothing in common.
-
-    Ranks:
-        Local: ranks that name the same purpose get the same seed.
-    """
+    """An independent seed, below 2**63, for each purpose, as in `seed_for(0, "dropout", rank, step)`."""
     text = repr((int(seed), *purpose)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
 def seed_step(seed: int, rank: int, step: int) -> None:
-    """Seed torch's, Python's and NumPy's random numbers for one step on one rank.
+    """Seed torch's, Python's and NumPy's random numbers for one step, from 0, on one data-parallel rank.
 
-    What a step draws (dropout, mostly) depends on the run's seed, the rank and the step alone: a resumed run draws the
-    same, from whatever format it was loaded.
-
-    Args:
-        seed: The run's.
-        rank: Among data-parallel ranks; those that share a layer's matrices must drop the same.
-        step: From 0.
+    Random numbers of a step (dropout) depend on the seed, the rank and the step only, so a resumed run draws the same
+    ones. Ranks that share a layer's matrices need the same dropout, hence the data-parallel rank.
     """
     seed_everything(seed_for(seed, "step", rank, step))
 
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Allow only kernels that give the same bits every time, until the block ends.
-
-    Args:
-        wanted: False changes nothing.
-    """
+    """Allow only deterministic kernels inside the block; no effect unless `wanted`."""
     if not wanted:
         yield
         return
     had, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
-    # CUDA's matrix products need a workspace of fixed size; it must not have made any yet.
+    # cuBLAS needs a workspace of fixed size, set before its first use.
     sets_workspace = torch.cuda.is_available() and _WORKSPACE not in os.environ
     if sets_workspace:
         os.environ[_WORKSPACE] = ":4096:8"
@@ -142,55 +122,41 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
             os.environ.pop(_WORKSPACE, None)
 
 
-def evaluate(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    objective: Objective,
-    *,
-    mesh: DeviceMesh,
-    max_batches: int | None = None,
-    ema: EMA | None = None,
-) -> float:
-    """The mean loss over the tokens of all batches of all ranks.
-
-    Args:
-        model: Evaluated in eval mode; each module gets its own mode back.
-        batches: Finite, and of the same length on every rank; rows that only fill up have labels of -100.
-        objective: Makes losses.
-        mesh: Of all ranks.
-        max_batches: Number of batches at most; None: all.
-        ema: Evaluate this average instead of the weights.
+def evaluate(run: TrainingRun) -> float | None:
+    """Record the mean loss per token on the held-out data, of the averaged weights if there are any.
 
     Returns:
-        The loss, the same on every rank; NaN where there is no token.
+        The loss, the same on every rank: NaN without tokens, None without held-out data.
 
     Ranks:
         Collective.
     """
-    device = torch.device(mesh.device_type)
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    with torch.no_grad(), evaluation_mode(model), ExitStack() as leaving:
-        leaving.callback(reshard, model)  # a forward without backward leaves the root gathered
-        leaving.enter_context(ema.swap() if ema is not None else nullcontext())
-        each = iter(batches)
-        if isinstance(each, Generator):
-            leaving.callback(each.close)  # its threads end now, also when only some batches are wanted
-        for batch in lockstep(islice(each, max_batches)):  # if one rank cannot read its batch, all raise
-            loss_sum, num_tokens = objective(model, batch)
+    if run.evaluation is None:
+        return None
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
+    with torch.no_grad(), evaluation_mode(run.model), ExitStack() as leaving:
+        leaving.callback(reshard, run.model)  # a forward without backward leaves the root unsharded
+        leaving.enter_context(run.averaged())
+        batches = iter(run.evaluation)
+        if isinstance(batches, Generator):
+            leaving.callback(batches.close)  # ends its threads, also when not all batches are read
+        # If one rank cannot read its batch, all raise.
+        for batch in lockstep(islice(batches, run.config.training.evaluation_batches)):
+            loss_sum, num_tokens = run.loss_of(batch)
             sums += torch.stack([loss_sum.detach().to(sums), num_tokens.to(sums)])
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(sums)  # ranks with the same batch count it alike above and below
+    if dist.get_world_size() > 1:
+        dist.all_reduce(sums)  # ranks that share a batch count it in both sums
     loss, tokens = sums.tolist()
-    return loss / tokens if tokens else float("nan")
+    loss = loss / tokens if tokens else math.nan
+    run.step_metrics.restart_clock()  # evaluation time belongs to no step
+    run.step_logger.log_evaluation(run.step, loss)
+    return loss
 
 
-def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
-    """Write a model's weights as safetensors, with its config and its tokenizer beside them.
+def export(run: TrainingRun) -> Path:
+    """Write the weights as safetensors into the run's folder, with the model's config and the tokenizer beside them.
 
-    Args:
-        model: Sharded or not.
-        folder: Weights that lie there are replaced.
-        tokenizer: `data.tokenizer` of the run; `bytes` has no file.
+    Of a run with `lora` it is a folder of peft's, with the adapters.
 
     Raises:
         CheckpointError: The folder cannot be written; the same on every rank.
@@ -198,16 +164,18 @@ def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
     Ranks:
         Collective.
     """
-    save_weights(model, folder, overwrite=True)
+    folder, tokenizer = run.folder / "export", run.config.data.tokenizer
+    save_weights(run.model, folder, "safetensors" if run.config.lora is None else "peft", overwrite=True)
     if tokenizer != "bytes":
         on_rank_zero(lambda: _copy_tokenizer(Path(tokenizer), folder))
+    return folder
 
 
 def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
     source = tokenizer if tokenizer.is_dir() else tokenizer.parent
     try:
         for name in sidecar_names(source):
-            if name not in ("config.json", "generation_config.json"):  # of the model, which has its own
+            if name not in ("config.json", "generation_config.json"):  # the model writes its own
                 shutil.copyfile(source / name, folder / name)
         if tokenizer.is_file():  # whatever its name was
             shutil.copyfile(tokenizer, folder / "tokenizer.json")
@@ -220,48 +188,8 @@ def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
         ) from None
 
 
-EXPORT = "export"
-"""The folder in a run's folder into which weights are exported."""
-
-
-def is_due(step: int, every: int | None) -> bool:
-    """Whether something that happens every `every` steps is due after this one."""
-    return every is not None and step % every == 0
-
-
-def evaluate_now(run: TrainingRun) -> float | None:
-    """Take the loss on held-out data and record it; None without such data.
-
-    Ranks:
-        Collective.
-    """
-    if run.evaluation is None:
-        return None
-    run.step_logger.log(run.step_metrics.flush())
-    loss = evaluate(
-        run.model,
-        run.evaluation,
-        run.objective,
-        mesh=run.mesh,
-        max_batches=run.config.training.evaluation_batches,
-        ema=run.ema,
-    )
-    run.step_metrics.restart_clock()  # the time since the last step is no step's
-    run.step_logger.log_evaluation(run.step, loss)
-    return loss
-
-
-def save(run: TrainingRun, metric: float | None = None) -> None:
-    """Save the run as it is now.
-
-    Ranks:
-        Collective.
-    """
-    run.checkpoints.save(run.step, run.state, metric)
-
-
-def go_back(run: TrainingRun, bad_step: int) -> None:
-    """Take up the last checkpoint again, and leave the batch of the bad step out this time.
+def rewind(run: TrainingRun, bad_step: int) -> None:
+    """Load the last checkpoint, and skip the batch of the bad step from now on.
 
     Raises:
         TrainingError: There is none.
@@ -278,33 +206,32 @@ def go_back(run: TrainingRun, bad_step: int) -> None:
             fix="set training.on_bad_loss = skip, which leaves the step out",
         )
     run.data.leave_out(bad_step - 1)
-    run.step_metrics.flush()  # of steps that are undone
+    run.step_metrics.flush()  # readings of steps that are undone
     run.checkpoints.load(found, run.state)
     run.schedule.apply()
-    run.step_logger.go_back(run.step, run.schedule.steps_done)
+    run.step_logger.rewind(run.step, run.schedule.steps_done)
     run.step = run.schedule.steps_done
     run.step_metrics.restart_clock()
 
 
 def finish(run: TrainingRun, stop: StopRequest) -> Training:
-    """Evaluate, save, sample and export at the end of a run; only save where it was stopped before.
+    """Evaluate, save, sample and export at the end of a run; only save if it was stopped early.
 
     Ranks:
         Collective.
     """
-    run.step_logger.log(run.step_metrics.flush())
-    stopped = _why(stop) if run.step < run.config.training.steps else None
-    metric = evaluate_now(run) if stopped is None else None
-    save(run, metric)
+    stopped = sample = exported = metric = None
+    if run.step < run.config.training.steps:
+        stopped = next((why for why in gather_objects(stop.why) if why), "stopped")  # of the first rank that was asked
+    else:
+        metric = evaluate(run)
+    run.checkpoints.save(run.step, run.state, metric)
     run.checkpoints.wait()
-    sample = exported = None
     if stopped is None:
-        with run.ema.swap() if run.ema is not None else nullcontext():
-            sample = continue_sample(run)
-            if run.config.checkpoint.export:
-                exported = str(run.folder / EXPORT)
-                export(run.model, run.folder / EXPORT, run.config.data.tokenizer)
-    told, latest = run.step_logger, run.checkpoints.latest
+        with run.averaged():
+            sample = generate_sample(run)
+            exported = str(export(run)) if run.config.checkpoint.export else None
+    logged, latest = run.step_logger, run.checkpoints.latest
     return Training(
         model=run.config.model,
         num_params=run.num_params,
@@ -312,12 +239,12 @@ def finish(run: TrainingRun, stop: StopRequest) -> Training:
         steps=run.step,
         total_steps=run.config.training.steps,
         resumed_step=run.resumed_step,
-        first_loss=told.first_loss,
-        last_loss=told.last_loss,
+        first_loss=logged.first_loss,
+        last_loss=logged.last_loss,
         evaluation_loss=metric,
         bad_steps=run.bad_losses.num_bad,
-        tokens=told.tokens,
-        seconds=told.seconds,
+        tokens=logged.tokens,
+        seconds=logged.seconds,
         folder=str(run.folder),
         metrics=str(run.metrics.path),
         checkpoint=None if latest is None else str(latest),
@@ -327,27 +254,22 @@ def finish(run: TrainingRun, stop: StopRequest) -> Training:
     )
 
 
-def continue_sample(run: TrainingRun) -> str | None:
-    """What the model makes of `training.sample`; None where nobody asks, or where it does not write text.
+def generate_sample(run: TrainingRun) -> str | None:
+    """The model's continuation of `training.sample`; None without a prompt, or if the model does not produce text.
 
     Ranks:
         Collective. The same text on every rank.
     """
     text, tokenizer = run.config.training.sample, run.loader.tokenizer
-    if text is None or tokenizer is None:
+    if text is None or tokenizer is None or run.pipeline is not None:  # no rank runs all stages
         return None
     prompt, config = torch.tensor(tokenizer.encode(text), dtype=torch.int64), run.config
-    window = config.data.sequence_length  # what lies further back was never seen in training
+    window = config.data.sequence_length  # longer contexts were not seen in training
     try:
         ids = generate(run.model, prompt, config.training.sample_tokens, seed=config.seed, window=window)
-    except ConfigError:  # a model of another kind; the run itself is complete
+    except ConfigError:  # not a language model; the run itself is complete
         return None
     return tokenizer.decode(ids.tolist())
-
-
-def _why(stop: StopRequest) -> str:
-    """Why the run stops, as the first rank that was asked knows."""
-    return next((why for why in gather_objects(stop.why) if why), "stopped")
 
 
 def fit(
@@ -360,11 +282,11 @@ def fit(
 
     Args:
         config: The run.
-        progress: Hears of every step; rank 0's is usually the only one shown.
+        progress: Receives every step; usually only rank 0 shows it.
         on_record: Called on every rank with the step and the numbers of each record of the metrics.
 
     Returns:
-        What was done, and where it lies.
+        Losses, sizes and paths of the run.
 
     Raises:
         ShardwiseError: The run cannot start, with all that is wrong; or it cannot go on. The same on every rank.
@@ -381,8 +303,7 @@ def fit(
         run.metrics.on_record = on_record
         progress.start(config.training.steps - run.step, f"training {config.model}")
         if config.training.on_bad_loss == "rewind":
-            save(run)  # so that there is one to go back to
-        run_on_all(run.data.fetch_first)
+            run.checkpoints.save(run.step, run.state)  # a checkpoint to rewind to
         with guard(run.model), explained(run.model), gc_frozen():
             run.step_metrics.restart_clock()
             train(run, stop)
@@ -391,41 +312,62 @@ def fit(
 
 
 def train(run: TrainingRun, stop: StopRequest) -> None:
-    """The loop: one optimizer step after the other, until the last one or until any rank is asked to stop.
+    """Make optimizer steps until the last one, or until any rank is asked to stop.
 
     Ranks:
         Collective.
     """
+    with profiled(run.config.metrics, run.folder, rank=run.mesh.get_rank(), steps_done=run.step) as step_done:
+        while (bad_step := _train_until_bad(run, stop, step_done)) is not None:
+            rewind(run, bad_step)
+
+
+def _train_until_bad(run: TrainingRun, stop: StopRequest, step_done: Callable[[], None]) -> int | None:
+    """The loop; returns early with the number of a bad step from which the run has to rewind."""
     optimizer, settings, every = run.optimizer, run.config.training, run.config.checkpoint.every
     max_norm = settings.max_grad_norm or math.inf
-    with profiled(run.config.metrics, run.folder, rank=run.mesh.get_rank(), steps_done=run.step) as step_done:
-        while run.step < settings.steps and not run.step_metrics.stop_agreed:
-            seed_step(run.config.seed, run.rank, run.step)
-            batch = run.data.next()  # this rank's rows of the next global batch
-            run.step += 1
-            part = forward_and_backward(run, batch)
-            loss = run.step_metrics.mean(part, stop=stop.asked)
-            norm = clip(run, max_norm)
-            if allows_step(optimizer, loss, norm, wait=run.ema is not None):
-                optimizer.step()
-                if run.ema is not None:
-                    run.ema.update()
-            optimizer.zero_grad()
-            is_last, is_kept = run.step == settings.steps, is_due(run.step, every)
-            bad_steps = log_step(run, loss, norm, wait=is_last or is_kept)
-            run.schedule.step()
-            step_done()
+    for batch in run.data.until(settings.steps, stop):  # this rank's rows of each global batch
+        seed_step(run.config.seed, run.random_stream, run.step)
+        run.step += 1
+        loss = run.step_metrics.mean(forward_and_backward(run, batch))
+        norm = clip(run, max_norm)
+        if allows_step(optimizer, loss, norm, wait=run.ema is not None):
+            optimizer.step()
+            run.expert_bias.update()
+            if run.ema is not None:
+                run.ema.update()
+        optimizer.zero_grad()
+        readings = run.step_metrics.add(
+            run.step,
+            loss,
+            norm,
+            learning_rate=run.schedule.learning_rate,
+            data_wait_s=run.loader.take_wait_s(),
+            checkpoint_wait_s=run.checkpoints.take_wait_s(),
+        )
+        # After the last step, `finish` evaluates and saves.
+        is_saved, is_evaluated = (
+            run.step < settings.steps and is_due(run.step, each) for each in (every, settings.evaluate_every)
+        )
+        if is_saved or is_evaluated:
+            readings += run.step_metrics.flush()
+        run.schedule.step()
+        step_done()
+        if (bad_step := log(run, readings)) is not None:
+            return bad_step
+        metric = evaluate(run) if is_evaluated else None
+        if is_saved:
+            run.checkpoints.save(run.step, run.state, metric)
+    return log(run, run.step_metrics.flush())
 
-            if bad_steps and settings.on_bad_loss == "rewind":
-                go_back(run, bad_steps[-1])
-            elif not is_last and not run.step_metrics.stop_agreed:  # what is due after the last step is done at the end
-                metric = evaluate_now(run) if is_due(run.step, settings.evaluate_every) else None
-                if is_kept:
-                    save(run, metric)
+
+def is_due(step: int, every: int | None) -> bool:
+    """Whether something that happens every `every` steps is due after this one."""
+    return every is not None and step % every == 0
 
 
 def clip(run: TrainingRun, max_norm: float) -> Tensor:
-    """Clip the gradients, or let the optimizer do it while it reads them; return their norm before."""
+    """Clip the gradients, or let the optimizer do it while it reads them; return the norm before clipping."""
     if not isinstance(run.optimizer, ClippingAdamW):
         return clip_grad_norm_(run.model, max_norm)
     norm = grad_norm(run.model)
@@ -434,15 +376,15 @@ def clip(run: TrainingRun, max_norm: float) -> Tensor:
 
 
 def forward_and_backward(run: TrainingRun, batch: Batch) -> Tensor:
-    """Gradients of the mean loss over all tokens of all ranks; return this rank's part of that mean.
+    """Compute gradients of the mean loss over all tokens of all ranks; return this rank's part of that mean.
 
     FSDP2 averages gradients over ranks, so each rank's summed loss is divided by the tokens per rank.
     """
-    has_none = run.data.failure is not None  # the batch is an old one then, and the step leads to an error on all ranks
-    num_tokens = run.step_metrics.count(run.objective.count(batch), failed=has_none)
+    batch = run.part_of(batch)
+    num_tokens = run.step_metrics.count(run.objective.count(batch))
     scale = run.step_metrics.num_ranks / num_tokens.clamp(min=1)
 
-    def each_part(parts: list[Batch]) -> Tensor:
+    def run_parts(parts: list[Batch]) -> Tensor:
         sums = torch.zeros(2, device=run.device)
         for number, rows in enumerate(parts):
             with accumulate(run.model, number, len(parts), run.config.training.accumulation):
@@ -452,37 +394,19 @@ def forward_and_backward(run: TrainingRun, batch: Batch) -> Tensor:
             sums += torch.stack([loss.detach().to(sums), num_counted.to(sums)])
         return sums
 
-    loss, counted = run.microbatches.run(each_part, batch)  # again with smaller parts when memory runs out
+    if run.pipeline is not None:
+        loss, counted = run.pipeline.forward_and_backward(batch, scale.to(torch.float32))
+    else:  # retried with smaller micro-batches after out-of-memory
+        loss, counted = run.microbatches.run(run_parts, batch)
     if run.objective.counts_ahead:
         return loss
-    true_number = run.step_metrics.count(counted, failed=has_none)  # known only with the loss
-    factor = num_tokens / true_number.clamp(min=1)
+    factor = num_tokens / run.step_metrics.count(counted).clamp(min=1)  # the true number is known only with the loss
     scale_grads_(run.model, factor)
     return loss * factor
 
 
-def log_step(run: TrainingRun, loss: Tensor, norm: Tensor, *, wait: bool) -> list[int]:
-    """Log the numbers that have arrived; raise on all ranks if one had no batch.
-
-    Args:
-        run: The run.
-        loss: Of the step just made.
-        norm: Of its gradients.
-        wait: Wait for the numbers of the step just made, as must be before it is saved.
-
-    Returns:
-        The steps, of those whose numbers have arrived, that were not finite and so not made.
-    """
-    run.step_logger.expect(
-        run.step,
-        learning_rate=run.schedule.learning_rate,
-        data_wait_s=run.loader.take_wait_s(),
-        checkpoint_wait_s=run.checkpoints.take_wait_s(),
-    )
-    readings = run.step_metrics.add(run.step, loss, norm)
-    if wait or run.step_metrics.stop_agreed:
-        readings += run.step_metrics.flush()
+def log(run: TrainingRun, readings: list[StepReading]) -> int | None:
+    """Log steps whose metrics have arrived; return the last step that was not finite if the run rewinds."""
     run.step_logger.log(readings)
-    if run.step_metrics.failed:
-        raise_together(run.data.failure)
-    return [reading.step for reading in readings if run.bad_losses.is_bad(reading)]
+    bad_steps = [reading.step for reading in readings if run.bad_losses.is_bad(reading)]
+    return bad_steps[-1] if bad_steps and run.config.training.on_bad_loss == "rewind" else None

@@ -1,4 +1,4 @@
-"""Metrics as JSON lines and for trackers, and what is measured in a step: time, tokens, FLOPs, memory."""
+"""Metrics of a run as JSON lines and in trackers: loss, time, tokens, FLOPs, memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config.run import MetricsConfig, RunConfig
 from shardwise.distributed.agreement import run_on_all
-from shardwise.distributed.mesh import data_parallel_mesh
+from shardwise.distributed.mesh import gradient_mesh
 from shardwise.errors import ConfigError, EnvironmentProblem, import_optional
 from shardwise.models.configs import config_size
 from shardwise.progress import Progress
@@ -30,12 +30,7 @@ from shardwise.units import format_bytes, format_count, format_seconds
 
 
 class TensorBoard:
-    """Writes event files.
-
-    Args:
-        folder: Where.
-        steps_done: Events of later steps, from before a resume, are hidden.
-    """
+    """Writes event files; events after `steps_done`, from before a resume, are hidden."""
 
     def __init__(self, folder: Path, steps_done: int) -> None:
         _import("tensorboard")
@@ -49,17 +44,12 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
         self._writer.close()
 
 
 class WeightsAndBiases:
-    """Sends records to a project; offline where `wandb` itself is set so.
-
-    Args:
-        project: Its name.
-        folder: Of the run, which also names it: a resumed run goes on under the same name.
-    """
+    """Sends records to a project; the run's folder names it, so that a resumed run goes on under the same name."""
 
     def __init__(self, project: str, folder: Path) -> None:
         wandb = _import("wandb")
@@ -79,7 +69,7 @@ class WeightsAndBiases:
         self._run.log(_numbers(values), step=step)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Finish the run."""
         self._run.finish()
 
 
@@ -102,8 +92,6 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 FILE_NAME = "metrics.jsonl"
-
-Value = float | int | str | bool | None
 
 
 class Metrics:
@@ -129,35 +117,28 @@ class Metrics:
     def __init__(self, folder: str | Path, config: MetricsConfig, rank: int, *, steps_done: int = 0) -> None:
         self.path = Path(folder) / FILE_NAME
         self.config = config
-        self.latest: dict[str, Value] = {}
-        """The newest record that has been written; only rank 0 has any."""
         self.on_record: Callable[[int, Mapping[str, Any]], None] | None = None
-        """Hears every record, with its step, on every rank."""
+        """Called with the step and the values of every record, on every rank."""
         self._file: IO[str] | None = None
         self._trackers: list[TensorBoard | WeightsAndBiases] = []
         run_on_all(lambda: self._open(steps_done) if rank == 0 else None)
 
     def record(self, step: int, **values: Any) -> None:
-        """Write a record.
-
-        Args:
-            step: Steps done so far, from 1.
-            values: Numbers, strings, None, or 0-d tensors.
-        """
+        """Write a record of numbers, strings, None or 0-d tensors; steps count from 1."""
         if self.on_record is not None:
             self.on_record(step, values)
         if self._file is None:
             return
         plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-        self.latest = {"step": step, "time": round(time.time(), 3), **plain}
+        encoded = {name: str(value) if _is_special(value) else value for name, value in plain.items()}
         # One write of a whole line: a reader never sees half a record, a killed run leaves at most one.
-        self._file.write(json.dumps({key: _encoded(value) for key, value in self.latest.items()}) + "\n")
+        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **encoded}) + "\n")
         self._file.flush()
         for tracker in self._trackers:
             tracker.write(step, plain)
 
     def rewind(self, steps_done: int) -> None:
-        """Forget records of later steps, as when the run goes back to a checkpoint."""
+        """Drop records of later steps, as when the run rewinds to a checkpoint."""
         if self._file is None:
             return
         self._file.close()
@@ -192,7 +173,7 @@ class Metrics:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; a last line that a killed run left unfinished is passed over."""
+    """The records of a file; an unfinished last line of a killed run is skipped."""
     if not path.exists():
         return []
     records = []
@@ -216,8 +197,8 @@ def keep_records(path: Path, steps_done: int) -> None:
     os.replace(partial, path)
 
 
-def _encoded(value: Value) -> Value:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _is_special(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +212,15 @@ class StepReading:
     grad_norm: float
     """Before clipping."""
     tokens: int
-    """Learnt in this step, over all ranks."""
+    """Tokens in the loss of this step, over all ranks."""
     seconds: float
-    """That it took this rank."""
+    """Duration on this rank."""
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """Further values for its record, known on the host."""
 
 
 class StepMetrics:
-    """Adds up tokens and losses over ranks, in two all-reduces of a few numbers a step.
+    """Adds up tokens and losses over ranks, in two all-reduces of a number a step.
 
     The sums stay on the device. From an accelerator, copies travel to the host meanwhile and are read a step later.
 
@@ -249,109 +232,72 @@ class StepMetrics:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.num_ranks = data_parallel_mesh(mesh).size()
-        """Ranks that have batches of their own."""
-        self.stop_agreed = False
-        """Whether some rank was asked to stop: what all ranks know from the steps read so far."""
-        self.failed = False
-        """Whether some rank had no batch in one of the steps read so far."""
+        self.num_ranks = gradient_mesh(mesh).size()
+        """Number of data-parallel ranks."""
         self._device = torch.device(mesh.device_type)
         self._copies = mesh.size() // self.num_ranks
-        self._tokens = self._stop = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._in_flight: tuple[int, Tensor, torch.Event | None] | None = None
+        self._tokens = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._in_flight: tuple[int, Mapping[str, Any], Tensor, torch.Event | None] | None = None
         self._start = time.perf_counter()
 
-    def count(self, num_tokens: Tensor, *, failed: bool = False) -> Tensor:
-        """The tokens of this step on all ranks, from those on this one; on the device.
-
-        Args:
-            num_tokens: 0-d, on any device.
-            failed: This rank has no batch. The number is NaN then, and so is all that is divided by it.
-        """
-        own = num_tokens.to(self._device, torch.float64, copy=True)
-        self._tokens = self._sum(own.fill_(math.nan) if failed else own)
+    def count(self, num_tokens: Tensor) -> Tensor:
+        """The tokens of this step on all ranks, from those on this one (0-d, anywhere); on the device."""
+        self._tokens = self._sum(num_tokens)
         return self._tokens
 
-    def mean(self, loss: Tensor, *, stop: bool = False) -> Tensor:
-        """The mean of all ranks' losses, on the device; and all hear whether one was asked to stop.
-
-        Args:
-            loss: This rank's part, 0-d.
-            stop: This rank was asked to stop.
-        """
-        asked = torch.full((), float(stop), dtype=torch.float64, device=self._device)  # a copy from here could wait
-        sums = self._sum(torch.stack([loss.detach().to(self._device, torch.float64), asked]))
-        self._stop = sums[1]
-        return sums[0] / self.num_ranks
+    def mean(self, loss: Tensor) -> Tensor:
+        """The mean of all ranks' losses, each 0-d; on the device."""
+        return self._sum(loss) / self.num_ranks
 
     def restart_clock(self) -> None:
-        """Count the time since the last step to no step."""
+        """Exclude the time since the last step from the next one."""
         self._start = time.perf_counter()
 
-    def add(self, step: int, loss: Tensor, grad_norm: Tensor) -> list[StepReading]:
+    def add(self, step: int, loss: Tensor, grad_norm: Tensor, **others: Any) -> list[StepReading]:
         """Start copying the numbers of a step to the host; return those that have arrived.
 
         Args:
             step: Which, from 1. On the CPU its numbers come at once, else with the next step.
             loss: From `mean`.
             grad_norm: The same on every rank.
+            **others: Further values of its record.
         """
         readings = self.flush()
-        row = torch.stack([number.detach().to(self._tokens) for number in (loss, grad_norm, self._tokens, self._stop)])
+        row = torch.stack([number.detach().to(self._tokens) for number in (loss, grad_norm, self._tokens)])
         if row.device.type == "cpu":
-            self._in_flight = step, row, None
+            self._in_flight = step, others, row, None
             return readings + self.flush()
         on_host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True).copy_(row, non_blocking=True)
-        self._in_flight = step, on_host, torch.Event(self._device)
-        torch.accelerator.current_stream().record_event(self._in_flight[2])
+        copied = torch.Event(self._device)
+        torch.accelerator.current_stream().record_event(copied)
+        self._in_flight = step, others, on_host, copied
         return readings
 
     def flush(self) -> list[StepReading]:
         """The numbers that were not returned yet, if any; waits for them."""
         if self._in_flight is None:
             return []
-        (step, row, copied), self._in_flight = self._in_flight, None
+        (step, others, row, copied), self._in_flight = self._in_flight, None
         if copied is not None:
             copied.synchronize()
         now = time.perf_counter()
         seconds, self._start = now - self._start, now  # the host is at most a step ahead of the device
-        loss, norm, tokens, stop = row.tolist()
-        self.stop_agreed = self.stop_agreed or stop > 0
-        if math.isnan(tokens):
-            self.failed = True
-            return []
-        return [StepReading(step, loss, norm, round(tokens), seconds)]
+        loss, norm, tokens = row.tolist()
+        return [StepReading(step, loss, norm, round(tokens), seconds, others)]
 
-    def _sum(self, numbers: Tensor) -> Tensor:
+    def _sum(self, number: Tensor) -> Tensor:
+        total = number.detach().to(self._device, torch.float64, copy=True)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(numbers)
-        return numbers / self._copies if self._copies > 1 else numbers
+            dist.all_reduce(total)
+        return total / self._copies if self._copies > 1 else total
 
 
-# Dense bfloat16 with float32 sums, in FLOP/s, from the makers' data sheets. The first name found in the device's wins.
-_PEAKS: tuple[tuple[str, float], ...] = (
-    ("GB200", 2.5e15),
-    ("B200", 2.25e15),
-    ("H200", 989e12),
-    ("GH200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("A40", 150e12),
-    ("A10G", 70e12),
-    ("A10", 125e12),
-    ("V100", 125e12),
-    ("MI300X", 1307e12),
-    ("MI325X", 1307e12),
-    ("MI250X", 383e12),
-)
+# Dense bfloat16 with float32 sums, in TFLOP/s, from the makers' data sheets. The first name in the device's name wins.
+_PEAKS = {
+    "GB200": 2500, "B200": 2250, "H200": 989, "GH200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+    "H800": 989, "H20": 148, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A10G": 70,
+    "A10": 125, "V100": 125, "MI300X": 1307, "MI325X": 1307, "MI250X": 383,
+}  # fmt: skip
 _NUM_LAYERS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
 _WIDTH = ("hidden_size", "width", "n_embd", "d_model")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -371,41 +317,30 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
       recomputing not at all, as is usual, so that figures can be compared.
 
     L, W and experts are read from `model.config`; without them attention, or the choice of experts, is left out.
-
-    Args:
-        model: Sharded or not.
-        sequence_length: Tokens in a sequence.
     """
     multiplied = sum(
-        parameter.numel() * share * (6 if parameter.requires_grad else 4) for parameter, share in _met(model)
+        parameter.numel() * share * (6 if parameter.requires_grad else 4) for parameter, share in _multiplied(model)
     )
     layers, width = config_size(model, *_NUM_LAYERS) or 0, config_size(model, *_WIDTH) or 0
     return multiplied + 12.0 * layers * width * sequence_length
 
 
 def peak_flops(device: torch.device | str) -> float | None:
-    """What a device can do in a second in bfloat16, if it is a known GPU."""
+    """Peak bfloat16 FLOP/s of a device, if it is a known GPU."""
     device = torch.device(device)
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in _PEAKS if known in name), None)
+    return next((peak * 1e12 for known, peak in _PEAKS.items() if known in name), None)
 
 
 def mfu(tokens_per_s: float, flops_of_token: float, num_devices: int, peak: float | None) -> float | None:
-    """Model FLOPs utilisation: `tokens_per_s * flops_of_token / (num_devices * peak)`; None without a peak.
-
-    Args:
-        tokens_per_s: Over all ranks.
-        flops_of_token: From `flops_per_token`.
-        num_devices: Over all ranks.
-        peak: Of one device.
-    """
+    """Model FLOPs utilisation of all ranks' devices, each with this peak FLOP/s; None without a peak."""
     return tokens_per_s * flops_of_token / (num_devices * peak) if peak else None
 
 
-def _met(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
-    """Parameters that are multiplied with a token's vector, and which part of each."""
+def _multiplied(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
+    """Parameters of matrix products that a token passes, and the used fraction of each."""
     num_experts, chosen = config_size(model, *_NUM_EXPERTS) or 0, config_size(model, *_EXPERTS_PER_TOKEN) or 0
     share = chosen / num_experts if num_experts > 1 and chosen else 1.0
     experts = {
@@ -423,7 +358,7 @@ def _met(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
 
 
 _SMOOTHING = 0.9
-"""How much of the rate that is shown is the one shown before; records hold each step's own."""
+"""Weight of earlier steps in the displayed rate; records hold the rate of each step."""
 
 
 class StepLogger:
@@ -435,57 +370,41 @@ class StepLogger:
         progress: Is moved with every step.
         config: The run.
         device: Device whose memory and speed are reported.
-
-    Ranks:
-        Local. The numbers are the same on every rank, except times and memory.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        metrics: Metrics,
-        progress: Progress,
-        *,
-        config: RunConfig,
-        device: torch.device,
+        self, model: nn.Module, metrics: Metrics, progress: Progress, *, config: RunConfig, device: torch.device
     ) -> None:
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.tokens = 0
-        """Learnt by this process's steps, over all ranks."""
+        """Tokens of this process's steps, over all ranks."""
         self.seconds = 0.0
-        """Of this process's steps, without evaluations."""
+        """Duration of this process's steps, without evaluations."""
         self._metrics, self._progress, self._device = metrics, progress, device
         self._flops = flops_per_token(model, config.data.sequence_length)
         self._num_ranks, self._num_steps = dist.get_world_size(), config.training.steps
         self._peak = metrics.config.peak_flops or peak_flops(device)
         self._unrecorded_tokens, self._unrecorded_s = 0, 0.0
         self._step_s, self._num_counted = 0.0, 0
-        self._memory, self._looked_up_s = 0, -1.0
-        self._pending: dict[int, dict[str, Any]] = {}
-
-    def expect(self, step: int, **values: Any) -> None:
-        """Values that belong in the record of a step, whose reading comes later."""
-        self._pending[step] = values
 
     def log(self, readings: list[StepReading]) -> None:
         """Record finished steps and move the bar."""
         for reading in readings:
             self._count(reading)
-            values = self._pending.pop(reading.step, {})
             rate = self._unrecorded_tokens / self._unrecorded_s if self._unrecorded_s else 0.0
-            memory = self._used_memory()
+            memory = used_memory(self._device)
             if reading.step % max(1, self._metrics.config.every) == 0 or reading.step == self._num_steps:
                 self._metrics.record(
                     reading.step,
                     loss=reading.loss,
-                    learning_rate=values.pop("learning_rate", None),
+                    learning_rate=reading.others.get("learning_rate"),
                     grad_norm=reading.grad_norm,
                     tokens=reading.tokens,
                     tokens_per_s=round(rate, 1),
                     mfu=mfu(rate, self._flops, self._num_ranks, self._peak),
                     memory_bytes=memory,
-                    **values,
+                    **{name: value for name, value in reading.others.items() if name != "learning_rate"},
                 )
                 self._unrecorded_tokens, self._unrecorded_s = 0, 0.0
             self._progress.advance(note=self._note(reading, memory))
@@ -494,10 +413,9 @@ class StepLogger:
         """Record an evaluation."""
         self._metrics.record(step, evaluation_loss=loss)
 
-    def go_back(self, step: int, to_step: int) -> None:
-        """The run goes back to a checkpoint: steps after it are made again."""
+    def rewind(self, step: int, to_step: int) -> None:
+        """The run repeats the steps after `to_step`."""
         self._metrics.rewind(to_step)
-        self._pending.clear()
         self._progress.advance(to_step - step, note=f"back to step {to_step}")
 
     def _count(self, reading: StepReading) -> None:
@@ -507,16 +425,9 @@ class StepLogger:
         self.tokens, self.seconds = self.tokens + reading.tokens, self.seconds + took
         self._unrecorded_tokens += reading.tokens
         self._unrecorded_s += took
-        # The first step makes caches and buffers; the second knows nothing of it.
+        # The first step allocates caches and buffers, and does not count.
         self._step_s = took if self._num_counted < 2 else _SMOOTHING * self._step_s + (1 - _SMOOTHING) * took
         self._num_counted += 1
-
-    def _used_memory(self) -> int:
-        """The peak so far, looked up at most once a second: tiny steps take less than the question."""
-        now = time.monotonic()
-        if now - self._looked_up_s >= 1.0:
-            self._memory, self._looked_up_s = used_memory(self._device), now
-        return self._memory
 
     def _note(self, reading: StepReading, memory: int) -> str:
         left_s = round((self._num_steps - reading.step) * self._step_s)
@@ -526,7 +437,7 @@ class StepLogger:
 
 
 def used_memory(device: torch.device) -> int:
-    """The most bytes that this process has held so far: of the device, or of main memory on the CPU."""
+    """Peak memory of this process in bytes: of the device, or main memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

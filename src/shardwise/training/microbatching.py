@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches, and halve them on all ranks after out-of-memory."""
+"""Split a batch into micro-batches, and after out-of-memory use less memory on all ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from shardwise import compat
 from shardwise.distributed.agreement import gather_objects, on_rank_zero
-from shardwise.errors import ConfigError, TrainingError
+from shardwise.errors import TrainingError
 from shardwise.models.random_state import random_state, set_random_state
-from shardwise.sharding.blocks import recompute_more
+from shardwise.sharding.blocks import AdaptiveActivations
 from shardwise.sharding.registry import recover
 from shardwise.sharding.watching import paused
 from shardwise.training.data.samples import Batch
@@ -24,6 +24,9 @@ from shardwise.training.data.samples import Batch
 T = TypeVar("T")
 
 _NUM_TRIALS = 3  # optimizer state and averages exist from the second step on
+_CHEAP_TOKENS = 2**14
+"""From this size on, another micro-batch costs less than moving activations: unsharding and adding gradients takes as
+long as about 500 tokens, whatever the model."""
 
 
 class Microbatches:
@@ -40,10 +43,8 @@ class Microbatches:
         rows: Rows of this rank's batch; the same on every rank.
         size: Rows of a micro-batch. None: start with all rows, and find the size that fits.
         record: File that keeps the size to start with after a restart.
-        report: Called on rank 0 with a message when the size is halved.
-
-    Raises:
-        ConfigError: `size` is less than 1.
+        report: Called on rank 0 with a message when less memory is used.
+        activations: What blocks keep for backward, where memory decides about it.
 
     Ranks:
         The constructor and `run` are collective.
@@ -57,15 +58,10 @@ class Microbatches:
         *,
         record: Path | None = None,
         report: Callable[[str], None] | None = None,
+        activations: AdaptiveActivations | None = None,
     ) -> None:
-        if size is not None and size < 1:
-            raise ConfigError(
-                f"training.micro_batch_size is {size}",
-                where="training.micro_batch_size",
-                why="a micro-batch has at least one sequence",
-                fix="set it to 1 or more, or null to find the largest that fits",
-            )
         self._model, self._record, self._report = model, record, report or _print
+        self._activations = activations
         self._is_found = size is None and (not _is_distributed() or _is_data_parallel(model))
         """Whether the size is found automatically."""
         self._trials_left = _NUM_TRIALS if self._is_found and _is_distributed() else 0
@@ -77,11 +73,7 @@ class Microbatches:
         self.num_halvings = 0
 
     def split(self, batch: Batch) -> list[Batch]:
-        """The batch in micro-batches of `size` rows; the last one may be smaller.
-
-        Ranks:
-            Local. All ranks have the same number of micro-batches, as they have the same number of rows.
-        """
+        """The batch in micro-batches of `size` rows; the last one may be smaller."""
         cut = {name: tensor.split(self.size) for name, tensor in batch.items()}
         return [dict(zip(cut, parts, strict=True)) for parts in zip(*cut.values(), strict=True)]
 
@@ -108,7 +100,7 @@ class Microbatches:
         if self._trials_left:
             self._trials_left -= 1
             while failures := self._try(work, batch):
-                self._halve(failures)
+                self._use_less(failures, batch)
         if not self._is_found:
             return work(self.split(batch))
         while True:
@@ -123,7 +115,7 @@ class Microbatches:
             if _is_distributed():
                 self._give_up(failure)
             undo(self._model, state)
-            self._halve({0: failure})
+            self._use_less({0: failure}, batch)
 
     def _try(self, work: Callable[[list[Batch]], object], batch: Batch) -> dict[int, str]:
         """Run a step without communication; return the out-of-memory errors by rank."""
@@ -136,19 +128,26 @@ class Microbatches:
         undo(self._model, state)
         return {rank: text for rank, text in enumerate(gather_objects(failure)) if text is not None}
 
-    def _halve(self, failures: dict[int, str]) -> None:
-        ranks = ", ".join(map(str, failures))
-        if self.size == 1:
-            mode = recompute_more(self._model)
-            if mode is None:
-                raise _does_not_fit(*next(iter(failures.items())))
-            change, setting = "blocks recompute their activations from now on", f"shard.activations = {mode}"
-        else:
+    def _use_less(self, failures: dict[int, str], batch: Batch) -> None:
+        """Halve the size while micro-batches are large; then keep fewer activations; then halve it down to one row."""
+        length = max((tensor.shape[1] for tensor in batch.values() if tensor.ndim > 1), default=1)
+        is_large = self.size > 1 and -(-self.size // 2) * length >= _CHEAP_TOKENS
+        mode = None
+        if self._activations is not None and not is_large:
+            mode = self._activations.keep_less(recompute_blocks=self.size == 1)
+        if mode is not None:
+            change, setting = "blocks keep fewer activations from now on", f"shard.activations = {mode}"
+        elif self.size > 1:
             before, self.size = self.size, -(-self.size // 2)
+            if self._activations is not None:
+                self._activations.reset()
             change = f"micro-batches of {self.size} rows from now on, not {before}"
             setting = f"training.micro_batch_size = {self.size}"
+        else:
+            raise _does_not_fit(*next(iter(failures.items())))
         self.num_halvings += 1
         if not _is_distributed() or dist.get_rank() == 0:
+            ranks = ", ".join(map(str, failures))
             self._report(f"out of memory on rank {ranks}: {change}. Set {setting} to start with that.")
 
     def _give_up(self, failure: str) -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from shardwise import compat
 from shardwise.config.run import TrainingConfig
+from shardwise.distributed.stop_requests import StopRequest
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.models.load import find_callable
 from shardwise.training.chunked_loss import ChunkedLoss, output_matrix
@@ -21,6 +22,7 @@ from shardwise.training.data import Loader
 from shardwise.training.data.samples import IGNORED, Batch
 from shardwise.training.metrics import StepReading
 from shardwise.training.microbatching import undo, volatile_state
+from shardwise.training.step import lockstep
 
 Call = Callable[[nn.Module, Batch], tuple[Tensor, Tensor | int]]
 
@@ -47,18 +49,18 @@ class Objective:
         parameters = inspect.signature(model.forward).parameters
         self._accepted = frozenset(parameters)
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        # A cache is of no use here, and with one transformers does not see from position_ids where documents begin.
+        # With a cache, transformers does not see from position_ids where documents begin.
         self._settings = {"use_cache": False} if "use_cache" in parameters else {}
         self._head = output_matrix(model) if self._custom is None else None
         self._is_tried = False
 
     @property
     def counts_ahead(self) -> bool:
-        """Whether tokens can be counted before the model runs; a callable says their number only with the loss."""
+        """Whether tokens can be counted before the forward; a callable returns their number with the loss."""
         return self._custom is None
 
     def count(self, batch: Batch) -> Tensor:
-        """The tokens of a batch that are learnt, as a 0-d tensor; its rows where the model makes the loss itself."""
+        """Number of tokens in the loss, as a 0-d tensor; number of rows if the model computes the loss itself."""
         labels = batch.get("labels")
         if labels is not None and self.counts_ahead:
             return (labels != IGNORED).sum()
@@ -72,7 +74,7 @@ class Objective:
         if "labels" not in batch:
             return self._loss_of_model(model, batch) * num_rows(batch), self.count(batch)
         inputs = {name: batch[name] for name in _MODEL_INPUTS if name in batch and name in self._accepted}
-        tokens = () if "input_ids" in inputs else (batch["input_ids"],)  # reference models call it otherwise
+        tokens = () if "input_ids" in inputs else (batch["input_ids"],)  # reference models name it differently
         return self._next_token_loss(model, batch["labels"], tokens, inputs | self._settings), self.count(batch)
 
     def _next_token_loss(
@@ -138,13 +140,10 @@ def _get(output: Any, name: str) -> Any:
 
 
 class StepBatches:
-    """Hands out one batch a step.
+    """One batch per step, except skipped ones.
 
     Args:
         source: The loader.
-
-    Ranks:
-        Local; every rank calls the same.
     """
 
     def __init__(self, source: Loader) -> None:
@@ -152,59 +151,43 @@ class StepBatches:
         self.steps = 0
         """Batches handed out."""
         self.left_out: frozenset[int] = frozenset()
-        """Numbers of batches that no step gets, from 0."""
-        self.failure: Exception | None = None
-        """Why the last batch could not be made."""
-        self._latest: Batch | None = None
-        self._is_ahead = False
+        """Numbers of the skipped batches, from 0."""
+        self._reached = source.state_dict()
 
-    def fetch_first(self) -> None:
-        """Make the batch of the next step already, before any rank waits for another in it."""
-        self._latest = self._fetch()
-        self._is_ahead = True
+    def until(self, num_steps: int, stop: StopRequest) -> Iterator[Batch]:
+        """The batches of the steps from here to `num_steps`; fewer once any rank is asked to stop.
 
-    def next(self) -> Batch:
-        """The batch of the next step.
-
-        If it cannot be made, `failure` says why, and the batch before is returned instead: this rank must take part in
-        one more step, whose result nobody uses, until the others know. The very first failure is raised.
+        Ranks:
+            Collective: all ranks end after the same batch, and all raise where one cannot make its batch.
         """
-        try:
-            if not self._is_ahead:
-                self._latest = self._fetch()
-        except Exception as error:
-            if self._latest is None:
-                raise
-            self.failure = error
-        self._is_ahead = False
-        self.steps += 1
-        assert self._latest is not None
-        return self._latest
+        for batch, reached in lockstep(self._fetch(num_steps, stop)):
+            self.steps += 1
+            self._reached = reached  # the loader itself is a batch ahead
+            yield batch
 
-    def _fetch(self) -> Batch:
-        first = batch_of(self.steps - 1, self.left_out) + 1 if self.steps else 0
-        if skipped := batch_of(self.steps, self.left_out) - first:
-            self.source.skip(skipped)
-        return next(self.source)
+    def _fetch(self, num_steps: int, stop: StopRequest) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        for step in range(self.steps, num_steps):
+            if stop.asked:
+                return
+            first = batch_of(step - 1, self.left_out) + 1 if step else 0
+            if skipped := batch_of(step, self.left_out) - first:
+                self.source.skip(skipped)
+            yield next(self.source), self.source.state_dict()
 
     def leave_out(self, step: int) -> None:
-        """Give the batch that this step had to no step any more; for steps that are made again.
-
-        Args:
-            step: From 0.
-        """
+        """Skip the batch that this step, counted from 0, has had; for steps that are repeated."""
         self.left_out |= {batch_of(step, self.left_out)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, and what was left out so far."""
-        return {"steps": self.steps, "left_out": sorted(self.left_out), "source": self.source.state_dict()}
+        """The position in the data, and the skipped batches."""
+        return {"steps": self.steps, "left_out": sorted(self.left_out), "source": self._reached}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go there; what this run has left out since stays out."""
-        self._is_ahead = False
+        """Continue from there; batches that this run has skipped since stay skipped."""
         self.steps = int(state_dict["steps"])
         self.left_out |= set(state_dict["left_out"])
         self.source.load_state_dict(state_dict["source"])
+        self._reached = self.source.state_dict()
 
 
 def batch_of(step: int, left_out: Iterable[int]) -> int:
@@ -276,9 +259,9 @@ class BadLosses:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """How many bad steps there were."""
+        """Number of bad steps."""
         return {"num_bad": self.num_bad}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Count on; after going back, those since then stay counted."""
+        """Continue counting; after a rewind, bad steps since the checkpoint stay counted."""
         self.num_bad = max(self.num_bad, int(state_dict["num_bad"]))

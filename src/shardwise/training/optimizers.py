@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from shardwise.config.load import check_ranges
 from shardwise.config.run import OptimizerConfig
 from shardwise.errors import ConfigError
 from shardwise.sharding.full_params import reshard
-from shardwise.sharding.inventory import ShardLayout, layout_of, local_part, local_tensor, sharded_axes
+from shardwise.sharding.inventory import ShardLayout, full_tensor, layout_of, local_part, local_tensor, sharded_axes
 
 BUCKET_BYTES = 256 * 1024**2
 """What a rank sends and receives in one exchange, at most, unless one matrix has more."""
@@ -64,7 +63,7 @@ def map_unsharded_matrices(
             shared.setdefault((layout.mesh, layout.axis), []).append(matrix)
         else:
             assert isinstance(parameter, DTensor)
-            whole = compat.dtensor_like(part.to(dtype), parameter).full_tensor()
+            whole = full_tensor(compat.dtensor_like(part.to(dtype), parameter))
             yield index, local_part(work(whole), parameter)
     for (mesh, axis), matrices in shared.items():
         replicas = next((other for other in range(mesh.ndim) if other != axis and mesh.size(other) > 1), None)
@@ -239,17 +238,17 @@ class Muon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if group["kind"] == "blocks":
+            if parameters and group["kind"] == "blocks":
                 self._step_muon(parameters, group)
-            else:
-                self._step_adamw(parameters, group)
+            elif parameters:
+                step_adamw(self, parameters, group)
         return loss
 
     def _step_muon(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        if not parameters:
-            return
         directions = [self._direction(parameter, group) for parameter in parameters]
-        dtype = self.dtype or orthogonalizing_dtype(_compute_device(parameters[0]))
+        first = parameters[0]  # unsharded matrices are on the mesh's device, an offloaded shard is not
+        device = torch.device(first.device_mesh.device_type) if isinstance(first, DTensor) else first.device
+        dtype = self.dtype or orthogonalizing_dtype(device)
         for index, update in map_unsharded_matrices(
             parameters,
             directions,
@@ -264,7 +263,9 @@ class Muon(Optimizer):
                 is_bad = self.found_inf.to(local.device) > 0
                 decay, update = torch.where(is_bad, 1.0, decay), update.masked_fill(is_bad, 0.0)
             local.mul_(decay)
-            local.add_(update, alpha=-group["lr"] * _shape_factor(parameter.shape))
+            # Tall matrices take longer steps, so that outputs change as much as those of wide ones.
+            factor = math.sqrt(max(1.0, parameter.shape[-2] / parameter.shape[-1]))
+            local.add_(update, alpha=-group["lr"] * factor)
 
     def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """This rank's part of what is orthogonalised: the gradient with momentum."""
@@ -278,13 +279,6 @@ class Muon(Optimizer):
         buffer.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
-    def _step_adamw(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        if not parameters:
-            return
-        states = [adamw_state(self, parameter, group) for parameter in parameters]
-        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        step_adamw(parameters, gradients, states, group, self.found_inf)
-
 
 def adamw_state(optimizer: Optimizer, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
     """AdamW's state of a parameter, made at the first step and laid out as `torch.optim.AdamW` has it."""
@@ -297,23 +291,19 @@ def adamw_state(optimizer: Optimizer, parameter: nn.Parameter, group: dict[str, 
     return state
 
 
-def step_adamw(
-    parameters: Sequence[Tensor],
-    gradients: list[Tensor],
-    states: Sequence[dict[str, Any]],
-    group: dict[str, Any],
-    found_inf: Tensor | None,
-) -> None:
-    """AdamW as torch has it, on this rank's parts of some parameters of a group."""
+def step_adamw(optimizer: Any, parameters: Sequence[nn.Parameter], group: dict[str, Any], factor: Any = None) -> None:
+    """AdamW as torch has it, on this rank's parts of some parameters of a group, their gradients times `factor`."""
+    states = [adamw_state(optimizer, parameter, group) for parameter in parameters]
+    gradients = [local_tensor(p.grad).to(p.dtype) for p in parameters if p.grad is not None]
     adamw(
         [local_tensor(parameter) for parameter in parameters],
-        gradients,
+        gradients if factor is None else list(torch._foreach_mul(gradients, factor)),
         [local_tensor(state["exp_avg"]) for state in states],
         [local_tensor(state["exp_avg_sq"]) for state in states],
         [],
         [state["step"] for state in states],
         fused=group["fused"],
-        found_inf=found_inf,
+        found_inf=optimizer.found_inf,
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
@@ -348,37 +338,24 @@ class ClippingAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change every parameter that has a gradient; `gradient_factor` is used up.
-
-        Ranks:
-            Local.
-        """
+        """Change every parameter that has a gradient; `gradient_factor` is used up."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            large = [parameter for parameter in parameters if local_tensor(parameter).numel() >= _LARGE]
-            self._step_large(large, group)
-            self._step_small([parameter for parameter in parameters if parameter not in set(large)], group)
+            by_size: dict[bool, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_size.setdefault(local_tensor(parameter).numel() >= _LARGE, []).append(parameter)
+            if True in by_size:
+                self._step_large(by_size[True], group)
+            if False in by_size:
+                step_adamw(self, by_size[False], group, self.gradient_factor)
         self.gradient_factor = None
         return loss
 
-    def _step_small(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        if not parameters:
-            return
-        states = [adamw_state(self, parameter, group) for parameter in parameters]
-        gradients = [
-            local_tensor(parameter.grad).to(parameter.dtype) for parameter in parameters if parameter.grad is not None
-        ]
-        if self.gradient_factor is not None:
-            gradients = list(torch._foreach_mul(gradients, self.gradient_factor))
-        step_adamw(parameters, gradients, states, group, self.found_inf)
-
     def _step_large(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        if not parameters:
-            return
         states = [adamw_state(self, parameter, group) for parameter in parameters]
         steps = [state["step"] for state in states]
         one = torch.ones((), device=steps[0].device)
@@ -429,11 +406,6 @@ def _compiled_update() -> Callable[..., None]:
     return torch.compile(_update, dynamic=True)
 
 
-def can_compile(device: torch.device) -> bool:
-    """Whether torch.compile makes kernels for the device."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
-
-
 def orthogonalizing_dtype(device: torch.device) -> torch.dtype:
     """In which dtype matrices on a device are orthogonalised, where nothing else is asked for."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -460,19 +432,10 @@ def orthogonalize(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.mT if is_tall else x
 
 
-def _shape_factor(shape: torch.Size) -> float:
-    """Tall matrices take longer steps, so that outputs change as much as those of wide ones."""
-    return math.sqrt(max(1.0, shape[-2] / shape[-1]))
-
-
-def _compute_device(parameter: Tensor) -> torch.device:
-    """Where whole matrices come together; not where an offloaded shard lies."""
-    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
-
-
 Kind = Literal["matrices", "vectors", "embeddings", "blocks"]
 """`blocks`: matrices inside the model's repeated blocks; matrices like others to whoever does not tell them apart."""
 
+_DECAYED = ("matrices", "blocks")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # batch and instance norms have vectors anyway
@@ -552,7 +515,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         )
     options = _adamw_options(groups, config)
     parameters = [parameter for group in groups for parameter in group["params"]]
-    if options["fused"] and all(can_compile(p.device) and p.dtype == torch.float32 for p in parameters):
+    if options["fused"] and all(compat.can_compile(p.device) and p.dtype == torch.float32 for p in parameters):
         del options["fused"]
         return ClippingAdamW(groups, lr=config.learning_rate, **options)
     return torch.optim.AdamW(groups, lr=config.learning_rate, **options)
@@ -588,14 +551,10 @@ def _groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
             "params": parameters,
             "kind": kind,
             "lr": config.muon_learning_rate if kind == "blocks" else config.learning_rate,
-            "weight_decay": config.weight_decay if _is_decayed(kind, config) else 0.0,
+            "weight_decay": config.weight_decay if config.decay_everything or kind in _DECAYED else 0.0,
         }
         for kind, parameters in by_kind.items()
     ]
-
-
-def _is_decayed(kind: Kind, config: OptimizerConfig) -> bool:
-    return config.decay_everything or kind in ("matrices", "blocks")
 
 
 def _fused(optimizer: type[Optimizer], groups: list[dict[str, Any]], config: OptimizerConfig) -> bool | None:

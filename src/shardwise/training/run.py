@@ -3,80 +3,61 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import compat
 from shardwise.checkpointing.state.slices import model_tensors
 from shardwise.checkpointing.weights import load_weights
 from shardwise.config.load import check_ranges, to_yaml
-from shardwise.config.run import OptimizerConfig, RunConfig
-from shardwise.config.schema import MeshConfig, ShardConfig
+from shardwise.config.run import RunConfig
+from shardwise.config.schema import BATCH_AXES, MeshConfig, ShardConfig
 from shardwise.diagnosing.check import check, refuse_errors
+from shardwise.distributed import mesh as meshes
 from shardwise.distributed.agreement import agree_on, gather_objects, on_rank_zero, run_on_all
 from shardwise.distributed.launchers import read_launch
-from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, device_type, init_distributed
 from shardwise.errors import ConfigError, EnvironmentProblem, ShardError, ShardwiseError, listed
 from shardwise.models.configs import config_size, max_length
 from shardwise.models.load import load_model
+from shardwise.models.moe import ExpertBias
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
 from shardwise.progress import Progress
+from shardwise.sharding.adapters import add_lora
 from shardwise.sharding.apply import shard
-from shardwise.sharding.blocks import checkpoint_activations, compile_blocks, recompute_later
+from shardwise.sharding.blocks import AdaptiveActivations, checkpoint_activations, compile_blocks
+from shardwise.sharding.context_attention import SequenceLayout, split_sequences
 from shardwise.sharding.materialize import materialize
+from shardwise.sharding.pipeline import Pipeline, num_microbatches, pipeline
 from shardwise.training import saving
 from shardwise.training.data import open_data, open_evaluation
 from shardwise.training.data.loader import check_batch
+from shardwise.training.data.samples import Batch
 from shardwise.training.ema import EMA
 from shardwise.training.metrics import Metrics, StepLogger, StepMetrics
 from shardwise.training.microbatching import Microbatches
 from shardwise.training.objective import BadLosses, Objective, StepBatches
-from shardwise.training.optimizers import ClippingAdamW, Kind, build_optimizer, can_compile, parameter_kinds
+from shardwise.training.optimizers import ClippingAdamW, build_optimizer, parameter_kinds
 from shardwise.training.run_folder import prepare_folder, refuse_other_model, with_folder, write_config
-from shardwise.training.saving import CHECKPOINTS, CheckpointRef, TrainState, find_resumed, refuse_other_weights
+from shardwise.training.saving import CheckpointRef
 from shardwise.training.schedules import Schedule
 from shardwise.units import format_bytes, format_count
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
 
 
-def fill(model: nn.Module, config: RunConfig, *, is_resumed: bool = False) -> None:
-    """Give a sharded model on meta its values.
-
-    Args:
-        model: On meta.
-        config: `weights` says where they are.
-        is_resumed: A checkpoint follows, which holds the weights: others need not be read.
-
-    Raises:
-        CheckpointError: The weights do not fit.
-
-    Ranks:
-        Collective.
-    """
-    path = None if is_resumed else weights_of(config)
-    if path is None:
-        materialize(model)
-    else:
-        load_weights(model, path)
-
-
 def check_weights(config: RunConfig) -> None:
-    """Raise if weights are named that do not exist.
-
-    Raises:
-        ConfigError: They do not.
-    """
+    """Raise a ConfigError if weights are named that do not exist."""
     if config.weights not in ("auto", "none") and not Path(config.weights).exists():
         raise ConfigError(
             f"there are no weights at {config.weights}",
@@ -87,7 +68,7 @@ def check_weights(config: RunConfig) -> None:
 
 
 def weights_of(config: RunConfig) -> Path | None:
-    """The file or folder that holds the first weights; None: they are drawn."""
+    """The file or folder with the initial weights; None: random initialisation."""
     if config.weights == "none":
         return None
     if config.weights != "auto":
@@ -101,75 +82,48 @@ T = TypeVar("T")
 
 
 class Problems:
-    """Collects errors of steps that do not need each other; raises once, with all of them."""
+    """Collects the errors of independent checks and raises all of them as one."""
 
     def __init__(self) -> None:
         self.errors: list[ShardwiseError] = []
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Keep an error of the block for later, and go on."""
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """The result of `work`; None if it raised, which is recorded."""
         try:
-            yield
+            return work()
         except ShardwiseError as error:
             self.errors.append(error)
-
-    def result_of(self, work: Callable[[], T]) -> T | None:
-        """What `work` returns; None if it failed, which is kept for later."""
-        with self.collecting():
-            return work()
-        return None
-
-    def error(self) -> ShardwiseError | None:
-        """One error that says everything; None if there is nothing to say."""
-        errors = list({e.where: e for e in reversed(self.errors)}.values())[::-1]  # one place, one problem
-        if len(errors) < 2:
-            return errors[0] if errors else None
-        kind = EnvironmentProblem if all(isinstance(e, EnvironmentProblem) for e in errors) else ConfigError
-        return kind(
-            f"{len(errors)} problems keep this run from starting",
-            where="\n".join(f"{e.where}: {e.what}" for e in errors),
-            why="\n".join(dict.fromkeys(e.why for e in errors if e.why)),
-            fix="\n".join(dict.fromkeys(e.fix for e in errors if e.fix)),
-        )
+            return None
 
     def raise_any(self, *, is_joined: bool) -> None:
-        """Raise if there is anything to say, here or on another rank: the same on all of them.
+        """Raise one error with all problems, if there are any.
 
         Args:
-            is_joined: The ranks have met. Where they could not, each raises what it knows itself.
+            is_joined: The process group exists: problems of any rank are raised on all. Else each raises its own.
 
         Ranks:
-            Collective where they have met.
+            Collective if `is_joined`.
         """
-        if is_joined and dist.is_initialized():
-            self.errors = _of_all_ranks(self.errors)
-        if (error := self.error()) is not None:
-            raise error
-
-
-def _of_all_ranks(errors: list[ShardwiseError]) -> list[ShardwiseError]:
-    """What any rank has found, once; what only some have says on which."""
-    gathered = gather_objects(errors)
-    found = {error.where: error for error in gathered[0]}
-    for rank, others in enumerate(gathered):
-        for error in others:
-            if error.where not in found:
-                what = f"rank {rank}: {error.what}"
-                found[error.where] = type(error)(what, where=error.where, why=error.why, fix=error.fix)
-    return list(found.values())
+        found: dict[str, ShardwiseError] = {}  # one problem per place
+        for rank, errors in enumerate(gather_objects(self.errors) if is_joined else [self.errors]):
+            for error in errors:
+                what = f"rank {rank}: {error.what}" if rank else error.what
+                found.setdefault(error.where, type(error)(what, where=error.where, why=error.why, fix=error.fix))
+        if len(found) < 2:
+            for error in found.values():
+                raise error
+            return
+        kinds = {type(error) for error in found.values()}
+        raise (EnvironmentProblem if kinds == {EnvironmentProblem} else ConfigError)(
+            f"{len(found)} problems keep this run from starting",
+            where="\n".join(f"{where}: {error.what}" for where, error in found.items()),
+            why="\n".join(dict.fromkeys(error.why for error in found.values() if error.why)),
+            fix="\n".join(dict.fromkeys(error.fix for error in found.values() if error.fix)),
+        )
 
 
 def check_length(model: nn.Module, config: RunConfig) -> None:
-    """Raise if sequences are longer than the model's tables.
-
-    Args:
-        model: With a `config`, or the question cannot be asked.
-        config: The run.
-
-    Raises:
-        ConfigError: They are.
-    """
+    """Raise a ConfigError if sequences are longer than the model's maximum length, where its config has one."""
     longest, length = max_length(model), config.data.sequence_length
     if longest is not None and length > longest:
         raise ConfigError(
@@ -181,10 +135,9 @@ def check_length(model: nn.Module, config: RunConfig) -> None:
 
 
 def plan_run(model: nn.Module, config: ShardConfig, mesh: DeviceMesh | MeshConfig) -> Plan:
-    """How the model of a run will be sharded: as `plan` says, but never computing in float16.
+    """The plan of a run's model, which never computes in float16: the loop does not scale losses.
 
-    The loop does not scale losses, as float16 would need. Where `auto` means float16, on GPUs that have no bfloat16,
-    the run computes in the stored dtype.
+    Where `auto` means float16 (GPUs without bfloat16), the run computes in the stored dtype.
 
     Raises:
         PlanError: The model cannot be sharded as asked.
@@ -203,79 +156,60 @@ def plan_run(model: nn.Module, config: ShardConfig, mesh: DeviceMesh | MeshConfi
     return made
 
 
-def prepare_blocks(model: nn.Module, config: ShardConfig, made: Plan, device: torch.device) -> None:
-    """Compile a model's blocks and let them recompute, as asked; where `auto` stands, what is fastest on the device.
+def prepare_blocks(
+    model: nn.Module, config: ShardConfig, made: Plan, device: torch.device
+) -> AdaptiveActivations | None:
+    """Compile the blocks of a model that is not sharded yet, and let them recompute; `auto` is what is fastest.
 
-    Args:
-        model: Not sharded yet.
-        config: Its `activations` and `compile`.
-        made: Its plan.
-        device: Where the model will compute.
+    Returns:
+        What is kept for backward, where memory decides about it.
     """
+    adaptive = None
     if config.activations == "auto":
         with suppress(ShardError):  # it has no blocks
             if device.type == "cuda":
-                recompute_later(model, made)
+                adaptive = AdaptiveActivations(model, made)
     elif config.activations != "keep":
         checkpoint_activations(model, config.activations, config=made)
     if config.compile is True:
         compile_blocks(model, config=made)
-    elif config.compile == "auto" and can_compile(device):
+    elif config.compile == "auto" and compat.can_compile(device):
         with suppress(ShardError):
             compile_blocks(model, config=made)
+    return adaptive
 
 
 def checkpoint_bytes(model: nn.Module, made: Plan, config: RunConfig) -> int:
-    """Size of one checkpoint of a run: weights, buffers, optimizer state and averages, of all ranks together.
-
-    The few kB around each tensor and the state of the data are left out.
-
-    Args:
-        model: Not sharded yet.
-        made: Its plan.
-        config: The run.
-    """
-    kinds = parameter_kinds(model)
+    """Size of one checkpoint of a run: weights, buffers, optimizer state and averages, of all ranks together."""
+    kinds, optimizer = parameter_kinds(model), config.optimizer
     total = sum(each.tensor.nbytes for each in model_tensors(model) if not each.is_parameter)
     for planned in made.parameters:
-        total += planned.num_bytes
+        total += planned.num_bytes if planned.trainable or config.lora is None else 0
         if planned.trainable:
-            kind = kinds[model.get_parameter(planned.fqn)]
-            total += _num_states(kind, config.optimizer) * planned.num_bytes
+            is_muons = optimizer.name == "muon" and kinds[model.get_parameter(planned.fqn)] == "blocks"
+            num_states = int(optimizer.momentum > 0) if optimizer.name == "sgd" else 1 if is_muons else 2
+            total += num_states * planned.num_bytes
             if config.training.ema_decay is not None:
-                total += max(planned.num_bytes, 4 * planned.numel)  # averages of 16 bits are kept in 32
+                total += max(planned.num_bytes, 4 * planned.numel)  # averages of 16-bit parameters are float32
     return total
 
 
-def _num_states(kind: Kind, config: OptimizerConfig) -> int:
-    """Tensors of a parameter's size that the optimizer keeps for it."""
-    if config.name == "sgd":
-        return 1 if config.momentum else 0
-    return 1 if config.name == "muon" and kind == "blocks" else 2
-
-
 def check_disk(config: RunConfig, num_bytes: int, found: CheckpointRef | None) -> list[str]:
-    """Raise if the first checkpoint that the run writes does not fit on its disk.
-
-    Args:
-        config: The run, with its folder.
-        num_bytes: Of one checkpoint.
-        found: What the run goes on from.
+    """Raise an EnvironmentProblem if the first checkpoint that the run writes does not fit on its disk.
 
     Returns:
-        Notes for the resolved run: that later checkpoints will not fit.
-
-    Raises:
-        EnvironmentProblem: It does not fit.
-
-    Ranks:
-        Local: call it on rank 0.
+        Notes for the resolved run if later checkpoints will not fit.
     """
-    folder, training, checkpoint = Path(config.folder or "") / CHECKPOINTS, config.training, config.checkpoint
+    folder, training, checkpoint = Path(config.folder or "") / saving.CHECKPOINTS, config.training, config.checkpoint
     is_done = found is not None and found.path.parent == folder and found.step >= training.steps
     if is_done:  # a finished run saves nothing
         return []
-    free = _free_bytes(folder)
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    # Leftovers of interrupted saves are removed by the next save.
+    leftovers = [path for end in ("partial", "removing") for path in folder.glob(f"step-*.{end}/**/*")]
+    free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in leftovers if path.is_file())
     if num_bytes > free:
         smaller = ["optimizer.name = muon"] if config.optimizer.name == "adamw" else []
         smaller += ["training.ema_decay = null"] if training.ema_decay is not None else []
@@ -297,27 +231,18 @@ def check_disk(config: RunConfig, num_bytes: int, found: CheckpointRef | None) -
     return []
 
 
-def _free_bytes(folder: Path) -> int:
-    """Free on the disk that a folder is or will be on; what interrupted saves left there is removed by the next."""
-    leftovers = [path for end in ("partial", "removing") for path in folder.glob(f"step-*.{end}/**/*")]
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    return shutil.disk_usage(existing).free + sum(path.stat().st_size for path in leftovers if path.is_file())
-
-
 @dataclass(slots=True)
 class Examined:
-    """What `examine` found; None where it could not be made."""
+    """What `examine` found; None for parts that could not be built."""
 
     config: RunConfig
-    """The run, with its folder on the first rank."""
+    """The run; with its folder, on rank 0."""
     model: nn.Module | None = None
     """On meta."""
     plan: Plan | None = None
     objective: Objective | None = None
     resumed: CheckpointRef | None = None
-    """The checkpoint that the run starts from; only the first rank looks."""
+    """The checkpoint to resume from; on rank 0 only."""
     disk_notes: list[str] = field(default_factory=list)
     """From `check_disk`."""
 
@@ -331,34 +256,55 @@ def examine(
     starts: bool = False,
     is_first: bool = True,
 ) -> Examined:
-    """Check all of a run but its data, before anything heavy is made.
+    """Check everything about a run except its data, before anything expensive.
 
     Args:
         config: The run.
-        mesh: What the model is planned for; None: there is none, and so no plan.
-        num_data_ranks: Ranks that get batches of their own.
-        problems: Gets what is wrong.
-        starts: Make the run's folder, as the run is about to start.
-        is_first: Look at the folder, as only rank 0 does.
+        mesh: Mesh to plan for; None: no plan is made.
+        num_data_ranks: Number of data-parallel ranks.
+        problems: Collects the errors.
+        starts: The run is about to start: create its folder.
+        is_first: This is rank 0, which checks the folder.
     """
-    examined = Examined(config)
-    for check_part in (
-        lambda: check_ranges(config),
-        lambda: check_batch(config.training.batch_size, num_data_ranks),
-        lambda: check_weights(config),
-    ):
-        problems.result_of(check_part)
-    examined.model = model = problems.result_of(lambda: load_model(config.model, options=config.model_options))
+    examined, attempt = Examined(config), problems.attempt
+    attempt(lambda: check_ranges(config))
+    attempt(lambda: check_batch(config.training.batch_size, num_data_ranks))
+    attempt(lambda: check_weights(config))
+    attempt(lambda: check_parallel(config, num_data_ranks))
+    examined.model = model = attempt(lambda: _load_model(config))
     if model is not None:
-        examined.objective = problems.result_of(lambda: Objective(model, config.training.objective))
+        examined.objective = attempt(lambda: Objective(model, config.training.objective))
         if mesh is not None:
-            examined.plan = problems.result_of(lambda: plan_run(model, config.shard, mesh))
-        with problems.collecting():
-            check_length(model, config)
+            examined.plan = attempt(lambda: plan_run(model, config.shard, mesh))
+        attempt(lambda: check_length(model, config))
     if is_first:
-        with problems.collecting():
-            _examine_folder(examined, starts)
+        attempt(lambda: _examine_folder(examined, starts))
     return examined
+
+
+def _load_model(config: RunConfig) -> nn.Module:
+    model = load_model(config.model, options=config.model_options)
+    return model if config.lora is None else add_lora(model, config.lora)
+
+
+def check_parallel(config: RunConfig, num_data_ranks: int) -> None:
+    """Raise unless sequences divide over the context axis, and rows over the stages of a pipeline.
+
+    Raises:
+        ConfigError: They do not, or a setting needs the whole model on one stage.
+    """
+    mesh, shard_config = config.mesh, config.shard
+    if mesh.context > 1:
+        SequenceLayout(mesh.context, 0, shard_config.context.balanced).positions(config.data.sequence_length)
+    if mesh.pipeline > 1:
+        num_microbatches(shard_config.pipeline, mesh.pipeline, config.training.batch_size // num_data_ranks)
+        if config.checkpoint.export:
+            raise ConfigError(
+                "checkpoint.export is true, with a pipeline",
+                where="checkpoint.export",
+                why="no rank of a pipeline gathers the weights of all stages",
+                fix="set checkpoint.export = false, and convert the last checkpoint: shardwise ckpt convert",
+            )
 
 
 def _examine_folder(examined: Examined, starts: bool) -> None:
@@ -366,11 +312,11 @@ def _examine_folder(examined: Examined, starts: bool) -> None:
     folder, model = Path(config.folder or ""), examined.model
     if starts:
         prepare_folder(folder)
-    found = examined.resumed = find_resumed(folder / CHECKPOINTS, config.checkpoint.resume)
+    found = examined.resumed = saving.find_resumed(folder / saving.CHECKPOINTS, config.checkpoint.resume)
     if found is not None:
         refuse_other_model(folder, config)
         if model is not None:
-            refuse_other_weights(found, model)
+            saving.refuse_other_weights(found, model)
     if model is not None and examined.plan is not None:
         examined.disk_notes = check_disk(config, checkpoint_bytes(model, examined.plan, config), found)
 
@@ -383,21 +329,19 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
 
     Args:
         config: The run.
-        num_ranks: That it would have.
+        num_ranks: Number of ranks of the run.
 
     Raises:
-        ConfigError: With everything that is wrong and can be seen without reading the data.
-
-    Ranks:
-        Local. Nothing is written, no rank is started.
+        ConfigError: With every problem that can be found without reading the data.
     """
     sizes = config.mesh.sizes(num_ranks)
     problems = Problems()
-    examined = examine(config, replace(config.mesh, shard=sizes["shard"]), num_ranks, problems)
+    num_data_ranks = math.prod(size for axis, size in sizes.items() if axis in BATCH_AXES)
+    examined = examine(config, replace(config.mesh, shard=sizes["shard"]), num_data_ranks, problems)
     problems.raise_any(is_joined=False)
     made, found = examined.plan, examined.resumed
     assert made is not None
-    notes = _batch_notes(config, num_ranks)
+    notes = _batch_notes(config, num_data_ranks)
     start = f"goes on from step {found.step}: {found.path}" if found is not None else "starts afresh"
     notes["checkpoint.resume"] = [start]
     notes["checkpoint"] = examined.disk_notes
@@ -405,7 +349,7 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
         notes["folder"] = ["the next free name in `runs`; chosen anew for every run"]
     notes["model"] = [f"{format_count(sum(p.numel for p in made.parameters))} parameters"]
     notes["mesh"] = [f"{num_ranks} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())]
-    notes["mesh.device"] = [f"auto is {device_type()} here"] if config.mesh.device == "auto" else []
+    notes["mesh.device"] = [f"auto is {meshes.device_type()} here"] if config.mesh.device == "auto" else []
     notes["shard"] = listed(str(made).splitlines(), _MAX_LINES)
     weights = weights_of(config)
     notes["weights"] = [f"read from {weights}" if weights is not None else "drawn anew, from the seed"]
@@ -430,15 +374,15 @@ def _batch_notes(config: RunConfig, num_ranks: int) -> dict[str, list[str]]:
 
 
 class TrainingRun:
-    """All parts of a run, ready for its next step: built anew, or resumed from a checkpoint.
+    """All parts of a run, ready for its next step: new, or resumed from a checkpoint.
 
     Args:
         config: The run.
-        progress: Is moved by the steps.
-        stack: Gives back at its end what the parts hold.
+        progress: Receives every step.
+        stack: Closes the parts when it ends.
 
     Raises:
-        ShardwiseError: With all problems that can be found before the model has memory; the same on every rank.
+        ShardwiseError: With all problems that can be found before the model is materialised; the same on every rank.
 
     Ranks:
         Collective.
@@ -446,12 +390,14 @@ class TrainingRun:
 
     def __init__(self, config: RunConfig, progress: Progress, stack: ExitStack) -> None:
         self.config = config
+        self.pipeline: Pipeline | None = None
+        """Where the model is divided into stages; `model` is this rank's."""
         examined = self._validate(stack)
         self.num_params = sum(parameter.numel() for parameter in self.model.parameters())
         self.folder = Path(self.config.folder or "")
         self._build(examined, stack)
         self.step = self.resumed_step = self.schedule.steps_done
-        """Optimizer steps made; of them, those that were made before this process took the run up."""
+        """Optimizer steps done in total, and before this process resumed the run."""
         self.metrics = Metrics(self.folder, config.metrics, dist.get_rank(), steps_done=self.step)
         stack.callback(self.metrics.close)
         self.step_metrics = StepMetrics(self.mesh)
@@ -459,22 +405,42 @@ class TrainingRun:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device of the computation."""
         return torch.device(self.mesh.device_type)
 
+    def part_of(self, batch: Batch) -> Batch:
+        """This rank's part of the sequences, where they are divided over a context axis."""
+        return split_sequences(batch, mesh=self.mesh, balanced=self.config.shard.context.balanced)
+
+    def loss_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The summed loss of a batch without gradients, and its tokens.
+
+        Ranks:
+            Collective.
+        """
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(batch)
+        return self.objective(self.model, self.part_of(batch))
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside the block, the moving average replaces the weights, if there is one."""
+        return self.ema.swap() if self.ema is not None else nullcontext()
+
     def _validate(self, stack: ExitStack) -> Examined:
-        """Join the ranks, and find all that is wrong before anything heavy is made."""
+        """Join the process group, and check everything before anything expensive."""
         config, problems = self.config, Problems()
-        mesh = problems.result_of(lambda: init_distributed(config.mesh))
-        self.rank = data_parallel_rank(mesh) if mesh is not None else 0
-        """Rank among those that have batches of their own."""
-        self.num_data_ranks = data_parallel_mesh(mesh).size() if mesh is not None else 1
+        mesh = problems.attempt(lambda: meshes.init_distributed(config.mesh))
+        self.rank = meshes.data_parallel_rank(mesh) if mesh is not None else 0
+        """Data-parallel rank."""
+        context = meshes.sub_mesh(mesh, ("context",)) if mesh is not None else None
+        self.random_stream = self.rank if context is None else self.rank * context.size() + context.get_local_rank()
+        """Ranks that hold different tokens draw different random numbers."""
+        self.num_data_ranks = meshes.data_parallel_mesh(mesh).size() if mesh is not None else 1
         is_first = (dist.get_rank() if dist.is_initialized() else read_launch().rank) == 0
         examined = examine(config, mesh, self.num_data_ranks, problems, starts=True, is_first=is_first)
         model, objective = examined.model, examined.objective
         if model is not None:
-            with problems.collecting():
-                self._open_data(model, mesh.device_type if mesh is not None else "cpu", stack)
+            problems.attempt(lambda: self._open_data(model, mesh.device_type if mesh is not None else "cpu", stack))
         problems.raise_any(is_joined=mesh is not None)
         assert mesh is not None
         assert model is not None
@@ -487,11 +453,11 @@ class TrainingRun:
         return examined
 
     def _open_data(self, model: nn.Module, device: str, stack: ExitStack) -> None:
-        config, num_ranks = self.config, self.num_data_ranks
+        config = self.config
         where = {
             "batch_size": config.training.batch_size,
             "rank": self.rank,
-            "num_ranks": num_ranks,
+            "num_ranks": self.num_data_ranks,
             "vocab_size": config_size(model, "vocab_size"),
             "device": device,
         }
@@ -500,37 +466,56 @@ class TrainingRun:
         self.evaluation = open_evaluation(config.data, training=self.loader, **where)
         """Held-out data, if there is any."""
         self.data = StepBatches(self.loader)
-        """The loader's batches, less those left out."""
+        """The loader's batches, except skipped ones."""
+
+    def _open_pipeline(self) -> Pipeline:
+        """Divide the model into stages, by the first batch of the data."""
+        batch = run_on_all(lambda: next(self.loader))
+        self.loader.skip(-1)
+        # Blocks are prepared already.
+        config = replace(self.config.shard, activations="keep", compile=False)
+        return pipeline(self.model, config, mesh=self.mesh, loss=self.objective, example_inputs=batch)
 
     def _build(self, examined: Examined, stack: ExitStack) -> None:
-        """Shard and fill the model, make its optimizer, and go on from a checkpoint if there is one."""
+        """Shard and materialise the model, build its optimizer, and load the checkpoint to resume from."""
         config, model, training, resumed = self.config, self.model, self.config.training, examined.resumed
-        self.checkpoints = stack.enter_context(saving.Checkpoints(self.folder, config.checkpoint))
-        torch.manual_seed(config.seed)  # of new weights: the same on every rank, whatever their number
+        trainable_only = config.lora is not None  # frozen weights are read anew
+        self.checkpoints = saving.Checkpoints(self.folder, config.checkpoint, stack, trainable_only=trainable_only)
         assert examined.plan is not None
-        prepare_blocks(model, config.shard, examined.plan, self.device)
-        shard(model, mesh=self.mesh, plan=examined.plan)
-        fill(model, config, is_resumed=resumed is not None)
+        activations = prepare_blocks(model, config.shard, examined.plan, self.device)
+        weights = weights_of(config) if resumed is None or trainable_only else None  # a checkpoint has its own
+        if config.mesh.pipeline > 1:
+            self.pipeline = self._open_pipeline()
+            self.model = model = self.pipeline.model
+        else:
+            shard(model, mesh=self.mesh, plan=examined.plan)
+        for stage, part in enumerate([model]) if self.pipeline is None else self.pipeline.models:
+            # Initial weights do not depend on the number of ranks; those of pipeline stages differ.
+            torch.manual_seed(config.seed + stage)
+            materialize(part) if weights is None else load_weights(part, weights)
         self.optimizer = build_optimizer(model, config.optimizer)
         if isinstance(self.optimizer, ClippingAdamW) and self.objective.counts_ahead:
             compat.keep_gradient_dtype(model)
         self.schedule = Schedule(self.optimizer, config.schedule, training.steps)
         self.ema = EMA(model, training.ema_decay) if training.ema_decay is not None else None
+        own_tokens = meshes.gradient_mesh(self.mesh)
+        self.expert_bias = ExpertBias(model, [own_tokens.get_group(axis) for axis in range(own_tokens.ndim)])
         self.bad_losses = BadLosses(training)
         run_on_all(lambda: refuse_errors(check(model, self.optimizer)))
-        objects = {"schedule": self.schedule, "data": self.data, "bad_losses": self.bad_losses}
-        self.state = TrainState(model, self.optimizer, objects | ({} if self.ema is None else {"ema": self.ema}))
+        self.state: saving.TrainState = {"model": model, "optimizers": self.optimizer, "schedule": self.schedule}
+        self.state |= {"data": self.data, "bad_losses": self.bad_losses}
+        self.state |= {} if self.ema is None else {"ema": self.ema}
         if resumed is not None:
             self.checkpoints.load(resumed, self.state)
-            self.schedule.apply()  # the settings may have changed since
+            self.schedule.apply()  # the settings may have changed
         on_rank_zero(lambda: write_config(self.folder, config))
         rows, record = training.batch_size // self.num_data_ranks, self.folder / "micro_batch_size"
-        self.microbatches = Microbatches(model, rows, training.micro_batch_size, record=record)
+        self.microbatches = Microbatches(model, rows, training.micro_batch_size, record=record, activations=activations)
 
 
 @contextmanager
 def open_run(config: RunConfig, progress: Progress) -> Iterator[TrainingRun]:
-    """A run, built or resumed; what it holds is given back at the end.
+    """A new or resumed run, which is closed at the end of the block.
 
     Ranks:
         Collective.

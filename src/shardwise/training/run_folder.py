@@ -25,14 +25,14 @@ _PARENT = "runs"
 
 
 def with_folder(config: RunConfig, *, reserve: bool = True) -> RunConfig:
-    """The config with a folder in it: its own, that of the launcher's job, or the next free name in `runs`.
+    """The config with its folder: the given one, one named after the launcher's job, or the next free name in `runs`.
 
     Args:
         config: The run.
-        reserve: Make the folder, so that nobody else gets the name.
+        reserve: Create the folder, so that no other run gets the name.
 
     Raises:
-        ConfigError: It cannot be made, or is a URL.
+        ConfigError: It cannot be created, or is a URL.
 
     Ranks:
         Local: call it once, before the ranks start, so that a restart finds its checkpoints.
@@ -47,18 +47,17 @@ def with_folder(config: RunConfig, *, reserve: bool = True) -> RunConfig:
             )
         return config
     name = _plain_name(Path(config.model).name) or "run"
-    if job := _plain_name(read_launch().job):  # the same after the launcher has started the job again
+    if job := _plain_name(read_launch().job):  # the same after a restart of the job
         return replace(config, folder=str(Path(_PARENT, f"{name}-{job}")))
     for number in itertools.count(1):
         folder = Path(_PARENT, f"{name}-{number}")
-        if folder.exists():
-            continue
         try:
             if reserve:
-                folder.mkdir(parents=True)
-            return replace(config, folder=str(folder))
+                folder.mkdir(parents=True)  # another run may be faster
+            if reserve or not folder.exists():
+                return replace(config, folder=str(folder))
         except FileExistsError:
-            continue  # another run was faster
+            continue
         except OSError as error:
             raise _unwritable(folder, error) from None
     raise AssertionError("there is always another number")
@@ -73,14 +72,7 @@ def remove_if_empty(config: RunConfig) -> None:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder and see that files can be written into it.
-
-    Raises:
-        ConfigError: They cannot.
-
-    Ranks:
-        Local: call it on rank 0.
-    """
+    """Make the folder; raise a ConfigError if files cannot be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -90,35 +82,34 @@ def prepare_folder(folder: Path) -> None:
 
 
 def refuse_other_model(folder: Path, config: RunConfig) -> None:
-    """Raise if the folder holds a run of another model.
-
-    Raises:
-        ConfigError: Its `config.yaml` names another model, or other options of it.
-
-    Ranks:
-        Local: call it on rank 0.
-    """
+    """Raise a ConfigError if the folder's `config.yaml` names another model, other options of it or other adapters."""
     try:
-        before = yaml.safe_load((folder / CONFIG_NAME).read_text())
-        theirs = (before["model"], before.get("model_options") or {})
-    except (OSError, yaml.YAMLError, TypeError, KeyError):
-        return  # no run yet, or a file that is not ours: checkpoints are compared tensor by tensor anyhow
-    if theirs != (config.model, config.model_options):
+        theirs = _model_settings(yaml.safe_load((folder / CONFIG_NAME).read_text()))
+    except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError):
+        return  # no run yet, or not our file; tensors are compared anyway
+    ours = _model_settings(yaml.safe_load(to_yaml(config)))
+    if theirs != ours:
+        before, now = (
+            settings["model"]
+            + "".join(f" with {settings[name]}" for name in ("model_options", "lora") if settings[name])
+            for settings in (theirs, ours)
+        )
         raise ConfigError(
-            f"the folder holds a run of {_spelled(*theirs)}, and this one trains "
-            f"{_spelled(config.model, config.model_options)}",
+            f"the folder holds a run of {before}, and this one trains {now}",
             where=f"folder ({folder})",
             why="a run goes on from its own checkpoints",
             fix="set folder to a new one, or model as it was; weights may name its checkpoint to start from",
         )
 
 
-def write_config(folder: Path, config: RunConfig) -> None:
-    """Keep the settings of the run beside its results; `shardwise train` on that file goes on with it.
+def _model_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """What the weights of a run mean: a change would load them into another function."""
+    lora = {name: value for name, value in (settings.get("lora") or {}).items() if name != "dropout"}
+    return {"model": settings["model"], "model_options": settings.get("model_options") or {}, "lora": lora}
 
-    Ranks:
-        Local: call it on rank 0.
-    """
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    """Save the settings of the run; `shardwise train` on that file resumes it."""
     text = f"# Go on with this run: shardwise train {folder / CONFIG_NAME}\n{to_yaml(config)}"
     temporary = folder / f".{CONFIG_NAME}.writing"
     temporary.write_text(text)
@@ -127,10 +118,6 @@ def write_config(folder: Path, config: RunConfig) -> None:
 
 def _plain_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text).strip("-.")
-
-
-def _spelled(model: str, options: dict[str, object]) -> str:
-    return model + (f" with {options}" if options else "")
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
@@ -144,54 +131,50 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What a run did. The same on every rank, but for the time."""
+    """The outcome of a run; the same on every rank, except for times."""
 
     model: str
     num_params: int
     """Parameters of the whole model, tied ones once."""
     num_ranks: int
     steps: int
-    """Made so far, those before a resume among them."""
+    """Steps done, including those before a resume."""
     total_steps: int
-    """That the run shall make."""
+    """Steps of the whole run."""
     resumed_step: int = 0
-    """Where this process took it up."""
+    """Step at which this process resumed the run."""
     first_loss: float | None = None
-    """Of this process's first step: the mean over its tokens, over all ranks."""
+    """Mean loss per token over all ranks, in the first step of this process."""
     last_loss: float | None = None
     evaluation_loss: float | None = None
-    """On held-out data, at the end; None: there is none."""
+    """Loss on the held-out data at the end; None without such data."""
     bad_steps: int = 0
-    """That were left out because a loss or gradient was not finite."""
+    """Steps skipped because a loss or gradient was not finite."""
     tokens: int = 0
-    """Learnt since it was taken up, over all ranks."""
+    """Tokens trained on by this process's steps, over all ranks."""
     seconds: float = 0.0
-    """Of these steps, without building the model and without evaluations."""
+    """Time of these steps, without startup and evaluations."""
     folder: str
-    """Holds checkpoints, metrics and settings."""
+    """Folder of checkpoints, metrics and settings."""
     metrics: str
-    """A line of JSON a step."""
+    """File with one line of JSON per step."""
     checkpoint: str | None = None
-    """The last one."""
+    """The last checkpoint."""
     sample: str | None = None
-    """What the model wrote, its beginning given."""
+    """Prompt and generated continuation."""
     exported: str | None = None
-    """The folder of the exported weights."""
+    """Folder of the exported weights."""
     stopped: str | None = None
-    """Why it ended before its last step, as in SIGTERM; None: it is complete."""
+    """Why the run ended early, as in SIGTERM; None: it is complete."""
 
     @property
     def resume_command(self) -> str:
-        """Goes on with this run, for as many steps again if it is complete."""
+        """The command that resumes this run; with twice the steps if it is complete."""
         command = f"shardwise train {Path(self.folder) / CONFIG_NAME}"
         return command if self.steps < self.total_steps else f"{command} --set training.steps={2 * self.total_steps}"
 
     def read_losses(self) -> dict[int, float]:
-        """The loss of every recorded step, from the metrics file.
-
-        Ranks:
-            Local: rank 0 has written the file.
-        """
+        """The loss of every recorded step, from the metrics file, which rank 0 has written."""
         records = read_records(Path(self.metrics))
         return {record["step"]: float(record["loss"]) for record in records if "loss" in record}
 
@@ -212,7 +195,7 @@ class Training:
         if self.exported is not None:
             lines.append(f"weights     {self.exported}")
         lines.append(f"metrics     {self.metrics}")
-        lines.append(f"{'go on' if self.stopped else 'train on'}{'':<7}".ljust(12)[:12] + self.resume_command)
+        lines.append(f"{'go on' if self.stopped else 'train on':<12}{self.resume_command}")
         return "\n".join(lines)
 
     def _summary(self) -> str:

@@ -1,4 +1,4 @@
-"""How the learning rate moves: a pure function of the step, so that a resumed run goes on where it was."""
+"""Learning-rate schedules: pure functions of the step, so that a resumed run continues exactly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WSD_PART = 5
 
 
 def learning_rate_factor(config: ScheduleConfig, total_steps: int, step: int) -> float:
-    """By what the peak learning rate is multiplied in a step.
+    """The factor of the peak learning rate in a step.
 
     In the warm-up it is `(step + 1) / (warmup_steps + 1)`, so that no step is wasted at 0 and step `warmup_steps` has
     the peak. Then it falls, and reaches `final_ratio` in the last step. `wsd` stays at the peak until `decay_steps`
@@ -33,7 +33,8 @@ def learning_rate_factor(config: ScheduleConfig, total_steps: int, step: int) ->
     if config.name == "constant":
         return 1.0
     if config.name == "wsd":
-        decay = _decay_steps(config, total_steps)
+        fifth = min(max(1, total_steps // _WSD_PART), max(0, total_steps - config.warmup_steps))
+        decay = fifth if config.decay_steps is None else config.decay_steps
         fallen = max(0, step - (total_steps - decay) + 1) / max(1, decay)
     else:
         fallen = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
@@ -43,12 +44,12 @@ def learning_rate_factor(config: ScheduleConfig, total_steps: int, step: int) ->
 
 
 class Schedule:
-    """Sets the learning rates of an optimizer's groups, each relative to the peak that it has now.
+    """Sets the learning rates of an optimizer's groups, each relative to its peak.
 
     Args:
         optimizer: Its groups' `lr` are the peaks.
-        config: How they move.
-        total_steps: Of the whole run, those before a resume among them.
+        config: The schedule.
+        total_steps: Steps of the whole run, including those before a resume.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -59,7 +60,14 @@ class Schedule:
 
     def __init__(self, optimizer: Optimizer, config: ScheduleConfig, total_steps: int) -> None:
         check_ranges(config, "schedule")
-        _refuse_long_decay(config, total_steps)
+        left = total_steps - config.warmup_steps
+        if config.name == "wsd" and config.decay_steps is not None and not 1 <= config.decay_steps <= left:
+            raise ConfigError(
+                f"schedule.decay_steps is {config.decay_steps}: from 1 to the {left} steps left after the warm-up",
+                where="schedule.decay_steps",
+                why="a schedule fits into its run",
+                fix="set it in range, or change training.steps",
+            )
         self.optimizer, self.config, self.total_steps = optimizer, config, total_steps
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         self.steps_done = 0
@@ -67,46 +75,29 @@ class Schedule:
 
     @property
     def factor(self) -> float:
-        """What the peaks are multiplied by in the next optimizer step."""
+        """Factor of the peaks in the next optimizer step."""
         return learning_rate_factor(self.config, self.total_steps, self.steps_done)
 
     @property
     def learning_rate(self) -> float:
-        """Of the first group, in the next optimizer step."""
+        """Learning rate of the first group in the next optimizer step."""
         return self.peaks[0] * self.factor
 
     def step(self) -> None:
-        """Go on by one step; call it after each optimizer step, skipped ones too."""
+        """Advance by one step; call it after each optimizer step, also after a skipped one."""
         self.steps_done += 1
         self.apply()
 
     def apply(self) -> None:
-        """Set the learning rates of the next optimizer step again, as after the optimizer was loaded."""
+        """Set the learning rates of the next optimizer step, as after loading the optimizer."""
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * self.factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Only the number of steps: peaks and shape are the config's, and may be changed for a resume."""
+        """The number of steps; peaks and shape come from the config, which may change on resume."""
         return {"steps_done": self.steps_done}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from that step."""
         self.steps_done = int(state_dict["steps_done"])
         self.apply()
-
-
-def _decay_steps(config: ScheduleConfig, total_steps: int) -> int:
-    if config.decay_steps is not None:
-        return config.decay_steps
-    return min(max(1, total_steps // _WSD_PART), max(0, total_steps - config.warmup_steps))
-
-
-def _refuse_long_decay(config: ScheduleConfig, total_steps: int) -> None:
-    left = total_steps - config.warmup_steps
-    if config.name == "wsd" and config.decay_steps is not None and not 1 <= config.decay_steps <= left:
-        raise ConfigError(
-            f"schedule.decay_steps is {config.decay_steps}: from 1 to the {left} steps left after the warm-up",
-            where="schedule.decay_steps",
-            why="a schedule fits into its run",
-            fix="set it in range, or change training.steps",
-        )

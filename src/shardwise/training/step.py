@@ -12,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
-from shardwise.config.schema import MODEL_PARALLEL_AXES, PIPELINE_AXES
+from shardwise.config.schema import KNOWN_AXES
 from shardwise.distributed.agreement import raise_together
+from shardwise.distributed.mesh import gradient_mesh
 from shardwise.errors import ConfigError, ShardError
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_tensor, sharded_axes
+from shardwise.sharding.registry import sharded_roots, sharded_state
 
 Spread = tuple[DeviceMesh | None, tuple[int, ...]]
 """The mesh and the axes of it that a gradient is sharded over; (None, ()) where every rank holds all of it."""
@@ -25,14 +27,9 @@ Spread = tuple[DeviceMesh | None, tuple[int, ...]]
 def collect_gradients(
     parameters: torch.Tensor | Iterable[torch.Tensor] | nn.Module,
 ) -> tuple[dict[Spread, list[torch.Tensor]], torch.dtype]:
-    """This rank's part of the gradients of `parameters`, by the ranks over which they are spread.
+    """This rank's part of each gradient, by the mesh axes it is sharded over, and the dtype in which to sum norms.
 
-    Returns:
-        The parts, and the dtype, of at least 32 bits, in which norms are summed. Keys, their order and the dtype come
-        from the parameters, so every rank finds the same.
-
-    Raises:
-        ShardError: A gradient is placed in another way than its parameter.
+    Keys, their order and the dtype, of at least 32 bits, come from the parameters: every rank finds the same.
     """
     given = _as_list(parameters)
     found: dict[Spread, list[torch.Tensor]] = {}
@@ -68,30 +65,32 @@ def _as_list(parameters: torch.Tensor | Iterable[torch.Tensor] | nn.Module) -> l
 
 
 def _laid_out_like(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+    if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor) or grad.placements == parameter.placements:
         return grad
+    what, why = f"is placed {grad.placements}, its parameter {parameter.placements}", "parameters say how norms add up"
     if any(placement.is_partial() for placement in grad.placements):
-        raise ShardError(
-            f"a gradient of shape {tuple(grad.shape)} is not reduced yet: {grad.placements}",
-            where="clip_grad_norm_",
-            why="ranks hold summands of this gradient, whose norms do not add up to its norm",
-            fix="parameter.grad = parameter.grad.redistribute(placements=parameter.placements)",
-        )
-    if grad.placements != parameter.placements:
-        raise ShardError(
-            f"a gradient is placed {grad.placements}, its parameter {parameter.placements}",
-            where="clip_grad_norm_",
-            why="parameters say over which ranks norms are summed",
-            fix="parameter.grad = parameter.grad.redistribute(placements=parameter.placements)",
-        )
-    return grad
+        what = f"of shape {tuple(grad.shape)} is not reduced yet: {grad.placements}"
+        why = "ranks hold summands of this gradient, whose norms do not add up to its norm"
+    fix = "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
+    raise ShardError(f"a gradient {what}", where="clip_grad_norm_", why=why, fix=fix)
 
 
-def total_norm(gradients: dict[Spread, list[torch.Tensor]], dtype: torch.dtype, p: float) -> torch.Tensor:
+def total_norm(
+    gradients: dict[Spread, list[torch.Tensor]],
+    dtype: torch.dtype,
+    p: float,
+    stages: Iterable[dist.ProcessGroup] = (),
+) -> torch.Tensor:
     """The p-norm of all gradients as one vector, as a plain 0-d tensor.
 
+    Args:
+        gradients: By the mesh axes that they are sharded over.
+        dtype: To sum in.
+        p: Of the norm.
+        stages: Groups of ranks that hold other stages of the model.
+
     Ranks:
-        Collective. One scalar all-reduce for each mesh axis of each spread.
+        Collective. One scalar all-reduce for each mesh axis of each spread, and for each group of stages.
     """
     total = torch.zeros((), device=_home_device(gradients), dtype=dtype)
     for (mesh, axes), grads in gradients.items():
@@ -99,7 +98,25 @@ def total_norm(gradients: dict[Spread, list[torch.Tensor]], dtype: torch.dtype, 
         for group in [mesh.get_group(axis) for axis in axes] if mesh is not None else ():
             _reduce(power, group, p)
         total = torch.maximum(total, power) if math.isinf(p) else total + power
+    for group in stages:
+        _reduce(total, group, p)
     return total if math.isinf(p) else total ** (1.0 / p)
+
+
+def _norm(parameters: list[torch.Tensor], p: float) -> torch.Tensor:
+    """The p-norm of the gradients of these parameters and, where they are a stage of a pipeline, of all stages."""
+    given = set(map(id, parameters))
+    stages: dict[dist.ProcessGroup, set[int]] = {}
+    for root in sharded_roots():
+        state = sharded_state(root)
+        if state is not None and (ranks := state.pipeline) is not None:
+            named = {name: id(parameter) for name, parameter in root.named_parameters()}
+            if not given.isdisjoint(named.values()):
+                elsewhere = [named[name] for name in ranks.counted_elsewhere if name in named]
+                stages.setdefault(ranks.group, set()).update(elsewhere)
+    repeated = set().union(*stages.values())
+    counted = [parameter for parameter in parameters if id(parameter) not in repeated]
+    return total_norm(*collect_gradients(counted), p, stages)
 
 
 def _power_sum(grads: list[torch.Tensor], p: float, like: torch.Tensor) -> torch.Tensor:
@@ -206,11 +223,6 @@ def _flag_device(group: dist.ProcessGroup | None) -> torch.device:
 
 AccumulationMode = Literal["comm", "memory", "hsdp"]
 
-# Shardwise's own axis names, and those that other FSDP2 code gives to data-parallel axes.
-_DATA_AXES = frozenset(
-    ["replicate", "replica", "shard", "dp", "dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "fsdp", "ddp", "data"]
-)
-
 
 @contextmanager
 def accumulate(
@@ -286,8 +298,8 @@ def clip_grad_norm_(
             fix="pass 2.0, or math.inf for the largest absolute value",
         )
     with torch.no_grad():
-        gradients, dtype = collect_gradients(parameters)
-        norm = total_norm(gradients, dtype, float(norm_type))
+        given = _as_list(parameters)
+        norm = _norm(given, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise ShardError(
                 f"the gradients' norm is {norm.item()}",
@@ -295,7 +307,7 @@ def clip_grad_norm_(
                 why="clipping cannot repair a gradient that is not finite",
                 fix="skip this step, or leave error_if_nonfinite out",
             )
-        _scale(gradients, clipping_factor(norm, max_norm))
+        _scale(collect_gradients(given)[0], clipping_factor(norm, max_norm))
     return norm
 
 
@@ -306,7 +318,7 @@ def grad_norm(model: nn.Module) -> torch.Tensor:
         Collective, as `clip_grad_norm_` is.
     """
     with torch.no_grad():
-        return total_norm(*collect_gradients(model), 2.0)
+        return _norm(_as_list(model), 2.0)
 
 
 def clipping_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -315,11 +327,7 @@ def clipping_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def scale_grads_(model: nn.Module, factor: torch.Tensor) -> None:
-    """Multiply every gradient by a plain 0-d tensor, in place.
-
-    Ranks:
-        Local. Every rank passes the same factor.
-    """
+    """Multiply every gradient by a plain 0-d tensor, the same on every rank, in place."""
     with torch.no_grad():
         _scale(collect_gradients(model)[0], factor)
 
@@ -390,20 +398,16 @@ def _data_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     if mesh.ndim == 1:
         return [mesh.get_group()]
     names = mesh.mesh_dim_names or ()
-    axes = [axis for axis, name in enumerate(names) if name in _DATA_AXES]
-    known = _DATA_AXES | MODEL_PARALLEL_AXES | PIPELINE_AXES
-    unknown = [name for name, size in zip(names, mesh.shape, strict=False) if name not in known and size > 1]
-    if unknown or not axes:
-        what = (
-            f"mesh axes {unknown or list(names)} are not known to be data parallel" if names else "no axis has a name"
-        )
+    unknown = [name for name, size in zip(names, mesh.shape, strict=False) if name not in KNOWN_AXES and size > 1]
+    if unknown or not names:
         raise ConfigError(
-            what,
+            f"mesh axes {unknown} are not known to be data parallel" if names else "no axis has a name",
             where="mesh",
             why="tokens are counted over the ranks that see different data, and over no others",
             fix="name the axes replicate and shard, or pass one axis, as in mesh['your_data_axis']",
         )
-    return [mesh.get_group(axis) for axis in axes]
+    ranks = gradient_mesh(mesh)
+    return [ranks.get_group(axis) for axis in range(ranks.ndim)]
 
 
 def _check_accumulation(micro_step: int, num_micro_steps: int, mode: str) -> None:

@@ -19,7 +19,8 @@ from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.rewriting import rewrite
 from tests.ranks import ranks
 from tests.rules.moving.test_same_dtypes import Reductions
-from tests.rules.moving.test_same_numbers import run, whole
+from tests.rules.moving.test_same_numbers import run, train, whole
+from tests.rules.moving.toys import Toy
 
 HEADER = """
 import functools
@@ -312,3 +313,109 @@ def test_no_shard_over_a_mesh_keeps_a_whole_copy_on_every_rank(rank: int, kind: 
     space = moved(REPLICATED[kind], target)
     model = space["wrap"](nn.Linear(4, 4), init_device_mesh("cpu", (2,)), ShardingStrategy.NO_SHARD)
     assert {tuple(p.to_local().shape) for p in model.parameters()} == {(4, 4), (4,)}
+
+
+EARLY = """
+def wrap(model, optimizer, **unused):
+    model = FSDP(model, use_orig_params=True, device_id=torch.device("cpu"))
+    return model
+
+
+def decayed(model):
+    return [getattr(p, "decays", False) for p in model.parameters()]
+"""
+
+
+@ranks(2)
+def test_parameters_taken_or_marked_before_are_those_of_the_sharded_model(rank: int):
+    def trained(space: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[bool]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        model[0].weight.decays = True
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        model = space["wrap"](model, optimizer)
+        for step in range(3):
+            batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            scaler.scale(model(batch).pow(2).sum()).backward()
+            scaler.unscale_(optimizer)  # before the first step
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return whole(model), space["decayed"](model)
+
+    with fsdp1_warns():
+        expected = trained(run(HEADER + EARLY))
+    assert expected[1] == [True, False, False, False]
+    torch.testing.assert_close(trained(moved(EARLY, "torch")), expected)
+
+
+PARTS = """
+def wrap(module):
+    return FSDP(
+        module, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32), device_id=torch.device("cpu")
+    )
+
+
+def build(model, each):
+    for index in range(3):
+        model.blocks[index] = wrap(model.blocks[index])
+    return each(model, wrap)
+"""
+
+
+@ranks(2)
+def test_only_the_outermost_of_modules_sharded_by_one_function_casts_its_inputs(rank: int):
+    def losses(space: dict[str, Any]) -> tuple[list[torch.dtype], list[float]]:
+        torch.manual_seed(0)
+        model, met = Toy(), list[torch.dtype]()
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda module, args: met.extend(arg.dtype for arg in args))
+        model = space["build"](model, lambda model, wrap: wrap(model))
+        return met, train(model, rank)
+
+    with fsdp1_warns():
+        expected = losses(run(HEADER + PARTS))
+    assert set(expected[0]) == {torch.bfloat16, torch.float32}
+    found = losses(moved(PARTS, "torch"))
+    assert found[0] == expected[0], (found, expected)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=0)
+
+
+INHERITED = """
+class Mine(FSDP):
+    def __init__(self, module, scale, **settings):
+        self.scale = scale
+        super().__init__(module, device_id=torch.device("cpu"), **settings)
+
+    def forward(self, *args):
+        return super().forward(*args) * self.scale
+
+    def load_state_dict(self, state, *args):
+        return super().load_state_dict({key: value + 1 for key, value in state.items()}, *args)
+
+
+def wrap(model):
+    return Mine(model, 2.0, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Sequential, torch.nn.Linear}))
+
+
+def kinds(model):
+    return isinstance(model, FSDP), isinstance(model, Mine), model.module[0].in_features, model[1].out_features
+"""
+
+
+@ranks(2)
+def test_subclass_of_fsdp1_shards_and_keeps_its_methods(rank: int):
+    def results(space: dict[str, Any]) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = space["wrap"](nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+        losses = train(model, rank)
+        state = dict(model.state_dict())
+        model.load_state_dict(state)
+        return losses, state, dict(model.state_dict()), space["kinds"](model), whole(model)
+
+    with fsdp1_warns():
+        expected = results(run(HEADER + INHERITED))
+    found = results(moved(INHERITED, "torch"))
+    assert list(found[1]) == list(expected[1])
+    torch.testing.assert_close(found, expected)

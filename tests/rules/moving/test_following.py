@@ -37,6 +37,20 @@ LOADS = {
 }
 
 
+BRANCHES = (
+    "def run(models):\n    if new:\n        for i, model in enumerate(models):\n            out = model.state_dict()\n"
+)
+BRANCHES += (
+    "    else:\n        for i, model in enumerate(models):\n            models[i] = FSDP(model)\n    return models\n"
+)
+
+
+def test_item_that_the_other_branch_wraps_is_left_alone():
+    text, findings = migrate(BRANCHES)
+    assert "out = model.state_dict()" in text
+    assert codes(findings) == ["SW101"]
+
+
 @pytest.mark.parametrize("name", LOADS)
 def test_load_into_a_model_that_is_not_wrapped_yet_is_left_alone(name: str):
     text, findings = migrate(LOADS[name])
@@ -85,6 +99,33 @@ def test_state_dict_of_a_model_that_came_by(name: str):
     assert "SW111" in codes(findings), text
 
 
+RUN = "class Run:\n    def __init__(self, model):\n        self.model = model\n\n"
+RUN += "    def save(self):\n        return self.model.state_dict()\n\n\n"
+FROM_OUTSIDE = {
+    "class_of_the_file": "from other import Run\n\n\nrun = Run(build())\nrun.model = FSDP(run.model)\n",
+    "class_that_a_library_makes": "import other, library\n\n\nrun = library.make()\nrun.model = FSDP(run.model)\n",
+    "handed_in": "import other\n\n\ndef shard(run):\n    run.model = FSDP(run.model)\n",
+    "from_a_list": "import other\n\n\ndef shard(runs):\n    for run in runs:\n        run.model = FSDP(run.model)\n",
+    "by_setattr": "import other\n\n\ndef shard(run):\n    setattr(run, 'model', FSDP(run.model))\n",
+    "of_a_part": "import other\n\n\ndef shard(app):\n    app.run.model = FSDP(app.run.model)\n",
+}
+
+
+@pytest.mark.parametrize("name", FROM_OUTSIDE)
+def test_attribute_that_is_set_from_outside_is_seen_inside_the_class(name: str):
+    program = Program({"main.py": IMPORTS + FROM_OUTSIDE[name], "other.py": RUN, "unrelated.py": RUN})
+    text, findings = rewrite(program.file("other.py"), program, "torch")
+    assert "return _whole_state(self.model)" in text
+    assert codes(findings) == ["SW111"]
+    assert rewrite(program.file("unrelated.py"), program, "torch")[0] == RUN
+
+
+def test_function_that_shards_an_attribute_of_its_caller_is_followed_there():
+    use = "from main import shard\n\n\n" + RUN.replace("= model\n", "= model\n        shard(self)\n")
+    program = Program({"main.py": IMPORTS + "def shard(run):\n    run.model = FSDP(run.model)\n", "use.py": use})
+    assert "return _whole_state(self.model)" in rewrite(program.file("use.py"), program, "torch")[0]
+
+
 BUILD = IMPORTS + "def build():\n    return {'model': FSDP(torch.nn.Linear(2, 2))}\n"
 SAVE = "def save(state, path):\n    torch.save(state['model'].state_dict(), path)\n"
 MAIN = "import torch\nfrom build import build\nfrom save import save\n\nstate = build()\nsave(state, 'path')\n"
@@ -107,6 +148,14 @@ RANKS = {
     "    torch.save(model.state_dict(), path)\n\n\nsave(model, 0)\n",
     "expression": "state = model.state_dict() if rank == 0 else None\n",
     "else": "if rank != 0:\n    pass\nelse:\n    torch.save(model.state_dict(), path)\n",
+    "other_ranks": "if rank != 0:\n    state = model.state_dict()\n",
+    "while": "while rank == 0:\n    torch.save(model.state_dict(), path)\n",
+    "assert": "def save(model, rank):\n    assert rank == 0\n    torch.save(model.state_dict(), path)\n"
+    "\n\nsave(model, 0)\n",
+    "exit": "def save(model, rank):\n    if rank > 0:\n        sys.exit()\n    torch.save(model.state_dict(), path)\n"
+    "\n\nsave(model, 0)\n",
+    "decorator": "@rank_zero_only\ndef save(model):\n    torch.save(model.state_dict(), path)\n\n\nsave(model)\n",
+    "named": "is_first = dist.get_rank() == 0\nif is_first:\n    torch.save(model.state_dict(), path)\n",
     "main_process": "if args.is_main_process and done:\n    torch.save(model.state_dict(), path)\n",
 }
 
@@ -116,6 +165,13 @@ def test_state_dict_on_one_rank_does_not_become_a_collective(name: str):
     text, findings = migrate("model = FSDP(build())\n", RANKS[name])
     assert "model.state_dict()" in text
     assert codes(findings, Status.NEEDS_DECISION) == ["SW111"]
+
+
+def test_state_dict_that_both_branches_of_a_test_for_the_rank_take_is_gathered():
+    _, findings = migrate(
+        "model = FSDP(build())\n", "if rank == 0:\n    s = model.state_dict()\nelse:\n    model.state_dict()\n"
+    )
+    assert codes(findings, Status.NEEDS_DECISION) == []
 
 
 @pytest.mark.parametrize("test", ["rank == 0 or is_last", "is_last", "step % 2 == 0"])
@@ -156,16 +212,65 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_of_parameters_taken_before_is_moved_or_refused(name: str):
+def test_optimizer_of_parameters_taken_before_is_moved_or_pointed_at_the_new_ones(name: str):
     other = "def groups(net):\n    return [p for p in net.parameters()]\n"
     text, findings = migrate(OPTIMIZERS[name], other=other)
-    if "SW101" in codes(findings, Status.NEEDS_DECISION):
-        assert "fully_shard" not in text
+    if "SW128" in codes(findings, Status.REPORTED):
+        assert "model = _shard_units(model, use_orig_params=True)" in text
     else:
         assert "SW128" in codes(findings, Status.REWRITTEN)
         assert text.rindex("model = fully_shard(model)") < text.rindex("torch.optim.AdamW(")
         taken = [line for line in text.splitlines() if "model.parameters()" in line or "named_parameters()" in line]
         assert all(text.rindex("model = fully_shard(model)") < text.index(line) for line in taken)
+
+
+TRAINER = "class Trainer:\n    def __init__(self, model):\n        self.model = model\n        self.teacher = build()\n"
+BUILDS = "\n    def build(self):\n        self.optimizer = torch.optim.AdamW(self.model.parameters())\n"
+SHARDS = "\n    def shard(self):\n        self.model = FSDP(self.model)\n"
+METHODS = {
+    "first": TRAINER + "        self.build()\n        self.shard()\n" + BUILDS + SHARDS,
+    "in_the_constructor": TRAINER + BUILDS.split("\n", 2)[2] + SHARDS,
+    "in_no_known_order": TRAINER + BUILDS + SHARDS,
+    "in_another_file": TRAINER
+    + SHARDS
+    + "\n\ndef main(model):\n    trainer = Trainer(model)\n    build(trainer)\n    trainer.shard()\n",
+    "parameters_kept_first": TRAINER
+    + "        self.params = list(model.parameters())\n        self.shard()\n"
+    + "        self.optimizer = torch.optim.AdamW(self.params)\n"
+    + SHARDS,
+}
+IN_ORDER = {
+    "after": TRAINER + "        self.shard()\n        self.build()\n" + BUILDS + SHARDS,
+    "shards_in_the_constructor": TRAINER + SHARDS.split("\n", 2)[2] + BUILDS,
+    "other_model": TRAINER + BUILDS.replace("self.model", "self.teacher") + SHARDS,
+}
+OTHER = "import torch\nimport main\n\n\ndef build(trainer):\n    return torch.optim.AdamW(trainer.model.parameters())\n"
+
+
+@pytest.mark.parametrize("name", [*METHODS, *IN_ORDER])
+def test_optimizer_that_another_method_builds_is_pointed_at_the_new_parameters(name: str):
+    text, _ = migrate("from other import build\n\n\n", {**METHODS, **IN_ORDER}[name], other=OTHER)
+    assert ("_shard_units(self.model, use_orig_params=True)" in text) is (name in METHODS)
+
+
+MARKS = {
+    "loop": "for p in model.parameters():\n    p.decays = True\n",
+    "named": "for name, p in model.named_parameters():\n    setattr(p, 'group', name)\n",
+    "made": "scale = torch.nn.Parameter(torch.ones(1))\nscale.decays = False\n",
+    "layer": "model.head.weight.is_embedding = True\n",
+}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_attributes_of_parameters_are_carried_over(name: str):
+    text, _ = migrate(MARKS[name], "model = FSDP(model)\n")
+    assert "model = _shard_units(model, use_orig_params=True)" in text
+
+
+@pytest.mark.parametrize("line", ["p.requires_grad = False", "p.data = p.data * 2", "model.head.weight = other"])
+def test_a_parameters_own_attributes_need_no_carrying(line: str):
+    text, _ = migrate(f"for p in model.parameters():\n    {line}\n", "model = FSDP(model)\n")
+    assert "model = fully_shard(model)" in text
 
 
 @pytest.mark.parametrize(

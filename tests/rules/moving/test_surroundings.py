@@ -29,10 +29,10 @@ HANDED_ON = "def wrap(module, mp):\n    return FSDP(module, mixed_precision=mp)\
     ],
     ids=["handed_on", "nested", "loop"],
 )
-def test_function_for_parts_of_a_model_stays_where_only_the_outermost_casts_its_inputs(use: str):
+def test_function_for_parts_of_a_model_leaves_it_to_the_run_which_of_them_casts_its_inputs(use: str):
     text, findings = moved(HANDED_ON + use)
-    assert text == IMPORTS + HANDED_ON + use
-    assert status_of(findings) == STAYS
+    assert "_shard_units(module, **_precision(mp), is_part=True)" in text
+    assert status_of(findings) == GOES
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,9 @@ def test_function_for_parts_of_a_model_stays_where_only_the_outermost_casts_its_
     ids=["two_models", "all_cast", "no_precision", "started_elsewhere"],
 )
 def test_function_for_whole_models_is_rewritten(body: str):
-    _, findings = moved(body)
+    text, findings = moved(body)
     assert status_of(findings) == GOES
+    assert "is_part" not in text
 
 
 def test_parts_become_units_of_fully_shard_for_shardwise_too():
@@ -57,21 +58,32 @@ def test_parts_become_units_of_fully_shard_for_shardwise_too():
     assert "return fully_shard(module)" in text
 
 
-def test_model_whose_flat_parameters_are_worked_on_stays():
-    body = (
-        "def build(model):\n    model = FSDP(model)\n    for one in units(model):\n        one._flat_param.data = 0\n"
-    )
-    text, findings = moved(body)
-    assert text == IMPORTS + body
-    assert status_of(findings) == STAYS
+@pytest.mark.parametrize(
+    "use",
+    [
+        "for one in units(model):\n    one._flat_param.data = 0\n",
+        "from torch.distributed.fsdp._runtime_utils import _lazy_init\n_lazy_init(model, model)\n",
+        "import torch.distributed.fsdp._common_utils as fsdp\nfsdp._get_module_fsdp_state(model).grow()\n",
+    ],
+    ids=["flat", "private", "private_module"],
+)
+def test_every_line_that_works_on_internals_of_the_model_is_reported(use: str):
+    text, findings = moved(f"model = FSDP(model)\n{use}")
+    assert status_of(findings) == GOES
+    last = text.count("\n", 0, text.index(use.splitlines()[-1])) + 1
+    assert last - text.count("\n") + (IMPORTS + "model = FSDP(model)\n" + use).count("\n") in {
+        one.line for one in findings if one.code == "SW127" and one.status is Status.NEEDS_DECISION
+    }
 
 
-@pytest.mark.parametrize(("told", "expected"), [("use_orig_params=True", STAYS), ("use_orig_params=False", GOES)])
-def test_function_that_is_given_the_optimizer_too_stays_if_fsdp1_kept_its_parameters(told: str, expected: list[Status]):
-    _, findings = moved(
+@pytest.mark.parametrize("told", ["use_orig_params=True", "use_orig_params=False"])
+def test_function_that_is_given_the_optimizer_too_points_it_at_the_new_parameters_as_fsdp1_did(told: str):
+    text, findings = moved(
         f"def prepare(model, optimizer):\n    model = FSDP(model, {told})\n    return model, optimizer\n"
     )
-    assert status_of(findings) == expected
+    assert status_of(findings) == GOES
+    assert ("_shard_units(model, use_orig_params=True)" in text) is ("True" in told)
+    assert status_of(findings, "SW128") == (TOLD if "True" in told else [])
 
 
 def test_optimizer_handed_in_and_built_anew_is_no_hindrance():
@@ -299,6 +311,20 @@ def test_numbers_that_were_of_one_ranks_part_are_reported(loop: str, expected: l
     assert status_of(findings, "SW135") == expected
 
 
+@pytest.mark.parametrize(("group", "expected"), [("one", []), ("another", TOLD)])
+def test_parameters_of_models_on_different_meshes_side_by_side_are_reported(group: str, expected: list[Status]):
+    body = f"model = FSDP(model, process_group=one)\nema = FSDP(ema, process_group={group})\n"
+    body += "for p, q in zip(ema.parameters(), model.parameters()):\n    p.lerp_(q, 0.1)\n"
+    _, findings = moved(body)
+    assert status_of(findings, "SW135") == expected
+
+
+@pytest.mark.parametrize(("base", "expected"), [("torch.optim.Optimizer", TOLD), ("Callback", [])])
+def test_optimizer_of_the_programs_own_is_told_what_it_gets(base: str, expected: list[Status]):
+    _, findings = moved(f"class Mine({base}):\n    def step(self):\n        pass\n\n\nmodel = FSDP(model)\n")
+    assert status_of(findings, "SW135") == expected
+
+
 def test_branch_for_fsdp1_that_adds_up_over_ranks_is_reported():
     body = "model = FSDP(model)\nif isinstance(model, FSDP):\n    dist.all_reduce(norm)\n"
     _, findings = moved(body)
@@ -347,3 +373,61 @@ def test_models_of_a_framework_that_stays_with_fsdp1_stay():
     text, findings = together({"main.py": strategy, "clip.py": check})["clip.py"]
     assert text == check
     assert {finding.status for finding in findings} == {Status.NEEDS_DECISION}
+
+
+INHERITED = """
+class Mine(FSDP):
+    def __init__(self, module, **settings):
+        super().__init__(module, **settings)
+
+    def clip(self):
+        return super().clip_grad_norm_(1.0)
+
+
+def run(model):
+    model = Mine(model)
+    model.clip_grad_norm_(1.0)
+    with Mine.summon_full_params(model):
+        return model.module.head.state_dict()
+"""
+
+
+def test_subclass_inherits_from_a_class_that_shards_and_what_it_lacks_is_reported():
+    text, findings = moved(INHERITED)
+    assert "class Mine(_ShardedWrapper):" in text
+    assert "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)" in text
+    assert status_of(findings) == GOES
+    assert status_of(findings, "SW102") == GOES + STAYS
+    assert status_of(findings, "SW131") == STAYS
+
+
+@pytest.mark.parametrize(("base", "expected"), [("FSDP", True), ("torch.nn.Module", False)])
+def test_class_of_another_file_is_followed_to_its_base(base: str, expected: bool):
+    mine = f"{IMPORTS}class Mine({base}):\n    pass\n"
+    main = "import mine\nfrom mine import Mine\n\n\ndef run(model):\n    return Mine(model).no_sync()\n"
+    text, findings = together({"mine.py": mine, "main.py": main})["main.py"]
+    assert ("_no_sync(Mine(model))" in text) is expected
+    assert status_of(findings) == (GOES if expected else [])
+
+
+def test_method_that_a_subclass_has_of_its_own_is_called_as_it_is():
+    body = "class Mine(FSDP):\n    def state_dict(self):\n        return 1\n\n\nstate = Mine(model).state_dict()\n"
+    text, findings = moved(body)
+    assert "state = Mine(model).state_dict()" in text
+    assert not status_of(findings, "SW111")
+
+
+def test_class_chosen_at_run_time_may_be_asked_for_its_name():
+    body = "if sharded:\n    Wrapper = FSDP\nelse:\n    Wrapper = DDP\nprint(Wrapper.__name__)\nm = Wrapper(m)\n"
+    text, findings = moved(body)
+    assert "Wrapper = _fully_shard_like_fsdp1" in text
+    assert {one.status for one in findings} == {Status.REWRITTEN}
+
+
+def test_function_of_the_program_that_is_named_like_a_helper_stays_its_own():
+    own = "def _no_sync(model):\n    return 7\n\n\n"
+    text, _ = moved(own + "model = FSDP(model)\nx = _no_sync(model)\nwith model.no_sync():\n    step()\n")
+    assert own in text
+    assert "x = _no_sync(model)\nwith _fsdp2_no_sync(model):" in text
+    assert "def _fsdp2_no_sync(model):" in text
+    assert moved(text, imports="")[0] == text

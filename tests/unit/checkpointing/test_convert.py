@@ -15,8 +15,7 @@ import torch.distributed.checkpoint as dcp
 from shardwise.checkpointing import convert
 from shardwise.checkpointing.convert import convert_checkpoint
 from shardwise.checkpointing.formats.detect import open_checkpoint
-from shardwise.checkpointing.inspecting import diff_checkpoints, inspect_checkpoint
-from shardwise.checkpointing.verifying import verify_checkpoint
+from shardwise.checkpointing.inspecting import diff_checkpoints, inspect_checkpoint, verify_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
 from tests.unit.checkpointing.every_format import FORMATS, RUNS, flat_tensors, model_state, run_state
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredTensor
-from shardwise.checkpointing.formats.full import read_full, tensors_in, write_full
+from shardwise.checkpointing.formats.full import FullWriter, read_full, tensors_in
 from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of
 from shardwise.errors import CheckpointError
@@ -24,7 +24,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], values: dict[str, Any] |
     infos = {name: info(name, tensor) for name, tensor in tensors.items()}
     tree = {"model": infos, **(values or {})}
     chunks = ((each, bytes_of(tensors[each.name])) for each in tensors_in(tree))
-    write_full(path, tree, chunks, **options)
+    FullWriter(path, tree, **options).write(chunks)
 
 
 def interrupted(info: StoredTensor, data: bytes) -> Iterator[tuple[StoredTensor, memoryview]]:
@@ -77,7 +77,7 @@ def test_tied_tensors_share_memory_and_are_stored_once(tmp_path: Path):
     one = info("a", tensor)
     tree = {"a": one, "b": one}
     assert tensors_in(tree) == [one]
-    write_full(tmp_path / "t.pt", tree, iter([(one, bytes_of(tensor)[:100]), (one, bytes_of(tensor)[100:])]))
+    FullWriter(tmp_path / "t.pt", tree).write(iter([(one, bytes_of(tensor)[:100]), (one, bytes_of(tensor)[100:])]))
     loaded = torch.load(tmp_path / "t.pt", weights_only=True)
     assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
     assert torch.equal(loaded["a"], tensor)
@@ -117,24 +117,24 @@ def test_an_interrupted_write_leaves_nothing_and_the_old_file_alone(tmp_path: Pa
     before = (tmp_path / "t.pt").read_bytes()
     one = StoredTensor("a", "int8", (2,))
     with pytest.raises(RuntimeError, match="stop"):
-        write_full(tmp_path / "t.pt", {"a": one}, interrupted(one, b"1"), overwrite=True)
+        FullWriter(tmp_path / "t.pt", {"a": one}, overwrite=True).write(interrupted(one, b"1"))
     assert os.listdir(tmp_path) == ["t.pt"]
     assert (tmp_path / "t.pt").read_bytes() == before
     with pytest.raises(CheckpointError, match="already"):
-        write_full(tmp_path / "t.pt", {}, iter(()))
+        FullWriter(tmp_path / "t.pt", {}).write(iter(()))
 
 
 def test_tensors_out_of_turn_or_incomplete_are_no_file(tmp_path: Path):
     a, b = StoredTensor("a", "int8", (2,)), StoredTensor("b", "int8", (2,))
     for chunks in ([(b, memoryview(b"12"))], [(a, memoryview(b"1"))], [(a, memoryview(b"123"))]):
         with pytest.raises(AssertionError):
-            write_full(tmp_path / "t.pt", {"a": a, "b": b}, iter(chunks))
+            FullWriter(tmp_path / "t.pt", {"a": a, "b": b}).write(iter(chunks))
     assert os.listdir(tmp_path) == []
 
 
 def test_values_that_would_need_code_are_refused_before_anything_is_written(tmp_path: Path):
     with pytest.raises(CheckpointError, match="cannot store"):
-        write_full(tmp_path / "t.pt", {"f": print}, iter(()))
+        FullWriter(tmp_path / "t.pt", {"f": print}).write(iter(()))
     assert os.listdir(tmp_path) == []
 
 

@@ -37,34 +37,33 @@ def test_canonical_names(name: str, expected: str):
 )
 def test_prefixes_of_wrappers_on_the_stored_side_do_not_matter(prefix: str):
     names = ["a.weight", "a.bias", "b.weight"]
-    matching = match_names(names, [prefix + name for name in names])
-    assert matching.found == {name: prefix + name for name in names}
-    assert matching.left == ()
+    found, left, _ = match_names(names, [prefix + name for name in names])
+    assert found == {name: prefix + name for name in names}
+    assert left == []
 
 
 def test_a_prefix_on_the_models_side_does_not_matter():
-    matching = match_names(["module.a", "module.b"], ["a", "b"])
-    assert matching.found == {"module.a": "a", "module.b": "b"}
+    assert match_names(["module.a", "module.b"], ["a", "b"])[0] == {"module.a": "a", "module.b": "b"}
 
 
 def test_a_module_that_is_really_called_module_keeps_its_name():
     names = ["module.weight", "head.weight"]
-    assert match_names(names, names).found == {name: name for name in names}
+    assert match_names(names, names)[0] == {name: name for name in names}
     inner = ["encoder.module.weight"]
-    assert match_names(inner, inner).found == {"encoder.module.weight": "encoder.module.weight"}
+    assert match_names(inner, inner)[0] == {"encoder.module.weight": "encoder.module.weight"}
 
 
 def test_the_prefix_under_which_most_names_match_is_taken():
     stored = ["model.a", "model.b", "optim.state.a.exp_avg", "a"]
-    matching = match_names(["a", "b"], stored, prefixes=("", "model."))
-    assert matching.found == {"a": "model.a", "b": "model.b"}
-    assert matching.prefix == "model."
-    assert matching.left == ("optim.state.a.exp_avg", "a")
+    found, left, prefix = match_names(["a", "b"], stored, prefixes=("", "model."))
+    assert found == {"a": "model.a", "b": "model.b"}
+    assert prefix == "model."
+    assert left == ["optim.state.a.exp_avg", "a"]
 
 
 def test_names_that_match_as_they_are_win_over_a_prefix():
     names = ["model.a", "a"]
-    assert match_names(names, names, prefixes=("", "model.")).found == {"model.a": "model.a", "a": "a"}
+    assert match_names(names, names, prefixes=("", "model."))[0] == {"model.a": "model.a", "a": "a"}
 
 
 @pytest.mark.parametrize(

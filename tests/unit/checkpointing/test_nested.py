@@ -18,10 +18,7 @@ ONE, TWO = torch.ones(2), torch.zeros(3)
 def there_and_back(state: Any) -> Any:
     flat, layout = flatten(state, ("data",))
 
-    def find(name: str, is_tensor: bool) -> Any:
-        return flat.tensors[name] if is_tensor else decode_value(flat.values[name])
-
-    return unflatten(layout, find)
+    return unflatten(layout, {**flat.tensors, **{name: decode_value(value) for name, value in flat.values.items()}})
 
 
 STATES: dict[str, Any] = {
@@ -72,4 +69,4 @@ def test_from_paths_alone():
 @pytest.mark.parametrize("layout", [{}, {"tensor": 1}, [], None, {"call": "os.system"}], ids=str)
 def test_damaged_layouts_are_refused(layout: Any):
     with pytest.raises(CheckpointError, match="layout"):
-        unflatten(layout, lambda name, is_tensor: None)
+        unflatten(layout, {})

@@ -35,7 +35,7 @@ def test_files_are_ordered_by_rank_whatever_they_are_called(pattern: str, tmp_pa
     for rank in range(12):
         torch.save(optimizer_of(rank), tmp_path / pattern.format(rank=rank))
     (series,) = find_series(tmp_path)
-    assert series.names == tuple(pattern.format(rank=rank) for rank in range(12))
+    assert series == [pattern.format(rank=rank) for rank in range(12)]
     contents = read_rank_files(tmp_path)
     assert (contents.format, contents.world_size) == ("fsdp1-local", 12)
     tensor = contents.tensors["optim.state.0.exp_avg"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.checkpointing import reading
-from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredChunk, StoredTensor, coverage_problem
+from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredChunk, StoredTensor
 from shardwise.checkpointing.formats.sharded import read_manifest
 from shardwise.checkpointing.reading import Request, check_requests, read_chunk, read_requests, verify_requests
 from shardwise.errors import CheckpointError
@@ -204,13 +204,13 @@ def test_progress_hears_every_byte(contents: Contents):
 def test_coverage():
     whole = ChunkSpec.whole((4, 6))
     halves = [ChunkSpec((0, 0), (4, 3)), ChunkSpec((0, 3), (4, 3))]
-    assert coverage_problem(whole, halves) == ""
-    assert coverage_problem(whole, [whole]) == ""
-    assert "12 of 24 elements are not stored" in coverage_problem(whole, halves[:1])
-    assert "twice" in coverage_problem(whole, [*halves, ChunkSpec((1, 1), (1, 1))])
+    assert whole.coverage_problem(halves) == ""
+    assert whole.coverage_problem([whole]) == ""
+    assert "12 of 24 elements are not stored" in whole.coverage_problem(halves[:1])
+    assert "twice" in whole.coverage_problem([*halves, ChunkSpec((1, 1), (1, 1))])
     # As many elements as there should be, but not the right ones.
-    assert "twice" in coverage_problem(whole, [halves[0], halves[0]])
-    assert coverage_problem(ChunkSpec((0, 0), (4, 3)), [halves[0], ChunkSpec((0, 3), (1, 1))]) == ""
-    assert coverage_problem(ChunkSpec((), ()), [ChunkSpec((), ())]) == ""
-    assert coverage_problem(ChunkSpec((), ()), []) != ""
-    assert coverage_problem(ChunkSpec.whole((0, 3)), []) == ""
+    assert "twice" in whole.coverage_problem([halves[0], halves[0]])
+    assert ChunkSpec((0, 0), (4, 3)).coverage_problem([halves[0], ChunkSpec((0, 3), (1, 1))]) == ""
+    assert ChunkSpec((), ()).coverage_problem([ChunkSpec((), ())]) == ""
+    assert ChunkSpec((), ()).coverage_problem([]) != ""
+    assert ChunkSpec.whole((0, 3)).coverage_problem([]) == ""

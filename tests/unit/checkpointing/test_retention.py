@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpointing.manager import Retention, removable
+from shardwise.checkpointing.manager import Retention
 from shardwise.errors import ConfigError
 
 
@@ -28,13 +28,13 @@ from shardwise.errors import ConfigError
 )
 def test_what_is_kept(settings: dict[str, Any], metrics: dict[int, float], kept: list[int]):
     steps = [1, 2, 3, 4, 5, 6]
-    gone = removable(steps, 6, Retention(**settings), metrics)
+    gone = Retention(**settings).removable(steps, 6, metrics)
     assert sorted(set(steps) - set(gone)) == kept
 
 
 def test_the_newest_stays_though_an_earlier_run_went_further():
-    assert removable([10, 1000, 2000, 3000], 10, Retention(keep_last=2)) == [1000, 2000]
-    assert removable([10, 1000], 10, Retention(keep_last=1)) == [1000]
+    assert Retention(keep_last=2).removable([10, 1000, 2000, 3000], 10) == [1000, 2000]
+    assert Retention(keep_last=1).removable([10, 1000], 10) == [1000]
 
 
 @given(
@@ -46,14 +46,14 @@ def test_the_newest_stays_though_an_earlier_run_went_further():
 )
 def test_never_the_last_one(steps: set[int], last: int, every: int | None, best: int | None, metrics: dict[int, float]):
     newest = max(steps)
-    gone = removable(steps, newest, Retention(keep_last=last, keep_every=every, keep_best=best), metrics)
+    gone = Retention(keep_last=last, keep_every=every, keep_best=best).removable(steps, newest, metrics)
     assert newest not in gone
     assert set(gone) <= steps
     assert len(steps) - len(gone) >= min(last, len(steps))
 
 
 def test_a_checkpoint_that_is_not_there_removes_nothing():
-    assert removable([1, 2, 3], 4, Retention(keep_last=1)) == []
+    assert Retention(keep_last=1).removable([1, 2, 3], 4) == []
 
 
 @pytest.mark.parametrize("settings", [{"keep_last": 0}, {"keep_every": -1}, {"keep_best": 0}, {"best": "least"}])

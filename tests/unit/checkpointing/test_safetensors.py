@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.checkpointing.contents import DTYPES, ChunkSpec, StoredTensor
 from shardwise.checkpointing.formats.safetensors import (
-    distribute,
+    SafetensorsWriter,
     is_safetensors,
     read_safetensors,
-    write_safetensors,
 )
 from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum
@@ -36,14 +35,14 @@ def write(path: Path, tensors: dict[str, torch.Tensor], portions: int = 1, **opt
     infos = [StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
 
     def chunks() -> Iterator[tuple[StoredTensor, memoryview]]:
-        for shard in distribute(infos, path, options.get("max_shard_bytes", 1 << 40)):
-            for info in shard:
-                data = bytes_of(tensors[info.name])
-                step = -(-len(data) // portions) or 1
-                for start in range(0, len(data), step):
-                    yield info, data[start : start + step]
+        for info in writer.order:
+            data = bytes_of(tensors[info.name])
+            step = -(-len(data) // portions) or 1
+            for start in range(0, len(data), step):
+                yield info, data[start : start + step]
 
-    write_safetensors(path, infos, chunks(), **options)
+    writer = SafetensorsWriter(path, infos, **options)
+    writer.write(chunks())
 
 
 def interrupted(info: StoredTensor, data: bytes) -> Iterator[tuple[StoredTensor, memoryview]]:
@@ -143,7 +142,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path):
     info = StoredTensor("t", "float32", (2,))
     for path in (tmp_path / "t.safetensors", tmp_path / "out"):
         with pytest.raises(RuntimeError, match="stop"):
-            write_safetensors(path, [info], interrupted(info, bytes(4)))
+            SafetensorsWriter(path, [info]).write(interrupted(info, bytes(4)))
         assert os.listdir(tmp_path) == []
 
 
@@ -155,13 +154,13 @@ def test_what_a_killed_writer_left_is_in_nobodys_way(tmp_path: Path):
 
 def test_missing_bytes_are_no_file(tmp_path: Path):
     with pytest.raises(AssertionError):
-        write_safetensors(tmp_path / "t.safetensors", [StoredTensor("t", "int8", (2,))], iter(()))
+        SafetensorsWriter(tmp_path / "t.safetensors", [StoredTensor("t", "int8", (2,))]).write(iter(()))
     assert os.listdir(tmp_path) == []
 
 
 def test_dtypes_that_the_format_lacks_are_refused_before_writing(tmp_path: Path):
     with pytest.raises(CheckpointError, match="dtype"):
-        write_safetensors(tmp_path / "t.safetensors", [StoredTensor("t", "complex128", (2,))], iter(()))
+        SafetensorsWriter(tmp_path / "t.safetensors", [StoredTensor("t", "complex128", (2,))]).write(iter(()))
     assert os.listdir(tmp_path) == []
 
 

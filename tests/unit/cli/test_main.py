@@ -64,13 +64,15 @@ def test_config_problem_is_printed_once_as_rows():
 
 
 @pytest.mark.parametrize(
-    "command", [["--print-config"], pytest.param(["--nproc", "1"], marks=pytest.mark.slow)], ids=" ".join
+    "command",
+    [["--print-config", "--nproc", "1"], pytest.param(["--nproc", "1"], marks=pytest.mark.slow)],
+    ids=" ".join,
 )
-def test_tensor_axis_is_wrong_input(command: list[str], tmp_path: Path):
+def test_tensor_axis_wider_than_the_ranks_is_wrong_input(command: list[str], tmp_path: Path):
     result = shardwise("train", *TINY, "--set", "mesh.tensor=2", *command, cwd=tmp_path)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: the mesh axis 'tensor' has 2 ranks"), result.stderr
-    assert "fix:   set mesh.tensor = 1" in result.stderr
+    assert result.stderr.startswith("error: a shard 1 x tensor 2 mesh needs 2 ranks, got 1"), result.stderr
+    assert "fix:   start 2 ranks" in result.stderr
     assert not list(tmp_path.rglob("*.*"))
 
 

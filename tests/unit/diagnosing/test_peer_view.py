@@ -10,8 +10,8 @@ import pytest
 
 from shardwise.distributed.collective_trace import (
     HISTORY,
-    OPTIMIZER_STEP,
     CollectiveKind,
+    GroupNames,
     RankTrace,
     create_shared_trace,
     encode,
@@ -21,7 +21,8 @@ from shardwise.distributed.collective_trace import (
 from shardwise.distributed.tracer import CollectiveTracer, PeerView
 from shardwise.errors import ShardError
 
-GROUPS = ("(root)", "embed", "layers.0", "layers.1")
+GROUPS = GroupNames(("(root)", "embed", "layers.0", "layers.1"))
+OPTIMIZER_STEP = GROUPS.add_step([(0, 0), (1, 0)])
 RANKS = 4
 FORWARD, EVALUATION, BACKWARD, REDUCE = CollectiveKind
 
@@ -186,7 +187,8 @@ def test_the_earliest_difference_counts_whichever_rank_it_is_of(traces: list[Ran
 def test_a_difference_of_which_word_came_late_is_told_and_not_what_followed_from_it(traces: list[RankTrace]):
     """Rank 3 left `embed` out; by the time others hear of it they are a place further."""
     machines = group_by_machine(["a", "b", "c", "d"], rank=0)
-    tracer = CollectiveTracer(traces, machines, 0, GROUPS, patience=60.0, report=lambda text: None, abort=lambda: None)
+    tracer = CollectiveTracer(0, GROUPS, range(RANKS), patience=60.0, report=lambda text: None)
+    tracer.open(traces, machines)
     tracer.write(A)
     write(traces, [], [A, B], [A, B], [B, event(FORWARD, 3)])
     tracer.write(B)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardwise.distributed.collective_trace import (
     HISTORY,
+    GroupNames,
     RankTrace,
     StepAgreement,
     StoreExchange,
@@ -74,7 +75,7 @@ def test_events_steps_and_ends_arrive(machines: dict[str, list[RankTrace]], exch
 def test_what_was_never_heard_is_not_compared(machines: dict[str, list[RankTrace]], exchanges: list[StoreExchange]):
     """More events between two looks than a trace keeps: the gap must not be taken for a difference."""
     ours, theirs, copy = machines["a"][0], machines["b"][2], machines["a"][2]
-    view = PeerView(machines["a"], 0, ("root",))
+    view = PeerView(machines["a"], 0, GroupNames(("root",)))
     write_ours, write_theirs = ours.writer([]), theirs.writer([])
     seeded = random.Random(0)
     for size in (10, 3 * HISTORY, 1, HISTORY, 5 * HISTORY + 3, HISTORY + 1):

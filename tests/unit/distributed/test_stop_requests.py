@@ -98,8 +98,8 @@ def test_signals_that_cannot_ask(name: str):
 
 def test_a_request_hears_interrupts_apart_from_the_rest():
     stop = StopRequest()
-    assert [stop.hear(number) for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGINT)] == [False, False, False]
-    assert (stop.why, stop.hear(signal.SIGINT), stop.hear(signal.SIGTERM)) == ("SIGUSR1", True, False)
+    assert [stop.record(number) for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGINT)] == [False, False, False]
+    assert (stop.why, stop.record(signal.SIGINT), stop.record(signal.SIGTERM)) == ("SIGUSR1", True, False)
 
 
 def die_twice(folder: str) -> tuple[int, int]:

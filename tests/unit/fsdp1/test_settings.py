@@ -32,7 +32,7 @@ def settings(**given: object) -> Settings:
     ],
 )
 def test_strategies_say_what_is_freed_after_forward(strategy: ShardingStrategy | None, reshard: bool | None):
-    assert settings(sharding_strategy=strategy).reshard_after_forward is reshard
+    assert settings(sharding_strategy=strategy).options["reshard_after_forward"] is reshard
 
 
 @pytest.mark.parametrize(
@@ -48,15 +48,15 @@ def test_strategies_say_what_is_freed_after_forward(strategy: ShardingStrategy |
 def test_gradients_are_summed_in_the_compute_dtype_unless_told_otherwise(
     precision: MixedPrecision | None, param: torch.dtype | None, reduce: torch.dtype | None
 ):
-    policy = settings(mixed_precision=precision).mp_policy
+    policy = settings(mixed_precision=precision).options["mp_policy"]
     assert (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs) == (param, reduce, False)
 
 
 def test_offloading_is_pinned_only_where_there_is_an_accelerator():
-    policy = settings(cpu_offload=CPUOffload(offload_params=True)).offload_policy
+    policy = settings(cpu_offload=CPUOffload(offload_params=True)).options["offload_policy"]
     assert isinstance(policy, CPUOffloadPolicy)
     assert policy.pin_memory == torch.accelerator.is_available()
-    assert not isinstance(settings(cpu_offload=CPUOffload()).offload_policy, CPUOffloadPolicy)
+    assert not isinstance(settings(cpu_offload=CPUOffload()).options["offload_policy"], CPUOffloadPolicy)
 
 
 def test_what_is_different_is_said_once():
@@ -94,6 +94,6 @@ def test_ties_survive_initialisation_from_meta():
     with torch.device("meta"):
         model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3, bias=False)})
         model["b"].weight = model["a"].weight
-    initialise_unit(model, torch.device("cpu"), lambda _: False, set(), None)
+    initialise_unit(model, torch.device("cpu"), set(), set(), None)
     assert model["a"].weight is model["b"].weight
     assert not model["a"].weight.is_meta

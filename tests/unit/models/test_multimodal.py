@@ -1,6 +1,7 @@
 """The reference multimodal model: what sees what, what learns, and drawing in steps."""
 
 import torch
+from torch.nn.functional import pixel_unshuffle
 
 from shardwise.models.multimodal import SHAPES, Context, Multimodal
 from shardwise.models.pictures import captioned_shapes
@@ -77,7 +78,8 @@ def test_drawing_direction_equals_that_of_the_training_forward():
     seen = model.forward_cache_update_vit(batch["pixel_values"])
     context = model.forward_cache_update_text(batch["input_ids"], seen)
     with torch.no_grad():
-        latents = model._in_patches(model.vae_model.encode(batch["target_pixels"]))
+        encoded = model.vae_model.encode(batch["target_pixels"])
+        latents = pixel_unshuffle(encoded, model.config.latent_patch_size).flatten(2).transpose(1, 2)
         mixed = torch.lerp(latents, noise["noise"], noise["times"][:, None, None])
         direction = model.forward_inference(mixed, noise["times"], context)
         expected = model(**batch, **noise)["image_loss"]

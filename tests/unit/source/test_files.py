@@ -22,10 +22,11 @@ def touch(folder: Path, *names: str) -> None:
 def test_folders_are_searched_for_python_files_of_the_project(tmp_path: Path):
     touch(tmp_path, "b.py", "a/c.py", "a/notes.md", "a/n.ipynb", "a/__pycache__/x.py", "skip/x.py")
     touch(tmp_path, ".git/x.py", "venv/x.py", "my-env/pyvenv.cfg", "my-env/x.py", "node_modules/x.py")
+    touch(tmp_path, "build/lib/x.py", "dist/wheel.whl", "env/bin/x.py", "a/dist/comm.py", "a/env/__init__.py")
     settings = LintSettings(exclude=("skip",), root=tmp_path)
     files = find_files([tmp_path], {".py"}, partial(is_excluded, settings=settings))
     found = [Path(path).relative_to(tmp_path).as_posix() for path in files]
-    assert found == ["a/c.py", "b.py"]
+    assert found == ["a/c.py", "a/dist/comm.py", "a/env/__init__.py", "b.py"]
 
 
 def test_files_named_by_the_user_are_read_whatever_their_suffix_but_notebooks(tmp_path: Path):

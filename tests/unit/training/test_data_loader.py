@@ -12,7 +12,7 @@ import torch
 
 from shardwise.config.run import DataConfig
 from shardwise.errors import CheckpointError, ConfigError, ShardError
-from shardwise.training.data.loader import Loader, samples_at
+from shardwise.training.data.loader import Loader, Share, samples_at
 from tests.unit.training.data_files import numbered, open_some, samples_in, write_lines
 
 
@@ -163,20 +163,9 @@ class Slow:
 
 
 def loader_of(samples: Slow, *, workers: int, prefetch: int = 2) -> Loader:
-    return Loader(
-        samples,
-        num_samples=samples.num_samples,
-        tokenizer=None,
-        batch_size=4,
-        rank=0,
-        num_ranks=1,
-        seed=0,
-        shuffle=False,
-        device="cpu",
-        workers=workers,
-        prefetch=prefetch,
-        fingerprint={},
-    )
+    share = Share(batch_size=4, rank=0, num_ranks=1, device="cpu")
+    config = DataConfig(shuffle=False, workers=workers, prefetch=prefetch)
+    return Loader(samples, share, config, num_samples=samples.num_samples, tokenizer=None, seed=0, fingerprint={})
 
 
 def wait_until_asked(samples: Slow, count: int) -> None:

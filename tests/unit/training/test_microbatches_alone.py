@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError, TrainingError
+from shardwise.errors import TrainingError
 from shardwise.models.llama import SHAPES, Llama
 from shardwise.planning.planner import plan
-from shardwise.sharding.blocks import CheckpointedForward, recompute_later, recompute_more
+from shardwise.sharding.blocks import AdaptiveActivations
 from shardwise.training.microbatching import Batch, Microbatches
 
 
@@ -28,16 +28,6 @@ def test_parts(rows: int, size: int | None, expected: list[int]):
     assert [len(part["ids"]) for part in parts] == expected
     assert torch.equal(torch.cat([part["ids"] for part in parts]), batch(rows)["ids"])
     assert torch.equal(torch.cat([part["pairs"] for part in parts]), batch(rows)["pairs"])
-
-
-@pytest.mark.parametrize("size", [0, -3])
-def test_no_rows_at_once_is_refused(size: int):
-    with pytest.raises(ConfigError) as caught:
-        Microbatches(nn.Linear(1, 1), 4, size)
-    assert (caught.value.what, caught.value.where) == (
-        f"training.micro_batch_size is {size}",
-        "training.micro_batch_size",
-    )
 
 
 OUT = (MemoryError("full"), torch.OutOfMemoryError("full"), RuntimeError("[enforce] DefaultCPUAllocator: can't"))
@@ -101,26 +91,27 @@ def test_other_errors_leave_as_they_are(size: int | None, error: Exception):
     assert micro.num_halvings == 0
 
 
-def test_a_single_row_that_does_not_fit_is_recomputed_first():
-    """One block is enough: selectively at first, then all of it, and then the error."""
-    model, said, modes = Llama(SHAPES["llama3-debug"]), [], []
-    recompute_later(model, plan(model))
-    forward = model.model.layers[0].forward
-    assert isinstance(forward, CheckpointedForward)
-    assert forward.mode == "none"
+def test_less_is_kept_for_backward_before_a_row_does_not_fit():
+    """Selectively at first, then in host memory; with smaller micro-batches once more; then whole blocks recompute."""
+    model, said, tried = Llama(SHAPES["llama3-debug"]), [], []
+    activations = AdaptiveActivations(model, plan(model))
+    layers = [layer.forward for layer in model.model.layers]
 
     def work(parts: list[Batch]) -> None:
-        modes.append(forward.mode)
+        modes = [forward.__wrapped__.mode for forward in layers]
+        assert [mode == "offload" for mode in modes] == [forward.is_enabled for forward in layers]
+        tried.append((len(parts), *modes))
         model(parts[0]["ids"][None]).sum().backward()
-        if forward.mode != "full":
+        if modes[0] != "full":
             raise MemoryError("full")
 
-    micro = Microbatches(model, 2, report=said.append)
+    micro = Microbatches(model, 2, report=said.append, activations=activations)
     micro.run(work, batch(2))
-    assert modes == ["none", "none", "selective", "full"]
-    assert said[1:] == [
-        "out of memory on rank 0: blocks recompute their activations from now on. "
-        f"Set shard.activations = {mode} to start with that."
-        for mode in ("selective", "full")
-    ]
-    assert recompute_more(model) is None
+    some, most, none = "selective", "offload", "none"
+    levels = [
+        (none,) * 4, (some,) * 4, (most, some, most, some), (most, some, most, some), (most, most, most, some)
+    ]  # fmt: skip
+    assert tried == [(1, *level) for level in levels] + [(2, *level) for level in [*levels, ("full",) * 4]]
+    assert "micro-batches of 1 rows from now on, not 2" in said[4]
+    assert [text.rpartition("activations = ")[2].split()[0] for text in said[5:]] == [some, most, most, most, "full"]
+    assert activations.keep_less(recompute_blocks=True) is None

@@ -1,10 +1,12 @@
 """Which batch each step gets, with some of them left out, and after going back."""
 
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 
+from shardwise.distributed.stop_requests import StopRequest
 from shardwise.training.objective import StepBatches, batch_of
 
 
@@ -31,7 +33,7 @@ class Counting:
 
 
 def take(feed: StepBatches, count: int) -> list[int]:
-    return [int(feed.next()["number"]) for _ in range(count)]
+    return [int(batch["number"]) for batch in islice(feed.until(1000, StopRequest()), count)]
 
 
 def test_without_anything_left_out_steps_get_batches_in_order():
@@ -66,9 +68,14 @@ def test_number_of_the_batch_of_a_step(left_out: tuple[int, ...], expected: list
     assert [batch_of(step, left_out) for step in range(3)] == expected
 
 
-def test_failure_is_kept_and_the_last_batch_stands_in():
+def test_a_failure_is_raised_and_a_stop_request_ends_the_batches():
     feed = StepBatches(Counting(fails_at=1))
-    assert take(feed, 2) == [0, 0]
-    assert isinstance(feed.failure, OSError)
     with pytest.raises(OSError, match="gone"):
-        StepBatches(Counting(fails_at=0)).next()
+        take(feed, 2)
+    assert feed.steps == 1
+    feed, stop = StepBatches(Counting()), StopRequest()
+    for _ in feed.until(3, stop):
+        if feed.steps == 2:
+            stop.ask("SIGTERM")
+    assert feed.state_dict() == {"steps": 2, "left_out": [], "source": {"number": 2}}
+    assert [int(batch["number"]) for batch in feed.until(4, StopRequest())] == [2, 3]

@@ -40,15 +40,13 @@ def told(folder: Path, *, every: int = 1, num_steps: int = 5) -> tuple[StepLogge
     return StepLogger(model, metrics, notes, config=config, device=CPU), notes, metrics
 
 
-def reading(step: int, tokens: int, seconds: float, loss: float = 2.0) -> StepReading:
-    return StepReading(step=step, loss=loss, grad_norm=0.5, tokens=tokens, seconds=seconds)
+def reading(step: int, tokens: int, seconds: float, loss: float = 2.0, **others: float) -> StepReading:
+    return StepReading(step=step, loss=loss, grad_norm=0.5, tokens=tokens, seconds=seconds, others=others)
 
 
 def test_a_record_holds_the_rate_since_the_one_before(tmp_path: Path):
     logger, _, metrics = told(tmp_path, every=2)
-    logger.expect(2, learning_rate=0.1, data_wait_s=0.25)
-    logger.expect(3, learning_rate=0.2, data_wait_s=0.5)
-    logger.log([reading(1, 100, 1.0, 4.0), reading(2, 300, 3.0, 3.0)])
+    logger.log([reading(1, 100, 1.0, 4.0), reading(2, 300, 3.0, 3.0, learning_rate=0.1, data_wait_s=0.25)])
     logger.log([reading(3, 50, 1.0), reading(4, 70, 2.0), reading(5, 90, 3.0, 1.5)])
     metrics.close()
     records = {record["step"]: record for record in read_records(tmp_path / "metrics.jsonl")}
@@ -90,11 +88,9 @@ def test_an_evaluation_and_a_way_back(tmp_path: Path):
     logger, notes, metrics = told(tmp_path)
     logger.log([reading(1, 10, 1.0), reading(2, 10, 1.0), reading(3, 10, 1.0)])
     logger.log_evaluation(3, 1.25)
-    logger.expect(4, learning_rate=0.5)
-    logger.go_back(3, 1)
+    logger.rewind(3, 1)
     assert notes.heard[-1] == (-2, "back to step 1")
     logger.log([reading(4, 10, 1.0)])
     metrics.close()
     records = read_records(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 4]
-    assert records[-1]["learning_rate"] is None, "what was expected of a step that is made again is forgotten"

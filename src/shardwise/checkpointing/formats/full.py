@@ -127,50 +127,52 @@ def read_full(path: str | files.Place) -> Contents:
     return with_notes(contents)
 
 
-def write_full(path: Path, tree: Mapping[str, Any], chunks: Chunks, *, overwrite: bool = False) -> None:
-    """Write a `torch.save` file, which appears when it is whole and on the disk.
+class FullWriter:
+    """Writes a `torch.save` file, which appears when it is whole and on the disk.
 
     Args:
         path: The file.
         tree: What `torch.load` will return: nested dictionaries, lists and plain values, with a `StoredTensor` in
             place of each tensor. The same `StoredTensor` object in two places makes two names of one tensor.
-        chunks: The tensors' bytes, in the order of `tensors_in(tree)`.
         overwrite: Replace a file that is there already.
-
-    Raises:
-        CheckpointError: A value is not a plain one, the file is there already, or the disk failed.
-
-    Ranks:
-        Local: one rank writes.
     """
-    refuse_overwrite(path, overwrite, is_file=True)
-    keys = {id(tensor): (str(index), tensor) for index, tensor in enumerate(tensors_in(tree))}
-    pickled = dumps(_as_calls(tree, keys))
-    stream, checksums = ZipStream(), {}
-    with files.replace_file(path) as file:
-        file.append([stream.opening(pickled)])
-        for key, tensor in keys.values():
-            file.append([stream.record(f"data/{key}", tensor.num_bytes)])
-            checksums[key] = append_tensor(file, tensor, chunks)
-        file.append([stream.whole(RECORD, checksum_record(pickled, checksums)), stream.close()])
+
+    def __init__(self, path: Path, tree: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        self._path, self._tree, self._overwrite = path, tree, overwrite
+        self.order = tensors_in(tree)
+        """The tensors as they are written; ranks that gather for the one that writes follow it."""
+
+    def check(self) -> None:
+        """Refuse a path that cannot be written."""
+        refuse_overwrite(self._path, self._overwrite, is_file=True)
+
+    def write(self, chunks: Chunks) -> None:
+        """Write the tensors' bytes, which come in the order of `order`; call it on one rank."""
+        self.check()
+        keys = {id(tensor): str(index) for index, tensor in enumerate(self.order)}
+        pickled = dumps(_as_calls(self._tree, keys))
+        stream, checksums = ZipStream(), {}
+        with files.replace_file(self._path) as file:
+            file.append(stream.opening(pickled))
+            for tensor in self.order:
+                key = keys[id(tensor)]
+                file.append(stream.record(f"data/{key}", tensor.num_bytes))
+                checksums[key] = append_tensor(file, tensor, chunks)
+            file.append(stream.whole(RECORD, checksum_record(pickled, checksums)) + stream.close())
 
 
 def tensors_in(tree: Any) -> list[StoredTensor]:
-    """The tensors of a tree, each once, in the order in which `write_full` writes them.
-
-    Ranks:
-        Local. Ranks that gather for the one that writes follow the same order.
-    """
+    """The tensors of a tree, each once, in the order in which they are written."""
     if isinstance(tree, StoredTensor):
         return [tree]
     below = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
     return list({id(tensor): tensor for value in below for tensor in tensors_in(value)}.values())
 
 
-def _as_calls(tree: Any, keys: Mapping[int, tuple[str, StoredTensor]]) -> Any:
+def _as_calls(tree: Any, keys: Mapping[int, str]) -> Any:
     """The tree with the pickle's way to say "this tensor" in place of each."""
     if isinstance(tree, StoredTensor):
-        return tensor_call(tree.dtype, tree.shape, keys[id(tree)][0])
+        return tensor_call(tree.dtype, tree.shape, keys[id(tree)])
     if isinstance(tree, Mapping):
         return {key: _as_calls(value, keys) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):

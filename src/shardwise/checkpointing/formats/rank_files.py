@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredChunk, StoredTensor, TorchStream
@@ -19,16 +20,8 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _WORLD_SIZE = re.compile(r"(?:of|world_size|ws)[-_]?(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """Files that differ in nothing but the rank's number, by rank."""
-
-    template: str
-    names: tuple[str, ...]
-
-
-def find_series(folder: files.Place) -> list[Series]:
-    """The sets of per-rank files in a folder.
+def find_series(folder: files.Place) -> list[list[str]]:
+    """The sets of per-rank files in a folder: names that differ in nothing but the rank's number, by rank.
 
     Raises:
         CheckpointError: A rank's file is missing, or there are several checkpoints in the folder.
@@ -36,9 +29,13 @@ def find_series(folder: files.Place) -> list[Series]:
     groups: dict[str, list[str]] = {}
     for name in files.names_in(folder):
         if name.endswith(TORCH_SUFFIXES) and DIGITS.search(name):
-            groups.setdefault(DIGITS.sub("#", name), []).append(name)
-    series = [_in_order(folder, template, names) for template, names in groups.items()]
-    return [found for found in series if len(found.names) > 1 or is_torch_file(files.join(folder, found.names[0]))]
+            groups.setdefault(_template(name), []).append(name)
+    series = [_in_order(folder, names) for names in groups.values()]
+    return [names for names in series if len(names) > 1 or is_torch_file(files.join(folder, names[0]))]
+
+
+def _template(name: str) -> str:
+    return DIGITS.sub("#", name)
 
 
 def _not_together(place: files.Place, why: str) -> CheckpointError:
@@ -50,14 +47,14 @@ def _not_together(place: files.Place, why: str) -> CheckpointError:
     )
 
 
-def _in_order(folder: files.Place, template: str, names: list[str]) -> Series:
+def _in_order(folder: files.Place, names: list[str]) -> list[str]:
     """The files by rank: the one number in which their names differ counts the ranks."""
+    template = _template(names[0])
     numbers = {name: tuple(map(int, DIGITS.findall(name))) for name in names}
     varying = [at for at in range(template.count("#")) if len({values[at] for values in numbers.values()}) > 1]
     if len(varying) > 1:
-        raise _not_together(
-            folder, f"the files {template} differ in {len(varying)} numbers: they are of several checkpoints"
-        )
+        why = f"the files {template} differ in {len(varying)} numbers: they are of several checkpoints"
+        raise _not_together(folder, why)
     at = varying[0] if varying else 0
     names = sorted(names, key=lambda name: numbers[name][at])
     ranks = [numbers[name][at] for name in names]
@@ -71,7 +68,7 @@ def _in_order(folder: files.Place, template: str, names: list[str]) -> Series:
             why=f"there should be {expected}; each rank wrote its own part of every tensor",
             fix="copy the missing files into the folder",
         )
-    return Series(template, tuple(names))
+    return names
 
 
 def _is_state(path: KeyPath) -> bool:
@@ -131,34 +128,29 @@ def _concatenated(name: str, here: Sequence[tuple[TorchFile, Ref]]) -> StoredTen
 
 def _spec_of_dtensor(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> ChunkSpec:
     starts, sizes = [0] * len(ref.shape), list(ref.shape)
-    coordinate = ref.coordinate if ref.coordinate is not None else _unravel(rank, ref.mesh_shape)
+    coordinate = ref.coordinate
+    if coordinate is None:  # ranks are numbered row by row
+        strides = [math.prod(ref.mesh_shape[axis + 1 :]) for axis in range(len(ref.mesh_shape))]
+        coordinate = tuple(
+            rank // max(stride, 1) % max(size, 1) for stride, size in zip(strides, ref.mesh_shape, strict=True)
+        )
     if len(coordinate) != len(ref.mesh_shape):
         raise _not_together(file.place, f"{name} lies on a mesh of another shape than its rank")
-    for placement, length, index in zip(ref.placements, ref.mesh_shape, coordinate, strict=True):
-        if placement[0] == "replicate":
+    for (kind, *dims), length, index in zip(ref.placements, ref.mesh_shape, coordinate, strict=True):
+        if kind == "replicate":
             continue
-        if placement[0] != "shard" or placement[1] >= len(sizes) or index >= length:
+        if kind != "shard" or dims[0] >= len(sizes) or index >= length:
             raise CheckpointError(
-                f"{name} is placed as {placement[0]!r}, which is not read from per-rank files",
+                f"{name} is placed as {kind!r}, which is not read from per-rank files",
                 where=str(file.place),
                 why="its parts are interleaved over two mesh axes, or not yet summed",
                 fix="save it with torch.distributed.checkpoint, and read that folder",
             )
-        dim = placement[1]
-        count = -(-sizes[dim] // length)  # as torch.chunk: the last ranks may hold less, or nothing
-        begin = min(count * index, sizes[dim])
-        starts[dim] += begin
-        sizes[dim] = min(count, sizes[dim] - begin)
+        count = -(-sizes[dims[0]] // length)  # as torch.chunk: the last ranks may hold less, or nothing
+        begin = min(count * index, sizes[dims[0]])
+        starts[dims[0]] += begin
+        sizes[dims[0]] = min(count, sizes[dims[0]] - begin)
     return ChunkSpec(tuple(starts), tuple(sizes))
-
-
-def _unravel(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The place of a rank in a mesh whose ranks are numbered row by row."""
-    place: list[int] = []
-    for length in reversed(shape):
-        rank, index = divmod(rank, max(length, 1))
-        place.insert(0, index)
-    return tuple(place)
 
 
 def read_rank_files(folder: files.Place) -> Contents:
@@ -177,9 +169,9 @@ def read_rank_files(folder: files.Place) -> Contents:
     found = find_series(folder)
     if not found:
         raise CheckpointError("there are no per-rank files", where=str(folder), fix="check the path")
-    sizes = {len(series.names) for series in found}
+    sizes = {len(series) for series in found}
     if len(sizes) > 1:
-        counts = ", ".join(f"{len(series.names)} of {series.template}" for series in found)
+        counts = ", ".join(f"{len(series)} of {_template(series[0])}" for series in found)
         raise _not_together(folder, f"{counts}: each rank writes one of each")
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, Any] = {}
@@ -189,8 +181,8 @@ def read_rank_files(folder: files.Place) -> Contents:
     starts: dict[str | int, int | None] = {}  # where in its flat parameter each parameter starts, where files show it
     is_local = False
     for series in found:
-        ranks = [read_torch_file(files.join(folder, name)) for name in series.names]
-        _check_alike(series, ranks)
+        ranks = [read_torch_file(files.join(folder, name)) for name in series]
+        _check_alike(ranks)
         file_bytes |= {file.name: file.num_bytes for file in ranks}
         first, root = ranks[0].state, _root_of(ranks[0].state.structure)
         paths = {name: path for file in reversed(ranks) for name, path in file.state.structure.items()}
@@ -221,16 +213,17 @@ def read_rank_files(folder: files.Place) -> Contents:
     )
 
 
-def _check_alike(series: Series, ranks: Sequence[TorchFile]) -> None:
+def _check_alike(ranks: Sequence[TorchFile]) -> None:
     """Every file must hold what a rank holds, and be the file of the rank that its name says."""
-    groups = [_param_groups(file) for file in ranks]
-    for file, name in zip(ranks, series.names, strict=True):
-        structure = file.state.structure
-        if _root_of(structure) != _root_of(ranks[0].state.structure) or _param_groups(file) != groups[0]:
-            raise _not_together(file.place, f"{name} holds something else than {series.names[0]}")
-        written_as = file.archive + name[name.rfind(".") :]
-        if written_as != name and DIGITS.sub("#", written_as) == series.template:
-            raise _not_together(file.place, f"{name} was written as {written_as}: the files of two ranks were swapped")
+    first = ranks[0]
+    for file in ranks:
+        is_alike = _root_of(file.state.structure) == _root_of(first.state.structure)
+        if not is_alike or _param_groups(file) != _param_groups(first):
+            raise _not_together(file.place, f"{file.name} holds something else than {first.name}")
+        written_as = file.archive + file.name[file.name.rfind(".") :]
+        if written_as != file.name and _template(written_as) == _template(first.name):
+            why = f"{file.name} was written as {written_as}: the files of two ranks were swapped"
+            raise _not_together(file.place, why)
     every = {name for file in ranks for name in file.state.tensors if not _is_state(file.state.structure[name])}
     for file in ranks:
         if missing := every - file.state.tensors.keys():

@@ -16,7 +16,7 @@ from typing import Any
 from shardwise.checkpointing import contents
 from shardwise.checkpointing.contents import DTYPES, ITEM_BYTES, Contents, StoredChunk, StoredTensor, sizes_of
 from shardwise.checkpointing.storage import files
-from shardwise.checkpointing.storage.memory import BLOCK_BYTES, BlockHasher, checksum, from_hex, to_hex
+from shardwise.checkpointing.storage.memory import BLOCK_BYTES, checksum, from_hex, to_hex
 from shardwise.errors import CheckpointError
 
 _DTYPES = {name: dtype for dtype, (_, name, _) in DTYPES.items() if name}
@@ -235,76 +235,111 @@ _ALIGNMENT = 64
 
 def append_tensor(file: files.FileWriter, info: StoredTensor, chunks: Chunks) -> tuple[int, ...]:
     """Write the next tensor of `chunks`, which must be `info`; return the checksums of its blocks."""
-    hasher, left = BlockHasher(), info.num_bytes
-    while left:
-        source, data = next(chunks, (None, memoryview(b"")))
-        if source is None or (len(data) and (source.name != info.name or len(data) > left)):
-            came = "nothing" if source is None else f"{len(data)} bytes of {source.name}"
-            raise AssertionError(f"{came} came where {left} bytes of {info.name} were due")
-        file.append([data])
-        hasher.update(data)
-        left -= len(data)
-    return hasher.finish()
+
+    def parts() -> Iterator[memoryview]:
+        left = info.num_bytes
+        while left:
+            source, data = next(chunks, (None, memoryview(b"")))
+            if source is None or (len(data) and (source.name != info.name or len(data) > left)):
+                came = "nothing" if source is None else f"{len(data)} bytes of {source.name}"
+                raise AssertionError(f"{came} came where {left} bytes of {info.name} were due")
+            yield data
+            left -= len(data)
+
+    return file.append_blocks(parts())
 
 
-def write_safetensors(
-    path: Path,
-    tensors: Sequence[StoredTensor],
-    chunks: Chunks,
-    *,
-    max_shard_bytes: int | None = DEFAULT_SHARD_BYTES,
-    stem: str = "model",
-    sidecars: Mapping[str, bytes] | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Write one file, or a folder of shards, which appears when it is whole and on the disk.
+class SafetensorsWriter:
+    """Writes one file, or a folder of shards, which appears when it is whole and on the disk.
 
     Args:
         path: A file if it ends in `.safetensors`, else a folder that becomes a Hugging Face one.
         tensors: All tensors that will come.
-        chunks: Their bytes, in the order of `distribute`.
         max_shard_bytes: Of tensors in one file, as far as one tensor allows; None: all in one. Folders only.
         stem: What the files in a folder are called: `<stem>.safetensors`.
-        sidecars: Small files to write beside the weights, such as `config.json`.
+        sidecars: Small files to write beside the weights in a folder, such as `config.json`.
         overwrite: Replace weights that are there already.
-
-    Raises:
-        CheckpointError: A dtype is not in the format, weights are there already, or the disk failed.
-
-    Ranks:
-        Local: one rank writes.
     """
-    check_target(path, tensors, overwrite)
-    shards = distribute(tensors, path, max_shard_bytes)
-    if path.name.endswith(".safetensors"):
-        with files.replace_file(path) as file:
-            _write_file(file, shards[0], chunks)
-        return
-    count = len(shards)
-    names = [f"{stem}-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
-    small = dict(sidecars or {})
-    if count == 1:
-        names = [f"{stem}.safetensors"]
-    else:
-        weight_map = {tensor.name: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
-        total = sum(tensor.num_bytes for tensor in tensors)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        small[stem + INDEX_SUFFIX] = json.dumps(index, indent=2).encode() + b"\n"
-    partial = path.with_name(f".{path.name}.partial")
-    with files.removed_on_error(partial):
-        files.make_folder(partial)
-        for name, shard in zip(names, shards, strict=True):
-            with files.FileWriter(partial / name) as file:
-                _write_file(file, shard, chunks)
-                file.sync()
-        for name, data in small.items():
-            files.write_small(partial / name, data)
-        _publish_folder(partial, path, {*names, *small})
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Iterable[StoredTensor],
+        *,
+        max_shard_bytes: int | None = DEFAULT_SHARD_BYTES,
+        stem: str = "model",
+        sidecars: Mapping[str, bytes] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        self._path, self._stem, self._sidecars, self._overwrite = path, stem, dict(sidecars or {}), overwrite
+        self._is_file = path.name.endswith(".safetensors")
+        shards, size = [[]], 0
+        for tensor in tensors:
+            if not self._is_file and max_shard_bytes and shards[-1] and size + tensor.num_bytes > max_shard_bytes:
+                shards.append([])
+                size = 0
+            shards[-1].append(tensor)
+            size += tensor.num_bytes
+        # Within a file the widest dtypes come first, so that every tensor is aligned.
+        self._shards: list[list[StoredTensor]] = [
+            sorted(shard, key=lambda tensor: -ITEM_BYTES[tensor.dtype]) for shard in shards
+        ]
+        self.order = [tensor for shard in self._shards for tensor in shard]
+        """The tensors as they are written; ranks that gather for the one that writes follow it."""
+
+    def check(self) -> None:
+        """Refuse what cannot be written.
+
+        Raises:
+            CheckpointError: A dtype is not in the format, two tensors have the same name, or weights are there already.
+        """
+        refuse_overwrite(self._path, self._overwrite, is_file=self._is_file)
+        strange = [f"{tensor.name}: {tensor.dtype}" for tensor in self.order if tensor.dtype not in _DTYPES.values()]
+        if strange:
+            raise CheckpointError(
+                f"{len(strange)} tensors have a dtype that safetensors does not have",
+                where="\n".join(strange[:20]),
+                why=f"it has {', '.join(_DTYPES.values())}",
+                fix="pass dtype=, or write another format",
+            )
+        names = [tensor.name for tensor in self.order]
+        if len(set(names)) != len(names) or "__metadata__" in names:
+            what = "two tensors have the same name, or one is called __metadata__"
+            raise CheckpointError(what, where=str(self._path), fix="rename one")
+
+    def write(self, chunks: Chunks) -> None:
+        """Write the tensors' bytes, which come in the order of `order`; call it on one rank."""
+        self.check()
+        if self._is_file:
+            with files.replace_file(self._path) as file:
+                _write_file(file, self._shards[0], chunks)
+            return
+        count, small = len(self._shards), dict(self._sidecars)
+        names = [f"{self._stem}-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+        if count == 1:
+            names = [f"{self._stem}.safetensors"]
+        else:
+            weight_map = {
+                tensor.name: file for file, shard in zip(names, self._shards, strict=True) for tensor in shard
+            }
+            total = sum(tensor.num_bytes for tensor in self.order)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            small[self._stem + INDEX_SUFFIX] = json.dumps(index, indent=2).encode() + b"\n"
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        with files.removed_on_error(partial):
+            files.make_folder(partial)
+            for name, shard in zip(names, self._shards, strict=True):
+                with files.FileWriter(partial / name) as file:
+                    _write_file(file, shard, chunks)
+                    file.sync()
+            for name, data in small.items():
+                files.write_small(partial / name, data)
+            _publish_folder(partial, self._path, {*names, *small})
 
 
 def _write_file(file: files.FileWriter, tensors: Sequence[StoredTensor], chunks: Chunks) -> None:
     blanks = {tensor.name: _BLANK * -(-tensor.num_bytes // BLOCK_BYTES) for tensor in tensors}
-    file.append([_header(tensors, blanks)])
+    file.append(_header(tensors, blanks))
     header = _header(tensors, {tensor.name: to_hex(append_tensor(file, tensor, chunks)) for tensor in tensors})
     header = header.replace(f'"{_BLANK}"'.encode(), f'"{checksum(header[8:]):016x}"'.encode(), 1)
     file.rewrite_start(header)
@@ -330,61 +365,8 @@ def _header(tensors: Sequence[StoredTensor], digests: Mapping[str, str]) -> byte
     return len(data).to_bytes(8, "little") + data
 
 
-def check_target(path: Path, tensors: Sequence[StoredTensor], overwrite: bool) -> None:
-    """Refuse what `write_safetensors` could not write.
-
-    Raises:
-        CheckpointError: A dtype is not in the format, two tensors have the same name, or weights are there already.
-    """
-    refuse_overwrite(path, overwrite, is_file=path.name.endswith(".safetensors"))
-    strange = [f"{tensor.name}: {tensor.dtype}" for tensor in tensors if tensor.dtype not in _DTYPES.values()]
-    if strange:
-        raise CheckpointError(
-            f"{len(strange)} tensors have a dtype that safetensors does not have",
-            where="\n".join(strange[:20]),
-            why=f"it has {', '.join(_DTYPES.values())}",
-            fix="pass dtype=, or write another format",
-        )
-    names = [tensor.name for tensor in tensors]
-    if len(set(names)) != len(names) or "__metadata__" in names:
-        raise CheckpointError(
-            "two tensors have the same name, or one is called __metadata__", where=str(path), fix="rename one"
-        )
-
-
-def distribute(
-    tensors: Sequence[StoredTensor], path: Path, max_shard_bytes: int | None = DEFAULT_SHARD_BYTES
-) -> list[list[StoredTensor]]:
-    """The tensors of each file, in the order in which they are written.
-
-    In the order given; within a file the widest dtypes come first, so that every tensor is aligned.
-
-    Ranks:
-        Local. Ranks that gather for the one that writes follow the same order.
-    """
-    max_bytes = None if path.name.endswith(".safetensors") else max_shard_bytes
-    shards: list[list[StoredTensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if max_bytes is not None and shards[-1] and size + tensor.num_bytes > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor.num_bytes
-    return [sorted(shard, key=lambda tensor: -ITEM_BYTES[tensor.dtype]) for shard in shards]
-
-
 def refuse_overwrite(path: Path, overwrite: bool, *, is_file: bool) -> None:
-    """Refuse a path that cannot hold weights, or that has some already.
-
-    Args:
-        path: To be written.
-        overwrite: What is there already may go.
-        is_file: Whether it becomes a file; else a folder.
-
-    Raises:
-        CheckpointError: Naming what is there; or the folder cannot be written.
-    """
+    """Refuse a path that cannot hold weights, as a file or as a folder, or that has some already."""
     files.make_folder(path.parent)
     with files.os_errors("write into the folder", path.parent):
         if not os.access(path.parent, os.W_OK):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from typing import Any
 import xxhash
 
 from shardwise.checkpointing import contents as checkpoint_contents
-from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor, TorchStream, count_of, sizes_of
+from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, LocalChunk, StoredTensor, TorchStream
 from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.pickles import zip_files
 from shardwise.checkpointing.storage import files
@@ -23,8 +22,16 @@ from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checks
 from shardwise.errors import CheckpointError, raise_listed
 from shardwise.progress import Progress
 
-_BATCH_BYTES = 8 << 20
-_BATCH_BUFFERS = 512
+METADATA_NAME, MANIFEST_NAME = ".metadata", "manifest.json"
+FORMAT, VERSION = "shardwise-sharded", 1
+_MAX_BYTES = 1 << 30
+_DAMAGED = "the checkpoint's manifest is damaged"
+_FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
+_METADATA = "torch.distributed.checkpoint.metadata"
+_DCP_VERSION = "1.0.0"
+_STEP = re.compile(r"step-(\d{8,})")
+_PARTIAL, _REMOVING = ".partial", ".removing"
+_COUNTED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +67,12 @@ def file_name(rank: int) -> str:
 
 def write_rank_file(
     path: files.Place,
-    items: Iterable[checkpoint_contents.LocalChunk],
+    items: Iterable[LocalChunk],
     values: Mapping[str, bytes] | None = None,
     *,
     fsync: bool = True,
     block_bytes: int = BLOCK_BYTES,
-    total: int | None = None,
+    total: int = 0,
     progress: Progress | None = None,
 ) -> FileRecord:
     """Write a new file with these tensors and values.
@@ -81,85 +88,73 @@ def write_rank_file(
         progress: Is told the bytes as they are written.
 
     Returns:
-        What `commit_checkpoint` needs to know about the file.
-
-    Raises:
-        CheckpointError: The disk is full, or the system refuses otherwise. The unfinished file stays.
+        What `commit_checkpoint` needs to know about the file. A file that could not be finished stays.
     """
     if isinstance(items, Sequence):
-        for item in items:
-            _check(item)
-        total = sum(item.num_bytes for item in items)
-    file, at, frame = files.split(path)[1], 0, xxhash.xxh3_64()
+        total = sum(_checked(item).num_bytes for item in items)
+    file, frame = files.split(path)[1], xxhash.xxh3_64()
     tensors: list[tuple[StoredTensor, TorchStream]] = []
     streams: list[TorchStream] = []
-
-    def around(data: bytes) -> bytes:
-        nonlocal at
-        frame.update(data)
-        at += len(data)
-        return data
-
-    def buffers() -> Iterator[memoryview | bytes]:
-        """All bytes of the file, in order, in buffers of at most a block."""
-        nonlocal at
-        for name, stream in (values or {}).items():
-            streams.append(TorchStream(file, at, len(stream), name))
-            yield around(stream)
-        for item in items:
-            _check(item)
-            start = at
-            head, tail = zip_files.tensor_frame(item.dtype, item.spec.sizes, start=start)
-            yield around(head)
-            offset, sums, data = at, [], bytes_of(item.memory)
-            for begin in range(0, len(data), block_bytes):
-                block = data[begin : begin + block_bytes]
-                sums.append(checksum(block))  # just before the kernel copies it, so that it is in the cache then
-                yield block
-            at += len(data)
-            yield around(tail)
-            tensor = StoredTensor(
-                item.name,
-                item.dtype,
-                item.shape,
-                (checkpoint_contents.StoredChunk(item.spec, file, offset, tuple(sums)),),
-            )
-            tensors.append((tensor, TorchStream(file, start, at - start, item.name)))
-
     with files.FileWriter(path) as writer:
-        with counting(progress, total or 0, "writing") as count:
-            _write(writer, buffers(), count)
+
+        def put(data: bytes) -> None:
+            frame.update(data)
+            writer.append(data)
+
+        for name, stream in (values or {}).items():
+            streams.append(TorchStream(file, writer.num_bytes, len(stream), name))
+            put(stream)
+        with counting(progress, total, "writing") as count:
+            for item in items:
+                start, data = writer.num_bytes, bytes_of(_checked(item).memory)
+                head, tail = zip_files.tensor_frame(item.dtype, item.spec.sizes, start=start)
+                put(head)
+                offset = writer.num_bytes
+                checksums = writer.append_blocks(_counted(data, count), block_bytes)
+                put(tail)
+                tensor = StoredTensor(
+                    item.name,
+                    item.dtype,
+                    item.shape,
+                    (checkpoint_contents.StoredChunk(item.spec, file, offset, checksums),),
+                )
+                tensors.append((tensor, TorchStream(file, start, writer.num_bytes - start, item.name)))
         if fsync:
             writer.sync()
-    return FileRecord(file, at, frame.intdigest(), tuple(tensors), tuple(streams), block_bytes)
+    return FileRecord(file, writer.num_bytes, frame.intdigest(), tuple(tensors), tuple(streams), block_bytes)
 
 
-def _write(writer: files.FileWriter, buffers: Iterator[memoryview | bytes], count: Callable[[int], None]) -> None:
-    """Hand the buffers on in batches, of which each is one system call."""
-    batch: list[memoryview | bytes] = []
-    size = 0
-    for buffer in itertools.chain(buffers, [None]):
-        if buffer is None or len(batch) >= _BATCH_BUFFERS or size >= _BATCH_BYTES:
-            writer.append(batch)
-            count(size)
-            batch, size = [], 0
-        if buffer is not None:
-            batch.append(buffer)
-            size += len(buffer)
+def _counted(data: memoryview, count: Callable[[int], None]) -> Iterator[memoryview]:
+    for begin in range(0, len(data), _COUNTED_BYTES):
+        part = data[begin : begin + _COUNTED_BYTES]
+        yield part
+        count(len(part))
 
 
-def _check(item: checkpoint_contents.LocalChunk) -> None:
+def _checked(item: LocalChunk) -> LocalChunk:
     is_inside = item.spec.lies_in(item.shape) and item.dtype in checkpoint_contents.ITEM_BYTES
     if not is_inside or len(bytes_of(item.memory)) != item.num_bytes:
         raise CheckpointError(
             f"cannot store {item.name}: {item.dtype} of shape {item.shape}, part {item.spec}",
             why="the part must lie in the tensor and fill its memory, and the dtype be one of torch's plain ones",
         )
+    return item
 
 
-METADATA_NAME = ".metadata"
-_METADATA = "torch.distributed.checkpoint.metadata"
-_DCP_VERSION = "1.0.0"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What a manifest says besides where the bytes are."""
+
+    step: int | None = None
+    world_size: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """By flat name, each as `values.encode_value` gives it."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of stored tensors (tied weights)."""
+    structure: Mapping[str, KeyPath] = field(default_factory=dict)
+    """Flat name to its path in the nested state dict."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """JSON: mesh axes, plans, versions, date, metric."""
 
 
 def parts_by_name(records: Iterable[FileRecord]) -> dict[str, list[tuple[StoredTensor, TorchStream]]]:
@@ -171,22 +166,10 @@ def parts_by_name(records: Iterable[FileRecord]) -> dict[str, list[tuple[StoredT
     return parts
 
 
-def torch_metadata(
-    records: Iterable[FileRecord],
-    *,
-    aliases: Mapping[str, str],
-    structure: Mapping[str, KeyPath],
-) -> bytes:
-    """The pickle of torch's `Metadata` for these files.
-
-    Args:
-        records: What each rank wrote.
-        aliases: Further names of stored tensors (tied weights): they point at the same bytes.
-        structure: Flat name to its path in the nested state dict.
-    """
-    records = list(records)
+def torch_metadata(records: Sequence[FileRecord], header: Header) -> bytes:
+    """The pickle of torch's `Metadata` for these files; further names of a tensor point at the same bytes."""
     names: dict[str, list[str]] = {}
-    for alias, name in aliases.items():
+    for alias, name in header.aliases.items():
         names.setdefault(name, []).append(alias)
     entries: dict[str, Any] = {}
     places: list[tuple[Any, Any]] = []
@@ -201,7 +184,7 @@ def torch_metadata(
                 places.append((_instance("MetadataIndex", index), _place(stream)))
     state = {
         "state_dict_metadata": entries,
-        "planner_data": {name: tuple(structure.get(name, (name,))) for name in entries},
+        "planner_data": {name: tuple(header.structure.get(name, (name,))) for name in entries},
         "storage_data": zip_files.Pairs(tuple(places)),
         "storage_meta": None,
         "version": _DCP_VERSION,
@@ -235,51 +218,16 @@ def _instance(name: str, state: Any) -> zip_files.Instance:
     return zip_files.Instance(zip_files.known_global(_METADATA, name), state)
 
 
-MANIFEST_NAME = "manifest.json"
-FORMAT = "shardwise-sharded"
-VERSION = 1
-_MAX_BYTES = 1 << 30
-_DAMAGED = "the checkpoint's manifest is damaged"
-_FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
-    """What a manifest says besides where the bytes are."""
-
-    step: int | None = None
-    world_size: int | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """By flat name, each as `values.encode_value` gives it."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of stored tensors (tied weights)."""
-    structure: Mapping[str, KeyPath] = field(default_factory=dict)
-    """Flat name to its path in the nested state dict."""
-    details: Mapping[str, Any] = field(default_factory=dict)
-    """JSON: mesh axes, plans, versions, date, metric."""
-
-
-def manifest_bytes(
-    folder: files.Place, records: Iterable[FileRecord], header: Header, other_files: Mapping[str, bytes]
-) -> bytes:
+def manifest_bytes(folder: files.Place, records: Sequence[FileRecord], header: Header, metadata: bytes) -> bytes:
     """The manifest, whose first line holds the checksum of all that follows.
-
-    Args:
-        folder: Of the checkpoint.
-        records: What each rank wrote.
-        header: The rest.
-        other_files: Further files of the checkpoint with all their bytes; no tensor is in them.
 
     Raises:
         CheckpointError: What the ranks wrote is not the whole state, each element once.
     """
-    records = list(records)
     parts = parts_by_name(records)
     block_bytes = {record.block_bytes for record in records} or {BLOCK_BYTES}
-    file_entries = {record.file: {"bytes": record.num_bytes, "frame": to_hex([record.frame])} for record in records}
-    file_entries |= {
-        name: {"bytes": len(data), "frame": to_hex([checksum(data)])} for name, data in other_files.items()
-    }
+    written = {record.file: (record.num_bytes, record.frame) for record in records}
+    written[METADATA_NAME] = (len(metadata), checksum(metadata))
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -287,14 +235,17 @@ def manifest_bytes(
         "world_size": header.world_size,
         "block_bytes": min(block_bytes),
         "details": dict(header.details),
-        "files": file_entries,
+        "files": {file: {"bytes": size, "frame": to_hex([frame])} for file, (size, frame) in written.items()},
         "values": dict(header.values),
         "aliases": dict(header.aliases),
         "structure": {name: list(path) for name, path in header.structure.items()},
-        "tensors": {name: _entry([tensor for tensor, _ in written]) for name, written in parts.items()},
+        "tensors": {name: _entry([tensor for tensor, _ in of_ranks]) for name, of_ranks in parts.items()},
     }
-    kinds = {name: {(tensor.dtype, tensor.shape) for tensor, _ in written} for name, written in parts.items()}
-    problems = [f"{name}: the ranks wrote different dtypes or shapes" for name in kinds if len(kinds[name]) > 1]
+    problems = [
+        f"{name}: the ranks wrote different dtypes or shapes"
+        for name, of_ranks in parts.items()
+        if len({(tensor.dtype, tensor.shape) for tensor, _ in of_ranks}) > 1
+    ]
     problems += [f"the ranks used blocks of different sizes: {sorted(block_bytes)}"] if len(block_bytes) > 1 else []
     raise_listed(
         problems or _problems(_parsed(folder, body)),
@@ -310,7 +261,7 @@ def manifest_bytes(
 
 def _problems(contents: Contents) -> list[str]:
     """What is stored not at all, in part or twice."""
-    found = [(name, checkpoint_contents.tensor_problem(tensor)) for name, tensor in contents.tensors.items()]
+    found = [(name, tensor.problem()) for name, tensor in contents.tensors.items()]
     lost = [name for name in contents.structure if name not in contents.tensors and name not in contents.values]
     return [f"{name}: {problem}" for name, problem in found if problem] + [
         f"{name}: no rank has written it" for name in lost
@@ -325,32 +276,11 @@ def read_manifest(folder: files.Place) -> Contents:
     """
     path = files.join(folder, MANIFEST_NAME)
     data = files.read_small(path, _MAX_BYTES)
-    where = str(path)
     line = _FIRST_LINE.match(data)
     if line is None or to_hex([checksum(memoryview(data)[line.end() :])]).encode() != line.group(1):
-        raise files.damaged(_DAMAGED, where, "its checksum is not that of its bytes")
-    try:
-        body = json.loads(b"{" + data[line.end() :])
-    except (ValueError, RecursionError) as error:
-        raise files.damaged(_DAMAGED, where, str(error)) from None
-    return _parsed(folder, body)
-
-
-def _parsed(folder: files.Place, body: Any) -> Contents:
-    """The contents that a manifest describes, every field checked."""
-    where = str(files.join(folder, MANIFEST_NAME))
-    try:
-        if body["format"] != FORMAT or body["version"] != VERSION:
-            raise CheckpointError(
-                f"the checkpoint has format {body['format']} version {body['version']}",
-                where=where,
-                why=f"this shardwise reads {FORMAT} version {VERSION}",
-                fix="install the shardwise that wrote it, or a later one",
-            )
-        return _contents(folder, body, where)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        why = f"a field is missing or not what it should be: {error}"
-        raise files.damaged(_DAMAGED, where, why) from None
+        raise files.damaged(_DAMAGED, path, "its checksum is not that of its bytes")
+    with files.parsing(_DAMAGED, path):
+        return _parsed(folder, json.loads(b"{" + data[line.end() :]))
 
 
 def _entry(parts: list[StoredTensor]) -> dict[str, Any]:
@@ -369,16 +299,28 @@ def _entry(parts: list[StoredTensor]) -> dict[str, Any]:
     return {"dtype": parts[0].dtype, "shape": list(parts[0].shape), "pieces": chunks}
 
 
-def _contents(folder: files.Place, body: Any, where: str) -> Contents:
-    if (block_bytes := count_of(body["block_bytes"])) == 0:
+def _parsed(folder: files.Place, body: Any) -> Contents:
+    """The contents that a manifest describes, every field checked."""
+    where = str(files.join(folder, MANIFEST_NAME))
+    if body["format"] != FORMAT or body["version"] != VERSION:
+        raise CheckpointError(
+            f"the checkpoint has format {body['format']} version {body['version']}",
+            where=where,
+            why=f"this shardwise reads {FORMAT} version {VERSION}",
+            fix="install the shardwise that wrote it, or a later one",
+        )
+    if (block_bytes := checkpoint_contents.count_of(body["block_bytes"])) == 0:
         raise ValueError("block_bytes is 0")
     file_bytes = {
-        files.check_name(name, where=where): count_of(entry["bytes"]) for name, entry in body["files"].items()
+        files.check_name(name, where=where): checkpoint_contents.count_of(entry["bytes"])
+        for name, entry in body["files"].items()
     }
     tensors = {name: _tensor(name, entry, file_bytes, block_bytes) for name, entry in body["tensors"].items()}
     for alias, name in body["aliases"].items():
         tensors[alias] = replace(tensors[name], name=alias)
-    step, world_size = (None if body[key] is None else count_of(body[key]) for key in ("step", "world_size"))
+    step, world_size = (
+        None if body[key] is None else checkpoint_contents.count_of(body[key]) for key in ("step", "world_size")
+    )
     frames = {name: from_hex(entry["frame"])[0] for name, entry in body["files"].items()}
     return Contents(
         path=folder,
@@ -396,10 +338,13 @@ def _contents(folder: files.Place, body: Any, where: str) -> Contents:
 
 def _tensor(name: str, entry: Any, file_bytes: Mapping[str, int], block_bytes: int) -> StoredTensor:
     dtype, item_bytes = entry["dtype"], checkpoint_contents.ITEM_BYTES[entry["dtype"]]
-    shape, chunks = sizes_of(entry["shape"]), []
+    shape, chunks = checkpoint_contents.sizes_of(entry["shape"]), []
     for part in entry["pieces"]:
-        spec, sums = ChunkSpec(sizes_of(part["starts"]), sizes_of(part["sizes"])), from_hex(part["checksums"])
-        offset, num_bytes = count_of(part["offset"]), spec.numel * item_bytes
+        spec, sums = (
+            ChunkSpec(checkpoint_contents.sizes_of(part["starts"]), checkpoint_contents.sizes_of(part["sizes"])),
+            from_hex(part["checksums"]),
+        )
+        offset, num_bytes = checkpoint_contents.count_of(part["offset"]), spec.numel * item_bytes
         if not spec.lies_in(shape):
             raise ValueError(f"{name}: a chunk that lies outside the tensor")
         if offset + num_bytes > file_bytes[part["file"]]:
@@ -423,10 +368,6 @@ def _path(parts: Any) -> KeyPath:
     return tuple(parts)
 
 
-_STEP = re.compile(r"step-(\d{8,})")
-_PARTIAL, _REMOVING = ".partial", ".removing"
-
-
 def step_folder(root: str | files.Place, step: int) -> files.Place:
     """Where the checkpoint of a step lies under `root`."""
     return files.join(files.place(root), f"step-{step:08d}")
@@ -438,17 +379,7 @@ def partial_of(folder: files.Place) -> files.Place:
 
 
 def begin_checkpoint(folder: files.Place) -> files.Place:
-    """Make the partial folder, empty, for a checkpoint that shall be called `folder`.
-
-    Returns:
-        The partial folder; every rank writes its file into it.
-
-    Raises:
-        CheckpointError: There is something of that name already.
-
-    Ranks:
-        Local: call it on rank 0, before any rank writes.
-    """
+    """Make and return the partial folder, empty, for a checkpoint that shall be called `folder`; on rank 0."""
     if is_committed(folder) or (isinstance(folder, Path) and files.exists(folder)):
         raise CheckpointError(
             f"there is a checkpoint called {files.split(folder)[1]} already",
@@ -477,12 +408,12 @@ def commit_checkpoint(
         CheckpointError: A tensor is not stored whole and once, or the system refuses; nothing is committed then.
 
     Ranks:
-        Local: call it on rank 0, when all have written.
+        Rank 0, when all have written.
     """
     records = sorted(records, key=lambda record: record.file)
     partial = partial_of(folder)
-    metadata = torch_metadata(records, aliases=header.aliases, structure=header.structure)
-    manifest = manifest_bytes(folder, records, header, {METADATA_NAME: metadata})
+    metadata = torch_metadata(records, header)
+    manifest = manifest_bytes(folder, records, header, metadata)
     files.write_small(files.join(partial, METADATA_NAME), metadata, fsync=fsync)
     files.write_small(files.join(partial, MANIFEST_NAME), manifest, fsync=fsync)
     if isinstance(folder, str) or isinstance(partial, str):
@@ -512,11 +443,7 @@ def committed_steps(root: str | files.Place) -> list[int]:
 
 
 def remove_checkpoint(folder: files.Place) -> None:
-    """Remove a checkpoint so that it is never seen half removed.
-
-    Ranks:
-        Local: call it on rank 0.
-    """
+    """Remove a checkpoint so that it is never seen half removed; on rank 0."""
     if isinstance(folder, str):
         files.remove_tree(files.join(folder, MANIFEST_NAME))
         files.remove_tree(folder)
@@ -529,14 +456,7 @@ def remove_checkpoint(folder: files.Place) -> None:
 
 
 def sweep(root: str | files.Place) -> list[files.Place]:
-    """Remove what interrupted saves and removals left under `root`; nothing may be saving there now.
-
-    Returns:
-        The places that were removed.
-
-    Ranks:
-        Local: call it on rank 0.
-    """
+    """Remove, and return, what interrupted saves and removals left under `root`; on rank 0, while nobody saves."""
     root = files.place(root)
     leftovers = []
     for name in files.names_in(root):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from shardwise.checkpointing.contents import Contents, KeyPath, StoredTensor
@@ -27,17 +28,14 @@ _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "model_state", "modul
 _STEP_NAMES = ("step", "global_step", "iteration", "iter")
 
 
-@dataclass(frozen=True, slots=True)
-class Sections:
-    """Where the parts lie in the nested dictionary that was saved."""
+def find_sections(contents: Contents) -> tuple[KeyPath | None, tuple[KeyPath, ...]]:
+    """Where the model and the optimizers lie in the nested dictionary that was saved.
 
-    model: KeyPath | None
-    """The path to the one model's tensors; None when there is no model, or several."""
-    optimizers: tuple[KeyPath, ...]
+    They are found by their shape, and by the usual names where that leaves a choice.
 
-
-def find_sections(contents: Contents) -> Sections:
-    """Find the model and the optimizers by their shape, and by the usual names where that leaves a choice."""
+    Returns:
+        The path to the one model's tensors, None where there is no model, or several; and those of the optimizers.
+    """
     paths = {name: _path(contents, name) for name in (*contents.tensors, *contents.values)}
     optimizers = tuple(
         dict.fromkeys(path[: path.index("param_groups")] for path in paths.values() if "param_groups" in path[:-1])
@@ -50,8 +48,8 @@ def find_sections(contents: Contents) -> Sections:
     }
     named = [root for root in roots if len(root) == 1 and root[0] in _MODEL_NAMES]
     if len(roots) == 1 or len(named) == 1:
-        return Sections(next(iter(roots)) if len(roots) == 1 else named[0], optimizers)
-    return Sections(() if () in roots and not named else None, optimizers)
+        return next(iter(roots)) if len(roots) == 1 else named[0], optimizers
+    return () if () in roots and not named else None, optimizers
 
 
 def with_our_names(contents: Contents) -> Contents:
@@ -64,15 +62,17 @@ def with_our_names(contents: Contents) -> Contents:
     """
     if contents.format == "sharded" or contents.details.get("has_our_names"):
         return contents
-    sections = find_sections(contents)
-    strip = _parallel_prefix(contents, sections.model)
+    model, optimizers = find_sections(contents)
+    paths = [_path(contents, name) for name in contents.tensors]
+    bare = [str(path[-1]) for path in paths if path[:-1] == model]
+    strip = bool(bare) and all(name.startswith(PARALLEL_PREFIX) for name in bare)  # by DistributedDataParallel
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, Any] = {}
     structure: dict[str, KeyPath] = {}
     step = contents.step
     for name in (*contents.tensors, *contents.values):
         path = _path(contents, name)
-        renamed = _our_path(path, sections, strip, is_tensor=name in contents.tensors)
+        renamed = _our_path(path, model, optimizers, strip, is_tensor=name in contents.tensors)
         new = ".".join(map(str, renamed))
         if new in structure:
             raise CheckpointError(
@@ -85,7 +85,9 @@ def with_our_names(contents: Contents) -> Contents:
         if name in contents.tensors:
             tensors[new] = replace(contents.tensors[name], name=new)
         else:
-            values[new] = _our_value(renamed, contents.values[name], strip)
+            values[new] = value = contents.values[name]
+            if renamed[0] == "optim" and renamed[-1] in ("params", "param_names") and isinstance(value, list):
+                values[new] = [_our_name(entry, strip) if isinstance(entry, str) else entry for entry in value]
             if step is None and path[-1] in _STEP_NAMES and len(path) <= 2 and type(values[new]) is int:
                 step = values[new]
     return replace(contents, tensors=tensors, values=values, structure=structure, step=step)
@@ -115,22 +117,17 @@ def _path(contents: Contents, name: str) -> KeyPath:
     return contents.structure.get(name, (name,))
 
 
-def _parallel_prefix(contents: Contents, root: KeyPath | None) -> bool:
-    """Whether every name of the model begins with what DistributedDataParallel puts there."""
-    paths = [_path(contents, name) for name in contents.tensors]
-    names = [str(path[-1]) for path in paths if path[:-1] == root]
-    return bool(names) and all(name.startswith(PARALLEL_PREFIX) for name in names)
-
-
-def _our_path(path: KeyPath, sections: Sections, strip: bool, *, is_tensor: bool) -> KeyPath:
-    for root in sections.optimizers:
+def _our_path(
+    path: KeyPath, model: KeyPath | None, optimizers: Sequence[KeyPath], strip: bool, *, is_tensor: bool
+) -> KeyPath:
+    for root in optimizers:
         rest = path[len(root) :]
         if path[: len(root)] == root and rest and rest[0] in ("state", "param_groups"):
             if rest[0] == "state" and len(rest) == 3:
                 rest = ("state", _our_name(str(rest[1]), strip), rest[2])
             several = root[1:] if root[:1] == ("optim",) else root
-            return ("optim", *rest) if len(sections.optimizers) == 1 else ("optim", *several, *rest)
-    if is_tensor and sections.model is not None and path[:-1] == sections.model:
+            return ("optim", *rest) if len(optimizers) == 1 else ("optim", *several, *rest)
+    if is_tensor and model is not None and path[:-1] == model:
         return ("model", _our_name(str(path[-1]), strip))
     if len(path) == 1 and not is_tensor:
         return ("extra", path[0])
@@ -140,9 +137,3 @@ def _our_path(path: KeyPath, sections: Sections, strip: bool, *, is_tensor: bool
 def _our_name(name: str, strip: bool) -> str:
     name = canonical_name(name)
     return name.removeprefix(PARALLEL_PREFIX) if strip else name
-
-
-def _our_value(path: KeyPath, value: Any, strip: bool) -> Any:
-    if path[0] == "optim" and path[-1] in ("params", "param_names") and isinstance(value, list):
-        return [_our_name(entry, strip) if isinstance(entry, str) else entry for entry in value]
-    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,24 +105,17 @@ def flatten(
     return flat, take(nested, path)
 
 
-def unflatten(layout: Any, find: Callable[[str, bool], Any]) -> Any:
-    """Put together what `flatten` took apart.
-
-    Args:
-        layout: What it returned.
-        find: From a flat name, and whether it is a tensor's, to what stands there now.
-    """
+def unflatten(layout: Any, found: Mapping[str, Any]) -> Any:
+    """Put together what `flatten` took apart, from its layout and what stands under each flat name now."""
     match layout:
-        case {"tensor": str(name)}:
-            return find(name, True)
-        case {"value": str(name)}:
-            return find(name, False)
+        case {"tensor": str(name)} | {"value": str(name)}:
+            return found[name]
         case {"mapping": list(pairs)}:
-            return {decode_value(key): unflatten(item, find) for key, item in pairs}
+            return {decode_value(key): unflatten(item, found) for key, item in pairs}
         case {"list": list(items)}:
-            return [unflatten(item, find) for item in items]
+            return [unflatten(item, found) for item in items]
         case {"tuple": list(items)}:
-            return tuple(unflatten(item, find) for item in items)
+            return tuple(unflatten(item, found) for item in items)
     raise CheckpointError(
         "the layout of an object is not readable",
         where=str(layout)[:120],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
@@ -13,7 +14,9 @@ from shardwise.checkpointing.state.names import canonical_name
 from shardwise.checkpointing.state.nested import FlatState, dotted, encoded_random_state
 from shardwise.checkpointing.state.optimizer_state import NamedGroup, collect_optimizer, named_groups, parameter_names
 from shardwise.checkpointing.state.slices import ModelTensor, model_tensors
+from shardwise.distributed.agreement import gather_objects
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.sharding.registry import names_elsewhere, sharded_state
 
 # In the module's own dict, so that the mark lives as long as the model.
 _ATTRIBUTE = "_shardwise_unusable"
@@ -86,6 +89,7 @@ class Run:
         model: A module, or several by name.
         optimizers: One, several, or several by name.
         objects: Anything with `state_dict` and `load_state_dict`, by name.
+        trainable_only: Leave frozen parameters out.
 
     Raises:
         ConfigError: An object has no state, or a name that means something else.
@@ -96,7 +100,10 @@ class Run:
         model: nn.Module | Mapping[str, nn.Module],
         optimizers: Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] = (),
         objects: Mapping[str, Stateful] | None = None,
+        *,
+        trainable_only: bool = False,
     ) -> None:
+        self.trainable_only = trainable_only
         self.models = {"": model} if isinstance(model, nn.Module) else dict(model)
         self.optimizers = _by_name(optimizers)
         self.objects = dict(objects or {})
@@ -128,7 +135,8 @@ class Run:
         tensors = self.tensors()
         for name, model in self.models.items():
             refuse_unusable(model)
-            _collect_model(found, model, tensors[name], section_path("model", name))
+            stored = [each for each in tensors[name] if not (self.trainable_only and each.is_frozen)]
+            _collect_model(found, model, stored, section_path("model", name))
         for key, groups in self.groups(tensors).items():
             collect_optimizer(found, self.optimizers[key], groups, section_path("optim", key))
         for key, item in self.objects.items():
@@ -139,7 +147,14 @@ class Run:
             found.add_object(dict(extra), ("extra",))
         for name, state in encoded_random_state().items() if rng_rank is not None else ():
             found.add(("rng", str(rng_rank), name), state)
+        for model in self.models.values():
+            _add_other_stages(found, model)
         return found
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Names of parameters and buffers that other pipeline stages hold."""
+        return frozenset().union(*map(names_elsewhere, self.models.values()))
 
 
 def section_path(section: str, name: str) -> KeyPath:
@@ -173,6 +188,57 @@ def _collect_model(found: FlatState, model: nn.Module, tensors: list[ModelTensor
             found.paths[dotted((*path, alias))] = (*path, alias)
     for key, module in extra_states(model).items():
         found.add_object(module.get_extra_state(), (*path, key))
+
+
+def _add_other_stages(found: FlatState, model: nn.Module) -> None:
+    """Describe what other pipeline stages hold of a model as this rank does, so that all stages save one model.
+
+    Ranks:
+        Collective over the ranks of the pipeline, where the model is a stage of one.
+    """
+    state = sharded_state(model)
+    if state is None or state.pipeline is None:
+        return
+    mine = {name: value for name, value in found.values.items() if name.startswith("optim.")}
+    stages = gather_objects((mine, found.paths, found.aliases), group=state.pipeline.group)
+    groups: dict[tuple[KeyPath, str, int], dict[KeyPath, Any]] = {}
+    for values, paths, aliases in stages:
+        _merge_groups(groups, values, paths)
+        found.aliases = aliases | found.aliases
+        found.paths = paths | found.paths
+        for name, value in values.items():
+            if _GROUPS in paths[name]:
+                found.values.pop(name, None)
+            elif isinstance(value, dict):  # layouts of states, by name
+                found.values[name] = value | found.values.get(name, {})
+            else:
+                found.values.setdefault(name, value)
+    for number, (key, options) in enumerate(groups.items()):
+        for path, value in options.items():
+            full = (*key[0], _GROUPS, number, *path)
+            found.values[dotted(full)], found.paths[dotted(full)] = value, full
+
+
+_GROUPS = "param_groups"
+
+
+def _merge_groups(
+    groups: dict[tuple[KeyPath, str, int], dict[KeyPath, Any]], values: Mapping[str, Any], paths: Mapping[str, KeyPath]
+) -> None:
+    """Add the parameter groups of one stage: those with the same options are one group of the whole model."""
+    found: dict[KeyPath, dict[KeyPath, Any]] = {}
+    for name, value in values.items():
+        if _GROUPS in (path := paths[name]):
+            at = path.index(_GROUPS) + 2
+            found.setdefault(path[:at], {})[path[at:]] = value
+    seen: Counter[object] = Counter()
+    for path, options in found.items():
+        named = options.pop(("params",), [])
+        kind = (path[:-2], repr(sorted(options.items(), key=repr)))
+        seen[kind] += 1
+        merged = groups.setdefault((*kind, seen[kind]), options)
+        held = merged.setdefault(("params",), [])
+        held += [name for name in named if name not in held]
 
 
 def _by_name(optimizers: Any) -> dict[str, Optimizer]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.checkpointing.contents import ChunkSpec
 from shardwise.checkpointing.state.names import canonical_name
-from shardwise.errors import CheckpointError
 from shardwise.planning.settings import dtype_name
+from shardwise.sharding import inventory
 from shardwise.sharding.full_params import reshard
-from shardwise.sharding.inventory import local_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +27,11 @@ class ModelTensor:
     tensor: torch.Tensor
     """As registered: a DTensor where it is sharded."""
     is_parameter: bool
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is a parameter that is not trained."""
+        return self.is_parameter and not self.tensor.requires_grad
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,73 +89,17 @@ def non_persistent_names(model: nn.Module) -> set[str]:
 
 
 def local_chunks(tensor: torch.Tensor) -> list[tuple[ChunkSpec, torch.Tensor]]:
-    """This rank's chunks of a tensor, each with its memory; none where it holds no element, or is not in the mesh.
-
-    One chunk unless tensor parallelism interleaves the rows of several (`_StridedShard`).
-
-    Raises:
-        CheckpointError: The ranks hold partial sums, which are not parts of the tensor.
-    """
-    memory = local_tensor(tensor)
+    """This rank's chunks of a tensor, each with its memory; see `inventory.local_chunks`."""
+    memory = inventory.local_tensor(tensor)
     if not isinstance(tensor, DTensor):
         return [(ChunkSpec.whole(tuple(tensor.shape)), memory)] if tensor.numel() else []
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None or memory.numel() == 0:
-        return []
-    local_shape, chunks = _chunks(compat.spec_of(tensor), tuple(coordinate))
-    if local_shape != memory.shape:
-        raise CheckpointError(
-            f"a tensor of shape {list(tensor.shape)} is cut unevenly into parts of {list(memory.shape)}",
-            where=f"placements {tensor.placements} on {tensor.device_mesh}",
-            why="which of its rows this rank holds does not follow from how it is placed",
-            fix="choose sizes that the mesh divides evenly",
-        )
+    chunks = inventory.local_chunks(tensor)
     if len(chunks) == 1:
-        return [(chunks[0][0], memory)]
+        return [(ChunkSpec(chunks[0].starts, chunks[0].sizes), memory)]
     return [
-        (chunk, memory[tuple(slice(at, at + size) for at, size in zip(position, chunk.sizes, strict=True))])
-        for chunk, position in chunks
+        (ChunkSpec(chunk.starts, chunk.sizes), memory[inventory.slices_of(chunk.position, chunk.sizes)])
+        for chunk in chunks
     ]
-
-
-@lru_cache(maxsize=4096)  # saves ask for it while training waits
-def _chunks(spec: Any, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[ChunkSpec, tuple[int, ...]]]]:
-    """The shape of a rank's part of a DTensor, and the chunks in it, each with its position in that part."""
-    runs = [_runs_along(spec, dim, coordinate) for dim in range(spec.ndim)]
-    chunks = [
-        (ChunkSpec(tuple(run[0] for run in chosen), tuple(run[1] for run in chosen)), tuple(run[2] for run in chosen))
-        for chosen in itertools.product(*runs)
-    ]
-    return tuple(sum(length for _, length, _ in along) for along in runs), chunks
-
-
-def _runs_along(spec: Any, dim: int, coordinate: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Rows along `dim` that follow each other in the tensor and in this rank's part: first row, count, position."""
-    cuts = []
-    for axis in compat.axes_in_cutting_order(spec, dim):
-        placement = spec.placements[axis]
-        if placement.is_partial():
-            raise CheckpointError(
-                f"a tensor of shape {list(spec.shape)} is held as partial sums",
-                where=f"placements {spec.placements}",
-                why="no rank has a part of its values before they are added up",
-                fix="redistribute it to Replicate() or Shard(dim) first",
-            )
-        if not placement.is_replicate() and placement.dim % spec.ndim == dim:
-            cuts.append((placement, spec.mesh.size(axis), coordinate[axis]))
-    if all(type(placement) is Shard for placement, _, _ in cuts):
-        start, length = 0, spec.shape[dim]
-        for _, count, index in cuts:
-            size = -(-length // count)
-            offset = min(index * size, length)
-            start, length = start + offset, min(size, length - offset)
-        return [(start, length, 0)]
-    # Placements that deal rows out in turn: let them divide the row numbers, then join neighbours.
-    rows = torch.arange(spec.shape[dim], device="cpu")
-    for placement, count, index in cuts:
-        rows = compat.split_rows(placement, rows, count)[index]
-    breaks = ((rows[1:] - rows[:-1]) != 1).nonzero().flatten().add(1).tolist() if len(rows) else []
-    return [(int(rows[first]), end - first, first) for first, end in itertools.pairwise([0, *breaks, len(rows)])]
 
 
 def _identity(tensor: torch.Tensor) -> object:

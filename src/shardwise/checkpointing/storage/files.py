@@ -6,15 +6,20 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
+import xxhash
+
+from shardwise.checkpointing.storage.memory import BLOCK_BYTES
 from shardwise.errors import CheckpointError
 
 COPY_AGAIN = "load an older checkpoint, or copy this one again"
 
 Place: TypeAlias = Path | str
+"""A local path, or the URL of a store that fsspec serves."""
+_BATCH_BYTES, _BATCH_BUFFERS = 8 << 20, 512  # written by one system call
 _FIXES = {
     errno.ENOSPC: "free space on the disk, or keep fewer checkpoints",
     errno.EDQUOT: "free space in your quota, or keep fewer checkpoints",
@@ -53,15 +58,7 @@ def split(path: Place) -> tuple[Place, str]:
 
 
 def check_name(name: str, *, where: str) -> str:
-    """`name`, if it stays inside the folder it is relative to.
-
-    Args:
-        name: As an index, metadata or manifest gives it.
-        where: The file that gives it.
-
-    Raises:
-        CheckpointError: It is absolute, climbs with `..`, or is not a plain file name.
-    """
+    """The name of a file that `where` gives; refused unless it stays inside the folder it is relative to."""
     pure = PurePosixPath(name)
     strange = not pure.parts or "\\" in name or "\0" in name or ":" in name or str(pure) != name
     if strange or pure.is_absolute() or ".." in pure.parts or pure.parts[0].startswith("~"):
@@ -76,12 +73,7 @@ def check_name(name: str, *, where: str) -> str:
 
 @contextlib.contextmanager
 def os_errors(doing: str, path: Place) -> Iterator[None]:
-    """Turn OS errors into a `CheckpointError`.
-
-    Args:
-        doing: As in "write the file".
-        path: What it is about.
-    """
+    """Turn OS errors into a `CheckpointError`; `doing` is as in "write the file"."""
     try:
         yield
     except OSError as error:
@@ -92,6 +84,16 @@ def os_errors(doing: str, path: Place) -> Iterator[None]:
 def damaged(what: str, where: object, why: str, fix: str = COPY_AGAIN) -> CheckpointError:
     """The error for a checkpoint whose bytes are not what they should be."""
     return CheckpointError(what, where=str(where), why=why, fix=fix)
+
+
+@contextlib.contextmanager
+def parsing(what: str, where: object, fix: str = COPY_AGAIN) -> Iterator[None]:
+    """Turn what goes wrong when a file's content is taken apart into the error for a damaged checkpoint."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}" if type(error) is not ValueError else str(error)
+        raise damaged(what, where, why[:500], fix) from None
 
 
 class FileReader(contextlib.AbstractContextManager["FileReader"]):
@@ -142,7 +144,9 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
     """
 
     def __init__(self, path: Place) -> None:
-        self._path = path
+        self._path, self._waiting, self._num_waiting = path, [], 0
+        self.num_bytes = 0
+        """Bytes that were appended so far."""
         with os_errors("create the file", path):
             if isinstance(path, str):
                 store, name = _store(path)
@@ -150,34 +154,78 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
             else:  # O_EXCL: never through a link that somebody laid, never over a file that is there
                 self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def __exit__(self, *_: object) -> None:
-        with os_errors("close the file", self._path):
-            if isinstance(self._path, str):
-                self._file.close()
-            else:
-                os.close(self._file)
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._flush()
+        finally:
+            with os_errors("close the file", self._path):
+                self._file.close() if isinstance(self._path, str) else os.close(self._file)
 
-    def append(self, buffers: Sequence[memoryview | bytes]) -> None:
-        """Write the buffers, at most 1,024 of them, after what is there."""
-        with os_errors("write the file", self._path):
-            if isinstance(self._path, str):
-                for buffer in buffers:
-                    self._file.write(buffer)
-                return
-            waiting = [memoryview(buffer) for buffer in buffers if len(buffer)]
-            while waiting:
-                waiting = _drop(waiting, os.writev(self._file, waiting))
+    def append(self, data: memoryview | bytes) -> None:
+        """Write after what is there; many at a time, so that the memory must not change before the next `sync`."""
+        self._waiting.append(memoryview(data))
+        self._num_waiting += len(data)
+        self.num_bytes += len(data)
+        if self._num_waiting >= _BATCH_BYTES or len(self._waiting) >= _BATCH_BUFFERS:
+            self._flush()
+
+    def append_blocks(self, parts: Iterable[memoryview], block_bytes: int = BLOCK_BYTES) -> tuple[int, ...]:
+        """Write bytes that belong together; return the checksum of each block of them, the last may be shorter."""
+        checksums: list[int] = []
+        state, room = xxhash.xxh3_64(), block_bytes
+        for part in parts:
+            while len(part):
+                data, part = part[:room], part[room:]
+                state.update(data)  # just before the kernel copies it, so that it is in the cache then
+                self.append(data)
+                room -= len(data)
+                if not room:
+                    checksums.append(state.intdigest())
+                    state, room = xxhash.xxh3_64(), block_bytes
+        return (*checksums, state.intdigest()) if room < block_bytes else tuple(checksums)
 
     def rewrite_start(self, data: bytes) -> None:
         """Put other bytes at the start of a local file."""
+        self._flush()
         with os_errors("write the file", self._path):
             os.pwrite(self._file, data, 0)
 
     def sync(self) -> None:
         """Return once the disk has it all; a store has what it has."""
+        self._flush()
         if isinstance(self._path, Path):
             with os_errors("sync the file", self._path):
                 os.fsync(self._file)
+
+    def _flush(self) -> None:
+        waiting, self._waiting, self._num_waiting = self._waiting, [], 0
+        with os_errors("write the file", self._path):
+            if isinstance(self._path, str):
+                for data in waiting:
+                    self._file.write(data)
+                return
+            while waiting := [data for data in waiting if len(data)]:
+                waiting = _drop(waiting, os.writev(self._file, waiting))
+
+
+def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """The buffers without their first `count` bytes."""
+    for index, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+def _fill(buffers: list[memoryview], data: bytes) -> int:
+    """Put the bytes into the buffers; how many there were."""
+    rest = memoryview(data)
+    for buffer in buffers:
+        part = rest[: len(buffer)]
+        buffer[: len(part)] = part
+        rest = rest[len(part) :]
+    return len(data)
 
 
 @contextlib.contextmanager
@@ -206,29 +254,10 @@ def removed_on_error(partial: Path) -> Iterator[None]:
         raise
 
 
-def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """The buffers without their first `count` bytes."""
-    for index, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[index + 1 :]]
-        count -= len(buffer)
-    return []
-
-
-def _fill(buffers: list[memoryview], data: bytes) -> int:
-    """Put the bytes into the buffers; how many there were."""
-    rest = memoryview(data)
-    for buffer in buffers:
-        part = rest[: len(buffer)]
-        buffer[: len(part)] = part
-        rest = rest[len(part) :]
-    return len(data)
-
-
 def write_small(path: Place, data: bytes, *, fsync: bool = True) -> None:
     """Create a file with these bytes."""
     with FileWriter(path) as writer:
-        writer.append([data])
+        writer.append(data)
         if fsync:
             writer.sync()
 
@@ -276,11 +305,7 @@ def exists(path: Place) -> bool:
 
 
 def read_small(path: Place, limit: int) -> bytes:
-    """All bytes of a file that has no reason to be large, such as an index.
-
-    Raises:
-        CheckpointError: It is missing, or larger than `limit`.
-    """
+    """All bytes of a file that has no reason to be large, such as an index; refused where it is larger than `limit`."""
     size = size_of(path)
     if size is None:
         raise CheckpointError("a file of the checkpoint is missing", where=str(path), fix="check the path")

@@ -75,35 +75,6 @@ def from_hex(text: str) -> tuple[int, ...]:
     return tuple(int(text[start : start + 16], 16) for start in range(0, len(text), 16))
 
 
-class BlockHasher:
-    """Hears the bytes of one tensor after another."""
-
-    def __init__(self) -> None:
-        self._hash, self._hashed = xxhash.xxh3_64(), 0
-        self._finished: list[int] = []
-
-    def update(self, data: memoryview) -> None:
-        """The next bytes of the tensor."""
-        while len(data):
-            part = data[: BLOCK_BYTES - self._hashed]
-            self._hash.update(part)
-            self._hashed += len(part)
-            data = data[len(part) :]
-            if self._hashed == BLOCK_BYTES:
-                self._end_block()
-
-    def finish(self) -> tuple[int, ...]:
-        """The tensor is complete: the checksums of its blocks; the last may be shorter. The next one begins."""
-        if self._hashed:
-            self._end_block()
-        finished, self._finished = tuple(self._finished), []
-        return finished
-
-    def _end_block(self) -> None:
-        self._finished.append(self._hash.intdigest())
-        self._hash, self._hashed = xxhash.xxh3_64(), 0
-
-
 @contextlib.contextmanager
 def counting(progress: Progress | None, total: int, label: str) -> Iterator[Callable[[int], None]]:
     """A function to call with every number of bytes that is done; one thread at a time.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from shardwise.findings import Edit
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
-from shardwise.fsdp1.codemod.emitted import functions
+from shardwise.fsdp1.codemod.emitted import settings
 from shardwise.fsdp1.codemod.program import Program, is_constant, iterated
 from shardwise.source.edits import change
 from shardwise.source.syntax import FSDP1, FileContext, Positions
@@ -327,7 +327,7 @@ def read(draft: FileDraft, call: ast.Call, is_partial: bool) -> Wrap:
         Blocked: A parameter does not exist.
     """
     listed = read_arguments(draft.context, call)
-    parameters = [one.arg for one in functions()["_fully_shard_like_fsdp1"].args.args]  # FSDP's own
+    parameters = settings()
     positional = iter(["cls", *parameters] if is_partial else parameters)
     by_name: dict[str, WrittenArgument] = {}
     for argument in listed.arguments:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from shardwise.errors import SourceError
 from shardwise.findings import Edit, Severity, SourceFinding, Status, source_finding
-from shardwise.fsdp1.codemod.emitted import functions, is_ours, origins
+from shardwise.fsdp1.codemod.emitted import definitions, emitted_in, is_ours, name_in, origins
 from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.sharded import Holds, Sharded
@@ -85,7 +85,7 @@ class FileDraft:
     names: set[str] = field(default_factory=set)
     """Names that need an import."""
     helpers: set[str] = field(default_factory=set)
-    """Functions to emit."""
+    """Functions and classes to emit."""
     features: set[str] = field(default_factory=set)
     """Their optional parameters that are needed."""
     taken: set[ast.AST] = field(default_factory=set)
@@ -124,9 +124,9 @@ class FileDraft:
         """Which variables hold a wrapped model."""
         return flow_of(self.program).file(self.context)
 
-    def holds(self, node: ast.expr) -> Holds:
-        """Whether an expression is a wrapped model."""
-        return self.sharded.holds(node)
+    def holds(self, node: ast.expr, method: str = "") -> Holds:
+        """Whether an expression is a wrapped model; of a subclass, one that has no such method of its own."""
+        return Holds.NEVER if method and self.sharded.has_own(node, method) else self.sharded.holds(node)
 
     def source(self, node: ast.expr | ast.stmt | None) -> str:
         """The text of a node; empty where there is none."""
@@ -143,11 +143,11 @@ class FileDraft:
         return wanted
 
     def helper(self, wanted: str, *features: str) -> str:
-        """Use a helper function in emitted code."""
-        assert wanted in functions(), wanted
+        """Use a helper function or class in emitted code; its name in this file."""
+        assert wanted in definitions(), wanted
         self.helpers.add(wanted)
         self.features.update(features)
-        return wanted
+        return name_in(self.context, wanted)
 
     def nodes(self) -> list[ast.AST]:
         """Every node but those of helpers that an earlier run has emitted into the file."""
@@ -164,8 +164,8 @@ class FileDraft:
                 yield call, call.func
 
     def _without_helpers(self, nodes: Iterable[_Node]) -> list[_Node]:
-        ours = {function for function in self.context.functions if function.name in functions()}
-        return [node for node in nodes if not ours or self.context.enclosing_function(node) not in ours]
+        ours = {inner for one in emitted_in(self.context).values() for inner in ast.walk(one)}
+        return [node for node in nodes if node not in ours]
 
     def is_local(self, node: ast.AST, name: str) -> bool:
         """Whether a name means something else where `node` stands than emitted code would mean by it."""

@@ -10,21 +10,11 @@ from importlib import resources
 
 from shardwise.source.syntax import FileContext, Function, all_parameters, canonical
 
-FEATURES = frozenset(
-    {
-        "policy",
-        "mp_policy",
-        "buffer_dtype",
-        "ignored",
-        "param_init_fn",
-        "sync_from_rank0",
-        "strategy",
-        "process_group",
-        "device_mesh",
-        "device_id",
-    }
-)
+_FEATURES = "policy mp_policy buffer_dtype ignored param_init_fn sync_from_rank0 is_part use_orig_params "
+_FEATURES += "strategy process_group device_mesh device_id"
+FEATURES = frozenset(_FEATURES.split())
 """Parameters of helpers that only some programs need."""
+_PREFIX = "_fsdp2"
 _UNMISTAKABLE = {"CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy"}
 
 
@@ -35,9 +25,31 @@ def _helpers() -> FileContext:
 
 
 @functools.cache
-def functions() -> dict[str, Function]:
-    """All helper functions by name."""
-    return {one.name: one for one in _helpers().tree.body if isinstance(one, Function)}
+def definitions() -> dict[str, Function | ast.ClassDef]:
+    """All helper functions and classes by name."""
+    return {one.name: one for one in _helpers().tree.body if isinstance(one, Function | ast.ClassDef)}
+
+
+def settings() -> list[str]:
+    """The parameters of FSDP1's constructor."""
+    return [one.arg for one in all_parameters(definitions()["_fully_shard_like_fsdp1"].args)]  # pyrefly: ignore
+
+
+def emitted_in(context: FileContext) -> dict[str, Function | ast.ClassDef]:
+    """The helpers that an earlier run has written into a file, by the name that they have there."""
+    found = {}
+    for one in context.tree.body:
+        if isinstance(one, Function | ast.ClassDef):
+            ours = definitions().get(one.name.removeprefix(_PREFIX))
+            if ours is not None and ast.get_docstring(one) == ast.get_docstring(ours):
+                found[one.name] = one
+    return found
+
+
+def name_in(context: FileContext, wanted: str) -> str:
+    """The name of a helper in a file: another one where the file means something else by it."""
+    is_taken = wanted in context.scopes[context.tree].names and wanted not in emitted_in(context)
+    return _PREFIX + wanted if is_taken else wanted
 
 
 @functools.cache
@@ -61,7 +73,7 @@ def assemble(wanted: Iterable[str], features: Collection[str]) -> list[tuple[str
     """The helpers asked for and those they call, as (name, text) in the order of their file.
 
     Args:
-        wanted: Names of functions.
+        wanted: Names of functions and classes.
         features: Of `FEATURES`, and other parameters, those that the program needs.
     """
     found: dict[str, str] = {}
@@ -69,9 +81,9 @@ def assemble(wanted: Iterable[str], features: Collection[str]) -> list[tuple[str
     while waiting:
         name = waiting.pop()
         if name not in found:
-            found[name] = _text(functions()[name], features)
-            waiting += functions().keys() & set(re.findall(r"\w+", found[name]))
-    return [(name, found[name]) for name in functions() if name in found]
+            found[name] = _text(definitions()[name], features)
+            waiting += definitions().keys() & set(re.findall(r"\w+", found[name]))
+    return [(name, found[name]) for name in definitions() if name in found]
 
 
 def names_used(text: str) -> list[str]:
@@ -80,17 +92,18 @@ def names_used(text: str) -> list[str]:
     return [name for name in origins() if name in words]
 
 
-def _text(function: Function, features: Collection[str]) -> str:
+def _text(definition: Function | ast.ClassDef, features: Collection[str]) -> str:
     """The text of a helper without the parameters that are not needed and the `if` statements that test them."""
-    own_lines = {one.arg: one.lineno for one in all_parameters(function.args) if one.lineno > function.lineno}
+    parameters = all_parameters(definition.args) if isinstance(definition, Function) else []
+    own_lines = {one.arg: one.lineno for one in parameters if one.lineno > definition.lineno}
     unwanted = FEATURES & own_lines.keys() - set(features)
     left_out: set[int] = set()
-    for node in ast.walk(function):
+    for node in ast.walk(definition):
         if isinstance(node, ast.If) and any(getattr(one, "id", None) in unwanted for one in ast.walk(node.test)):
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and node.lineno not in left_out}
+    used = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name) and node.lineno not in left_out}
     if unwanted:  # else all are kept: FSDP1 settings that nothing reads are accepted
         left_out.update(line for name, line in own_lines.items() if name not in {*used, *features})
-    first = min([function.lineno, *(one.lineno for one in function.decorator_list)])
-    numbers = range(first, (function.end_lineno or first) + 1)
+    first = min([definition.lineno, *(one.lineno for one in definition.decorator_list)])
+    numbers = range(first, (definition.end_lineno or first) + 1)
     return "\n".join(_helpers().positions.line(number) for number in numbers if number not in left_out)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from shardwise.fsdp1.codemod.program import Program, once
 from shardwise.fsdp1.codemod.sharded import ANYWHERE, Callable, Sharded, Values, instance, is_of_wrapped
-from shardwise.source.syntax import FSDP1, FileContext, Function
+from shardwise.source.syntax import FSDP1, Comprehension, FileContext, Function
 from shardwise.source.values import ObjectRef
 
 _FSDP = re.compile(r"FSDP|FullyShardedDataParallel")
@@ -20,6 +20,7 @@ _USES = re.compile(r"state_dict|\.module\b|_fsdp|no_sync|clip_grad_norm_|numel\(
 """What a file does that is worth reading it for."""
 _Unit = tuple[Sharded, Function | None]
 """A function of a file, or what is outside of all: what is read again together."""
+_MAX_HOPS = 3
 _MAX_VALUES = 24
 """Beyond this number of values at one place only wrapped models are followed; large frameworks would take minutes."""
 
@@ -38,7 +39,7 @@ class Flow:
         self.values: dict[ast.AST, set[ObjectRef]] = {}
         """By the node that binds a variable or parameter, and by the function that returns them."""
         self.fields: dict[object, dict[str, dict[ast.AST, set[ObjectRef]]]] = {}
-        """By object or class, attribute or item, and the place of the store."""
+        """By object or class, attribute or item, and the place of the store; `ANYWHERE` stands for any object."""
         self.sites: dict[Callable, dict[ast.Call, Sharded]] = {}
         """The calls of each function."""
         self.wrapped: dict[ast.Call, set[ObjectRef]] = {}
@@ -49,10 +50,16 @@ class Flow:
         self.family: dict[ast.ClassDef, set[ast.ClassDef]] = {}
         """The classes above and below each class, itself included."""
         self.homes: dict[ast.ClassDef, Sharded] = {}
+        self.classes: dict[ast.ClassDef, FileContext] = {}
+        """Classes of files that are not read yet."""
         self._bases: dict[ast.ClassDef, set[ast.ClassDef]] = {}
         self._seen: set[str] = set()
+        self._seen_loosely: set[str] = set()
         self._tags: dict[object, set[str]] = {}
         self._imports: dict[str, set[str]] = {}
+        self._linked: dict[str, set[str]] = {}
+        self._loose: dict[ast.AST, str] = {}
+        """Stores of a wrapped model to an attribute of who knows which object, and the file of each."""
         self._readers: dict[object, dict[_Unit, None]] = {}
         self._reading: _Unit | None = None
         self._dirty: dict[_Unit, None] = {}
@@ -71,6 +78,47 @@ class Flow:
     def file(self, context: FileContext) -> Sharded:
         """The values of a file's expressions."""
         return self.files.get(context.path) or Sharded(context, self)
+
+    def file_of(self, node: ast.AST) -> Sharded | None:
+        """The file that a node is in."""
+        return next((one for one in self.files.values() if node in one.context.parents), None)
+
+    def sites_of(self, function: Callable | None) -> list[tuple[ast.Call, Sharded]]:
+        """The calls of a function, each with its file."""
+        return list(self.sites.get(function, {}).items()) if function is not None else []
+
+    def may_precede(self, early: tuple[Sharded, ast.AST], late: tuple[Sharded, ast.AST]) -> bool:
+        """Whether one place can come before another in a run, as far as the function from which both are reached shows.
+
+        Without such a function, only the order of a class's constructor and its other methods is known.
+        """
+        one, other = self._reached_from(*early), self._reached_from(*late)
+        hops = {key: one[key][0] + other[key][0] for key in one.keys() & other.keys()}
+        if hops:
+            nearest = [(one[key], other[key][2]) for key, number in hops.items() if number == min(hops.values())]
+            return any(
+                file.reaching.may_reach(node, later)
+                for (_, file, nodes), others in nearest
+                for node in nodes
+                for later in others
+            )
+        functions = [file.reaching.function(node) for file, node in (early, late)]
+        owners = [file.context.enclosing_class(node) for file, node in (early, late)]
+        return not (owners[0] is owners[1] is not None and getattr(functions[1], "name", "") == "__init__")
+
+    def _reached_from(
+        self, file: Sharded, node: ast.AST
+    ) -> dict[tuple[str, Function | None], tuple[int, Sharded, list[ast.AST]]]:
+        """By function, the calls in it through which a place is reached, and how many calls are in between."""
+        found = {(file.context.path, file.reaching.function(node)): (0, file, [node])}
+        for hops in range(_MAX_HOPS):
+            for _, function in [key for key, one in found.items() if one[0] == hops]:
+                for site, caller in self.sites_of(function):
+                    key = caller.context.path, caller.reaching.function(site)
+                    known = found.setdefault(key, (hops + 1, caller, []))
+                    if known[0] == hops + 1:
+                        known[2].append(site)
+        return found
 
     def _settle(self) -> None:
         """Read each function again until nothing that it has read changes."""
@@ -152,6 +200,11 @@ class Flow:
         names |= {
             one.name: False for one in self._tags if isinstance(one, ast.ClassDef) and self.matters([instance(one)])
         }
+        for one in self._tags:  # functions that give an object of their caller a wrapped model
+            if isinstance(one, ObjectRef) and isinstance(one.site, ast.arg) and self.matters([one]):
+                file = self.file_of(one.site)
+                function = file.context.parents[file.context.parents[one.site]] if file is not None else None
+                names |= {function.name: True} if isinstance(function, Function) else {}
         for file in self.files.values():
             for name, bindings in file.context.scopes[file.context.tree].names.items():
                 if any(self.matters(self.values.get(one.node, ())) for one in bindings):
@@ -166,6 +219,17 @@ class Flow:
 
         for context in self.program.files(concerns) if fresh else ():
             if context.path not in self.files and not self.imports(context).isdisjoint(self.files):
+                self.activate(context)
+        given = {name for name in self.fields.get(ANYWHERE, {}) if name not in self._seen_loosely}
+        self._seen_loosely |= given
+        attributes = [
+            re.escape(f".{name}") + r"\b" if name.isidentifier() else re.escape(name) for name in sorted(given)
+        ]
+        used = re.compile("|".join(attributes)) if given else None
+        for context in self.program.files(lambda text: used and used.search(text) and _USES.search(text)):
+            if context.path not in self.files and any(
+                self._are_linked(one, context.path) for one in self._loose.values()
+            ):
                 self.activate(context)
 
     def imports(self, context: FileContext) -> set[str]:
@@ -194,7 +258,7 @@ class Flow:
         kept, followed = set(), {FSDP1, "parameters"} if is_returned else {FSDP1}
         for one in values:
             if is_of_wrapped(one):  # by whichever constructor
-                anyone = ObjectRef(ANYWHERE, origins=one.whole.origins)
+                anyone = ObjectRef(ANYWHERE, origins=one.whole.origins, definition=one.whole.definition)
                 kept.add(anyone.part(one.path[0]) if one.path else anyone)
             elif one.definition is not None and not one.path:
                 kept.add(instance(one.definition))
@@ -221,6 +285,8 @@ class Flow:
         """Let an attribute or item have these values too."""
         key = owner.definition if owner.definition is not None and not owner.path else owner
         tags = set().union(*map(self.tags, values))
+        if FSDP1 in tags and key in self.classes:
+            self.activate(self.classes[key])
         for one in (key, owner.whole, owner.parent) if owner.path else (key,):
             known = self._tags.setdefault(one, set()) if tags else tags
             if not tags <= known:
@@ -229,6 +295,31 @@ class Flow:
         known = self.fields.setdefault(key, {}).setdefault(name, {}).setdefault(place, set())
         if self._grow((key, name), known, values):
             self._changed(key)
+        if self._reading is not None and _is_anyones(owner, name) and any(map(is_of_wrapped, values)):
+            self._loose[place] = self._reading[0].context.path
+            known = self.fields.setdefault(ANYWHERE, {}).setdefault(name, {}).setdefault(place, set())
+            self._grow((ANYWHERE, name), known, frozenset(filter(is_of_wrapped, values)))
+
+    def stored_loosely(self, name: str, context: FileContext) -> dict[ast.AST, set[ObjectRef]]:
+        """What some object was given under a name, in a file that has to do with this one."""
+        found = self.stored_as(ANYWHERE, name)
+        return {place: values for place, values in found.items() if self._are_linked(self._loose[place], context.path)}
+
+    def _are_linked(self, one: str, other: str) -> bool:
+        """Whether one file imports the other, itself or through others."""
+        return one == other or other in self._reached_by(one) or one in self._reached_by(other)
+
+    def _reached_by(self, path: str) -> set[str]:
+        """The files that a file imports, itself or through others."""
+        if path not in self._linked:
+            found, waiting = {path}, [path]
+            while waiting:
+                context = self.program.parsed(waiting.pop())
+                fresh = (self.imports(context) if context is not None else set()) - found
+                found |= fresh
+                waiting += fresh
+            self._linked[path] = found
+        return self._linked[path]
 
     def wrap(self, call: ast.Call, values: Values) -> None:
         """Remember what a constructor wraps."""
@@ -246,6 +337,13 @@ class Flow:
     def enter(self, file: Sharded, call: ast.Call, function: Callable) -> None:
         """Remember that a call enters a function."""
         self.sites.setdefault(function, {})[call] = file
+
+
+def _is_anyones(owner: ObjectRef, name: str) -> bool:
+    """Whether an attribute, or an item by a name, is stored on an object of which nothing is known."""
+    is_named = name.isidentifier() or name.startswith("['")
+    is_known = isinstance(owner.whole.site, ast.Dict | ast.List | ast.Tuple | ast.Set | Comprehension)
+    return is_named and not is_known and not is_of_wrapped(owner) and (owner.definition is None or bool(owner.path))
 
 
 @once

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from shardwise.errors import SourceError
 from shardwise.findings import Edit
 from shardwise.fsdp1.codemod.draft import FileDraft
-from shardwise.fsdp1.codemod.emitted import assemble, is_ours, names_used, origins
+from shardwise.fsdp1.codemod.emitted import assemble, emitted_in, is_ours, name_in, names_used, origins
 from shardwise.fsdp1.codemod.program import Program
 from shardwise.source.edits import apply, change
 from shardwise.source.syntax import FileContext, Function
@@ -34,8 +34,9 @@ def finish(draft: FileDraft) -> str:
     """
     text = apply(draft.context.text, draft.edits)
     after = FileContext(text, draft.context.path)
-    there = after.scopes[after.tree].names
-    pieces = [piece for name, piece in assemble(draft.helpers, draft.features) if name not in there]
+    there, helpers = emitted_in(after), assemble(draft.helpers, draft.features)
+    named = {name: name_in(after, name) for name, _ in helpers}
+    pieces = [piece for name, piece in helpers if named[name] not in there]
     missing, renamed = _missing(after, draft.names.union(*map(names_used, pieces)))
     if clash := sorted(draft.names & renamed.keys()):
         raise SourceError(
@@ -45,12 +46,12 @@ def finish(draft: FileDraft) -> str:
             fix="rename it",
         )
     block = "\n\n\n".join(pieces)
-    for old, new in renamed.items():
+    for old, new in {**renamed, **named}.items():
         block = re.sub(rf"\b{old}\b", new, block)
     edits = _removals(draft.context, after, block, keep=imported_elsewhere(draft.program, draft.context).keys())
     statements = _statements(missing, renamed)
     if statements or block:
-        new_names = {renamed.get(name, name) for name in missing} | draft.helpers
+        new_names = {renamed.get(name, name) for name in missing}.union(named.values())
         edits.append(_insertion(after, statements, block, edits, new_names))
     text = apply(text, edits)
     return re.sub(r"\r?\n", draft.newline, text) if _has_one_line_end(draft.context.text) else text

@@ -7,8 +7,8 @@ import re
 
 from shardwise.findings import Status
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, FileDraft
-from shardwise.fsdp1.codemod.program import ENABLE_WRAP, WRAP, Program, is_private, once
-from shardwise.fsdp1.codemod.sharded import Holds
+from shardwise.fsdp1.codemod.program import ENABLE_WRAP, WRAP, is_private
+from shardwise.fsdp1.codemod.sharded import METHODS, STATIC, Holds
 from shardwise.source.syntax import FileContext, Function, given_to
 
 FLAT = {"flat_param", "_flat_param", "_all_handles", "_is_flat_param", "_shard_param_infos"}
@@ -47,26 +47,6 @@ _OF_MODELS = (
 )
 """Attributes of FSDP1's models: code, message and fix."""
 _PRIVATE = re.compile(r"torch\.distributed\.fsdp\._(?!fully_shard)")
-_INHERITS = re.compile(r"^[ \t]*class \w+\([^)]*(?:FSDP|FullyShardedDataParallel)", re.MULTILINE)
-
-
-def subclasses(context: FileContext, program: Program) -> list[str]:
-    """The classes of a file that inherit from FSDP."""
-    classes = context.classes.items()
-    return [name for name, node in classes if any(program.is_fsdp(context, base) for base in node.bases)]
-
-
-def built_subclasses(context: FileContext, program: Program) -> list[str]:
-    """Those of them that the file also makes objects of."""
-    called = {call.func.id for call in context.calls if isinstance(call.func, ast.Name)}
-    return sorted(name for name in subclasses(context, program) if name in called)
-
-
-@once
-def built_anywhere(program: Program) -> str:
-    """A subclass of FSDP that some file of the program makes objects of; empty if there is none."""
-    found = (name for one in program.files(_INHERITS.search) for name in built_subclasses(one, program))
-    return next(found, "")
 
 
 def report_leftovers(draft: FileDraft) -> None:
@@ -81,12 +61,14 @@ def _report_classes(draft: FileDraft) -> None:
         if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load) or node in draft.taken:
             continue
         parent = draft.context.parents[node]
-        if not draft.program.is_fsdp(draft.context, node):
+        is_static = isinstance(parent, ast.Attribute) and parent.attr in STATIC
+        if not draft.program.is_fsdp(draft.context, node) and not (
+            is_static and draft.program.subclass(draft.context, node)
+        ):
             continue
-        if isinstance(parent, ast.ClassDef) and node in parent.bases:
-            message = f"{parent.name} is a subclass of FSDP: FSDP2 has no wrapper class to inherit from"
-            _leave(draft, "SW102", node, message, "keep its methods as functions of the sharded model")
-        elif isinstance(parent, ast.Attribute):
+        if isinstance(parent, ast.Attribute) and parent.attr.startswith("__"):
+            continue
+        if isinstance(parent, ast.Attribute):
             if parent not in draft.taken and not any(_has_note(draft, one) for one in draft.context.ancestors(node)):
                 message = f"FSDP.{parent.attr} works on FSDP1's models only"
                 _leave(draft, "SW131", node, message, "replace it by what it is used for")
@@ -107,15 +89,16 @@ def _has_note(draft: FileDraft, node: ast.AST) -> bool:
 
 
 def _report_calls(draft: FileDraft) -> None:
-    inherited = subclasses(draft.context, draft.program)
     wraps = {WRAP, ENABLE_WRAP, "torch.distributed.fsdp.wrap.auto_wrap"}
     for call in draft.calls():
         if call in draft.taken:
             continue
-        name = call.func.id if isinstance(call.func, ast.Name) else ""
-        if name in inherited:
-            message = f"{name}(...) is left alone: it is a subclass of FSDP"
-            _leave(draft, "SW101", call, message, f"shard with fully_shard and keep {name}'s methods as functions")
+        match call.func:
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name) if name in METHODS:
+                own = draft.context.enclosing_class(call)
+                if own is not None and draft.program.inherits(draft.context, own):
+                    message = f"super().{name} is FSDP1's, which {own.name} no longer inherits from"
+                    _leave(draft, "SW102", call, message, "do what it did with the sharded model, or leave it out")
         if draft.context.is_any(call.func, wraps):
             message = "enable_wrap and wrap make FSDP1 units while the model is built"
             fix = "build the model first, then call fully_shard on the same modules, inner first"
@@ -128,11 +111,10 @@ def _report_internals(draft: FileDraft) -> None:
         private = ""
         if isinstance(node, ast.ImportFrom) and _PRIVATE.match(node.module or ""):
             private = node.module or ""
-        elif isinstance(node, ast.Attribute) and node not in draft.taken:
-            # `torch.distributed.fsdp._runtime_utils`, written out: the module itself, not what is taken from it.
-            is_module = node.attr.startswith("_") and node.attr != "_fully_shard"
-            if is_module and f"torch.distributed.fsdp.{node.attr}" in context.origins(node, raw=True):
-                private = draft.source(node)
+        elif isinstance(node, ast.Import):
+            private = next((one.name for one in node.names if _PRIVATE.match(one.name)), "")
+        elif isinstance(node, ast.Call) and is_private(context, node.func):
+            private = draft.source(node.func)
         if private:
             fix = "remove what uses it, or write it anew on DTensor"
             _leave(draft, "SW127", node, f"{private} is private to FSDP1", fix)

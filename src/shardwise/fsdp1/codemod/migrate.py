@@ -16,10 +16,10 @@ from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.framework_files import convert_yaml, may_hold_config
 from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.rewriting import rewrite, skipped_everywhere, undone
-from shardwise.fsdp1.codemod.torch_pin import Version, lacking, newest_torch, project_torch
 from shardwise.progress import Progress
 from shardwise.source.files import find_files, map_files, read_bytes, write_bytes
 from shardwise.source.syntax import FileContext, decode
+from shardwise.source.torch_pin import Version, gone, lacking, newest_torch, project_torch
 
 Target = Literal["torch", "shardwise"]
 TARGETS: tuple[Target, ...] = ("torch", "shardwise")
@@ -204,15 +204,23 @@ def _with_lacking(file: MigratedFile, program: Program, pinned: tuple[Version, s
     """A rewritten file with a finding about the names that the project's torch, or the file's own, lacks."""
     if not file.changed or file.path not in program.texts:
         return file
+    before = program.file(file.path)
+    absent = tuple(
+        finding_at(
+            before, node, "SW137", f"{name} is in no torch that has FSDP2", Status.NEEDS_DECISION, f"use {instead}"
+        )
+        for node, name, instead in gone(before)
+    )
+    file = replace(file, findings=(*absent, *file.findings))
     own = newest_torch(file.before) if "/// script" in file.before else None
     version, place = (own, file.path) if own is not None else pinned or (None, "")
     after = FileContext(file.output, file.path)
-    names = lacking(program.file(file.path), after, version) if version is not None else []
+    names = lacking(before, after, version) if version is not None else []
     if not names or version is None:
         return file
     message = f"torch {version[0]}.{version[1]}, the newest that {place} allows, lacks {', '.join(names)}"
     fix = "raise the pin to torch>=2.6 together with the rewrite"
-    finding = finding_at(program.file(file.path), after.tree, "SW137", message, Status.NEEDS_DECISION, fix)
+    finding = finding_at(before, after.tree, "SW137", message, Status.NEEDS_DECISION, fix)
     return replace(file, findings=(finding, *file.findings))
 
 

@@ -7,9 +7,11 @@ import re
 
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
-from shardwise.fsdp1.codemod.program import is_constant, iterated
+from shardwise.fsdp1.codemod.emitted import assemble
+from shardwise.fsdp1.codemod.flow import flow_of
+from shardwise.fsdp1.codemod.program import Program, is_constant, iterated, once
 from shardwise.fsdp1.codemod.sharded import Holds
-from shardwise.source.syntax import FSDP1, Comprehension, argument_of
+from shardwise.source.syntax import FSDP1, Comprehension, FileContext, Function, argument_of
 
 _OTHERS = re.compile(r"^self$|^cls$|accelerator|fabric|plugin|strategy", re.IGNORECASE)
 
@@ -20,7 +22,7 @@ def rewrite_no_sync(draft: FileDraft) -> None:
     for node in draft.nodes():
         if not (isinstance(node, ast.Attribute) and node.attr == "no_sync" and isinstance(node.ctx, ast.Load)):
             continue
-        if not draft.holds(node.value) and not _may_be_wrapped(draft, node.value):
+        if not draft.holds(node.value, "no_sync") and not _may_be_wrapped(draft, node.value):
             continue
         parent, model = context.parents[node], draft.source(node.value)
         is_called = isinstance(parent, ast.Call) and parent.func is node
@@ -49,7 +51,11 @@ def _may_be_wrapped(draft: FileDraft, node: ast.expr) -> bool:
     """A model from elsewhere, in a file that has to do with FSDP: the emitted helper takes any that has `no_sync`."""
     if "torch.distributed.fsdp" not in draft.context.text or not isinstance(node, ast.Name | ast.Attribute):
         return False
-    return not _OTHERS.search(draft.source(node).rpartition(".")[2]) and not draft.context.origins(node)
+    return (
+        not draft.sharded.has_own(node, "no_sync")
+        and not _OTHERS.search(draft.source(node).rpartition(".")[2])
+        and not draft.context.origins(node)
+    )
 
 
 CLIPPING_CODE = "SW120"
@@ -71,6 +77,8 @@ def rewrite_clipping(draft: FileDraft) -> None:
 def _is_model(draft: FileDraft, call: ast.Call, node: ast.expr) -> bool:
     """Plain modules have no such method; accelerators and engines of other libraries do, and take the parameters."""
     last = draft.source(node).rpartition(".")[2].lower()
+    if draft.sharded.has_own(node, "clip_grad_norm_"):
+        return False
     if draft.holds(node) or last.endswith(("model", "module", "net")) or last == "fsdp":
         return True
     given = "".join([*map(draft.source, call.args[:1]), *(keyword.arg or "" for keyword in call.keywords)])
@@ -239,7 +247,7 @@ def rewrite_inner_modules(draft: FileDraft) -> None:
         ):
             continue
         # Nothing but FSDP1's wrapper has `_fsdp_wrapped_module`, and nothing will.
-        holds = draft.holds(node.value) if node.attr == "module" else Holds.ALWAYS
+        holds = draft.holds(node.value, "module") if node.attr == "module" else Holds.ALWAYS
         if (holds is not Holds.ALWAYS or node.attr != "module") and _is_guarded(draft, node):
             continue
         if holds is Holds.ALWAYS and isinstance(node.ctx, ast.Load):
@@ -270,10 +278,14 @@ def _is_guarded(draft: FileDraft, node: ast.Attribute) -> bool:
     return any(not draft.program.checks_fsdp(draft.context, one) for one in asked)
 
 
+_OFFLOADS = re.compile(r"\bCPUOffload\(|\bcpu_offload\b[\"']?\s*[=:](?!\s*None)")
+
+
 def rewrite_backends(draft: FileDraft) -> None:
     """Add gloo to `init_process_group("nccl")` where the file asks FSDP to offload."""
-    text = draft.context.text
+    text, helpers = draft.context.text, dict(assemble(draft.helpers, draft.features))
     is_told = "CPUOffloadPolicy" in draft.names or "_offload_policy" in draft.helpers
+    is_told |= "_offload_policy" in helpers and any(map(_OFFLOADS.search, draft.program.texts.values()))
     if not is_told and not ("offload=" in text and "CPUOffload(" in text):
         return
     for call in draft.context.calls_to("torch.distributed.init_process_group"):
@@ -324,6 +336,54 @@ def report_numbers(draft: FileDraft) -> None:
             _report_loop(draft, node)
         elif isinstance(node, ast.Call):
             _report_rebuilt(draft, node)
+            _report_pairs(draft, node)
+        elif isinstance(node, ast.ClassDef):
+            _report_optimizer(draft, node)
+
+
+_PLACES = ("process_group", "sharding_strategy", "device_mesh")
+
+
+@once
+def _has_several_meshes(program: Program) -> bool:
+    """Whether the program shards models over different ranks, as far as its constructors show."""
+    places = set()
+    for file in flow_of(program).files.values():
+        for call in file.constructors:
+            given = {one.arg: file.context.source(one.value) for one in call.keywords}
+            places.add(tuple(given.get(name, "") for name in _PLACES))
+    return len(places) > 1
+
+
+def _report_pairs(draft: FileDraft, call: ast.Call) -> None:
+    """Parameters of two models side by side, as for a moving average."""
+    if draft.source(call.func) != "zip" or not _has_several_meshes(draft.program):
+        return
+    methods = [one.func for one in call.args if isinstance(one, ast.Call)]
+    taken = [one.value for one in methods if isinstance(one, ast.Attribute) and one.attr in _TAKES]
+    if len(taken) > 1 and all(map(draft.holds, taken)):
+        draft.reported(
+            NUMBERS_CODE,
+            call,
+            "parameters of two sharded models meet here: DTensors of different meshes cannot be combined",
+            "give both models the same mesh and units, or work on parameter.to_local() where their shards are alike",
+        )
+
+
+def _report_optimizer(draft: FileDraft, node: ast.ClassDef) -> None:
+    """An optimizer of the program's own."""
+    steps = [one for one in node.body if isinstance(one, Function) and one.name == "step"]
+    if steps and any(_is_optimizer(draft.context, base) for base in node.bases):
+        draft.reported(
+            NUMBERS_CODE,
+            steps[0],
+            f"{node.name} gets DTensors now; with FSDP1 it got this rank's part of each parameter, in one dimension",
+            "use parameter.to_local() for arithmetic by element, and full_tensor() where it needs the whole",
+        )
+
+
+def _is_optimizer(context: FileContext, base: ast.expr) -> bool:
+    return any(one.startswith("torch.optim.") for one in context.origins(base))
 
 
 def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 
 from shardwise.fsdp1.codemod.constructors import Wrap
-from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
-from shardwise.fsdp1.codemod.program import Program, given_by_name, is_constant, is_simple
+from shardwise.fsdp1.codemod.draft import FileDraft
+from shardwise.fsdp1.codemod.program import Program, given_by_name, is_constant, is_simple, iterated, once
+from shardwise.fsdp1.codemod.sharded import Sharded
 from shardwise.fsdp1.codemod.type_checks import with_types_changed
 from shardwise.source.edits import change
-from shardwise.source.syntax import FileContext, Function, all_parameters, argument_of, given_to
+from shardwise.source.syntax import FileContext, Function, all_parameters, argument_of, calls_in, given_to, last_name
+from shardwise.source.values import ObjectRef
 
 ORDER_CODE, OPTIMIZER_CODE = "SW125", "SW128"
 _APPLIES = re.compile(r"^(apply|enable|setup|add)_\w*checkpoint\w*$|^apply_(\w+_)?ac$")
@@ -155,6 +158,9 @@ def _names(statements: Iterable[ast.stmt], kind: type[ast.expr_context]) -> set[
     return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, kind)}
 
 
+_TAKES = ("parameters", "named_parameters")
+_MARKS = re.compile(r"\bsetattr\(|\b(p|param|parameter|weight|bias|v)\.\w+ = |Parameter\(")
+_OWN = {"data", "grad", "requires_grad", "weight", "bias"}
 _OPTIMIZER = re.compile(
     r"^torch\.optim\.(?!lr_scheduler)\w+$|(?:^|\.)(?:AdamW|Adam|SGD|Adafactor|AdamW8bit|Lion|Adagrad|FusedAdam)$"
 )
@@ -162,21 +168,41 @@ _OPTIMIZER = re.compile(
 _NAMED = re.compile(r"optim|(^|_)opt$", re.IGNORECASE)
 
 
-def refuse_early_optimizers(wrap: Wrap) -> None:
-    """Refuse a constructor that comes after its optimizer, where the optimizer cannot be moved.
-
-    Raises:
-        Blocked: With the line of the optimizer.
-    """
+def kept_optimizers(wrap: Wrap) -> list[int]:
+    """Lines of the optimizers that are, or may be, built before a constructor and cannot be moved behind it."""
     draft = wrap.draft
-    early = _early(draft, wrap.call)
-    lines = [call.lineno for call, taken in early if not _to_move(draft, taken, wrap.call)]
-    lines += [*_handed_out(draft, wrap.call), *_handed_in(wrap)]
-    if lines:
-        raise Blocked(
-            f"the optimizer of line {min(lines)} is built before it, and would update tensors nobody uses",
-            "build the optimizer after the model is sharded, or sw.shard(model, optimizers=optimizer)",
-        )
+    lines = [call.lineno for call, taken in _early(draft, wrap.call) if not _to_move(draft, taken, wrap.call)]
+    return sorted({*lines, *_handed_out(draft, wrap.call), *_handed_in(wrap)})
+
+
+@once
+def marked_parameters(program: Program) -> bool:
+    """Whether the program sets attributes on parameters, which `fully_shard` replaces."""
+    return any(
+        _is_mark(context, node)
+        for context in program.files(_MARKS.search)
+        for node in context.nodes(ast.Attribute, ast.Call)
+    )
+
+
+def _is_mark(context: FileContext, node: ast.Attribute | ast.Call) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id="setattr"), args=[owner, _, _]):
+            pass
+        case ast.Attribute(ctx=ast.Store(), value=owner, attr=name) if name not in _OWN:
+            pass
+        case _:
+            return False
+    if last_name(owner) in ("weight", "bias"):
+        return True
+    for binding in context.bindings(owner) if isinstance(owner, ast.Name) else ():
+        made = binding.value
+        if isinstance(made, ast.Call) and last_name(made.func) == "Parameter":
+            return True
+        for outer in itertools.islice(context.ancestors(binding.node), 3):
+            if any(last_name(call.func) in _TAKES for one in iterated(outer) for call in calls_in(one)):
+                return True
+    return False
 
 
 def _handed_in(wrap: Wrap) -> list[int]:
@@ -216,33 +242,48 @@ def move_optimizers(draft: FileDraft) -> None:
     for wrap in _rewritten(draft):
         place = positions.line_end(draft.span(context.statement(wrap))[1])
         for call, taken in _early(draft, wrap):
-            for statement in _to_move(draft, taken, wrap):
+            moved = _to_move(draft, taken, wrap)
+            for statement in moved:
                 if statement in draft.taken:
                     continue
                 start, end = positions.starts[statement.lineno - 1], positions.line_end(draft.span(statement)[1])
                 draft.edits += [change(start, end, ""), change(place, place, context.text[start:end])]
                 draft.taken.update(ast.walk(statement))
-            draft.rewritten(
-                OPTIMIZER_CODE, call, "the optimizer moved behind the sharding, whose parameters it must update"
-            )
+            if moved:
+                message = "the optimizer moved behind the sharding, whose parameters it must update"
+                draft.rewritten(OPTIMIZER_CODE, call, message)
 
 
 def _early(draft: FileDraft, wrap: ast.Call) -> list[tuple[ast.Call, ast.Call]]:
-    """Optimizers of the function that wraps a model, each with the call that takes its parameters before."""
-    context, sharded, found = draft.context, draft.sharded, []
-    home, models = context.enclosing_function(wrap), sharded.wrapped_by(wrap)
-    for call in context.calls:
-        if context.enclosing_function(call) is home and any(map(_OPTIMIZER.search, context.origins(call.func))):
-            given = [values for one in given_to(call) for values in sharded.values(one)]
-            for taken, owners in sharded.parameters_taken(given, home):
-                if models & owners and sharded.reaching.may_reach(taken, wrap):
+    """Optimizers of the program, each with the call that takes its parameters of the model before it is wrapped."""
+    sharded, found = draft.sharded, []
+    flow, models = sharded.flow, sharded.wrapped_by(wrap)
+    for file in list(flow.files.values()) if models else ():
+        for call in _optimizers(file):
+            given = [value for one in given_to(call) for value in file.values(one)]
+            for home, taken, owners in file.taken_from(given):
+                is_its = any(_are_related(one, other) for one in models for other in owners)
+                if is_its and flow.may_precede((home, taken), (sharded, wrap)):
                     found.append((call, taken))
                     break
     return found
 
 
+def _optimizers(file: Sharded) -> list[ast.Call]:
+    context = file.context
+    return [call for call in context.calls if any(map(_OPTIMIZER.search, context.origins(call.func)))]
+
+
+def _are_related(one: ObjectRef, other: ObjectRef) -> bool:
+    """Whether two objects are the same, or one is a part of the other."""
+    shorter = min(len(one.path), len(other.path))
+    return one.whole == other.whole and one.path[:shorter] == other.path[:shorter]
+
+
 def _to_move(draft: FileDraft, call: ast.Call, wrap: ast.Call) -> list[ast.stmt]:
     """The optimizer's statement and those up to the constructor that need it; none where that is not possible."""
+    if call not in draft.context.parents:
+        return []
     first, target = draft.context.statement(call), draft.context.statement(wrap)
     block = draft.context.block(target)
     if first not in block:

@@ -79,7 +79,10 @@ def strategy(context: FileContext, node: ast.expr | None) -> str | None:
 
 def is_private(context: FileContext, node: ast.AST) -> bool:
     """Whether an expression is of a private module of FSDP1."""
-    return any(origin.startswith(f"{_FSDP}_") for origin in context.origins(node, raw=True))
+    return any(
+        origin.startswith(f"{_FSDP}_") and not origin.startswith(f"{_FSDP}_fully_shard")
+        for origin in context.origins(node, raw=True)
+    )
 
 
 def iterated(node: ast.AST) -> list[ast.expr]:
@@ -122,6 +125,7 @@ class Program:
         self.answers: dict[Callable[[Program], Any], Any] = {}
         self._files: dict[str, FileContext | SourceError] = {}
         self._modules: dict[tuple[str, str], FileContext | None] = {}
+        self._inherits: dict[ast.ClassDef, bool] = {}
         self._by_tail: dict[tuple[str, ...], list[str]] = {}
         for path in texts:
             parts = Path(path).with_suffix("").parts
@@ -145,7 +149,8 @@ class Program:
             raise found
         return found
 
-    def _parsed(self, path: str) -> FileContext | None:
+    def parsed(self, path: str) -> FileContext | None:
+        """A file by its path; None if it cannot be parsed."""
         with contextlib.suppress(SourceError):
             return self.file(path)
         return None
@@ -153,7 +158,7 @@ class Program:
     def files(self, concerns: Callable[[str], object]) -> Iterator[FileContext]:
         """The files whose text concerns the caller, as far as they can be parsed."""
         for path, text in self.texts.items():
-            if concerns(text) and (context := self._parsed(path)) is not None:
+            if concerns(text) and (context := self.parsed(path)) is not None:
                 yield context
 
     def is_fsdp(self, context: FileContext, node: ast.AST | None) -> bool:
@@ -166,6 +171,22 @@ class Program:
         # A re-export keeps the name, or shortens it as everybody does.
         others = [origin for origin in found if not origin.startswith("torch.")]
         return any(one.rpartition(".")[2] in _SHORT for one in others) and FSDP1 in self.origins(context, node)
+
+    def inherits(self, context: FileContext, node: ast.ClassDef) -> bool:
+        """Whether a class is a subclass of FSDP1's, through classes of the program."""
+        if node not in self._inherits:
+            self._inherits[node] = False  # of one above itself, for the time being
+            above = [self.definition(context, base) for base in node.bases]
+            self._inherits[node] = any(self.is_fsdp(context, base) for base in node.bases) or any(
+                isinstance(one[1], ast.ClassDef) and self.inherits(one[0], one[1]) for one in above if one is not None
+            )
+        return self._inherits[node]
+
+    def subclass(self, context: FileContext, node: ast.AST) -> ast.ClassDef | None:
+        """The subclass of FSDP1's class that a name stands for."""
+        found = self.definition(context, node) if isinstance(node, ast.Name | ast.Attribute) else None
+        is_one = found is not None and isinstance(found[1], ast.ClassDef) and self.inherits(found[0], found[1])
+        return found[1] if found is not None and is_one else None  # pyrefly: ignore
 
     def checks_fsdp(self, context: FileContext, node: ast.AST) -> bool:
         """Whether `isinstance(x, ...)` asks for FSDP1's class."""
@@ -203,11 +224,11 @@ class Program:
             stem = package.joinpath(*module.strip(".").split("."))
             known = {Path(path): path for path in self.texts}  # `./a.py` is `a.py`
             paths = [known[path] for path in (Path(f"{stem}.py"), stem / "__init__.py") if path in known]
-            return self._parsed(paths[0]) if paths else None
+            return self.parsed(paths[0]) if paths else None
         around = set(Path(context.path).parents)
         paths = self._by_tail.get(tuple(module.split(".")), [])
         nearest = max(paths, key=lambda path: len(around.intersection(Path(path).parents)), default=None)
-        return self._parsed(nearest) if nearest else None
+        return self.parsed(nearest) if nearest else None
 
     def definition(self, context: FileContext, node: ast.AST) -> tuple[FileContext, Function | ast.ClassDef] | None:
         """The function or class of the program that a name stands for, where only one can be meant."""

@@ -16,7 +16,7 @@ from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
 from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.framework_files import framework_findings
 from shardwise.fsdp1.codemod.imports import finish
-from shardwise.fsdp1.codemod.leftovers import built_anywhere, report_handed_out, report_leftovers, subclasses
+from shardwise.fsdp1.codemod.leftovers import report_handed_out, report_leftovers
 from shardwise.fsdp1.codemod.model_calls import (
     report_numbers,
     rewrite_backends,
@@ -46,14 +46,10 @@ def _why_skipped(draft: FileDraft) -> str:
     calls = [note for note in draft.notes if note.code == constructors.CODE]
     if left := [note.line for note in calls if note.status is Status.NEEDS_DECISION]:
         return f"the FSDP(...) call on line {left[0]} is left alone"
-    if found := subclasses(draft.context, program):
-        return f"{found[0]} is a subclass of FSDP"
     if (line := tells_apart(draft)) is not None:
         return f"line {line} tells FSDP2's models, which these are now, from FSDP1's"
     if calls:
         return ""
-    if other := built_anywhere(program):
-        return f"models may be of {other}, a subclass of FSDP that stays"
     if not _wraps(program) and (framework := _framework_skipped(program)):
         return f"{framework} is left alone, and its models stay FSDP1's"
     stays = skipped_everywhere(program)
@@ -136,7 +132,7 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
     """
     draft = FileDraft(context, program, target)
     own = context.classes.get(FSDP1.rpartition(".")[2])
-    if own is not None and own.name not in subclasses(context, program):
+    if own is not None and not program.inherits(context, own):
         message = "the file holds a copy of FSDP1 itself, and is left alone"
         draft.undecided("SW102", own, message, "use torch's fully_shard where this class is used, and remove the copy")
         return context.text, draft.notes

@@ -35,8 +35,10 @@ _WRAPPED, _HINTED = frozenset({FSDP1}), frozenset({FSDP1, "isinstance"})
 ANYWHERE = ast.Module(body=[], type_ignores=[])
 _NOTHING: Values = frozenset()
 _CLASS = FSDP1.rpartition(".")[2]
-_STATIC = ("state_dict_type", "set_state_dict_type", "optim_state_dict", "summon_full_params", "fsdp_modules")
-_STATIC += ("optim_state_dict_to_load", "full_optim_state_dict", "sharded_optim_state_dict", "get_state_dict_type")
+STATIC = ("state_dict_type", "set_state_dict_type", "optim_state_dict", "summon_full_params", "fsdp_modules")
+STATIC += ("optim_state_dict_to_load", "full_optim_state_dict", "sharded_optim_state_dict", "get_state_dict_type")
+"""FSDP1's methods that are called on the class."""
+METHODS = {*STATIC, "clip_grad_norm_", "no_sync", "check_is_root", "register_comm_hook", "apply"}
 _SAME = {"to", "cuda", "cpu", "train", "eval", "half", "float", "bfloat16", "requires_grad_", "to_empty"}
 """Methods of a module that return it."""
 _INNER = {"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
@@ -114,14 +116,16 @@ class Sharded:
         """Whether an expression may be a wrapped model or a part of one."""
         return any(map(is_of_wrapped, self.values(node)))
 
+    def has_own(self, node: ast.expr, method: str) -> bool:
+        """Whether an expression may be an object whose class, of the program, has this method."""
+        return any(not one.path and self._methods_of(one.definition, method) for one in self.values(node))
+
     def wrapped_by(self, call: ast.Call) -> set[ObjectRef]:
         """The models, as they were before, that a constructor wraps."""
-        return {one.whole for one in self.flow.wrapped.get(call, ()) if not is_of_wrapped(one)}
+        return {one for one in self.flow.wrapped.get(call, ()) if not is_of_wrapped(one)}
 
-    def parameters_taken(
-        self, values: Iterable[ObjectRef], home: Function | None
-    ) -> Iterator[tuple[ast.Call, set[ObjectRef]]]:
-        """The calls of a function that take the parameters among the values, and of which objects."""
+    def taken_from(self, values: Iterable[ObjectRef]) -> Iterator[tuple[Sharded, ast.Call, set[ObjectRef]]]:
+        """The calls that took the parameters among the values, each with its file and the objects it took them of."""
         seen, waiting = set[ObjectRef](), list(values)
         while waiting:
             value = waiting.pop()
@@ -130,17 +134,12 @@ class Sharded:
             seen.add(value)
             waiting += [one for by in self.flow.stored(value).values() for found in by.values() for one in found]
             taken = value.whole.site
-            if "parameters" not in value.whole.origins or not isinstance(taken, ast.Call):
+            file = self.flow.file_of(taken) if "parameters" in value.whole.origins else None
+            if file is None or not (isinstance(taken, ast.Call) and isinstance(taken.func, ast.Attribute)):
                 continue
-            inside = self.context.enclosing_function(taken) if taken in self.context.parents else None
-            if taken in self.context.parents and inside is home and isinstance(taken.func, ast.Attribute):
-                yield taken, {one.whole for one in self.values(taken.func.value)}
-                continue
-            for function, sites in self.flow.sites.items():  # by a helper that is handed the model
-                if any(taken is one for one in ast.walk(function)):
-                    for site in (one for one in sites if one in self.context.parents):
-                        if self.context.enclosing_function(site) is home:
-                            yield site, {one.whole for given in given_to(site) for one in self.values(given)}
+            yield file, taken, set(file.values(taken.func.value))
+            for site, caller in self.flow.sites_of(file.context.enclosing_function(taken)):
+                yield caller, site, {one for given in given_to(site) for one in caller.values(given)}
 
     def _is_reached_always(self, node: ast.expr) -> bool:
         """Whether a variable or attribute is given a wrapped model on every way to its use."""
@@ -220,7 +219,7 @@ class Sharded:
         context, told = self.context, list[tuple[ast.AST, ast.expr]]()
         for call in context.calls:
             owner, _, method = fsdp_name(context, call.func).partition(".")
-            is_static = owner == _CLASS and method in _STATIC
+            is_static = owner == _CLASS and method in STATIC
             model = argument_of(call, 0, "module" if "type" in method else "model") if is_static else None
             if any(map(self._names_fsdp, checked_types(call))):
                 model = call.args[0]
@@ -389,6 +388,9 @@ class Sharded:
         for key in self.flow.owners(owner):
             by = self.flow.stored_as(key, name)
             found |= _union(frozenset(by[place]) for place in self.reaching.those_that_reach(by, node))
+        if not is_of_wrapped(owner) and (not found or (owner.definition is not None and not owner.path)):
+            loose = self.flow.stored_loosely(name, self.context)
+            found |= _union(frozenset(loose[place]) for place in self.reaching.those_that_reach(loose, node))
         if owner.definition is not None and not owner.path:
             found |= _union(
                 frozenset(self.flow.look_up(one))
@@ -403,18 +405,19 @@ class Sharded:
         return (
             self._items(frozenset({owner}), node)
             if name == _ITEM
-            else self._load(owner, name, node) | self._stored(owner, _ITEM)
+            else self._load(owner, name, node) | self._stored(owner, _ITEM, node)
         )
 
-    def _stored(self, owner: ObjectRef, name: str) -> Values:
-        return _union(map(frozenset, self.flow.stored_as(owner, name).values()))
+    def _stored(self, owner: ObjectRef, name: str, node: ast.AST) -> Values:
+        by = self.flow.stored_as(owner, name)
+        return _union(frozenset(by[place]) for place in by if self.reaching.may_reach(place, node))
 
     def _items(self, values: Values, node: ast.AST) -> Values:
         """What a loop over these values gets."""
         found = _NOTHING
         for one in values:
             names = [name for name in self.flow.stored(one) if name.startswith("[")]
-            found |= _union(self._stored(one, name) for name in names)
+            found |= _union(self._stored(one, name, node) for name in names)
             if not isinstance(one.site, ast.Tuple | ast.List | ast.Set | ast.Dict | Comprehension) or one.path:
                 found |= {_part(one, _ITEM)}
         return found
@@ -486,7 +489,7 @@ class Sharded:
     def _of_builtin(self, call: ast.Call, name: str, receivers: Values, is_known: bool) -> Values | None:
         """What methods of modules and containers, and Python's own functions, return; None for any other call."""
         given, is_method = call.args, isinstance(call.func, ast.Attribute)
-        if any(not one.path and self._methods_of(one.definition, name) for one in receivers):
+        if isinstance(call.func, ast.Attribute) and self.has_own(call.func.value, name):
             return None  # the class has one of its own
         if is_method and name in _PARAMETERS and not is_known:
             made = ObjectRef(call, origins=frozenset({"parameters"}))
@@ -614,12 +617,15 @@ class Sharded:
         """Give the parameters of a function its arguments; what it returns."""
         if context.path not in self.flow.files and not self._hands_on(call):
             self.flow.note(("file", context.path))
-            takes = isinstance(target, Function) and "parameters(" in context.source(target)
-            if not takes:
+            if isinstance(target, ast.ClassDef):
+                self.flow.classes[target] = context
+                return frozenset({ObjectRef(call, definition=target)})
+            if "parameters(" not in context.source(target):
                 return _NOTHING
         file = self.flow.activate(context)
         if isinstance(target, ast.ClassDef):
-            made = ObjectRef(call, definition=target)
+            wraps = self.program.inherits(context, target)
+            made = ObjectRef(call, definition=target, origins=_WRAPPED if wraps else frozenset())
             found = self._methods_of(target, "__init__")
             own = [one for one in found if one[0].context.parents[one[1]] is target]
             for home, method in own or found:
@@ -646,7 +652,7 @@ class Sharded:
             values = self.values(keyword.value)
             if keyword.arg is None:
                 for name, parameter in by_name.items():
-                    self._hand(file, parameter, _union(self._stored(one, f"[{name!r}]") for one in values))
+                    self._hand(file, parameter, _union(self._stored(one, f"[{name!r}]", call) for one in values))
             elif keyword.arg in by_name:
                 self._hand(file, by_name[keyword.arg], values)
             elif arguments.kwarg is not None:

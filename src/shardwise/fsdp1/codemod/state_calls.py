@@ -22,7 +22,8 @@ from shardwise.fsdp1.codemod.program import (
     once,
     single_value,
 )
-from shardwise.source.syntax import FileContext, Function, argument_of
+from shardwise.source import facts
+from shardwise.source.syntax import FileContext, Function, argument_of, last_name
 
 STATE_CODE, PLAIN_CODE, OPTIMIZER_CODE, LOCAL_CODE = "SW110", "SW111", "SW112", "SW113"
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
@@ -163,48 +164,44 @@ def _refuse_local(gather: Gather) -> None:
         )
 
 
-_RANK_ZERO = re.compile(
-    r"rank\w*(\([\w.]*\))?\s*==\s*0|rank\w*(\(\))? in [\[(](-1, 0|0, -1|0)[,\])]|^not\s+[\w.]*rank\b"
-    r"|^(?!not )[\w.]*(is_main|main_process|is_master|master_process|is_rank_?0|is_rank_zero)"
-)
-_OTHER_RANKS = re.compile(
-    r"rank\w*(\([\w.]*\))?\s*(!=|>)\s*0|^[\w.]*rank(\(\))?$|^not\s.*(is_main|main_process|is_master|is_rank_?0)"
-)
-
-
 def only_on_some_ranks(context: FileContext, call: ast.Call) -> bool:
-    """Whether a test for the rank stands between a call and the function around it."""
+    """Whether a test for the rank stands between a call and the function around it, and the others do not call too."""
     for inner, outer in itertools.pairwise([call, *context.ancestors(call)]):
+        before = []
         match outer:
-            case ast.If(test=test, body=body) if inner in body and _asks_for_rank(test):
-                return True
-            case ast.If(test=test, orelse=body) if inner in body and _asks_for_rank(test, is_other=True):
-                return True
-            case ast.IfExp(test=test, body=body) if inner is body and _asks_for_rank(test):
-                return True
-            case ast.BoolOp(op=ast.And(), values=values) if inner in values:
-                if any(map(_asks_for_rank, values[: values.index(inner)])):
-                    return True
+            case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) if inner is not test:
+                before = [test] if not _call_too(context, call, outer, inner) else []
+            case ast.BoolOp(values=values) if inner in values:
+                before = values[: values.index(inner)]
+        if any(facts.asks_for_rank_zero(context, one) is not None for one in before):
+            return True
         for body in (getattr(outer, "body", None), getattr(outer, "orelse", None)):
-            before = body[: body.index(inner)] if isinstance(body, list) and inner in body else []
-            if any(isinstance(one, ast.If) and _leaves_other_ranks(one) for one in before):
+            earlier = body[: body.index(inner)] if isinstance(body, list) and inner in body else []
+            if any(_leaves_other_ranks(context, one) for one in earlier):
                 return True
         if isinstance(outer, Function):
-            break
+            return any(map(facts.is_rank_zero_decorator, outer.decorator_list))
     return False
 
 
-def _asks_for_rank(test: ast.expr, *, is_other: bool = False) -> bool:
-    """Whether a test holds on rank 0 only; for `is_other`, on all ranks but 0."""
-    if isinstance(test, ast.BoolOp):
-        is_and = isinstance(test.op, ast.And) != is_other
-        return (any if is_and else all)(_asks_for_rank(one, is_other=is_other) for one in test.values)
-    return (_OTHER_RANKS if is_other else _RANK_ZERO).search(ast.unparse(test)) is not None
+def _call_too(context: FileContext, call: ast.Call, branch: ast.If | ast.While | ast.IfExp, inner: ast.AST) -> bool:
+    """Whether the other branch makes the same call."""
+    sides = [one if isinstance(one, list) else [one] for one in (branch.body, branch.orelse)]
+    others = (node for side in sides if inner not in side for one in side for node in ast.walk(one))
+    return any(isinstance(one, ast.Call) and context.source(one) == context.source(call) for one in others)
 
 
-def _leaves_other_ranks(branch: ast.If) -> bool:
-    """`if rank != 0: return`."""
-    return isinstance(branch.body[-1], ast.Return) and _asks_for_rank(branch.test, is_other=True)
+def _leaves_other_ranks(context: FileContext, statement: ast.stmt) -> bool:
+    """`if rank != 0: return`, or `assert rank == 0`: what follows is for some ranks."""
+    match statement:
+        case ast.Assert(test=test):
+            return facts.asks_for_rank_zero(context, test) is not None
+        case ast.If(test=test, body=[*_, last], orelse=[]) if facts.asks_for_rank_zero(context, test) is not None:
+            is_exit = isinstance(last, ast.Expr) and isinstance(last.value, ast.Call)
+            return isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break) or (
+                is_exit and last_name(last.value.func) in ("exit", "_exit", "quit")  # pyrefly: ignore
+            )
+    return False
 
 
 def rules_out(context: FileContext, call: ast.Call) -> bool:

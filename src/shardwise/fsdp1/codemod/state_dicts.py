@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
-from shardwise.fsdp1.codemod.emitted import functions
 from shardwise.fsdp1.codemod.model_calls import model_text
 from shardwise.fsdp1.codemod.program import given_by_name, is_constant, is_none
 from shardwise.fsdp1.codemod.sharded import Holds
@@ -238,11 +237,11 @@ _BY_HAND = "call get_model_state_dict(model, options=StateDictOptions(...)) wher
 
 def rewrite_state_dicts(draft: FileDraft) -> None:
     """Rewrite every state-dict call of a file that FSDP1 had a say in; leave and report what cannot be."""
-    context, handled = draft.context, set[ast.AST]()
-    for call in context.calls:
+    context, handled, calls = draft.context, set[ast.AST](), draft.calls()
+    for call in calls:
         if (name := static_name(context, call)) in _CONTEXTS:
             _rewrite_setting(draft, call, handled, name)
-    for call in context.calls:
+    for call in calls:
         if call not in handled and call not in draft.taken:
             _rewrite_plain(draft, call)
     for call in context.calls_to(_READS_SHARDED):
@@ -348,7 +347,7 @@ def _rewrite_call(draft: FileDraft, call: ast.Call, settings: StateSettings, *, 
     else:
         draft.replace(call, _model_call(draft, call, settings.model, sure=sure))
     draft.taken.update(ast.walk(call))
-    for name in draft.names - names:
+    for name in sorted(draft.names - names):
         found = context.scope(call).find(name)
         if found is not None and not isinstance(found[0].node, ast.Module):
             raise Blocked(f"{name} is a name of its own in this function", "rename it", call)
@@ -402,7 +401,7 @@ def _holds(draft: FileDraft, call: ast.Call) -> Holds:
     context, model = draft.context, call.func.value
     function = context.enclosing_function(call)
     holds = draft.holds(model) or Holds(draft.sharded.holds_part(model))
-    if not holds or rules_out(context, call) or (function is not None and function.name in functions()):
+    if not holds or rules_out(context, call) or draft.sharded.has_own(model, call.func.attr):
         return Holds.NEVER
     nearby = [one for one in draft.sharded.constructors if context.enclosing_function(one) is function]
     bound = [context.statement(one) for one in nearby]

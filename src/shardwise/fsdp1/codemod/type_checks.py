@@ -14,8 +14,9 @@ from shardwise.source.syntax import FSDP1, FileContext, checked_types
 
 CODE = "SW123"
 _SAYS = re.compile(r"fsdp_?v?[12]|fsdp_?version", re.IGNORECASE)
+_SAYS_NEW = re.compile(r"fsdp_?v?2|fsdp_?version", re.IGNORECASE)
 _FOLDER = re.compile(r"fsdp_?v?2", re.IGNORECASE)
-_NOTHING = re.compile(r"^fsdp2_[A-Z]|^FSDP1$")  # as `imports` calls a class of ours; as some call FSDP1's class
+_OURS = re.compile(r"^_?fsdp2_|^_fully_shard_like_fsdp1$")
 _BECAME = "the class became FSDPModule, which every sharded module is"
 
 
@@ -26,8 +27,10 @@ def tells_apart(draft: FileDraft) -> int | None:
         return 1
     if not _SAYS.search(context.text) and "FSDPModule" not in context.text:
         return None
+    # Where models are wrapped, a name with a 1 is no other kind.
+    says = _SAYS_NEW if draft.sharded.constructors else _SAYS
     named = [(_names_in(node), node) for node in draft.nodes()]
-    lines = [node.lineno for name, node in named if _SAYS.search(name) and not _NOTHING.match(name)]  # pyrefly: ignore
+    lines = [node.lineno for name, node in named if says.search(name) and not _OURS.match(name)]  # pyrefly: ignore
     for_new = [call for call in draft.calls() if any(_is_fsdp2(draft, one) for one in checked_types(call))]
     if any(draft.program.checks_fsdp(context, call) for call in draft.calls() if call not in for_new):
         lines += [call.lineno for call in for_new]
@@ -123,8 +126,10 @@ def _used_of_each(draft: FileDraft, call: ast.Call) -> Iterator[str]:
     match draft.context.parents[call]:
         case ast.For(target=ast.Name(id=name), iter=iterated) as loop if iterated is call:
             for node in ast.walk(loop):
-                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name:
-                    yield node.attr
+                match node:
+                    case ast.Attribute(value=ast.Name(id=owner), attr=used) if owner == name:
+                        if used != "_fsdp_wrapped_module":  # which is the module itself now
+                            yield used
 
 
 def _rewrite_quoted(draft: FileDraft, node: ast.Constant, value: str) -> None:

@@ -11,8 +11,7 @@ from shardwise.fsdp1.codemod import constructors, settings
 from shardwise.fsdp1.codemod.constructors import CODE, Wrap, are_nested
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
 from shardwise.fsdp1.codemod.emitted import FEATURES
-from shardwise.fsdp1.codemod.leftovers import FLAT, built_subclasses
-from shardwise.fsdp1.codemod.order import refuse_early_optimizers
+from shardwise.fsdp1.codemod.order import kept_optimizers, marked_parameters
 from shardwise.fsdp1.codemod.program import (
     ENABLE_WRAP,
     WRAP,
@@ -20,7 +19,6 @@ from shardwise.fsdp1.codemod.program import (
     called_fsdp_name,
     is_constant,
     is_none,
-    is_private,
     is_simple,
     iterated,
     single_value,
@@ -71,38 +69,11 @@ def _in_loop_over_parts(wrap: Wrap, call: ast.Call) -> bool:
     return False
 
 
-def _refuse_surroundings(wrap: Wrap) -> None:
-    """Refuse a call for what its own function does with the model, or what is done with the function.
-
-    Raises:
-        Blocked: With the line that stands in the way.
-    """
-    context, names = wrap.context, {wrap.draft.source(target) for target in wrap.targets}
-    home = context.enclosing_function(wrap.call)
-    for call in context.calls:
-        is_given = context.enclosing_function(call) is home and any(context.source(one) in names for one in call.args)
-        if is_given and is_private(context, call.func):
-            raise Blocked(
-                f"its result goes to {context.source(call.func)} on line {call.lineno}, which is private to FSDP1",
-                "find another way to do what that is for",
-            )
-    for node in context.parents:
-        is_flat = isinstance(node, ast.Attribute) and node.attr in FLAT and node.lineno > wrap.call.lineno
-        if is_flat and context.enclosing_function(node) is home:
-            raise Blocked(
-                f"line {node.lineno} works on its flat parameters, which FSDP2 does not have",  # pyrefly: ignore
-                "do that on the DTensors that model.parameters() gives",
-            )
-    # Mixed precision casts the inputs of the outermost module only: it must be known which one that is.
+def _casts_outermost(wrap: Wrap) -> bool:
+    """Whether mixed precision casts the inputs of the outermost module, and only the run knows which one that is."""
     given = wrap.value("mixed_precision")
-    if (is_none(given) and not wrap.has_stars) or wrap.is_inner or _casts_all(wrap, given):
-        return
-    if (line := _wraps_parts(wrap)) is not None:
-        raise Blocked(
-            f"its function serves for parts of a model (line {line}), and mixed precision casts the inputs of the "
-            "outermost module only",
-            "call fully_shard on the parts with cast_forward_inputs=False, then on the model with True",
-        )
+    is_told = not is_none(given) and not wrap.is_inner and not _casts_all(wrap, given)
+    return is_told and _wraps_parts(wrap) is not None
 
 
 def _casts_all(wrap: Wrap, node: ast.expr | None) -> bool:
@@ -174,7 +145,7 @@ def _depends_on_rank(context: FileContext, node: ast.expr, hops: int = 0) -> boo
 
 
 # sw.shard averages gradients of ignored parameters, fills models afterwards, and takes no DTensors.
-_TORCH_ONLY = {"param_init_fn", "ignored"}
+_TORCH_ONLY = {"param_init_fn", "ignored", "is_part", "use_orig_params"}
 _TENSOR_PARALLEL = re.compile(r"\bparallelize_module\(|\bdistribute_module\(")
 _META = re.compile(r"""["']meta["']|init_empty_weights|deferred_init""")
 
@@ -189,6 +160,7 @@ def _rewrite(wrap: Wrap) -> None:
     if wrap.has_stars:
         _write_as_told(wrap)
         return
+    optimizers = kept_optimizers(wrap)
     _drop_what_is_gone(wrap)
     policy = wrap.value("auto_wrap_policy")
     has_policy = policy is not None and not is_none(policy)
@@ -200,6 +172,14 @@ def _rewrite(wrap: Wrap) -> None:
     for_helper, features = settings.convert_precision(wrap, has_policy=has_policy)
     options += settings.convert_offload(wrap)
     features |= _prepare(wrap)
+    is_part = _casts_outermost(wrap)
+    for feature, is_needed in (
+        ("is_part", is_part),
+        ("use_orig_params", optimizers or marked_parameters(draft.program)),
+    ):
+        if is_needed:
+            options.append((feature, "True"))
+            features |= {feature, *(["mp_policy"] if is_part else [])}
     picked = settings.classes(wrap, policy)
     by_parts = _by_parts(wrap) or drawn_apart or _TENSOR_PARALLEL.search(wrap.context.text) is not None
     is_spelled_out = not features and (picked or not has_policy)
@@ -215,6 +195,8 @@ def _rewrite(wrap: Wrap) -> None:
         _write_loop(wrap, picked, options)
     else:
         _write_call(wrap, [*options, *for_helper], features, has_policy, by_parts=by_parts)
+    if optimizers:
+        _report_optimizer(wrap, f"the optimizer of line {optimizers[0]}")
 
 
 def _by_parts(wrap: Wrap) -> bool:
@@ -230,11 +212,15 @@ def _write_as_told(wrap: Wrap) -> None:
         if argument.name not in ("", "*", "**", name):
             wrap.list.rename(argument, name)
     _finish(wrap, wrap.draft.helper("_fully_shard_like_fsdp1", *FEATURES), "settings arrive at run time")
+    _report_optimizer(wrap, "an optimizer built before")
+
+
+def _report_optimizer(wrap: Wrap, optimizer: str) -> None:
     wrap.draft.reported(
         "SW128",
         wrap.call,
-        "an optimizer built before is pointed at the new parameters at its first step, as use_orig_params did",
-        "build it after this line; until its first step its groups hold the old parameters, without gradients",
+        f"{optimizer} is pointed at the new parameters at the first forward or step, as use_orig_params did",
+        "build it after this line; until then its groups hold the old parameters, without gradients",
     )
 
 
@@ -364,7 +350,10 @@ def _rewrite_chosen_class(draft: FileDraft, call: ast.Call) -> None:
     if isinstance(func, ast.Name) and (home := context.scope(func).find(func.id)):
         loads = [(node, context.scope(node).find(node.id)) for node in context.loads(func.id)]
         parents = [(node, context.parents[node]) for node, same in loads if same and same[0] is home[0]]
-        is_called = all(isinstance(parent, ast.Call) and parent.func is node for node, parent in parents)
+        is_called = all(
+            (isinstance(parent, ast.Call) and parent.func is node) or getattr(parent, "attr", "") == "__name__"
+            for node, parent in parents
+        )
     if not found or not is_called or any(one.origin for one in bindings):
         raise Blocked("the class is chosen at run time", "call fully_shard in the branch that means FSDP")
     for node in found:
@@ -374,13 +363,25 @@ def _rewrite_chosen_class(draft: FileDraft, call: ast.Call) -> None:
     draft.rewritten(CODE, call, "where FSDP is chosen, a function now shards with fully_shard and returns the module")
 
 
+def _rewrite_subclasses(draft: FileDraft) -> None:
+    """Let subclasses of FSDP1's class inherit from a class that holds the module and shards both."""
+    program, context = draft.program, draft.context
+    for node in context.classes.values():
+        for base in [one for one in node.bases if program.is_fsdp(context, one)]:
+            draft.replace(base, draft.helper("_ShardedWrapper", *FEATURES))
+            draft.rewritten("SW102", node, f"{node.name} inherits from a class that shards with fully_shard")
+    for call in draft.calls():
+        if (built := program.subclass(context, call.func)) is not None:
+            draft.taken.add(call)
+            draft.rewritten(CODE, call, f"{built.name}(...) shards with fully_shard in its base class")
+
+
 def rewrite_enable_wrap(draft: FileDraft) -> None:
     """`enable_wrap(wrapper_cls=FSDP, ...)` takes any function: `wrap` keeps working, on FSDP2."""
     for call in draft.context.calls_to(ENABLE_WRAP):
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         wrapper = given.get("wrapper_cls")
-        # With mixed precision, which inputs FSDP1 casts depends on which module is the root in the end.
-        if wrapper is None or "mixed_precision" in given or None in given:
+        if wrapper is None or None in given:
             continue
         if draft.program.origins(draft.context, wrapper) == {FSDP1}:
             draft.replace(wrapper, draft.helper("_fully_shard_like_fsdp1", *FEATURES))
@@ -390,18 +391,14 @@ def rewrite_enable_wrap(draft: FileDraft) -> None:
 
 def rewrite_constructors(draft: FileDraft) -> None:
     """Rewrite every constructor call of a file that can be, and note why the others cannot."""
-    inherited = built_subclasses(draft.context, draft.program)
+    _rewrite_subclasses(draft)
     for call, is_partial in draft.sharded.constructors.items():
         try:
             with draft.attempt():
-                if inherited:
-                    raise Blocked(f"the file also builds {inherited[0]}, a subclass of FSDP", "move both together")
                 if not is_partial and not constructors.is_certain(draft.context, draft.program, call.func):
                     _rewrite_chosen_class(draft, call)
                     continue
                 wrap = constructors.read(draft, call, is_partial)
-                _refuse_surroundings(wrap)
-                refuse_early_optimizers(wrap)
                 _rewrite(wrap)
                 # Code that knows both FSDP1 and FSDP2 may import the second where it needs it.
                 for name in sorted(one for one in draft.names if draft.is_local(call, one)):

@@ -49,7 +49,7 @@ def full_checkpoint_into_shards(context: LintContext) -> Iterator[Hit]:
             continue
         owners = _with_modules(trace, modules(targets))
         is_sharded = any(trace.is_sharded(owner, event) for owner in owners)
-        if is_sharded and not is_read_as_whole and any(map(_is_whole_file, given)):
+        if is_sharded and not is_read_as_whole and any(_is_whole_file(context.file, one) for one in given):
             yield Hit(event.node, "the checkpoint has whole tensors, the sharded model has DTensors")
 
 
@@ -59,24 +59,19 @@ def _with_modules(trace: Trace, owners: list[ObjectRef]) -> set[ObjectRef]:
     return set(owners).union(*(optimizer.owners for optimizer in built))
 
 
-def _is_whole_file(value: Value) -> bool:
+def _is_whole_file(file: FileContext, value: Value) -> bool:
     """Whether a value is, or comes out of, a file read into memory; not one that each rank has for itself."""
-    file = value.whole if isinstance(value, ObjectRef) else None
-    if file is None or not (file.origins & _READERS and isinstance(file.site, ast.Call)):
+    read = value.whole if isinstance(value, ObjectRef) else None
+    if read is None or not (read.origins & _READERS and isinstance(read.site, ast.Call)):
         return False
-    return not _mentions_rank(file.site.args[:1])
+    return not _is_own_file(file, read.site.args[:1])
 
 
-def _mentions_rank(nodes: list[ast.expr]) -> bool:
-    names = (getattr(n, "id", "") + getattr(n, "attr", "") for node in nodes for n in ast.walk(node))
-    return any("rank" in name for name in names)
-
-
-def _has_own_file(context: LintContext, call: ast.Call) -> bool:
-    """Whether a rank's number is in the path that is written to, or in what a variable of the path is given."""
-    given = [*call.args[1:], *(one.value for one in call.keywords if one.arg != "obj")]
-    names = [one for node in given for one in ast.walk(node) if isinstance(one, ast.Name)]
-    return _mentions_rank([*given, *(value for one in names for value in context.file.assigned(one))])
+def _is_own_file(file: FileContext, path: list[ast.expr]) -> bool:
+    """Whether a rank's number is in a path, or in what a variable of the path is given."""
+    names = [one for node in path for one in ast.walk(node) if isinstance(one, ast.Name)]
+    parts = [*path, *(value for one in names for value in file.assigned(one))]
+    return any("rank" in last_name(one) for part in parts for one in ast.walk(part))
 
 
 @rule("SW224", safety=Safety.SAFE)
@@ -155,7 +150,8 @@ def shards_saved_as_model(context: LintContext) -> Iterator[Hit]:
     """
     for trace, event in context.events_of(*_SAVERS):
         assert isinstance(event.node, ast.Call), "a call of a function"
-        if _has_own_file(context, event.node):
+        path = [*event.node.args[1:], *(one.value for one in event.node.keywords if one.arg != "obj")]
+        if _is_own_file(context.file, path):
             continue  # every rank writes a file of its own, and knows it
         values = list(nested(event.argument(0, "obj")))
         chosen = {one.owner for one in values if isinstance(one, StateDict) and one.is_full}
@@ -180,7 +176,6 @@ def _is_of_shards(trace: Trace, state: StateDict, event: ProgramEvent) -> bool:
     return any(trace.holds_shards(owner, event) is not None for owner in owners)
 
 
-_RANK_ZERO_DECORATORS = re.compile(r"^(rank_zero_only|only_on_rank_zero|on_main_process|main_process_only)$")
 _CHECKPOINT = "torch.distributed.checkpoint"
 _ALWAYS_COLLECTIVE = (f"{_CHECKPOINT}.save", f"{_CHECKPOINT}.load", f"{_CHECKPOINT}.async_save", FULLY_SHARD)
 _CLIP = "torch.nn.utils.clip_grad_norm_"
@@ -281,4 +276,4 @@ def _parting_test(file: FileContext, event: ProgramEvent) -> ast.expr | None:
             return guard.test
     functions = [file.enclosing_function(node) for node in (event.node, *event.chain)]
     decorators = [one for function in functions if function is not None for one in function.decorator_list]
-    return next((one for one in decorators if _RANK_ZERO_DECORATORS.match(last_name(one))), None)
+    return next(filter(facts.is_rank_zero_decorator, decorators), None)

@@ -129,6 +129,8 @@ def meta_without_init(context: LintContext) -> Iterator[Hit]:
             writers = [event for event in writers if event.order < until or event.root is not after.root]
             is_trained = any(model in optimizer.owners for optimizer in trace.optimizers)
             is_trained |= any(module == model for _, module in trace.entered)
+            if any(_materializes(context.file, trace, event, model) for event in trace.events):
+                continue
             if is_trained and all(_is_for_resuming(event) for event in writers):
                 message = "the model is on the meta device and nothing gives its parameters memory or values"
                 if emptied:
@@ -138,6 +140,17 @@ def meta_without_init(context: LintContext) -> Iterator[Hit]:
                     message += " it when nothing is resumed" if writers else " it"
                 assert isinstance(model.site, ast.Call), "only calls make things on meta"
                 yield Hit(emptied[-1].node if emptied else model.site, message)
+
+
+def _materializes(file: FileContext, trace: Trace, event: ProgramEvent, model: ObjectRef) -> bool:
+    """Whether a function of the file is handed the model, or a part of it, and looks for tensors on meta."""
+    function = file.definition(event.node.func) if event.is_inlined and isinstance(event.node, ast.Call) else None
+    given = (value for values in event.args for value in values)
+    return (
+        function is not None
+        and any(_belongs(trace, value, model) for value in given)
+        and any(getattr(node, "attr", "") == "is_meta" for node in ast.walk(function))
+    )
 
 
 def _is_for_resuming(event: ProgramEvent) -> bool:

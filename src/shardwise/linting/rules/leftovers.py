@@ -10,6 +10,7 @@ from shardwise.findings import Edit, Safety, Severity
 from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source.edits import change
 from shardwise.source.syntax import FSDP1, FSDP1_NAMES, FSDP2_NAMES, FileContext, checked_types
+from shardwise.source.torch_pin import PUBLIC_FSDP2, oldest_torch, project_torch
 from shardwise.source.trace import Trace
 from shardwise.source.values import ObjectRef, ProgramEvent, modules
 
@@ -17,6 +18,7 @@ _PRIVATE = re.compile(r"^torch\.distributed\.(_composable\.fsdp|fsdp\._fully_sha
 _FSDP1_MODULES = re.compile(
     r"^torch\.distributed\.fsdp(\.(wrap|api|sharded_grad_scaler|fully_sharded_data_parallel))?$"
 )
+_IMPORTS_PRIVATE = re.compile(r"_composable|fsdp\._fully_shard")
 _FROM = re.compile(r"from\s+([\w.]+)")
 _FSDP1_METHODS = {
     "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
@@ -42,6 +44,9 @@ def private_fsdp2_import(context: LintContext) -> Iterator[Hit]:
     Why: the private paths it had before are kept for compatibility only.
     """
     file = context.file
+    oldest = project_torch([file.path], oldest_torch) if _IMPORTS_PRIVATE.search(file.text) else None
+    if oldest is not None and oldest[0] < PUBLIC_FSDP2:
+        return  # there only the private path exists
     for node in file.nodes(ast.ImportFrom):
         module = _FROM.match(file.text, file.positions.span(node)[0])
         is_public = all(alias.name in FSDP2_NAMES for alias in node.names)

@@ -112,7 +112,7 @@ _MACHINERY = (
     "torch.", "transformers.modeling_utils", "transformers.generation", "transformers.integrations",
     "transformers.utils", "transformers.trainer", "diffusers.models.modeling_utils", "diffusers.loaders",
     "diffusers.configuration_utils", "huggingface_hub", "pytorch_lightning.", "lightning.",
-    "peft.mixed_model",
+    "peft.",
 )  # fmt: skip
 _BOOKKEEPING = (
     "reset_", "init", "tie_", "load", "save", "set_", "from_", "to_", "num_", "count_",
@@ -130,7 +130,11 @@ def _public_methods(root: str, recorder: CallRecorder) -> list[str]:
     for name in _candidates(type(model)):
         function = underlying(inspect.getattr_static(type(model), name))[0]
         node = find_node(function) if function is not None else None
-        if name == "generate" and function is not None and (function.__module__ or "").startswith("transformers."):
+        if (
+            name == "generate"
+            and function is not None
+            and (function.__module__ or "").startswith(("transformers.", "peft."))
+        ):
             found.append(name)  # thousands of lines that end in self(...)
             continue
         if node is None or not recorder.follow((root, name)):

@@ -9,8 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -25,25 +25,17 @@ from shardwise.training.data.samples import IGNORED, Batch, Samples, Tokenizer
 
 T = TypeVar("T")
 
-_NUM_ROUNDS = 8  # of which small epochs need some more than large ones to reach all their permutations
+_NUM_ROUNDS = 8  # small epochs need more rounds than large ones to reach all permutations
 _MASK = 0xFFFFFFFF
 _FACTOR = 0x45D9F3B  # odd, and small enough that 32 bits times it stay positive in 64
 
 
 def shuffled(positions: Tensor, num_samples: int, *, seed: int, epoch: int) -> Tensor:
-    """Where each position of a shuffled epoch finds its sample: a permutation of range(num_samples).
+    """The samples at these positions of a shuffled epoch: a permutation of range(num_samples).
 
     A keyed Feistel network permutes the numbers below a product that is hardly larger than `num_samples`; one that
-    lands beyond is sent through again until it lands within. So a permutation of 10^8 samples takes no memory.
-
-    Args:
-        positions: int64, each in range(num_samples).
-        num_samples: Size of the epoch.
-        seed: Of the run.
-        epoch: Another epoch is another permutation.
-
-    Ranks:
-        Local. The same everywhere.
+    lands beyond is sent through again until it lands within. So a permutation of 10^8 samples takes no memory, and is
+    the same on every rank.
     """
     num_low = math.isqrt(num_samples - 1) + 1
     num_high = -(-num_samples // num_low)
@@ -56,7 +48,7 @@ def shuffled(positions: Tensor, num_samples: int, *, seed: int, epoch: int) -> T
 
 
 def samples_at(positions: Tensor, num_samples: int, *, seed: int, shuffle: bool) -> Tensor:
-    """The samples at these positions of all epochs in a row."""
+    """The samples at these positions of the sequence of all epochs."""
     within = positions % num_samples
     if not shuffle:
         return within
@@ -88,43 +80,48 @@ def _hash(values: Tensor, key: int) -> Tensor:
 _BLOCK_BATCHES = 32
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """This rank's rows of every global batch."""
+
+    batch_size: int
+    """Rows of a batch over all ranks; a multiple of `num_ranks`."""
+    rank: int
+    """Data-parallel rank."""
+    num_ranks: int
+    device: torch.device | str
+    """Device of the batches."""
+
+    def of(self, num_rows: int) -> Tensor:
+        """The rows of this rank, from 0, of a batch of `num_rows` over all ranks."""
+        own = num_rows // self.num_ranks
+        return torch.arange(own) + self.rank * own
+
+
 @dataclass(eq=False)
-class Loader(Iterator[Batch]):
+class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     """Endless batches. From `open_data`.
 
     Global batch k is samples [k * batch_size, (k + 1) * batch_size) of all shuffled epochs in a row, and each
-    rank takes its contiguous part of it: on any number of ranks, the same samples are learnt in the same steps.
+    rank takes its contiguous part of it: the samples of a step do not depend on the number of ranks.
 
     An error of a worker is raised by the `next` that would have returned its batch, on this rank only: a loop on
     several ranks passes it to `raise_together` (or iterates through `lockstep`) before the step's first collective.
     The position has not moved then, and the next `next` tries the batch again.
-
-    Ranks:
-        Local. Ranks with the same data, seed and position hand out parts of the same global batch.
     """
 
     samples: Samples
     """Samples that batches are made of."""
+    share: Share
+    config: DataConfig
+    """Shuffling, workers and prefetching."""
     _: KW_ONLY
     num_samples: int
     """Number of samples, from the first, in an epoch."""
     tokenizer: Tokenizer | None
-    """Tokenizer that made the tokens, if it is known."""
-    batch_size: int
-    """Rows of a batch over all ranks; a multiple of `num_ranks`."""
-    rank: int
-    """Rank among those that see different data."""
-    num_ranks: int
+    """Tokenizer of the data, if known."""
     seed: int
     """Seed of the order."""
-    shuffle: bool
-    """Another order in every epoch; otherwise the order of the source."""
-    device: torch.device | str
-    """Device of the batches."""
-    workers: int
-    """Number of threads; 0 makes batches on demand."""
-    prefetch: int
-    """Number of batches kept ready by each worker."""
     fingerprint: Mapping[str, Any]
     """Identity of the data, by setting; a state of other data is refused."""
     _position: int = field(default=0, init=False)
@@ -137,17 +134,18 @@ class Loader(Iterator[Batch]):
         if self._closed:
             raise ShardError("the loader is closed", why="its threads have ended", fix="open the data again")
         if self._batches is None:
-            ahead = self.workers * self.prefetch
-            self._batches = prefetched(self._make, self._upcoming(), self.workers, ahead, self.device)
+            workers = self.config.workers
+            ahead = workers * self.config.prefetch
+            self._batches = prefetched(self._make, self._upcoming(), workers, ahead, self.share.device)
         started = time.perf_counter()
         try:
             batch = next(self._batches)
         except BaseException:
-            self._batches = None  # a generator that has raised is at its end
+            self._batches = None  # a generator that has raised is exhausted
             raise
         finally:
             self._wait_s += time.perf_counter() - started
-        self._position += self.batch_size
+        self._position += self.share.batch_size
         return batch
 
     def take_wait_s(self) -> float:
@@ -162,7 +160,7 @@ class Loader(Iterator[Batch]):
 
     def skip(self, batches: int) -> None:
         """Skip this number of global batches."""
-        self._move_to(self._position + batches * self.batch_size)
+        self._move_to(self._position + batches * self.share.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Position and identity of the data, as plain values; the same on every rank."""
@@ -170,12 +168,12 @@ class Loader(Iterator[Batch]):
             "samples": self._position,
             "epoch": self.epoch,
             "seed": self.seed,
-            "shuffle": self.shuffle,
+            "shuffle": self.config.shuffle,
             "fingerprint": dict(self.fingerprint),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the last batch that was handed out when `state` was taken, on any number of ranks.
+        """Continue after the last batch before `state_dict`, on any number of ranks.
 
         Raises:
             CheckpointError: The state is of other data or another order.
@@ -196,16 +194,11 @@ class Loader(Iterator[Batch]):
         self._move_to(int(state["samples"]))
 
     def close(self) -> None:
-        """End the threads. Batches that were made ahead are dropped."""
+        """End the threads and drop prefetched batches."""
         self._closed = True
         self._move_to(self._position)
 
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _move_to(self, position: int) -> None:
@@ -214,12 +207,12 @@ class Loader(Iterator[Batch]):
         self._position, self._batches = position, None
 
     def _upcoming(self) -> Iterator[tuple[int, Tensor]]:
-        """Position and this rank's samples of every batch from here on; many are found at once, as cheaply as one."""
-        share = self.batch_size // self.num_ranks
-        own = torch.arange(share) + self.rank * share
-        for first in itertools.count(self._position, _BLOCK_BATCHES * self.batch_size):
-            starts = first + torch.arange(_BLOCK_BATCHES) * self.batch_size
-            indices = samples_at(starts[:, None] + own, self.num_samples, seed=self.seed, shuffle=self.shuffle)
+        """Position and this rank's samples of each following batch; found for many batches at once, which is faster."""
+        batch_size, shuffle = self.share.batch_size, self.config.shuffle
+        own = self.share.of(batch_size)
+        for first in itertools.count(self._position, _BLOCK_BATCHES * batch_size):
+            starts = first + torch.arange(_BLOCK_BATCHES) * batch_size
+            indices = samples_at(starts[:, None] + own, self.num_samples, seed=self.seed, shuffle=shuffle)
             yield from zip(starts.tolist(), indices, strict=True)
 
     def _make(self, item: tuple[int, Tensor]) -> Batch:
@@ -227,12 +220,13 @@ class Loader(Iterator[Batch]):
         try:
             return self.samples.batch(indices)
         except Exception as error:
-            error.add_note(f"(while making the batch of samples {position} to {position + self.batch_size - 1})")
+            last = position + self.share.batch_size - 1
+            error.add_note(f"(while making the batch of samples {position} to {last})")
             raise
 
 
 def _identity(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be the same, by the names of the settings."""
+    """The settings that must be the same on resume."""
     parts = {"seed": state.get("seed"), "data.shuffle": state.get("shuffle")}
     return parts | {f"data.{name}": value for name, value in dict(state.get("fingerprint") or {}).items()}
 
@@ -240,14 +234,9 @@ def _identity(state: Mapping[str, Any]) -> dict[str, Any]:
 def prefetched(
     make: Callable[[T], Batch], items: Iterable[T], workers: int, ahead: int, device: torch.device | str
 ) -> Generator[Batch, None, None]:
-    """Batches on a device, in order, made by threads while the caller computes; closing it ends the threads.
+    """Batches on a device, in order: threads keep `ahead` of them ready; without `workers` they are made on demand.
 
-    Args:
-        make: Makes a batch in CPU memory.
-        items: What it is made of.
-        workers: Number of threads; 0 makes batches on demand.
-        ahead: Number of batches to keep ready.
-        device: Copies to it are queued there; nobody waits for them.
+    Copies to the device are asynchronous. Closing the generator ends the threads.
     """
     device = torch.device(device)
     index = torch.accelerator.current_device_index() if device.type != "cpu" else 0
@@ -291,22 +280,13 @@ class Evaluation:
     The last batch is filled up with rows whose labels are all ignored: no rank waits for another, and no sample
     counts twice. Where batches have no labels there is nothing to ignore; there the last batch is smaller, and
     the fewer than `num_ranks` samples that would be left of it are left out.
-
-    Ranks:
-        Local. Each rank gets its part of the same batches.
     """
 
     samples: Samples
     """Samples that batches are made of."""
     first: int
     """First sample that is held out; all after it are too."""
-    _: KW_ONLY
-    batch_size: int
-    """Rows of a batch over all ranks."""
-    rank: int
-    num_ranks: int
-    device: torch.device | str
-    """Device of the batches."""
+    share: Share
     workers: int = 1
     """Number of threads; 0 makes batches on demand."""
 
@@ -316,18 +296,16 @@ class Evaluation:
 
     def __len__(self) -> int:
         """Number of batches, the same on every rank."""
-        whole, rest = divmod(self.num_samples, self.batch_size)
-        enough = rest if self._is_labelled else rest // self.num_ranks
-        return whole + (enough > 0)
+        whole, rest = divmod(self.num_samples, self.share.batch_size)
+        return whole + (rest >= (1 if self._is_labelled else self.share.num_ranks))
 
     def __iter__(self) -> Iterator[Batch]:
-        return prefetched(self._make, range(len(self)), self.workers, _AHEAD, self.device)
+        return prefetched(self._make, range(len(self)), self.workers, _AHEAD, self.share.device)
 
     def _make(self, number: int) -> Batch:
-        begin = self.first + number * self.batch_size
-        num_rows = min(self.batch_size, self.samples.num_samples - begin)
-        share = (self.batch_size if self._is_labelled else num_rows) // self.num_ranks
-        rows = torch.arange(share) + self.rank * share
+        begin = self.first + number * self.share.batch_size
+        num_rows = min(self.share.batch_size, self.samples.num_samples - begin)
+        rows = self.share.of(self.share.batch_size if self._is_labelled else num_rows)
         filler = rows >= num_rows
         batch = self.samples.batch((rows + begin).masked_fill(filler, begin))
         if bool(filler.any()):
@@ -347,7 +325,7 @@ def open_data(
     device: torch.device | str,
     progress: Progress | None = None,
 ) -> Loader:
-    """Open what is trained on.
+    """Open the training data.
 
     Text and, where they are packed, JSONL and datasets are tokenised here, once, into a compact array on every rank;
     bytes of large text files, and files of tokens, are mapped and not read. For more than a few GB of text and a
@@ -356,12 +334,12 @@ def open_data(
     Args:
         config: The data.
         batch_size: Rows of a global batch.
-        rank: Of this process, among those that see different data.
-        num_ranks: How many there are.
+        rank: Data-parallel rank of this process.
+        num_ranks: Number of data-parallel ranks.
         seed: Of the order.
-        vocab_size: Tokens that the model knows; None: not checked.
-        device: Where batches go.
-        progress: Hears of files and records that are tokenised.
+        vocab_size: Vocabulary size of the model; None: not checked.
+        device: Device of the batches.
+        progress: Receives files and records that are tokenised.
 
     Raises:
         ConfigError: The data is missing, empty, unreadable, too short, or does not fit the model or the ranks.
@@ -376,70 +354,38 @@ def open_data(
     )
     check_batch(batch_size, num_ranks)  # after problems of the data, which a run reports beside it
     num_samples = samples.num_samples - _num_held_out(config, samples)
+    share = Share(batch_size=batch_size, rank=rank, num_ranks=num_ranks, device=device)
+    fingerprint = identity | {"num_samples": num_samples}
     return Loader(
-        samples,
-        num_samples=num_samples,
-        tokenizer=tokenizer,
-        batch_size=batch_size,
-        rank=rank,
-        num_ranks=num_ranks,
-        seed=seed,
-        shuffle=config.shuffle,
-        device=device,
-        workers=config.workers,
-        prefetch=config.prefetch,
-        fingerprint=identity | {"num_samples": num_samples},
+        samples, share, config, num_samples=num_samples, tokenizer=tokenizer, seed=seed, fingerprint=fingerprint
     )
 
 
 def open_evaluation(
-    config: DataConfig,
-    *,
-    batch_size: int,
-    rank: int,
-    num_ranks: int,
-    vocab_size: int | None,
-    device: torch.device | str,
-    training: Loader | None = None,
+    config: DataConfig, *, vocab_size: int | None, training: Loader | None = None, **share: Any
 ) -> Evaluation | None:
-    """Open what is held out, if anything is: `data.evaluation`, or the last part of the source as it lies.
+    """Open the held-out data, if there is any: `data.evaluation`, or the last part of the source.
 
-    Args:
-        config: The data.
-        batch_size: Rows of a batch over all ranks.
-        rank: Of this process.
-        num_ranks: How many there are.
-        vocab_size: Tokens that the model knows; None: not checked.
-        device: Where batches go.
-        training: From `open_data` with the same config: its source is then not opened twice.
-
-    Raises:
-        ConfigError: As `open_data`.
-
-    Ranks:
-        Local. Every rank gets as many batches as the others.
+    The other arguments, and the errors, are those of `open_data`; with `training`, which that returned, the source is
+    not opened twice.
     """
     check_ranges(config, "data")
-    check_batch(batch_size, num_ranks)
-    if config.evaluation is not None:
-        samples, _, _ = open_samples(config, config.evaluation, "data.evaluation", vocab_size, NoProgress())
-        first = 0
-    elif config.evaluation_fraction > 0:
-        if training is not None:
-            samples = training.samples
-        else:
-            samples, _, _ = open_samples(config, config.source, "data.source", vocab_size, NoProgress())
-        first = samples.num_samples - _num_held_out(config, samples)
-    else:
+    check_batch(share["batch_size"], share["num_ranks"])
+    if config.evaluation is None and config.evaluation_fraction == 0:
         return None
-    where = {"batch_size": batch_size, "rank": rank, "num_ranks": num_ranks, "device": device}
-    held_out = Evaluation(samples, first, workers=min(1, config.workers), **where)
+    if config.evaluation is None and training is not None:
+        samples = training.samples
+    else:
+        setting, names = ("source", config.source) if config.evaluation is None else ("evaluation", config.evaluation)
+        samples, _, _ = open_samples(config, names, f"data.{setting}", vocab_size, NoProgress())
+    first = samples.num_samples - _num_held_out(config, samples) if config.evaluation is None else 0
+    held_out = Evaluation(samples, first, Share(**share), workers=min(1, config.workers))
     if not len(held_out):
         raise ConfigError(
-            f"{held_out.num_samples} held-out sample(s) cannot be shared by {num_ranks} ranks",
+            f"{held_out.num_samples} held-out sample(s) cannot be shared by {share['num_ranks']} ranks",
             where="data.evaluation",
             why="without labels no row can be filled in, and every rank needs one",
-            fix=f"hold out at least {num_ranks} samples",
+            fix=f"hold out at least {share['num_ranks']} samples",
         )
     return held_out
 

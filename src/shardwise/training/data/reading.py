@@ -27,22 +27,19 @@ _CHUNK_DOCUMENTS = 1 << 16
 
 
 def cut_anywhere(stream: TokenStream, length: int) -> tuple[Rows, int]:
-    """Row i is the i-th stretch of `length` tokens, with the first token of the next as its last label.
+    """Row i is the i-th run of `length` tokens; its last label is the first token of the next row.
 
-    No token but the last few is left out; documents go on in the next row.
+    Documents continue in the next row; only the last few tokens are dropped.
     """
     num_samples = max(0, (stream.num_tokens - 1) // length)
     return lambda indices: (indices * length, None), num_samples
 
 
 def whole_documents(stream: TokenStream, length: int) -> tuple[Rows, int]:
-    """Rows of as many documents as fit, in order; one that is longer than a row is cut.
+    """Rows of as many whole documents as fit, in order; a document longer than a row is truncated.
 
-    For prompts with responses: half a response without its prompt would teach nothing. Documents whose prompt
-    fills a row alone are left out.
-
-    Raises:
-        ConfigError: All of them are.
+    For prompts with responses: half a response without its prompt is useless. Documents whose prompt fills a row are
+    dropped; it is a ConfigError if all are.
     """
     firsts, used = array("q"), array("q")
     room = 0
@@ -52,14 +49,14 @@ def whole_documents(stream: TokenStream, length: int) -> tuple[Rows, int]:
     for start, end, num_prompt in zip(*map(_numbers, (stream.starts, ends, stream.prompt_lengths)), strict=True):
         size = min(end - start, length + 1)
         if num_prompt >= size:
-            room = 0  # nothing of it would be learnt; rows do not go across it
+            room = 0  # no label would be left; rows do not cross it
         elif size <= room:
             used[-1] += size
             room -= size
         else:
             firsts.append(start)
             used.append(size)
-            # Behind a document that was cut, the stream goes on with its rest.
+            # A truncated document continues in the stream.
             room = length + 1 - size if size == end - start else 0
     if not firsts and stream.num_tokens:
         raise no_room(length)
@@ -68,7 +65,7 @@ def whole_documents(stream: TokenStream, length: int) -> tuple[Rows, int]:
 
 
 def one_document(stream: TokenStream, length: int) -> tuple[Rows, int]:
-    """Each row is one document, cut or padded."""
+    """Each row is one document, truncated or padded."""
     starts = find_starts(stream)
     ends = F.pad(starts[1:], (0, 1), value=stream.num_tokens)
     lengths = (ends - starts).clamp(max=length + 1)
@@ -76,7 +73,7 @@ def one_document(stream: TokenStream, length: int) -> tuple[Rows, int]:
 
 
 def no_room(length: int) -> ConfigError:
-    """The error of data in which nothing is learnt."""
+    """The error for data without any label."""
     return ConfigError(
         f"every document is empty, or its prompt alone fills a sequence of {length} tokens",
         where="data.sequence_length",
@@ -86,11 +83,7 @@ def no_room(length: int) -> ConfigError:
 
 
 def find_starts(stream: TokenStream) -> Tensor:
-    """Where documents begin; in a stream without an index, by reading all of it once.
-
-    Raises:
-        ConfigError: Nothing says where documents end.
-    """
+    """Where documents begin; in a stream without an index, by reading all of it once."""
     if stream.starts is not None:
         return stream.starts
     if stream.end_id is None:
@@ -109,7 +102,7 @@ def find_starts(stream: TokenStream) -> Tensor:
 
 
 def _numbers(values: Tensor) -> Iterator[int]:
-    """The values, a few at a time: numbers of Python take much memory."""
+    """The values, converted in chunks: Python integers take much memory."""
     return (number for part in values.split(_CHUNK_DOCUMENTS) for number in part.tolist())
 
 
@@ -124,21 +117,13 @@ _WINDOW_TOKENS = 1 << 16
 def open_token_files(
     files: Sequence[Path], dtype_name: str, tokenizer: Tokenizer, vocab_size: int | None
 ) -> tuple[TokenStream, Tokenizer | None]:
-    """Map files of plain token ids, one after the other.
+    """Map files of plain token ids, in this machine's byte order, one after the other.
 
-    Args:
-        files: Each holds ids and nothing else, in this machine's byte order.
-        dtype_name: How an id is stored.
-        tokenizer: As the config says; says which id ends a document.
-        vocab_size: Tokens that the model knows.
+    Of large files only parts are checked here; `StreamSamples` checks what it hands out.
 
     Returns:
         The stream, and the tokenizer if it can have made these tokens. (`bytes` is what a config says that says
         nothing; tokens beyond it were made by another, and then nothing is known of where documents end.)
-
-    Raises:
-        ConfigError: A file does not hold whole ids, or the model or the tokenizer does not know some of them. Of
-            large files only parts are looked at here; `StreamSamples` looks at what it hands out.
     """
     dtype = getattr(torch, dtype_name)
     sizes = {file: file.stat().st_size for file in files}
@@ -154,7 +139,7 @@ def open_token_files(
         if size
     ]
     stream = TokenStream(segments, starts=None, end_id=tokenizer.end_id)
-    most = -1  # in windows all over the stream; in all of it, where it is small
+    most = -1  # in windows spread over the stream; in all of a small one
     where = f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
     for first in range(0, stream.num_tokens, max(_WINDOW_TOKENS, stream.num_tokens // _NUM_WINDOWS)):
         window = stream.piece(first, _WINDOW_TOKENS)
@@ -173,7 +158,7 @@ def open_token_files(
 
 
 _BLOCK_TOKENS = 1 << 22
-_MAP_BYTES = 1 << 20  # a smaller file is not worth a mapping of its own
+_MAP_BYTES = 1 << 20  # smaller files are read
 _PIECE_CHARS = 1 << 20
 _PIECES_TOGETHER = 8
 _NUM_TOGETHER = 512
@@ -181,12 +166,7 @@ _DTYPES = {"B": torch.uint8, "H": torch.uint16, "i": torch.int32}
 
 
 class Spool:
-    """Documents in, a stream of tokens out.
-
-    Args:
-        tokenizer: Makes the tokens.
-        progress: Hears of every document or file.
-    """
+    """Turns documents into a token stream; `progress` receives every document or file."""
 
     def __init__(self, tokenizer: Tokenizer, progress: Progress) -> None:
         self._tokenizer, self._progress = tokenizer, progress
@@ -198,11 +178,7 @@ class Spool:
         self._starts, self._prompt_lengths = array("q"), array("q")
 
     def add_files(self, files: Sequence[Path]) -> None:
-        """Each file is a document.
-
-        Raises:
-            ConfigError: Some are no text.
-        """
+        """Each file is a document; a ConfigError lists those that are not text."""
         problems = []
         for file in files:
             try:
@@ -218,11 +194,7 @@ class Spool:
         )
 
     def add_documents(self, documents: Documents) -> None:
-        """Each record is a document.
-
-        Raises:
-            ConfigError: Some cannot be read.
-        """
+        """Each record is a document; a ConfigError lists those that cannot be read."""
         problems: list[str] = []
         readable = documents.read_all(problems)
         while batch := list(islice(readable, _NUM_TOGETHER)):
@@ -236,7 +208,7 @@ class Spool:
         refuse_unreadable(problems)
 
     def stream(self) -> TokenStream:
-        """Everything added, in order."""
+        """The stream of everything that was added."""
         self._close_block()
         prompt_lengths = _tensor(self._prompt_lengths)
         return TokenStream(
@@ -267,7 +239,7 @@ class Spool:
         self._end()
 
     def _pieces(self, file: Path) -> Iterator[Sequence[int]]:
-        """Tokens of a text that may be larger than memory; it is cut at ends of lines, where they are not too far."""
+        """Tokens of a text that may be larger than memory, split at line ends where possible."""
         with file.open(encoding="utf-8", newline="") as opened:
             pieces = iter(lambda: opened.read(_PIECE_CHARS) + opened.readline(_PIECE_CHARS), "")
             yield from self._tokenizer.encode_all(list(islice(pieces, 1)))
@@ -305,14 +277,7 @@ _NUM_TOKENISED = 100
 def open_samples(
     config: DataConfig, names: str | tuple[str, ...], where: str, vocab_size: int | None, progress: Progress
 ) -> tuple[Samples, Tokenizer | None, dict[str, Any]]:
-    """Find, read and number the samples of a source.
-
-    Args:
-        config: The data.
-        names: Its source, or its evaluation.
-        where: Which of the two, for errors.
-        vocab_size: Tokens that the model knows; None: not checked.
-        progress: Hears of files and records that are tokenised.
+    """Find, read and number the samples of `names`, which the setting `where` holds.
 
     Returns:
         The samples; the tokenizer that made the tokens, where it is known; and the identity of the data, by setting.
@@ -397,7 +362,7 @@ def _documents(source: DataSource, items: Records | None, config: DataConfig) ->
 
 
 def _call(name: str, config: DataConfig) -> Records:
-    """What the user's callable returns, which must be numbered."""
+    """The items that the user's callable returns, which need a length and indices."""
     items = find_callable(name)(config)
     if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
         raise ConfigError(
@@ -410,7 +375,7 @@ def _call(name: str, config: DataConfig) -> Records:
 
 
 def _is_document(items: Records, config: DataConfig) -> bool:
-    """Whether items are texts, and not samples ready for the model."""
+    """Whether items are texts rather than samples of tensors."""
     if not len(items):
         return True
     first = items[0]
@@ -429,7 +394,7 @@ def _is_document(items: Records, config: DataConfig) -> bool:
 
 
 def _some(num: int, most: int) -> range:
-    """About `most` of the first `num` numbers, evenly spread; all, where they are few."""
+    """About `most` of range(num), evenly spread."""
     return range(0, num, max(1, num // most))
 
 

@@ -22,11 +22,7 @@ from shardwise.errors import ConfigError, import_optional, raise_listed
 
 
 class JsonLines:
-    """The lines of a JSONL file, found by their offsets: 8 bytes of memory per line. Blank lines are skipped.
-
-    Args:
-        path: The file; it must not change while it is read.
-    """
+    """The lines of a JSONL file, found by their offsets: 8 bytes of memory per line. Blank lines are skipped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +55,7 @@ class JsonLines:
 
 
 def parse_line(line: bytes) -> Any:
-    """What the line holds; a ValueError says in a few words why it cannot be read."""
+    """The value of a line; a ValueError says briefly why it cannot be read."""
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
@@ -72,7 +68,7 @@ def parse_line(line: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, of which the prompt is read and the rest is learnt."""
+    """One text; the prompt is excluded from the loss."""
 
     prompt: str
     text: str
@@ -84,12 +80,7 @@ _MAX_PLACES = 10  # finding the line of a record can be slow
 
 
 class Documents:
-    """Several records in a row, read as documents.
-
-    Args:
-        parts: What they are made of, each with the name to give in errors.
-        config: Says which fields hold text.
-    """
+    """Concatenated records, each with a name for errors, read as documents."""
 
     def __init__(self, parts: Sequence[tuple[str, Records]], config: DataConfig) -> None:
         self._parts = parts
@@ -100,11 +91,7 @@ class Documents:
         return self._offsets[-1]
 
     def __getitem__(self, index: int) -> Document:
-        """The document.
-
-        Raises:
-            ConfigError: It is unreadable or lacks the fields; the place is named.
-        """
+        """The document; a ConfigError names the place of one that is unreadable or lacks the fields."""
         problems: list[str] = []
         document = next(self.read_all(problems, [index]), None)
         refuse_unreadable(problems)
@@ -121,7 +108,7 @@ class Documents:
                 problems.append(f"{self.place(index)}: {error}" if len(problems) < _MAX_PLACES else "")
 
     def place(self, index: int) -> str:
-        """Where the record lies, for errors."""
+        """The place of the record, for errors."""
         part, within = self._locate(index)
         name, records = self._parts[part]
         return records.place(within) if isinstance(records, JsonLines) else f"{name}[{within}]"
@@ -158,12 +145,7 @@ def to_document(record: Any, config: DataConfig) -> Document:
 
 
 def open_dataset(folder: Path) -> Records:
-    """A folder written by `Dataset.save_to_disk`.
-
-    Raises:
-        ConfigError: It holds several splits.
-        EnvironmentProblem: The library is not installed.
-    """
+    """A folder written by `Dataset.save_to_disk`; a ConfigError says that it holds several splits."""
     datasets = import_optional(
         "datasets",
         where=str(folder),
@@ -209,7 +191,7 @@ _BY_SUFFIX: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".bin": 
 _SUFFIXES = {"jsonl": (".jsonl", ".ndjson"), "tokens": (".bin",)}
 _EDGE_BYTES = 1 << 16
 
-# Not the library's own prose and code: tests, tables of characters, generated files, what others installed.
+# Tests, character tables, generated files and installed packages.
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data", "ensurepip", "config"}
 _LEFT_OUT |= {"site-packages", "dist-packages", "__pycache__", "__phello__"}
 _LEFT_OUT |= {"locale.py", "entities.py", "sitecustomize.py", "usercustomize.py"}
@@ -226,27 +208,23 @@ class DataSource:
 
     @property
     def digest(self) -> str:
-        """Of the sizes, first and last bytes of the files: tells other data without reading it all."""
+        """Hash of the sizes, first and last bytes of the files, which identifies the data without reading all of it."""
         digest = hashlib.sha256(self.callable.encode())
         for file in self.files:
             for part in [file] if file.is_file() else sorted(file.glob("*.arrow")):
-                digest.update(_edges(part))
+                with part.open("rb") as opened:
+                    size = part.stat().st_size
+                    head = opened.read(_EDGE_BYTES)
+                    opened.seek(max(0, size - _EDGE_BYTES))
+                    digest.update(hashlib.sha256(b"%d\0" % size + head + opened.read()).digest())
         return digest.hexdigest()[:16]
 
 
 def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "data.source") -> list[DataSource]:
-    """What each name stands for; neighbours of one format are put together.
-
-    Args:
-        source: As in `DataConfig.source`.
-        format: As in `DataConfig.format`.
-        where: The setting, for errors.
+    """The files behind each name, sorted; adjacent sources of one format are merged.
 
     Raises:
-        ConfigError: With every name that stands for nothing.
-
-    Ranks:
-        Local. The order depends on names only, so it is the same on every machine.
+        ConfigError: With every name that matches nothing.
     """
     names = (source,) if isinstance(source, str) else source
     problems = [] if names else ["an empty list"]
@@ -254,7 +232,10 @@ def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "da
     for name in names:
         matches = _find(name, format)
         if not matches:
-            problems.append(_nothing(name))
+            reason = "no file matches" if glob.has_magic(name) else "there is no such file"
+            reason = "the folder holds no files of the format" if Path(name).is_dir() else reason
+            reason = "this Python has its standard library without sources" if name == "python" else reason
+            problems.append(f"{name}: {reason}")
         for match in matches:
             if found and found[-1].format == match.format != "callable":
                 found[-1] = DataSource(match.format, found[-1].files + match.files)
@@ -266,14 +247,22 @@ def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "da
         why="a name is `python`, a file, a folder, a glob or `module:callable`",
         fix=f"mend the paths, which are taken from the folder {Path.cwd()}",
     )
-    _refuse_mixed(found, where)
+    formats = sorted({source.format for source in found})
+    is_alone = {"tokens", "callable"}.intersection(formats)
+    if (is_alone and len(formats) > 1) or sum(source.format == "callable" for source in found) > 1:
+        raise ConfigError(
+            f"{where} mixes {' and '.join(formats)}" if len(formats) > 1 else f"{where} names several callables",
+            where=where,
+            why="tokens and callables are a source of their own; text, JSONL and datasets can be mixed",
+            fix="name one kind, or set data.format if a name misleads",
+        )
     return found
 
 
 def standard_library_files() -> list[Path]:
     """The modules of this Python's standard library, without tests, tables and generated files.
 
-    The order is that of hashes of their names, so that any stretch of it is like any other.
+    They are ordered by a hash of their names, so that every part of the data is alike.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -302,43 +291,12 @@ def _find(name: str, format: str) -> list[DataSource]:
     else:
         paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         paths = [match for match in paths if match.is_file() or is_dataset(match)]
-    return [DataSource(_format_of(file, format), (file,)) for file in paths]
-
-
-def _format_of(file: Path, format: str) -> Format:
-    if format != "auto":
-        return format  # pyrefly: ignore[bad-return]  # of the names that the config allows
-    return "dataset" if file.is_dir() else _BY_SUFFIX.get(file.suffix, "text")
+    found = []
+    for file in paths:
+        by_name = "dataset" if file.is_dir() else _BY_SUFFIX.get(file.suffix, "text")
+        found.append(DataSource(by_name if format == "auto" else format, (file,)))  # pyrefly: ignore[bad-argument-type]
+    return found
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
-
-
-def _nothing(name: str) -> str:
-    path = Path(name)
-    if name == "python":
-        return "python: this Python has its standard library without sources"
-    if path.is_dir():
-        return f"{name}: the folder holds no files of the format"
-    return f"{name}: no file matches" if glob.has_magic(name) else f"{name}: there is no such file"
-
-
-def _refuse_mixed(found: list[DataSource], where: str) -> None:
-    formats = sorted({source.format for source in found})
-    alone = [format for format in formats if format in ("tokens", "callable")]
-    if (alone and len(formats) > 1) or sum(source.format == "callable" for source in found) > 1:
-        raise ConfigError(
-            f"{where} mixes {' and '.join(formats)}" if len(formats) > 1 else f"{where} names several callables",
-            where=where,
-            why="tokens and callables are a source of their own; text, JSONL and datasets can be mixed",
-            fix="name one kind, or set data.format if a name misleads",
-        )
-
-
-def _edges(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        size = file.stat().st_size
-        head = opened.read(_EDGE_BYTES)
-        opened.seek(max(0, size - _EDGE_BYTES))
-        return hashlib.sha256(b"%d\0" % size + head + opened.read()).digest()

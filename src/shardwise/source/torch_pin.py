@@ -1,9 +1,10 @@
-"""The newest torch that a project allows, and what of the emitted code that torch lacks. No torch."""
+"""The releases of torch that a project allows, and what they lack. No torch."""
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from shardwise.source.syntax import FileContext
@@ -14,16 +15,37 @@ _FILES += ("environment*.yml", "environment*.yaml")
 _NAME = r"(?<![\w.-])(?:py)?torch(?![\w-])[\"']?"
 _EXACT = re.compile(rf"{_NAME}\s*(?:={{1,3}}|~=)\s*[\"'{{]*(?:version\s*=\s*[\"'])?[~=]*\s*(\d+)\.(\d+)")
 _BELOW = re.compile(rf"{_NAME}[^\n\"'#;]*?<(=?)\s*(\d+)\.(\d+)")
+_ABOVE = re.compile(rf"{_NAME}[^\n\"'#;]*?>=?\s*(\d+)\.(\d+)")
 _SINCE: dict[str, Version] = {
     f"torch.distributed.fsdp.{name}": (2, 6)
     for name in ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy")
 } | {"torch.distributed.tensor.DTensor": (2, 5), "torch.accelerator": (2, 6)}
 """The first torch that has each public name which emitted code uses."""
+PUBLIC_FSDP2: Version = (2, 6)
+GONE = {
+    "torch._six": "inf is torch.inf, string_classes is str",
+    "torch.distributed.fsdp.wrap.default_auto_wrap_policy": "size_based_auto_wrap_policy",
+    "torch.distributed.fsdp.wrap.ParamExecOrderWrapPolicy": "ModuleWrapPolicy",
+    "torch.distributed.fsdp.flat_param": "the DTensors that model.parameters() gives",
+    "torch.distributed.fsdp.flatten_params_wrapper": "the DTensors that model.parameters() gives",
+}
+"""What no torch that has FSDP2 has any more, and what to use instead."""
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a file of requirements that are no comments; those of an inline script are."""
+    return [line for line in text.splitlines() if not re.match(r"\s*#(?!\s*(dependencies|[\"']))", line)]
+
+
+def oldest_torch(text: str) -> Version | None:
+    """The oldest torch that a file of requirements allows; None where it sets no limit."""
+    found = [one for line in _lines(text) for kind in (_EXACT, _ABOVE) for one in kind.finditer(line)]
+    return min(((int(one[1]), int(one[2])) for one in found), default=None)
 
 
 def newest_torch(text: str) -> Version | None:
     """The newest torch that a file of requirements allows; None where it sets no limit."""
-    lines = [line for line in text.splitlines() if not re.match(r"\s*#(?!\s*(dependencies|[\"']))", line)]
+    lines = _lines(text)
     found = [(int(one[1]), int(one[2])) for line in lines for one in _EXACT.finditer(line)]
     for inclusive, major, minor in (one.groups() for line in lines for one in _BELOW.finditer(line)):
         last = int(minor) if inclusive else int(minor) - 1
@@ -31,12 +53,14 @@ def newest_torch(text: str) -> Version | None:
     return min(found, default=None)
 
 
-def project_torch(paths: Iterable[str | Path]) -> tuple[Version, str] | None:
-    """The newest torch that the files around these paths allow, and the file that says so."""
+def project_torch(
+    paths: Iterable[str | Path], read: Callable[[str], Version | None] = newest_torch
+) -> tuple[Version, str] | None:
+    """The newest, or by another `read` the oldest, torch that the files around these paths allow, and which says so."""
     found = [
         (version, str(file))
         for file in dict.fromkeys(one for path in paths for one in _requirements(Path(path).absolute()))
-        if (version := newest_torch(file.read_text(encoding="utf-8", errors="replace"))) is not None
+        if (version := read(file.read_text(encoding="utf-8", errors="replace"))) is not None
     ]
     return min(found, default=None)
 
@@ -58,6 +82,15 @@ def lacking(before: FileContext, after: FileContext, version: Version) -> list[s
         for name, (major, minor) in _SINCE.items()
         if name in fresh and (major, minor) > version
     ]
+
+
+def gone(file: FileContext) -> Iterator[tuple[ast.AST, str, str]]:
+    """The imports of a file that no torch with FSDP2 has: where, of what, and what to use instead."""
+    for bindings in file.scopes[file.tree].names.values():
+        for one in bindings:
+            for name, instead in GONE.items():
+                if f"{one.origin}.".startswith(f"{name}."):
+                    yield file.parents.get(one.node, one.node), name, instead
 
 
 def _used(file: FileContext) -> set[str]:

@@ -1,0 +1,158 @@
+"""Which modules hold the experts of a layer, and whether the expert axis of the mesh can divide them.
+
+A module can be divided if it has the interface of transformers' experts (from transformers 5):
+
+- `num_experts`, an int, which its forward reads when it runs;
+- parameters of its own that are stacks, with an expert for each element of dimension 0;
+- `forward(hidden_states, top_k_index, top_k_weights)`, of shapes (tokens, width), (tokens, k) and (tokens, k), which
+  works on each (token, expert) pair alone and returns for each token the weighted sum over its experts.
+
+It is found by the names of these arguments, or named in `expert.modules`.
+"""
+
+import inspect
+import math
+
+from torch import nn
+
+from shardwise.errors import PlanError
+from shardwise.planning.calls import Calls
+from shardwise.planning.groups import GroupCandidate, Node, Tree, is_read_outside, unknown_pattern, why_kept_unsharded
+from shardwise.planning.plan import ParallelModule
+
+_ARGUMENTS = (
+    ("hidden_states", "top_k_index", "top_k_weights"),
+    ("hidden_states", "router_indices", "routing_weights"),  # GPT-OSS
+)
+_PAGE = "docs/composition.md, expert parallelism"
+
+
+def find_experts(
+    tree: Tree, calls: Calls, patterns: tuple[str, ...], num_ranks: int
+) -> tuple[list[GroupCandidate], list[ParallelModule]]:
+    """The modules that `num_ranks` ranks divide, each a group of its own; and these with those left as they are.
+
+    Raises:
+        PlanError: There are none, a named one cannot be divided, or the number of experts does not divide.
+    """
+    named = _named(tree, patterns)
+    candidates, entries = [], []
+    for node in named or [node for node in tree.root.walk() if _looks_like_experts(node)]:
+        problem = _problem(node, tree, calls)
+        if problem and named:
+            raise PlanError(
+                f"{node.fqn!r} ({node.class_name}) is named in expert.modules, but {problem}",
+                where=node.fqn,
+                why="experts are divided on dimension 0 of stacked parameters, and tokens by the arguments of forward",
+                fix=f"give it the interface of {_PAGE}, or leave it out of expert.modules",
+            )
+        if problem:
+            entries.append(ParallelModule(fqn=node.fqn, how="", reason=f"{problem}; sharded like dense parameters"))
+            continue
+        num_experts = num_experts_of(node)
+        how = f"{num_experts // num_ranks} of {num_experts} experts on each rank"
+        entries.append(ParallelModule(fqn=node.fqn, how=how, reason="tokens go to their experts by all-to-all"))
+        # A group before that of the experts, which would take it. Ranks may run it a different number of times.
+        inside = "inside experts, but not divided"
+        parts = [child for child in node.children if child.keys]
+        candidates += [GroupCandidate((part,), "part", inside, kept_unsharded=True) for part in parts]
+        kept = bool(why_kept_unsharded((node,), calls))
+        candidates.append(GroupCandidate((node,), "experts", f"experts of a layer: {how}", kept_unsharded=kept))
+    if not candidates:
+        raise _none_found(tree, entries, num_ranks)
+    _check_divisible([each.nodes[0] for each in candidates if each.kind == "experts"], num_ranks)
+    return candidates, entries
+
+
+def _named(tree: Tree, patterns: tuple[str, ...]) -> list[Node]:
+    nodes: dict[Node, None] = {}
+    for pattern in patterns:
+        matching = tree.matching(pattern)
+        if not matching:
+            raise unknown_pattern(pattern, list(tree.nodes), "expert.modules")
+        nodes |= dict.fromkeys(matching)
+    return list(nodes)
+
+
+def _looks_like_experts(node: Node) -> bool:
+    """Whether its forward has the arguments, or it is a list of modules that is called experts."""
+    if isinstance(node.module, nn.ModuleList):
+        return "expert" in node.fqn.rpartition(".")[2] and len({type(child.module) for child in node.children}) == 1
+    return _arguments(node.module)[:3] in _ARGUMENTS
+
+
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(module.forward).parameters)
+    except ValueError:  # written in C
+        return ()
+
+
+def num_experts_of(node: Node) -> int:
+    """Number of experts of a module that can be divided."""
+    return int(getattr(node.module, "num_experts", 0))
+
+
+def _problem(node: Node, tree: Tree, calls: Calls) -> str:
+    """Why a module cannot be divided; empty where it can."""
+    module, num_experts = node.module, getattr(node.module, "num_experts", None)
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    odd = [name for name, parameter in own.items() if tuple(parameter.shape[:1]) != (num_experts,)]
+    stacked = [
+        name for name, buffer in module._buffers.items() if buffer is not None and num_experts in buffer.shape[:1]
+    ]
+    owners = tree.owners()
+    if isinstance(module, nn.ModuleList):
+        return f"it is a list of {len(module)} {type(module[0]).__name__} modules, which are called one by one"
+    if len(_arguments(module)) < 3:
+        return f"its forward takes {', '.join(_arguments(module)) or 'nothing'}"
+    if not isinstance(num_experts, int) or isinstance(getattr(type(module), "num_experts", None), property):
+        return "it has no attribute `num_experts` that can be set"
+    if not own:
+        return "it has no parameters of its own"
+    if odd:
+        return f"{odd[0]} has shape {list(own[odd[0]].shape)}, which is no stack of {num_experts} experts"
+    if any(type(parameter) is not nn.Parameter for parameter in own.values()):
+        return "its parameters are of a tensor subclass"
+    if len(node.own) != len(own):
+        return "some of its parameters are not sharded"
+    if stacked:
+        return f"its buffer {stacked[0]} has an element for each expert, and only parameters are divided"
+    if any(child.keys and not child.has_forward for child in node.children):
+        return "it holds a container of modules with parameters"
+    if any(len(owners[key]) > 1 for key in node.own):
+        return "its parameters are tied to others"
+    if node.fqn in calls.conditional:
+        return "the data of a rank decide whether it runs, and all ranks of the axis exchange tokens"
+    if is_read_outside(node, node, calls):
+        return "code outside reads its weights, of which a rank has some only"
+    return ""
+
+
+def _none_found(tree: Tree, entries: list[ParallelModule], num_ranks: int) -> PlanError:
+    first = entries[0] if entries else None
+    why = (
+        "no module has the interface of experts" if first is None else f"{first.fqn}: {first.reason.partition(';')[0]}"
+    )
+    return PlanError(
+        f"the mesh axis 'expert' has {num_ranks} ranks, but {type(tree.root.module).__name__} has no experts to divide",
+        where="mesh.expert" if first is None else first.fqn,
+        why=why,
+        fix="set mesh.expert = 1, as in MeshConfig(shard=...), or write the experts of a layer as one module with "
+        f"stacked parameters ({_PAGE})",
+    )
+
+
+def _check_divisible(nodes: list[Node], num_ranks: int) -> None:
+    numbers = [num_experts_of(node) for node in nodes]
+    odd = next((node for node, number in zip(nodes, numbers, strict=True) if number % num_ranks), None)
+    if odd is not None:
+        common = math.gcd(*numbers)
+        sizes = [size for size in range(1, common + 1) if common % size == 0]
+        nearest = min(sizes, key=lambda size: (abs(size - num_ranks), size))
+        raise PlanError(
+            f"{odd.fqn!r} has {num_experts_of(odd)} experts, which {num_ranks} ranks cannot share evenly",
+            where=f"mesh.expert, {odd.fqn}",
+            why="each rank of the expert axis holds the same number of experts",
+            fix=f"set mesh.expert = {nearest}; these sizes work: {', '.join(map(str, sizes))}",
+        )

@@ -1,0 +1,152 @@
+"""How a decoder is divided into pipeline stages: blocks, and the modules before and after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import PlanError
+from shardwise.models.nested_tensors import find_tensors
+from shardwise.planning.tracing import innermost_module, on_fake_tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """What one pipeline stage holds of a model."""
+
+    index: int
+    num_stages: int
+    blocks: tuple[str, ...]
+    """FQNs, in the order in which they run."""
+    units: tuple[str, ...]
+    """FQNs of the other modules with parameters: embeddings on the first stage, norm and head on the last."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it gets tokens."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it makes the loss."""
+        return self.index == self.num_stages - 1
+
+
+def plan_stages(
+    model: nn.Module, blocks: Mapping[str, nn.Module], num_stages: int, run: Callable[[Any], object], inputs: Any
+) -> list[StagePlan]:
+    """Divide the blocks evenly; earlier stages get one more where their number does not divide.
+
+    Args:
+        model: The whole model.
+        blocks: FQN to module, in the order in which they run.
+        num_stages: Over all ranks.
+        run: Calls the model with a micro-batch, as the loss does.
+        inputs: The micro-batch.
+
+    Raises:
+        PlanError: There are fewer blocks than stages, or parameters that belong to no stage.
+
+    Ranks:
+        Local.
+    """
+    if len(blocks) < num_stages:
+        raise PlanError(
+            f"{type(model).__name__} has {len(blocks)} blocks for {num_stages} stages",
+            where="mesh.pipeline",
+            why="each stage runs one block at least",
+            fix=f"set mesh.pipeline * pipeline.stages_per_rank = {max(len(blocks), 1)} or less",
+        )
+    others = other_units(model, blocks)
+    before = units_before(model, blocks, others, run, inputs)
+    after = [name for name in others if name not in before]
+    size, rest = divmod(len(blocks), num_stages)
+    ends = [stage * size + min(stage, rest) for stage in range(num_stages + 1)]
+    names = list(blocks)
+    inside = (*blocks, *others)
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if not any(name.startswith(f"{unit}.") for unit in inside):
+            raise not_a_sequence(name, "belongs to no module that runs on one stage only")
+    return [
+        StagePlan(
+            index=index,
+            num_stages=num_stages,
+            blocks=tuple(names[ends[index] : ends[index + 1]]),
+            units=(*(before if index == 0 else ()), *(after if index == num_stages - 1 else ())),
+        )
+        for index in range(num_stages)
+    ]
+
+
+class _FirstBlock(Exception):
+    """The first block is about to run."""
+
+
+def units_before(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    others: Mapping[str, nn.Module],
+    run: Callable[[Any], object],
+    inputs: Any,
+) -> list[str]:
+    """Those of the other modules with parameters that run before the first block, seen on fake tensors.
+
+    Raises:
+        PlanError: A block gets more from them than its hidden states, or the model cannot be run on fake tensors.
+    """
+    called: list[str] = []
+    first = next(iter(blocks))
+
+    def stop(block: nn.Module, args: Any, kwargs: Any) -> None:
+        learnt = [tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad]
+        if len(learnt) > 1:
+            raise not_a_sequence(first, "gets more than one tensor that depends on parameters")
+        raise _FirstBlock
+
+    try:
+        with on_fake_tensors(model, inputs) as (fake, _):
+            for parameter in model.parameters():
+                parameter.requires_grad_(parameter.is_floating_point())
+            blocks[first].register_forward_pre_hook(stop, with_kwargs=True)
+            for name, module in others.items():
+                module.register_forward_hook(lambda *_, name=name: called.append(name))
+            run(fake)
+    except _FirstBlock:
+        return list(dict.fromkeys(called))
+    except PlanError:
+        raise
+    except Exception as error:  # the model's own code runs here and may raise anything
+        where = innermost_module(error.__traceback__, model) or type(model).__name__
+        what = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        raise PlanError(
+            f"the model cannot be run on fake tensors up to its first block: {what}",
+            where=where,
+            why="which modules belong to the first stage is seen in such a run",
+            fix="do not read data in what runs before the blocks, or set mesh.pipeline = 1",
+        ) from error
+    raise not_a_sequence(first, "does not run")
+
+
+def other_units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The outermost modules with parameters that contain no block and are in none: embeddings, norms, the head."""
+    held = {id(inner) for block in blocks.values() for inner in block.modules()}
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{unit}.") for unit in found)
+        has_blocks = any(id(inner) in held for inner in module.modules())
+        if not is_inside and not has_blocks and next(module.parameters(), None) is not None:
+            found[name] = module
+    return found
+
+
+def not_a_sequence(name: str, what: str) -> PlanError:
+    """The error for a model that cannot be divided."""
+    return PlanError(
+        f"{name} {what}",
+        where=name,
+        why="in a pipeline each block takes the hidden states of the one before, and runs on one stage only",
+        fix="set mesh.pipeline = 1, and divide the model by mesh.shard or mesh.tensor",
+    )

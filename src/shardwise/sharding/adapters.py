@@ -1,0 +1,429 @@
+"""LoRA: low-rank adapters beside the linear layers of a frozen model, and their names in peft's files."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+
+from shardwise.config.load import check_ranges
+from shardwise.config.schema import LoraConfig
+from shardwise.errors import CheckpointError, ConfigError, ShardError, listed
+from shardwise.models.configs import hugging_face_config
+from shardwise.planning.calls import is_opaque
+from shardwise.planning.groups import name_matcher
+from shardwise.sharding.blocks import find_blocks
+from shardwise.sharding.full_params import gather_in_buckets, reshard
+from shardwise.sharding.inventory import class_name, local_part, local_tensor, unwrapped_name
+from shardwise.sharding.nf4 import NF4Tensor, quantize_nf4, why_not_nf4
+from shardwise.sharding.registry import forget_parameters
+
+CONFIG_FILE = "adapter_config.json"
+_PREFIX = "base_model.model."
+"""What peft puts before the names of the model in its files."""
+_BUCKET_BYTES = 64 << 20
+M = TypeVar("M", bound=nn.Module)
+
+
+class LoraLayer(nn.Module):
+    """What a linear layer with an adapter has besides: two matrices and a forward that adds their product.
+
+    The adapter's parameters are the layer's own, not those of modules in it: the base keeps its names, and plans find
+    the same groups as without adapters.
+    """
+
+    weight: nn.Parameter
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_scale: float
+    lora_dropout: float
+
+    def reset_parameters(self) -> None:
+        """Draw the layer as without the adapter, and the adapter so that it changes nothing yet."""
+        if callable(reset := getattr(super(), "reset_parameters", None)):
+            reset()
+        self.reset_adapter()
+
+    def reset_adapter(self) -> None:
+        """Draw the first matrix and set the second to zero, as peft does."""
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's own output and the adapter's, which is computed in the adapter's dtype."""
+        output = super().forward(x)
+        narrow = F.dropout(x.to(self.lora_A.dtype), self.lora_dropout, self.training)
+        update = F.linear(F.linear(narrow, self.lora_A), self.lora_B) * self.lora_scale
+        return (output + update).to(output.dtype)
+
+
+def add_lora(model: M, config: LoraConfig | str | Path | None = None) -> M:
+    """Freeze a model and put a low-rank adapter beside each of its linear layers, in place; return the model.
+
+    Call it before `shard` (and before `checkpoint_activations` and `compile_blocks`). The names of the model's own
+    parameters stay, so that `load_weights` reads the base as before; adapters are called `<layer>.lora_A` and
+    `<layer>.lora_B`. `save_weights(model, folder, format="peft")` writes them for peft, `load_weights(model, folder)`
+    reads such a folder, and `merge_lora` adds them to the base.
+
+    Args:
+        model: On the meta device, or with values; not sharded. With values, each rank must draw the same adapters: seed
+            alike.
+        config: Rank, layers and quantisation; or a folder of peft's, whose adapters have these.
+
+    Raises:
+        ConfigError: A setting is out of range, or a pattern matches nothing that can have an adapter.
+        ShardError: The model is sharded, or has adapters already.
+
+    Ranks:
+        Local. Call it alike on every rank.
+    """
+    config = read_peft_config(Path(config)) if isinstance(config, str | Path) else config or LoraConfig()
+    check_ranges(config, "lora")
+    _refuse_changed(model)
+    blocks = _linears_of_blocks(model)
+    targets = blocks if config.targets == "auto" else _targets(model, config.targets)
+    if not targets:
+        raise ConfigError(
+            f"{class_name(model)} has no linear layer for an adapter",
+            where="lora.targets",
+            why="adapters stand beside nn.Linear layers, and transformers' Conv1D",
+            fix="train the model without lora",
+        )
+    model.requires_grad_(False)
+    if config.quantize == "nf4":
+        for layer in {**blocks, **targets}.values():
+            if not why_not_nf4(layer.weight) and not _is_tied(model, layer.weight):
+                layer.weight = nn.Parameter(quantize_nf4(layer.weight.detach()), requires_grad=False)
+    for layer in targets.values():
+        _adapt(layer, config)
+    return model
+
+
+def _adapt(layer: Any, config: LoraConfig) -> None:
+    num_inputs, num_outputs = _sizes(layer)
+    options: dict[str, Any] = {"dtype": getattr(torch, config.dtype), "device": layer.weight.device}
+    layer.__class__ = _adapted_class(type(layer))
+    layer.lora_A = nn.Parameter(torch.empty(config.rank, num_inputs, **options))
+    layer.lora_B = nn.Parameter(torch.empty(num_outputs, config.rank, **options))
+    layer.lora_scale, layer.lora_dropout = config.alpha / config.rank, config.dropout
+    if not layer.weight.is_meta:
+        layer.reset_adapter()
+
+
+@functools.cache
+def _adapted_class(kind: type) -> type:
+    """A layer's class with an adapter; the layer stays the object it is, with its hooks and its initialisation."""
+    return type(f"Lora{kind.__name__}", (LoraLayer, kind), {"__module__": __name__})
+
+
+def _refuse_changed(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ShardError(
+                f"add_lora comes too late: {name or 'the model'} is already sharded",
+                where=name or class_name(model),
+                why="sharding fixes the parameters of each group",
+                fix="call add_lora(model) before shard(model)",
+            )
+        if isinstance(module, LoraLayer) or _is_of_peft(module):
+            raise ShardError(
+                f"{name or 'the model'} has an adapter already",
+                where=name or class_name(model),
+                why="a layer has one adapter",
+                fix="merge_lora(model) first, or call add_lora once with all targets",
+            )
+
+
+def _linears_of_blocks(model: nn.Module) -> dict[str, Any]:
+    """The linear layers in the model's repeated blocks; all of them where it has none."""
+    try:
+        inside = {
+            id(module) for block in find_blocks(model, None, action="add_lora").values() for module in block.modules()
+        }
+    except ShardError:
+        inside = {id(module) for module in model.modules()}
+    return {name: layer for name, layer in _linears(model) if id(layer) in inside}
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Layers that can have an adapter: those whose forward is that of a linear layer and is really called."""
+    for name, module in model.named_modules():
+        for child_name, child in module.named_children():
+            if _is_linear(child) and not is_opaque(module):
+                yield f"{name}.{child_name}".lstrip("."), child
+    if _is_linear(model):
+        yield "", model
+
+
+def _is_linear(module: nn.Module) -> bool:
+    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return is_plain or f"{type(module).__module__}.{type(module).__name__}" == "transformers.pytorch_utils.Conv1D"
+
+
+def _sizes(layer: Any) -> tuple[int, int]:
+    """Inputs and outputs of a layer."""
+    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else tuple(layer.weight.shape)
+
+
+def _targets(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, Any]:
+    linears = dict(_linears(model))
+    chosen: dict[str, Any] = {}
+    for pattern in patterns:
+        fits = name_matcher(pattern)
+        found = [name for name, module in model.named_modules() if fits(name) or type(module).__name__ == pattern]
+        if wrong := [name for name in found if name not in linears]:
+            raise ConfigError(
+                f"{pattern!r} matches {wrong[0]!r}, a {type(model.get_submodule(wrong[0])).__name__}",
+                where="lora.targets",
+                why="adapters stand beside nn.Linear layers that are called as modules, and transformers' Conv1D",
+                fix=f"name layers such as {next(iter(linears), 'model.layers.*.q_proj')!r}",
+            )
+        if not found:
+            raise ConfigError(
+                f"{pattern!r} matches no layer",
+                where="lora.targets",
+                why="`*` stays within one name, `**` and a leading `*.` span dots",
+                fix=f"the model has {', '.join(listed(sorted({name.rpartition('.')[2] for name in linears})))}; "
+                "as in '*.q_proj'",
+            )
+        chosen |= {name: linears[name] for name in found}
+    return chosen
+
+
+def _is_tied(model: nn.Module, parameter: nn.Parameter) -> bool:
+    return sum(other is parameter for _, other in model.named_parameters(remove_duplicate=False)) > 1
+
+
+@torch.no_grad()
+def merge_lora(model: M) -> M:
+    """Add each adapter to the weight beside it and take the adapters away, in place; return the model.
+
+    The model computes the same up to rounding, and has the parameters that it had before `add_lora`, still frozen:
+    `save_weights` then writes them as those of any model.
+
+    Args:
+        model: With adapters of `add_lora`; sharded or not, with values.
+
+    Raises:
+        ShardError: It has no adapters, or its weights are quantised.
+
+    Ranks:
+        Collective where the model is sharded.
+    """
+    reshard(model)
+    layers = _layers(model)
+    if not layers:
+        raise ShardError(
+            f"{class_name(model)} has no adapters to merge",
+            where=f"merge_lora({class_name(model)})",
+            why="it adds adapters that add_lora made; peft merges its own (merge_and_unload, before sharding)",
+            fix="leave merge_lora out",
+        )
+    for name, layer in layers:
+        if isinstance(local_tensor(layer.weight), NF4Tensor):
+            raise ShardError(
+                f"the weight of {name!r} is stored in NF4",
+                where=name,
+                why="the adapter would be rounded to 16 levels, and most of it lost",
+                fix="save_weights(model, folder, format='peft'); then merge in a model without quantize='nf4': "
+                "add_lora(model, folder), load_weights(model, folder), merge_lora(model)",
+            )
+    pairs = (
+        (f"{index}.{part}", getattr(layer, part))
+        for index, (_, layer) in enumerate(layers)
+        for part in ("lora_A", "lora_B")
+    )
+    gathered = gather_in_buckets(pairs, bucket_bytes=_BUCKET_BYTES, keep=True)
+    for _, layer in layers:
+        (_, first), (_, second) = next(gathered), next(gathered)
+        update = second.float() @ first.float() * layer.lora_scale  # pyrefly: ignore[missing-attribute]
+        update = update if isinstance(layer, nn.Linear) else update.T
+        weight = local_tensor(layer.weight)
+        weight.add_(local_part(update, layer.weight).to(weight.device))
+    forget_parameters(model, [parameter for _, layer in layers for parameter in (layer.lora_A, layer.lora_B)])
+    for _, layer in layers:
+        del layer.lora_A, layer.lora_B, layer.lora_scale, layer.lora_dropout
+        layer.__class__ = _original_class(type(layer))
+    return model
+
+
+def _original_class(kind: type) -> type:
+    """The class of a layer before it had an adapter."""
+    if kind.__bases__[0] is LoraLayer:
+        return kind.__bases__[1]
+    sharded, adapted = kind.__bases__  # `fully_shard` made it, because the layer is a group of its own
+    original = _original_class(adapted)
+    return type(f"FSDP{original.__name__}", (sharded, original), {"__deepcopy__": vars(kind).get("__deepcopy__")})
+
+
+def adapter_keys(model: nn.Module) -> dict[str, str]:
+    """The model's name of each adapter parameter, and its name in peft's files; none for a model without adapters.
+
+    Args:
+        model: With adapters of `add_lora`, or one of peft's, with adapters of any kind; sharded or not.
+    """
+    if (peft := _peft_model(model)) is not None:
+        names = {unwrapped_name(name): parameter.shape for name, parameter in model.named_parameters()}
+        stand_ins = {name: torch.empty(shape, device="meta") for name, shape in names.items()}
+        stored = importlib.import_module("peft").get_peft_model_state_dict(
+            peft, state_dict=stand_ins, save_embedding_layers=False
+        )
+        key_of = {id(tensor): key for key, tensor in stored.items()}
+        return {name: key_of[id(tensor)] for name, tensor in stand_ins.items() if id(tensor) in key_of}
+    return {
+        f"{path}.{part}".lstrip("."): f"{_PREFIX}{path}.{part}.weight"
+        for path, _ in _layers(model)
+        for part in ("lora_A", "lora_B")
+    }
+
+
+def without_adapters(model: nn.Module, names: Iterable[str]) -> tuple[nn.Module, dict[str, str]]:
+    """The model that peft wrapped, and each name there with the name in `model`; any other model as it is.
+
+    Args:
+        model: With or without adapters.
+        names: Of its tensors.
+    """
+    if (peft := _peft_model(model)) is None:
+        return model, {name: name for name in names}
+    return peft.get_base_model(), {name.removeprefix(_PREFIX).replace(".base_layer.", "."): name for name in names}
+
+
+def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
+    return [(unwrapped_name(name), each) for name, each in model.named_modules() if isinstance(each, LoraLayer)]
+
+
+def peft_config(model: nn.Module) -> dict[str, Any]:
+    """What `adapter_config.json` says of the model's adapters.
+
+    Raises:
+        CheckpointError: The model has none.
+    """
+    if (peft := _peft_model(model)) is not None:
+        described = peft.peft_config[peft.active_adapter].to_dict()
+        plain = {key: sorted(value) if isinstance(value, set) else value for key, value in described.items()}
+        return {**plain, "inference_mode": True}
+    layers = _layers(model)
+    if not layers:
+        raise CheckpointError(
+            f"{class_name(model)} has no adapters to save",
+            where="format='peft'",
+            why="a folder of peft's holds adapters, not the model beside them",
+            fix="save_weights(model, path) writes the whole model; add_lora(model) adds adapters, before sharding",
+        )
+    layer, config = layers[0][1], getattr(model, "config", None)
+    rank = layer.lora_A.shape[0]
+    known = hugging_face_config(config) or {"architectures": [class_name(model)]}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if known["architectures"][0].endswith("ForCausalLM") else None,
+        "base_model_name_or_path": getattr(config, "_name_or_path", None) or None,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": layer.lora_scale * rank,
+        "lora_dropout": layer.lora_dropout,
+        "bias": "none",
+        "fan_in_fan_out": not isinstance(layer, nn.Linear),
+        "target_modules": _target_modules(model, [path for path, _ in layers]),
+    }
+
+
+def _target_modules(model: nn.Module, paths: list[str]) -> list[str]:
+    """The last parts of the layers' names, by which peft finds them; whole names where others end in these too."""
+    ends = {path.rpartition(".")[2] for path in paths}
+    same = [unwrapped_name(name) for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
+    return sorted(ends) if sorted(same) == sorted(paths) else sorted(paths)
+
+
+_REFUSED = {
+    "use_dora": False, "use_rslora": False, "bias": "none", "lora_bias": False, "rank_pattern": {}, "alpha_pattern": {},
+    "modules_to_save": None, "layers_to_transform": None, "target_parameters": None, "trainable_token_indices": None,
+    "use_qalora": False, "layer_replication": None, "exclude_modules": None,
+}  # fmt: skip
+"""Settings of peft that `add_lora` has nothing like, unless they have these values."""
+
+
+def read_peft_config(folder: Path) -> LoraConfig:
+    """The settings of the adapters in a folder of peft's.
+
+    Raises:
+        CheckpointError: It is not such a folder, or its adapters are of a kind that `add_lora` does not make.
+    """
+    described = _read_config(folder)
+    strange = [
+        f"{key} = {described[key]!r}"
+        for key, plain in _REFUSED.items()
+        if described.get(key, plain) not in (plain, None, [], {})
+    ]
+    if described.get("peft_type") != "LORA" or strange:
+        raise CheckpointError(
+            f"the adapters are {described.get('peft_type')}" + (f" with {', '.join(strange)}" if strange else ""),
+            where=str(folder / CONFIG_FILE),
+            why="add_lora makes plain LoRA adapters beside linear layers",
+            fix="open the folder with peft (PeftModel.from_pretrained), and shard that model",
+        )
+    targets = described["target_modules"]
+    if isinstance(targets, str):
+        raise CheckpointError(
+            f"target_modules is a pattern of peft's, {targets!r}",
+            where=str(folder / CONFIG_FILE),
+            why="it is a regular expression over names; add_lora takes names with *",
+            fix="pass LoraConfig(rank=..., alpha=..., targets=(...)), then load_weights(model, folder)",
+        )
+    return LoraConfig(
+        rank=described["r"],
+        alpha=float(described["lora_alpha"]),
+        dropout=float(described.get("lora_dropout") or 0.0),
+        targets=tuple(target if "." in target else f"*.{target}" for target in targets),
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        described = json.loads((folder / CONFIG_FILE).read_text())
+        if not isinstance(described, dict):
+            raise ValueError("not an object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{CONFIG_FILE} cannot be read: {error}",
+            where=str(folder),
+            why="a folder of peft's has one beside the adapters",
+            fix="name the folder that save_pretrained or save_weights(format='peft') wrote",
+        ) from None
+    return described
+
+
+def refuse_other_adapters(model: nn.Module, folder: Path) -> None:
+    """Raise if adapters in a folder of peft's mean something else than the model's: names and shapes do not show it.
+
+    Raises:
+        CheckpointError: They are scaled differently.
+    """
+    theirs, ours = _read_config(folder), peft_config(model)
+    scales = [config["lora_alpha"] / config["r"] for config in (theirs, ours) if config.get("r")]
+    if len(scales) == 2 and not math.isclose(*scales):
+        raise CheckpointError(
+            f"the adapters were trained with alpha / rank = {scales[0]:g}, the model's have {scales[1]:g}",
+            where=str(folder / CONFIG_FILE),
+            why="their product is multiplied by it",
+            fix=f"add_lora(model, {str(folder)!r}), which takes the settings from there",
+        )
+
+
+def _peft_model(model: nn.Module) -> Any:
+    library: Any = sys.modules.get("peft")
+    return model if library is not None and isinstance(model, library.PeftModel) else None
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("peft.")

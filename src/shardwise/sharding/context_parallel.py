@@ -1,0 +1,453 @@
+"""Context parallelism: each sequence is divided over the ranks of the mesh axis `context`.
+
+A rank runs the model on its part of every sequence. Only attention looks at other positions: there keys and values are
+all-gathered (their gradients reduce-scattered), and the rank computes the rows of its own queries.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from shardwise import compat
+from shardwise.distributed.agreement import gather_objects, raise_together
+from shardwise.distributed.mesh import sub_mesh
+from shardwise.errors import ShardError
+from shardwise.models.modes import evaluation_mode
+from shardwise.models.nested_tensors import change_tensors, find_tensors
+from shardwise.models.random_state import kept_random_state
+from shardwise.planning.plan import ParallelModule
+from shardwise.sharding.blocks import ReplacedForward, replace_innermost, replacements
+from shardwise.sharding.context_attention import SequenceLayout, WholeSequenceAttention, WrongAttention, tokens_of
+
+_STATE = "_shardwise_context"  # in the module's own dict
+
+
+class ContextParallel:
+    """The context axis of one model, and what its forward and its attention need to know of it.
+
+    Args:
+        model: Called with parts of sequences, as `split_sequences` makes them.
+        blocks: FQN to module: those in which attention is computed.
+        mesh: All ranks that share the model.
+        how: What the plan says: `balanced`, `verify`.
+    """
+
+    running_part: ClassVar[SequencePart | None] = None
+    """What the context-parallel forward that is running was called with."""
+
+    def __init__(
+        self, model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, how: Collection[str]
+    ) -> None:
+        axis = sub_mesh(mesh, ("context",))
+        assert axis is not None, "the mesh has a context axis"
+        self.model, self.blocks, self.mesh = model, blocks, mesh
+        self.group = axis.get_group()
+        self.layout = SequenceLayout(axis.size(), axis.get_local_rank(), "balanced" in how)
+        self.attention = WholeSequenceAttention(self.group, self.layout)
+        self.gather = self.attention.gather
+        self.replaced = self.attention.places(model)
+        """Modules and names of functions that are replaced while a block runs."""
+        self.is_on = True
+        self.must_verify = "verify" in how
+        self.signature = inspect.signature(model.forward)
+
+    def takes(self, name: str) -> bool:
+        """Whether the model's forward takes an argument."""
+        parameters = self.signature.parameters
+        return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Give the model's forward the positions, masks and documents of its part of the sequence."""
+        ContextParallel.running_part = None
+        if not self.is_on:
+            return None
+        bound = self.signature.bind_partial(*args, **kwargs)
+        rest = bound.arguments.pop(_rest_name(self.signature), {})
+        arguments = {**bound.arguments, **rest}
+        if self.must_verify and not compat.are_collectives_local():
+            self.must_verify = False
+            verify(self, arguments)
+        part = ContextParallel.running_part = SequencePart(self, arguments)
+        return (), part.arguments
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The forward has ended, by a return or by an exception."""
+        ContextParallel.running_part = None
+
+
+def _rest_name(signature: inspect.Signature) -> str:
+    kinds = {p.kind: name for name, p in signature.parameters.items()}
+    return kinds.get(inspect.Parameter.VAR_KEYWORD, "")
+
+
+def apply_context_parallel(model: nn.Module, planned: Sequence[ParallelModule], mesh: DeviceMesh) -> None:
+    """Let the attention of the planned blocks see whole sequences.
+
+    Ranks:
+        Local. The forwards communicate over the context axis.
+    """
+    blocks = {module.fqn: model.get_submodule(module.fqn) for module in planned}
+    state = ContextParallel(model, blocks, mesh, frozenset(planned[0].how.split(", ")))
+    model.__dict__[_STATE] = state
+    for name, block in blocks.items():
+        replace_innermost(block, functools.partial(ContextForward, state, name))
+        if any(replaced.is_compiled for replaced in replacements(block)):
+            block.forward = ContextForward(state, name, block.forward)
+    if _is_transformers(model):
+        _watch_transformers_masks()
+
+
+def hook_context_parallel(model: nn.Module) -> None:
+    """Prepare the inputs of each forward of a context-parallel model; after sharding, so that it comes first."""
+    if (state := context_of(model)) is not None:
+        model.register_forward_pre_hook(state.enter, prepend=True, with_kwargs=True)
+        model.register_forward_hook(state.leave, always_call=True)
+
+
+def context_of(model: nn.Module) -> ContextParallel | None:
+    """The context axis of a model, if it has one."""
+    return model.__dict__.get(_STATE)
+
+
+@contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Call the model with whole sequences inside, identical on the ranks of a context group, as `generate` does.
+
+    Ranks:
+        Local; the same on every rank.
+    """
+    state = context_of(model)
+    if state is None:
+        yield
+        return
+    before, state.is_on = state.is_on, False
+    try:
+        yield
+    finally:
+        state.is_on = before
+
+
+class ContextForward(ReplacedForward):
+    """A block's forward whose attention sees whole sequences.
+
+    One stands inside what recomputes the block, so that the recomputation does the same, and one outside of what
+    compiles it: a compiler follows the functions that are in place when it is called.
+    """
+
+    def __init__(self, state: ContextParallel, name: str, forward: Callable[..., Any]) -> None:
+        super().__init__(forward)
+        self.state, self.name = state, name
+        self.compiles_inside = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        if not self.state.is_on or torch.compiler.is_compiling():
+            return self.__wrapped__(*args, **kwargs)
+        if self.state.running_part is None and not compat.in_backward():
+            raise _error(self.name, "was called without the model around it")
+        before = [getattr(module, name) for module, name, _ in self.state.replaced]
+        for module, name, function in self.state.replaced:
+            setattr(module, name, function)
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        except WrongAttention as wrong:
+            raise _error(self.name, str(wrong)) from None
+        finally:
+            for (module, name, _), function in zip(self.state.replaced, before, strict=True):
+                setattr(module, name, function)
+
+
+def _error(block: str, what: str) -> ShardError:
+    return ShardError(
+        f"{block} {what}",
+        where=block,
+        why="with context parallelism a rank has a part of each sequence: a block attends from it to the whole, and "
+        "masks must cover the keys of all ranks",
+        fix="pass document_ids or a two-dimensional attention_mask to the model and let it take query_positions "
+        "(docs/composition.md), or set mesh.context = 1",
+    )
+
+
+class SequencePart:
+    """The arguments of one forward, made for this rank's part of the sequence.
+
+    Args:
+        state: The model's.
+        given: What the model was called with, by name.
+    """
+
+    def __init__(self, state: ContextParallel, given: Mapping[str, Any]) -> None:
+        self.state, self.arguments = state, dict(given)
+        tokens = tokens_of(given)
+        self.num_rows, self.length = tokens.shape[:2]
+        self.whole_length = self.length * state.layout.num_ranks
+        self.positions = state.layout.positions(self.whole_length, tokens.device)
+        self.documents: Tensor | None = None
+        """Document of each token of the whole sequence, for masks that transformers makes."""
+        self.padding: Tensor | None = None
+        """Which tokens of the whole sequence are real, if not all."""
+        if self.arguments.get("position_ids") is None:
+            self.arguments["position_ids"] = self.positions.expand(self.num_rows, -1)
+        if _is_transformers(state.model):
+            self._prepare_transformers(tokens)
+        elif self.arguments.get("document_ids") is not None:
+            self._prepare_documents()
+
+    def _prepare_documents(self) -> None:
+        if not self.state.takes("query_positions"):
+            raise ShardError(
+                f"{type(self.state.model).__name__}.forward takes document_ids but no query_positions",
+                where="mesh.context",
+                why="a rank has a part of each sequence, and attends to documents that begin on other ranks",
+                fix="let forward take query_positions and build its mask for these queries and all document_ids, as "
+                "shardwise.models.llama does, or set data.keep_apart = false",
+            )
+        self.arguments["document_ids"] = self.state.gather(self.arguments["document_ids"], 1)
+        self.arguments["query_positions"] = self.positions
+
+    def _prepare_transformers(self, tokens: Tensor) -> None:
+        """Find documents and padding of the whole sequence; transformers would look for them in the part."""
+        arguments, gather = self.arguments, self.state.gather
+        mask = arguments.get("attention_mask")
+        if mask is None:
+            positions = gather(arguments["position_ids"].expand(self.num_rows, -1), 1)
+            starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1  # as transformers finds them
+            if bool(starts.any()):
+                self.documents = starts.cumsum(1)
+            # With a mask, even of ones, transformers does not look for documents itself.
+            arguments["attention_mask"] = torch.ones(self.num_rows, self.length, dtype=torch.bool, device=tokens.device)
+        elif mask.ndim != 2:
+            raise ShardError(
+                f"attention_mask has {mask.ndim} dimensions",
+                where="mesh.context",
+                why="a rank has a part of each sequence, and such a mask covers no other rank's keys",
+                fix="pass attention_mask (rows, length), or none and position_ids that start anew with each document",
+            )
+        else:
+            whole = gather(mask.bool(), 1)
+            self.padding = None if bool(whole.all()) else whole
+        if arguments.get("use_cache", True) and self.state.takes("use_cache"):
+            arguments["use_cache"] = False
+        if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
+            self._shift_labels()
+
+    def _shift_labels(self) -> None:
+        """Labels are the tokens: shift them across ranks, and count those of all ranks, as transformers' loss would."""
+        labels = self.state.gather(self.arguments["labels"], 1)
+        shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+        self.arguments["shift_labels"] = shifted[:, self.positions]
+        if self.arguments.get("num_items_in_batch") is None:
+            self.arguments["num_items_in_batch"] = (shifted != -100).sum() / self.state.layout.num_ranks
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+
+
+@functools.cache
+def _watch_transformers_masks() -> None:
+    """Make transformers' masks for this rank's queries and all keys, while a context-parallel forward is running."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    plain = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        part = ContextParallel.running_part
+        return plain(*args, **kwargs) if part is None else _mask_of_part(part, plain, kwargs)
+
+    AttentionMaskInterface.register("sdpa", make_mask)
+
+
+def _mask_of_part(part: SequencePart, plain: Callable[..., Tensor | None], options: dict[str, Any]) -> Tensor | None:
+    """What transformers' `sdpa_mask` would make for the whole sequence, of the rows of this rank."""
+    rule, size = options["mask_function"], options.get("local_size")
+    odd = [t for t in _captured_tensors(rule) if t.ndim > 1 and t.shape[-1] == part.length]
+    lengths = options["q_length"], options["kv_length"], options.get("q_offset", 0), options.get("kv_offset", 0)
+    is_chunked = size is not None and part.padding is not None and not bool(part.padding[:, 0].all())
+    if odd or is_chunked or lengths != (part.length, part.length, 0, 0):
+        raise ShardError(
+            "the model builds a mask that depends on more than positions, documents and padding",
+            where=f"{type(part.state.model).__name__}, mesh.context",
+            why="a rank has a part of each sequence, and cannot know such a mask for the keys of other ranks",
+            fix="set mesh.context = 1, or call the model without what the mask is made from (images, left padding)",
+        )
+    is_local = size is not None and part.whole_length >= size
+    may_skip = options.get("allow_is_causal_skip", True) or options.get("allow_is_bidirectional_skip", False)
+    if may_skip and not is_local and part.documents is None and part.padding is None:
+        return None
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        at = part.positions[query]
+        is_seen = rule(row, head, at, key)
+        return is_seen if part.documents is None else is_seen & (part.documents[row, at] == part.documents[row, key])
+
+    changed = {"mask_function": seen, "kv_length": part.whole_length, "attention_mask": part.padding}
+    return plain(**options | changed | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+def _captured_tensors(function: Any) -> Iterator[Tensor]:
+    """The tensors that a function and the functions in it have captured."""
+    for cell in getattr(function, "__closure__", None) or ():
+        for value in cell.cell_contents if isinstance(cell.cell_contents, tuple | list) else (cell.cell_contents,):
+            if isinstance(value, Tensor):
+                yield value
+            elif callable(value):
+                yield from _captured_tensors(value)
+
+
+_CHUNK = 4
+"""Tokens of a chunk of the prefix that is compared."""
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+
+
+@torch.no_grad()
+def verify(state: ContextParallel, given: Mapping[str, Any]) -> None:
+    """Compare a short prefix of the first row with and without context parallelism, block by block.
+
+    A module that mixes positions by anything but attention (a convolution, a recurrence, attention written out) sees
+    its rank's part of the sequence only: its output differs at the first token of each chunk.
+
+    Args:
+        state: The model's.
+        given: What the model was called with, by name.
+
+    Raises:
+        ShardError: The ranks were not given parts of a sequence, or a block differs; on all ranks.
+
+    Ranks:
+        Collective. Two forwards of a few tokens.
+    """
+    layout, length = state.layout, tokens_of(given).shape[1]
+    size = max(1, min(_CHUNK, length // len(layout.chunks())))
+    prefix = size * layout.num_chunks
+    raise_together(_wrong_parts(state, given), group=state.mesh)
+    whole = {name: _prefix(state, value, length, prefix) for name, value in given.items()}
+    comparison = Comparison(layout.positions(prefix, tokens_of(whole).device), prefix, size)
+    buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
+    with ExitStack() as stack:
+        stack.enter_context(evaluation_mode(state.model))
+        stack.enter_context(kept_random_state())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, block in state.blocks.items():
+            before = functools.partial(comparison.before, name)
+            stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(functools.partial(comparison.after, name)).remove)
+        with whole_sequences(state.model):
+            state.model(**whole)
+        comparison.is_recorded = True
+        state.model(**change_tensors(whole, comparison.rows))
+    for buffer, value in buffers:
+        buffer.copy_(value)
+    found = gather_objects(comparison.num_different, group=state.group)
+    totals = {name: sum(each[name] for each in found) for name in found[0]}
+    wrong = next((name for name, count in totals.items() if 2 * count >= layout.num_chunks - 1), None)
+    raise_together(None if wrong is None else _mixes_positions(state, wrong), group=state.mesh)
+
+
+def _wrong_parts(state: ContextParallel, given: Mapping[str, Any]) -> ShardError | None:
+    """What is wrong with the parts that the ranks of a context group were given, if anything.
+
+    Ranks:
+        Collective.
+    """
+    tokens, positions = tokens_of(given), given.get("position_ids")
+    parts = [each for each in (tokens, positions) if isinstance(each, Tensor)]
+    digest = [zlib.crc32(each.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) for each in parts]
+    told = gather_objects((tuple(tokens.shape), digest), group=state.group)
+    fix = "call the model with split_sequences(batch, mesh=mesh), and take the loss of its labels"
+    if len({shape for shape, _ in told}) > 1:
+        shapes = ", ".join(str(list(shape)) for shape, _ in told)
+        why = "each rank has an equal part of the same sequences"
+        return ShardError(f"the ranks of a context group have tokens {shapes}", where="mesh.context", why=why, fix=fix)
+    if len({str(digest) for _, digest in told}) == 1:
+        return ShardError(
+            "all ranks of a context group were given the same tokens",
+            where="mesh.context",
+            why="each rank takes what it is given for its part of a longer sequence",
+            fix=fix,
+        )
+    if isinstance(positions, Tensor) and positions.ndim == 2:
+        whole = state.gather(positions, 1)
+        if bool((whole.diff(dim=1) > 1).any()):
+            return ShardError(
+                "the parts of the ranks of a context group are not in the order that the model expects",
+                where="mesh.context",
+                why=f"context.balanced is {state.layout.balanced}, and the positions of all parts then have gaps",
+                fix=fix + " and the same `balanced`",
+            )
+    return None
+
+
+def _prefix(state: ContextParallel, value: Any, length: int, prefix: int) -> Any:
+    """The first tokens of the first sequence, of an argument that has this rank's part of it."""
+    if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != length:
+        return value
+    return state.gather(value[:1], 1)[:, :prefix]
+
+
+class Comparison:
+    """What each block gets and returns for a whole prefix, and how many tokens of this rank's part differ.
+
+    Args:
+        positions: Of this rank's part.
+        length: Tokens of the prefix.
+        size: Tokens of a chunk.
+    """
+
+    def __init__(self, positions: Tensor, length: int, size: int) -> None:
+        self.positions, self.length, self.size = positions, length, size
+        self.is_recorded = False
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self.num_different: dict[str, int] = {}
+        """By block: first tokens of chunks, but that of the first, that differ."""
+
+    def rows(self, value: Tensor) -> Tensor:
+        """This rank's rows of a tensor of the whole prefix."""
+        is_whole = value.ndim >= 2 and value.shape[1] == self.length
+        return value[:, self.positions] if is_whole else value
+
+    def before(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Remember the block's hidden states; in the second run replace them by the rows of those."""
+        hidden = self._hidden((args, kwargs), self.positions.numel() if self.is_recorded else self.length)
+        if not self.is_recorded:
+            self.inputs[name] = hidden
+            return None
+        # So that rounding does not add up over blocks, and the first block that differs is the one.
+        return change_tensors((args, kwargs), lambda each: self.rows(self.inputs[name]) if each is hidden else each)
+
+    def after(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
+        """Remember what the block returns; in the second run compare it."""
+        hidden = self._hidden(output, self.positions.numel() if self.is_recorded else self.length)
+        if not self.is_recorded:
+            self.outputs[name] = hidden
+            return
+        expected = self.outputs[name]
+        gaps = (hidden.float() - self.rows(expected).float()).abs().flatten(2).amax((0, 2))
+        limit = _TOLERANCE.get(expected.dtype, 5e-2) * expected.float().abs().amax()
+        starts = (self.positions % self.size == 0) & (self.positions > 0)
+        self.num_different[name] = int(((gaps > limit) & starts).sum())
+
+    def _hidden(self, value: Any, length: int) -> Tensor:
+        tensors = find_tensors(value)
+        return next(t for t in tensors if t.is_floating_point() and t.ndim >= 3 and t.shape[1] == length)
+
+
+def _mixes_positions(state: ContextParallel, name: str) -> ShardError:
+    return ShardError(
+        f"{name} ({type(state.blocks[name]).__name__}) gives another result with context parallelism",
+        where=name,
+        why="it mixes positions by something that is not scaled_dot_product_attention (a convolution, a recurrence, "
+        "attention written out as matrix products), and sees this rank's part of the sequence only",
+        fix="use attention by scaled_dot_product_attention, or set mesh.context = 1",
+    )

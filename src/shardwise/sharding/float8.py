@@ -1,0 +1,133 @@
+"""float8 matrix products through torchao: linear layers converted in place, and the scales of what is gathered."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import compat
+from shardwise.errors import import_optional
+from shardwise.planning.float8 import GATHERED
+from shardwise.planning.plan import Plan
+from shardwise.sharding.inventory import layout_of, local_tensor
+from shardwise.sharding.repointing import around_steps
+
+
+def import_torchao() -> Any:
+    """Torchao's float8 package.
+
+    Raises:
+        EnvironmentProblem: It is not installed.
+    """
+    return _import_torchao()
+
+
+@functools.cache
+def _import_torchao() -> Any:
+    # It warns of each extension library that was built for another Python or torch; float8 training needs none.
+    logger = logging.getLogger("torchao")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return import_optional(
+            "torchao.float8",
+            where="float8.recipe",
+            why="torchao has the float8 linear layer",
+            fix='pip install "shardwise[float8]", or set float8.recipe = off',
+        )
+    finally:
+        logger.setLevel(level)
+
+
+def convert_linears(model: nn.Module, plan: Plan) -> None:
+    """Let the linear layers that the plan names compute in float8.
+
+    A layer stays the object it is, with its names, hooks and initialisation.
+
+    Args:
+        model: Not sharded yet.
+        plan: Of it.
+
+    Raises:
+        EnvironmentProblem: torchao is not installed.
+    """
+    for module in plan.float8:
+        if module.how:
+            recipe = module.how.removesuffix(GATHERED)
+            _convert(model.get_submodule(module.fqn), recipe, plan.device, gathers=module.how.endswith(GATHERED))
+
+
+def _convert(linear: Any, recipe: str, device: str, *, gathers: bool) -> None:
+    float8 = import_torchao()
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    options = {"enable_fsdp_float8_all_gather": gathers, "emulate": device == "cpu"}
+    twin = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+    plain = set(vars(twin))
+    twin = float8.convert_to_float8_training(twin, config=dataclasses.replace(config, **options))
+    vars(linear).update({name: value for name, value in vars(twin).items() if name not in plain})
+    linear.__class__ = _converted_class(type(linear), type(twin))
+    if gathers:
+        wrap = importlib.import_module("torchao.float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
+        target = linear.config.cast_config_weight.target_dtype
+        weight = wrap(linear.weight.detach(), linear.linear_mm_config, target)
+        linear.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
+
+
+@functools.cache
+def _converted_class(kind: type, float8_linear: type) -> type:
+    return type(f"Float8{kind.__name__}", (float8_linear, kind), {"__module__": float8_linear.__module__})
+
+
+class GatheredScales:
+    """The scales of weights that are gathered in float8, all found by one all-reduce when the root is entered.
+
+    Without it each gather of each weight reduces its own. They hold until backward ends, or forward where there is
+    none: then an optimizer or a loader may write the weights.
+
+    Args:
+        root: Sharded.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        found = [weight for group in compat.param_groups(root) for weight in compat.sharded_parameters(group)]
+        found = [each for each in found if hasattr(compat.extension_of(each), "_precomputed_scale")]
+        layouts = [layout_of(each) for each in found if isinstance(each, DTensor)]
+        self._layout = next((layout for layout in layouts if layout is not None), None)
+        self._weights = [
+            weight
+            for weight, layout in zip(found, layouts, strict=True)
+            if layout is not None and self._layout is not None and layout.mesh == self._layout.mesh
+        ]
+        if self._weights:
+            if self._weights[0].device.type == "cpu":
+                compat.gather_bytes(root)
+            root.register_forward_pre_hook(lambda *_unused: self._find(), prepend=True)
+            root.register_forward_hook(lambda *_unused: None if torch.is_grad_enabled() else self._forget())
+            compat.on_backward_end(root, self._forget)
+            around_steps(compat.param_groups(root), before=lambda _: self._forget())
+
+    @torch.no_grad()
+    def _find(self) -> None:
+        largest = torch.stack(torch._foreach_norm([local_tensor(weight) for weight in self._weights], math.inf)).float()
+        assert self._layout is not None
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._layout.mesh.get_group(self._layout.axis))
+        for weight, scale in zip(self._weights, self._scales(largest).unbind(), strict=True):
+            compat.extension_of(weight)._precomputed_scale = scale
+
+    def _scales(self, largest: torch.Tensor) -> torch.Tensor:
+        # As torchao computes them: in double precision, and no smaller than its epsilon.
+        highest = torch.finfo(compat.extension_of(self._weights[0])._dtype).max
+        return (highest / largest.clamp(min=1e-12).double()).float()
+
+    def _forget(self) -> None:
+        for weight in self._weights:
+            compat.extension_of(weight)._precomputed_scale = None

@@ -1,0 +1,513 @@
+"""Pipeline parallelism: the blocks of a decoder divided into stages, which torch's schedules run.
+
+Every stage runs the model's own forward on the micro-batch, so that masks, positions and rotary tables are made as
+always. Blocks of earlier stages hand on what was received, and the forward ends after the stage's last block.
+Parameters keep the names that they have in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from shardwise.config.schema import PipelineConfig, ShardConfig
+from shardwise.distributed.agreement import gather_objects, raise_together, run_on_all
+from shardwise.distributed.mesh import default_mesh, gradient_mesh, model_mesh, sub_mesh
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.models.modes import evaluation_mode
+from shardwise.models.nested_tensors import change_tensors, find_tensors
+from shardwise.models.random_state import kept_random_state
+from shardwise.planning.groups import is_explicit, outermost_blocks
+from shardwise.planning.plan import ParallelModule, Plan
+from shardwise.planning.planner import plan as make_plan
+from shardwise.planning.stages import StagePlan, not_a_sequence, plan_stages
+from shardwise.sharding.apply import shard
+from shardwise.sharding.full_params import reshard
+from shardwise.sharding.inventory import local_tensor
+from shardwise.sharding.pipeline_stage import Loss, Passing, StageForward, copy_with, make_stand_ins
+from shardwise.sharding.registry import PipelineRanks, describe, sharded_state
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(slots=True)
+class Part:
+    """One stage on this rank."""
+
+    stage: StagePlan
+    model: nn.Module
+    passing: Passing
+    forward: StageForward
+
+
+class Pipeline:
+    """A decoder divided into stages, of which this rank has one or several. Made by `pipeline`.
+
+    Args:
+        parts: This rank's stages, first ones first.
+        model: The modules of all of them, under the names that they have in the whole model.
+        mesh: All ranks.
+        config: Schedule and number of micro-batches.
+        ties: Parameters of this rank that another rank of the pipeline holds too: name, and that rank in the group.
+    """
+
+    def __init__(
+        self, parts: list[Part], model: nn.Module, mesh: DeviceMesh, config: PipelineConfig, ties: list[tuple[str, int]]
+    ) -> None:
+        self.parts, self.model, self.mesh, self.config = parts, model, mesh, config
+        axis = sub_mesh(mesh, ("pipeline",))
+        assert axis is not None
+        self.group, self.num_ranks, self.rank = axis.get_group(), axis.size(), axis.get_local_rank()
+        self.num_microbatches = 0
+        """In the last batch."""
+        self._ties = ties
+        self._schedule: Any = None
+        self._shape: tuple[int, ...] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Over all ranks."""
+        return self.parts[0].stage.num_stages
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stages compute."""
+        return torch.device(self.mesh.device_type)
+
+    @property
+    def models(self) -> list[tuple[int, nn.Module]]:
+        """This rank's stages: number and model, to materialise or to load weights into."""
+        return [(part.stage.index, part.model) for part in self.parts]
+
+    @property
+    def plans(self) -> list[Plan]:
+        """How each of this rank's stages is sharded."""
+        states = [sharded_state(part.model) for part in self.parts]
+        return [state.plan for state in states if state is not None]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this rank's stages: what its optimizer updates."""
+        return self.model.parameters()
+
+    def step(self, batch: Batch, *, num_tokens: int | Tensor | None = None) -> Tensor:
+        """Forward and backward of all micro-batches; gradients are those of the mean loss over all tokens.
+
+        Args:
+            batch: This rank's rows, the same on every rank of a pipeline; their number divides into micro-batches.
+            num_tokens: Of the batch; None: labels that are not -100, or rows where it has no labels.
+
+        Returns:
+            The mean loss over the tokens of all ranks; the same on every rank.
+
+        Raises:
+            ConfigError: The rows do not divide into micro-batches.
+            ShardError: The blocks are not a sequence; on all ranks, in the first step.
+
+        Ranks:
+            Collective.
+        """
+        if num_tokens is None:
+            labels, rows = batch.get("labels"), next(iter(batch.values())).shape[0]
+            num_tokens = rows if labels is None else (labels != -100).sum()
+        total = torch.as_tensor(num_tokens, device=self.device).to(torch.float32, copy=True)
+        ranks = gradient_mesh(self.mesh)
+        for axis in range(ranks.ndim):
+            dist.all_reduce(total, group=ranks.get_group(axis))
+        loss, _ = self.forward_and_backward(batch, ranks.size() / total.clamp(min=1))
+        for axis in range(ranks.ndim):
+            dist.all_reduce(loss, group=ranks.get_group(axis))
+        return loss / ranks.size()
+
+    def forward_and_backward(self, batch: Batch, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+        """Gradients of the losses of all micro-batches, each times `scale`.
+
+        Returns:
+            Their sum, and the number of tokens where the loss says it; the same on every rank of a pipeline.
+
+        Ranks:
+            Collective.
+        """
+        self._prepare(batch)
+        for part in self.parts:
+            part.forward.scale, part.forward.num_tokens = scale, []
+        losses: list[Tensor] = []
+        target = torch.zeros(self.num_microbatches, device=self.device)
+        self._schedule.step(target=target, losses=losses, return_outputs=False, **batch)
+        self._add_tied_gradients()
+        return self._told([loss.detach() for loss in losses])
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The summed loss of a batch without gradients, and the number of tokens where the loss says it.
+
+        Ranks:
+            Collective. The same on every rank of a pipeline.
+        """
+        self._prepare(batch)
+        losses: list[Tensor] = []
+        sends: list[tuple[dist.Work | None, Tensor]] = []
+        micro = _split(batch, self.num_microbatches)
+        for part in self.parts:
+            part.forward.scale, part.forward.num_tokens = 1.0, []
+            index = part.stage.index
+            for rows in micro:
+                received = [torch.empty_like(shape, device=self.device) for shape in self._inputs(part)]
+                for tensor in received:
+                    dist.recv(tensor, group=self.group, group_src=(index - 1) % self.num_ranks)
+                sent = part.model(*received, **rows)
+                if part.stage.is_last:
+                    losses.append(sent)
+                    continue
+                for tensor in sent:
+                    peer = (index + 1) % self.num_ranks
+                    sends.append((dist.isend(tensor, group=self.group, group_dst=peer), tensor))
+        for work, _ in sends:
+            if work is not None:
+                work.wait()
+        for part in self.parts:
+            reshard(part.model)
+        return self._told(losses)
+
+    def _told(self, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The sum of the last stage's losses, and of its tokens, on every rank of the pipeline."""
+        both = torch.zeros(2, device=self.device)
+        if losses:
+            both[0] = torch.stack(losses).sum()
+            both[1] = torch.stack([each.to(both) for each in self.parts[-1].forward.num_tokens]).sum()
+        dist.all_reduce(both, group=self.group)
+        return both[0], both[1]
+
+    def _inputs(self, part: Part) -> list[Tensor]:
+        """What a stage receives, on meta."""
+        if part.stage.is_first:
+            return []
+        num_earlier = len(part.forward.blocks) - len(part.stage.blocks)
+        hidden, *extras = part.passing.shapes()
+        return [hidden, *extras * num_earlier]
+
+    def _outputs(self, part: Part) -> list[Tensor]:
+        """What a stage sends, or the loss, on meta."""
+        if part.stage.is_last:
+            return [torch.empty((), device="meta")]
+        hidden, *extras = part.passing.shapes()
+        return [hidden, *extras * len(part.forward.blocks)]
+
+    def _prepare(self, batch: Batch) -> None:
+        """Learn from the first batch what goes between stages; make the schedule for it.
+
+        Ranks:
+            Collective, for the first batch of a shape.
+        """
+        shape = tuple(next(iter(batch.values())).shape)
+        if shape == self._shape:
+            return
+        count = partial(num_microbatches, self.config, self.num_ranks, shape[0])
+        self.num_microbatches = run_on_all(count, self.mesh)
+        rows = _split(batch, self.num_microbatches)[0]
+        is_first = self.parts[0].stage.is_first
+        described = _observe(self.parts[0], rows) if is_first else None
+        told = next(each for each in gather_objects(described, group=self.group) if each is not None)
+        error = told if isinstance(told, ShardwiseError) else None
+        raise_together(error, group=self.mesh)
+        assert not isinstance(told, ShardwiseError)
+        for part in self.parts:
+            part.passing.block_output, part.passing.unit_outputs = told
+            try:
+                _check_chain(part, rows, [torch.zeros_like(each, device=self.device) for each in self._inputs(part)])
+            except ShardwiseError as caught:
+                error = caught
+        raise_together(error, group=self.mesh)
+        self._send_tied_parameters()
+        self._schedule, self._shape = self._make_schedule(), shape
+
+    def _make_schedule(self) -> Any:
+        stages: list[Any] = [
+            PipelineStage(
+                part.model,
+                part.stage.index,
+                self.num_stages,
+                self.device,
+                input_args=tuple(each.requires_grad_() for each in self._inputs(part)),
+                output_args=tuple(each.requires_grad_() for each in self._outputs(part)),
+                group=self.group,
+            )
+            for part in self.parts
+        ]
+        options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
+        if self.config.schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, self.num_microbatches, **options)
+        kind = Schedule1F1B if self.config.schedule == "1f1b" else ScheduleGPipe
+        return kind(stages[0], self.num_microbatches, **options)
+
+    def _send_tied_parameters(self) -> None:
+        """Give the last stage the values that the first one has of parameters that both hold."""
+        with torch.no_grad():
+            for name, peer in self._ties:
+                memory = local_tensor(self.model.get_parameter(name))
+                if self.rank < peer:
+                    dist.send(memory.contiguous(), group=self.group, group_dst=peer)
+                else:
+                    received = torch.empty_like(memory)
+                    dist.recv(received, group=self.group, group_src=peer)
+                    memory.copy_(received)
+
+    def _add_tied_gradients(self) -> None:
+        """Add the gradients that another stage has of the parameters that both hold."""
+        for name, peer in self._ties:
+            parameter = self.model.get_parameter(name)
+            assert parameter.grad is not None
+            mine = local_tensor(parameter.grad)
+            other = torch.empty_like(mine)
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, mine.clone(), group=self.group, group_peer=peer),
+                    dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
+                ]
+            )
+            for work in works:
+                work.wait()
+            mine.add_(other)
+
+
+def _split(batch: Batch, number: int) -> list[dict[str, Tensor]]:
+    parts = {name: value.chunk(number) for name, value in batch.items()}
+    return [dict(zip(parts, each, strict=True)) for each in zip(*parts.values(), strict=True)]
+
+
+def num_microbatches(config: PipelineConfig, num_ranks: int, num_rows: int) -> int:
+    """The number of micro-batches that a rank's rows are divided into.
+
+    By default the smallest that divides the rows and is at least twice the number of stages; where there is none, the
+    largest that is at least the number of stages.
+
+    Raises:
+        ConfigError: There are fewer micro-batches than stages, or the rows do not divide.
+    """
+    num_stages = num_ranks * config.stages_per_rank
+    divisors = [number for number in range(num_stages, num_rows + 1) if num_rows % number == 0]
+    if config.schedule == "interleaved":
+        divisors = [number for number in divisors if number % num_ranks == 0]
+    chosen = config.microbatches
+    if chosen is None and divisors:
+        chosen = next((number for number in divisors if number >= 2 * num_stages), divisors[-1])
+    problem = fix = ""
+    if (config.schedule == "interleaved") != (config.stages_per_rank > 1):
+        problem = f"pipeline.stages_per_rank is {config.stages_per_rank} with the schedule {config.schedule}"
+        fix = "set pipeline.schedule = interleaved and pipeline.stages_per_rank = 2, or 1f1b and 1"
+    elif chosen is None or chosen not in divisors:
+        problem = f"{num_rows} sequences on each rank cannot be divided into {chosen or num_stages} micro-batches"
+        number = f"pipeline.microbatches to one of {divisors[:8]}" if divisors else f"at least {num_stages} of them"
+        fix = f"set {number}" if divisors else f"use {number}: a larger batch, or fewer stages"
+    if problem:
+        raise ConfigError(
+            problem,
+            where="pipeline.microbatches",
+            why=f"micro-batches have equal sizes, and each of {num_stages} stages works on one of them at a time",
+            fix=fix,
+        )
+    assert chosen is not None
+    return chosen
+
+
+def _observe(part: Part, rows: Batch) -> tuple[Any, dict[str, Any]] | ShardwiseError:
+    """What the first stage's blocks, and the modules before them, return; run without gradients.
+
+    Ranks:
+        Collective over the ranks of the first stage.
+    """
+    outputs: dict[str, Any] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda module, args, output: outputs.update({name: _on_meta(output)})
+
+    with ExitStack() as stack:
+        for name in (*part.stage.units, *part.stage.blocks):
+            stack.callback(part.model.get_submodule(name).register_forward_hook(note(name)).remove)
+        _run_once(part, rows, [])
+    returned = [outputs[name] for name in part.stage.blocks]
+    tensors = find_tensors(returned[0])
+    if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
+        return not_a_sequence(part.stage.blocks[0], "returns no hidden states, or tensors that have no gradients")
+    return returned[0], {name: outputs[name] for name in part.stage.units if name in outputs}
+
+
+def _check_chain(part: Part, rows: Batch, received: list[Tensor]) -> None:
+    """Raise unless each block of a stage gets the hidden states of the one before as they are.
+
+    Ranks:
+        Collective over the ranks of the stage.
+    """
+    before: list[Tensor] = []
+
+    def check(name: str) -> Callable[..., None]:
+        def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
+            hidden = before[-1] if before else part.passing.hidden
+            if hidden is not None and not any(each is hidden for each in find_tensors((args, kwargs))):
+                raise not_a_sequence(name, "does not get the hidden states of the block before as they are")
+
+        return enter
+
+    with ExitStack() as stack:
+        for name in part.stage.blocks:
+            block = part.model.get_submodule(name)
+            stack.callback(block.register_forward_pre_hook(check(name), prepend=True, with_kwargs=True).remove)
+            hook = block.register_forward_hook(lambda module, args, output: before.append(find_tensors(output)[0]))
+            stack.callback(hook.remove)
+        _run_once(part, rows, received)
+
+
+@torch.no_grad()
+def _run_once(part: Part, rows: Batch, received: list[Tensor]) -> None:
+    """Run a stage to look at it, and leave no trace."""
+    buffers = [(buffer, buffer.clone()) for buffer in part.model.buffers()]
+    with evaluation_mode(part.model), kept_random_state():
+        part.model(*received, **rows)
+    reshard(part.model)
+    for buffer, value in buffers:
+        buffer.copy_(value)
+
+
+def _on_meta(value: Any) -> Any:
+    return change_tensors(value, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+
+
+def pipeline(
+    model: nn.Module,
+    config: ShardConfig | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    loss: Loss,
+    example_inputs: Batch,
+) -> Pipeline:
+    """Divide a decoder into stages along the mesh axis `pipeline`, and shard this rank's stages.
+
+    Any model works whose blocks are a sequence: each takes the hidden states that the one before returned. Build it on
+    the meta device, so that no rank holds all of it; then call `materialize(pipeline.model)` or load weights. An output
+    matrix that is tied to the embedding is held by the first and the last stage, and their gradients are added.
+
+    Args:
+        model: The whole model; do not use it afterwards.
+        config: How stages are sharded, and in `config.pipeline` their schedule.
+        mesh: From `init_distributed(MeshConfig(pipeline=...))`.
+        loss: Called with the model and a micro-batch; returns the loss summed over its tokens.
+        example_inputs: A batch as `step` gets it.
+
+    Raises:
+        ConfigError: The mesh has no pipeline axis, or there are fewer micro-batches than stages.
+        PlanError: There are fewer blocks than stages, or the model cannot be divided; nothing has been changed.
+
+    Ranks:
+        Collective. Call on every rank of `mesh`.
+    """
+    config, mesh = config or ShardConfig(), mesh or default_mesh()
+    axis = sub_mesh(mesh, ("pipeline",))
+    num_ranks = 1 if axis is None else axis.size()
+    stages, whole = run_on_all(lambda: _plan(model, config, mesh, num_ranks, loss, example_inputs), mesh)
+    assert axis is not None
+    rank, group = axis.get_local_rank(), axis.get_group()
+    blocks = [name for stage in stages for name in stage.blocks]
+    units = [name for stage in stages for name in stage.units]
+    ties = find_ties(model, stages)
+    parts: list[Part] = []
+    present: dict[str, nn.Module] = {}
+    for stage in stages[rank::num_ranks]:
+        passing = Passing()
+        kept = {name: model.get_submodule(name) for name in (*stage.blocks, *stage.units)}
+        stand_ins = make_stand_ins(model, stage, blocks, units, passing)
+        part = copy_with(model, stand_ins | kept)
+        planned = _plan_of_part(part, config, mesh, whole, stage)
+        shard(part, config, mesh=mesh, plan=planned)
+        upto = blocks[: blocks.index(stage.blocks[-1]) + 1]
+        forward = part.forward = StageForward(part, stage, passing, loss, upto)
+        parts.append(Part(stage, part, passing, forward))
+        tied = {name: module for name, module in stand_ins.items() if next(module.parameters(), None) is not None}
+        present = stand_ins | present | tied | kept
+    peers = [
+        (name, (last if stage == first else first) % num_ranks)
+        for name, (first, last) in ties.items()
+        for stage in (part.stage.index for part in parts)
+        if stage in (first, last)
+    ]
+    merged = parts[0].model
+    if len(parts) > 1:  # rotary tables and the like, of which every stage has its own
+        own = {name for name, module in model.named_modules() if next(module.children(), None) is None}
+        own = {name for name in own if not any(f"{name}.".startswith(f"{held}.") for held in present)}
+        merged = copy_with(model, {name: parts[0].model.get_submodule(name) for name in own} | present)
+    indices = [part.stage.index for part in parts]
+    repeated = frozenset(name for name, (_, last) in ties.items() if last in indices)
+    names = frozenset(_names(model))
+    for part in parts:
+        state = sharded_state(part.model)
+        assert state is not None
+        state.pipeline = PipelineRanks(group, repeated, names - frozenset(_names(part.model)))
+        if part.model is not merged:
+            describe(merged, replace(state, pipeline=PipelineRanks(group, repeated, names - frozenset(_names(merged)))))
+    return Pipeline(parts, merged, mesh, config.pipeline, peers)
+
+
+def _plan(
+    model: nn.Module, config: ShardConfig, mesh: DeviceMesh, num_ranks: int, loss: Loss, batch: Batch
+) -> tuple[list[StagePlan], Plan]:
+    """The stages, and the groups of the whole model; everything that is wrong is found here."""
+    if num_ranks == 1:
+        raise ConfigError(
+            "the mesh has no pipeline axis",
+            where="mesh.pipeline",
+            why="stages are divided over the ranks along it",
+            fix="init_distributed(MeshConfig(pipeline=2)), or shard(model)",
+        )
+    num_stages = num_ranks * config.pipeline.stages_per_rank
+    num_parts = num_microbatches(config.pipeline, num_ranks, next(iter(batch.values())).shape[0])
+    whole = make_plan(model, config, mesh=model_mesh(mesh))
+    blocks = outermost_blocks(model, whole.groups)
+    micro = _split(batch, num_parts)[0]
+    return plan_stages(model, blocks, num_stages, lambda fake: loss(model, fake), micro), whole
+
+
+def _plan_of_part(part: nn.Module, config: ShardConfig, mesh: DeviceMesh, whole: Plan, stage: StagePlan) -> Plan:
+    """The plan of one stage: the groups that the whole model would have."""
+    if not is_explicit(config):
+        present = {name for name, module in part.named_modules() if next(module.parameters(), None) is not None}
+        single = [group.modules[0] for group in whole.groups if len(group.modules) == 1]
+        names = [name for name in single if name and name in present]
+        config = replace(config, block_patterns=tuple(names))
+    planned = make_plan(part, config, mesh=model_mesh(mesh))
+    how = f"stage {stage.index} of {stage.num_stages}, {config.pipeline.schedule}"
+    reason = "blocks are divided evenly; what runs before and after them is on the first and the last stage"
+    entries = tuple(ParallelModule(fqn=name, how=how, reason=reason) for name in (*stage.blocks, *stage.units))
+    return replace(planned, pipeline=entries)
+
+
+def find_ties(model: nn.Module, stages: list[StagePlan]) -> dict[str, tuple[int, int]]:
+    """Parameters that two stages hold, by their first name: the embedding, and the output matrix tied to it.
+
+    Raises:
+        PlanError: More than two stages hold a parameter.
+    """
+    holders: dict[int, tuple[str, list[int]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        _, held = holders.setdefault(id(parameter), (name, []))
+        held += [
+            stage.index for stage in stages for unit in (*stage.blocks, *stage.units) if name.startswith(f"{unit}.")
+        ]
+    ties: dict[str, tuple[int, int]] = {}
+    for name, held in holders.values():
+        if len(different := sorted(set(held))) > 1:
+            if len(different) > 2:
+                raise not_a_sequence(name, f"is tied between {len(different)} stages")
+            ties[name] = (different[0], different[1])
+    return ties
+
+
+def _names(model: nn.Module) -> list[str]:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [name for name, _ in named]

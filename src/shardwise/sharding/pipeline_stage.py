@@ -1,0 +1,181 @@
+"""One stage of a pipeline: stand-ins for the modules of other stages, and the forward of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.models.nested_tensors import change_tensors, find_tensors
+from shardwise.planning.stages import StagePlan, not_a_sequence
+from shardwise.sharding.blocks import ReplacedForward
+
+Loss = Callable[[nn.Module, Any], Any]
+"""From the model and a micro-batch to the loss summed over its tokens, or to a pair of that and their number."""
+
+
+@dataclass(slots=True)
+class Passing:
+    """What goes from stage to stage: hidden states, and what else blocks return."""
+
+    block_output: Any = None
+    """What a block returns, its tensors on meta; hidden states come first."""
+    unit_outputs: dict[str, Any] = field(default_factory=dict)
+    """What the modules before the blocks return, on meta."""
+    hidden: Tensor | None = None
+    """Received for the micro-batch that is running."""
+    extras: dict[str, list[Tensor]] = field(default_factory=dict)
+    """By block: the tensors that it returns beside its hidden states, such as a loss of its router."""
+
+    def returned(self, block: str) -> Any:
+        """What a block of an earlier stage returns."""
+        assert self.hidden is not None
+        tensors = iter([self.hidden, *self.extras[block]])
+        return change_tensors(self.block_output, lambda _: next(tensors))
+
+    def shapes(self) -> list[Tensor]:
+        """The tensors of a block's output, on meta."""
+        return find_tensors(self.block_output)
+
+
+class StageEnd(Exception):
+    """The last block of the stage has run."""
+
+
+class EarlierBlock(nn.Module):
+    """Stands for a block of an earlier stage, with its plain attributes."""
+
+    def __init__(self, block: nn.Module, name: str, passing: Passing) -> None:
+        super().__init__()
+        vars(self).update({key: value for key, value in vars(block).items() if not key.startswith("_")})
+        self.name, self.passing = name, passing
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What was received."""
+        return self.passing.returned(self.name)
+
+
+class LaterBlock(nn.Module):
+    """Stands for a block of a later stage; the forward of this one ends here."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        vars(self).update({key: value for key, value in vars(block).items() if not key.startswith("_")})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """End the stage."""
+        raise StageEnd
+
+
+class AbsentUnit(nn.Module):
+    """Stands for an embedding, a norm or the head of another stage.
+
+    Before the blocks it returns zeros of the right shape, which take no memory and are not used: the blocks of earlier
+    stages return what was received.
+    """
+
+    def __init__(self, name: str, passing: Passing) -> None:
+        super().__init__()
+        self.name, self.passing = name, passing
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Zeros of the shape that the unit returns."""
+        if self.name not in self.passing.unit_outputs:
+            raise not_a_sequence(self.name, "runs on a stage that does not hold it")
+        hidden = self.passing.hidden
+        assert hidden is not None
+        zero = hidden.new_zeros(())
+        return change_tensors(self.passing.unit_outputs[self.name], lambda t: zero.to(t.dtype).expand(t.shape))
+
+
+def make_stand_ins(
+    model: nn.Module, stage: StagePlan, blocks: list[str], units: list[str], passing: Passing
+) -> dict[str, nn.Module]:
+    """By name: what takes the place of the modules of other stages."""
+    stand_ins: dict[str, nn.Module] = {}
+    first = blocks.index(stage.blocks[0])
+    for index, name in enumerate(blocks):
+        if name not in stage.blocks:
+            block = model.get_submodule(name)
+            stand_ins[name] = EarlierBlock(block, name, passing) if index < first else LaterBlock(block)
+    kept = [model.get_submodule(name) for name in (*stage.blocks, *stage.units)]
+    held = {id(parameter) for module in kept for parameter in module.parameters()}
+    for name in units:
+        if name not in stage.units:
+            stand_ins[name] = stand_in = AbsentUnit(name, passing)
+            for key, parameter in model.get_submodule(name).named_parameters(recurse=False):
+                if id(parameter) in held:  # tied to one of this stage: it keeps its first name
+                    stand_in.register_parameter(key, parameter)
+    return stand_ins
+
+
+def copy_with(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """A copy of the model with these modules in the places of its own."""
+    return copy.deepcopy(model, {id(model.get_submodule(name)): module for name, module in modules.items()})
+
+
+class StageForward(ReplacedForward):
+    """A stage's forward: from what was received to what is sent, or to the loss.
+
+    Args:
+        model: The stage's part of the model, sharded.
+        stage: What it holds.
+        passing: Shared with the stand-ins in it.
+        loss: Called with the model and the micro-batch on every stage; on all but the last it ends with the last block.
+    """
+
+    def __init__(self, model: nn.Module, stage: StagePlan, passing: Passing, loss: Loss, blocks: list[str]) -> None:
+        super().__init__(model.forward)
+        self.model, self.stage, self.passing, self.loss = model, stage, passing, loss
+        self.blocks = blocks
+        """All blocks of the model up to the last one of this stage."""
+        self.scale: Tensor | float = 1.0
+        self.num_tokens: list[Tensor] = []
+        """What the loss said of each micro-batch."""
+        self._is_running = False
+        self._outputs: dict[str, list[Tensor]] = {}
+        for name in stage.blocks:
+            model.get_submodule(name).register_forward_hook(self._note(name))
+
+    def _note(self, name: str) -> Callable[..., None]:
+        def note(block: nn.Module, args: Any, output: Any) -> None:
+            if self._is_running:
+                self._outputs[name] = find_tensors(output)
+
+        return note
+
+    def __call__(self, *received: Tensor, **batch: Any) -> Any:
+        """Run the stage; inside, the model is called as it would be without a pipeline."""
+        if self._is_running:
+            return self.__wrapped__(*received, **batch)
+        self._receive(received)
+        self._is_running = True
+        try:
+            loss = self.loss(self.model, batch)
+        except StageEnd:
+            return self._sent()
+        finally:
+            self._is_running, self.passing.hidden, self._outputs = False, None, {}
+        loss, num_tokens = loss if isinstance(loss, tuple) else (loss, torch.zeros(()))
+        self.num_tokens.append(torch.as_tensor(num_tokens))
+        return loss * self.scale
+
+    def _receive(self, received: tuple[Tensor, ...]) -> None:
+        earlier = self.blocks[: -len(self.stage.blocks)]
+        if earlier:
+            self.passing.hidden, *extras = received
+            num_extras = len(extras) // len(earlier)
+            parts = [extras[at * num_extras : (at + 1) * num_extras] for at in range(len(earlier))]
+            self.passing.extras = dict(zip(earlier, parts, strict=True))
+
+    def _sent(self) -> tuple[Tensor, ...]:
+        """Hidden states of the last block, and the other outputs of all blocks so far."""
+        extras = self.passing.extras | {name: tensors[1:] for name, tensors in self._outputs.items()}
+        hidden = self._outputs[self.stage.blocks[-1]][0]
+        shape = self.passing.shapes()[0] if self.passing.block_output is not None else hidden
+        sent = [hidden.to(shape.dtype), *(tensor for name in self.blocks for tensor in extras[name])]
+        return tuple(tensor.contiguous() for tensor in sent)
