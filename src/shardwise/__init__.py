@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shardwise.checkpointing.weights import save_weights as save_weights
     from shardwise.config.run import RunConfig as RunConfig
     from shardwise.config.schema import ContextConfig as ContextConfig
+    from shardwise.config.schema import ExpertConfig as ExpertConfig
+    from shardwise.config.schema import Float8Config as Float8Config
     from shardwise.config.schema import GroupOverride as GroupOverride
     from shardwise.config.schema import LoraConfig as LoraConfig
     from shardwise.config.schema import MeshConfig as MeshConfig
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from shardwise.config.schema import PrecisionConfig as PrecisionConfig
     from shardwise.config.schema import PrefetchConfig as PrefetchConfig
     from shardwise.config.schema import ShardConfig as ShardConfig
+    from shardwise.config.schema import TensorConfig as TensorConfig
     from shardwise.diagnosing.check import check as check
     from shardwise.diagnosing.guard import Guard as Guard
     from shardwise.diagnosing.guard import explained as explained
@@ -83,8 +86,8 @@ _HOMES = {
     "shardwise.checkpointing.weights": ("load_weights", "save_weights"),
     "shardwise.config.run": ("RunConfig",),
     "shardwise.config.schema": (
-        "ContextConfig", "GroupOverride", "LoraConfig", "MeshConfig", "PipelineConfig", "PrecisionConfig",
-        "PrefetchConfig", "ShardConfig",
+        "ContextConfig", "ExpertConfig", "Float8Config", "GroupOverride", "LoraConfig", "MeshConfig", "PipelineConfig",
+        "PrecisionConfig", "PrefetchConfig", "ShardConfig", "TensorConfig",
     ),
     "shardwise.diagnosing.check": ("check",),
     "shardwise.diagnosing.guard": ("Guard", "explained", "guard"),

@@ -1,5 +1,6 @@
 """materialize(): the same weights on any number of ranks, every tensor written, never all of it at once."""
 
+import gc
 import itertools
 import json
 from collections.abc import Callable
@@ -433,11 +434,18 @@ class Wide(nn.Module):
             nn.init.normal_(parameter, std=0.5)
 
 
+def live_bytes() -> int:
+    """Bytes of all plain tensors that Python knows; those inside DTensors too."""
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and not each.is_meta]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
 @pytest.mark.parametrize("from_the_top", [False, True])
 @ranks(2)
 def test_peak_memory_is_the_shard_and_one_module(rank: int, from_the_top: bool, tmp_path: Path):
     """Judged by torch's allocator: the whole model is 8 MiB, this rank's part 4 MiB, one module 1 MiB."""
     mebibyte = 2**20
+    live = live_bytes()
     model = on_meta(Wide)
     for layer in model.get_submodule("layers").children():
         fully_shard(layer)
@@ -456,7 +464,8 @@ def test_peak_memory_is_the_shard_and_one_module(rank: int, from_the_top: bool, 
     # late; holding all tensors that the root touches would make 12.
     limit = (10.5 if from_the_top else 5.5) * mebibyte
     assert 5 * mebibyte <= max(allocated) <= limit, max(allocated) / mebibyte
-    assert allocated[-1] <= (6.5 if from_the_top else 5.1) * mebibyte  # one copy may still be gloo's
+    # The profiler does not see what gloo's threads free: what is left is counted by itself.
+    assert live_bytes() - live <= 4.1 * mebibyte, (live_bytes() - live) / mebibyte
 
 
 @ranks(4)

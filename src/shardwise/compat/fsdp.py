@@ -89,14 +89,14 @@ class _GatherBytes:
     """A group's all-gather that sends bytes: gloo does not know float8, in which a group may be gathered."""
 
     def __init__(self, comm: Any) -> None:
-        self._comm = comm
+        self.comm = comm
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
+        return getattr(self.comm, name)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
         tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor}
-        return self._comm(**{name: tensor.view(torch.uint8) for name, tensor in tensors.items()}, **options)
+        return self.comm(**{name: tensor.view(torch.uint8) for name, tensor in tensors.items()}, **options)
 
 
 def gather_bytes(model: nn.Module) -> None:
@@ -203,11 +203,6 @@ def wait_before_unshard(group: Any) -> None:
     """Let the next all-gather of a group wait for what the current stream writes into its shards now."""
     if group.device.type != "cpu":
         group.comm_ctx.all_gather_copy_in_stream.wait_stream(group.device_handle.current_stream())
-
-
-def refuse_deepcopy(module: nn.Module, refuse: Callable[..., Any]) -> None:
-    """Call `refuse`, which raises, where a sharded module is deep-copied; FSDP2 fails by an assertion."""
-    type(module).__deepcopy__ = refuse  # pyrefly: ignore[missing-attribute]  # the class is FSDP2's own
 
 
 def wait_for_reduced_gradients(groups: Iterable[Any]) -> None:

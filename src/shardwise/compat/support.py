@@ -22,7 +22,8 @@ NEEDED: dict[str, str] = {
     "padded_sharded_param_size mp_policy= unsharded_accumulated_grad? to_accumulated_grad_if_needed? "
     "reduce_dtype? param_dtype _sharded_param_data _sharded_local_tensor sharded_size "
     "init_all_gather_outputs to_sharded_dtensor "
-    "offload_to_cpu device mesh_info _module_info _orig_size all_gather_outputs= _unsharded_inner_tensors=",
+    "offload_to_cpu device mesh_info _module_info _orig_size all_gather_outputs= _unsharded_inner_tensors= "
+    "_post_load_hook_handle",
     f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules shared_param_names",
     f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info device device_handle "
     "comm_ctx reduce_grads all_reduce_grads reshard "
@@ -53,7 +54,7 @@ NEEDED: dict[str, str] = {
     "torch.distributed.device_mesh:DeviceMesh": "_concatenate _flatten",
     "torch.distributed.distributed_c10d": "_get_default_store",
     "torch._C._distributed_c10d:Store": "clone",
-    "torch.distributed.tensor:DTensor": "_spec",
+    "torch.distributed.tensor:DTensor": "_spec _local_tensor",
     "torch.distributed.tensor:Shard": "_split_tensor",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta",
     "torch.amp:GradScaler": "_unscale_grads_",

@@ -4,6 +4,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -257,15 +258,16 @@ def _shard_group(
         ignored_params=aside,
     )
     for member in members:
-        compat.refuse_deepcopy(member, _refuse_deepcopy)
+        # Of the instance: torch gives modules that others shard the same class. FSDP2 fails by an assertion.
+        member.__dict__["__deepcopy__"] = partial(_refuse_deepcopy, class_name(member))
     if len({getattr(torch, p.dtype).is_complex for p in group.parameters if p.trainable}) > 1:
         compat.set_complex_apart(members[0])
 
 
-def _refuse_deepcopy(module: nn.Module, _: Any) -> None:
+def _refuse_deepcopy(name: str, _: Any) -> None:
     raise ShardError(
-        f"copy.deepcopy of a sharded {class_name(module)}",
-        where=class_name(module),
+        f"copy.deepcopy of a sharded {name}",
+        where=name,
         why="its hooks and its process groups cannot be copied",
         fix="copy the model before sharding and shard both, or build another and load_state_dict(model.state_dict()); "
         "for an average of weights, shardwise.EMA(model)",

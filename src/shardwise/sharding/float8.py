@@ -7,6 +7,7 @@ import functools
 import importlib
 import logging
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class GatheredScales:
             root.register_forward_pre_hook(lambda *_unused: self._find(), prepend=True)
             root.register_forward_hook(lambda *_unused: None if torch.is_grad_enabled() else self._forget())
             compat.on_backward_end(root, self._forget)
-            around_steps(compat.param_groups(root), before=lambda _: self._forget())
+            weakref.finalize(root, around_steps(compat.param_groups(root), before=lambda _: self._forget()))
 
     @torch.no_grad()
     def _find(self) -> None:

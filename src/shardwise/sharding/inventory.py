@@ -198,11 +198,15 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
     along = [range(size) if axis in axes else (own[axis],) for axis, size in enumerate(mesh.shape)]
     parts = [_chunks_at(spec, place) for place in itertools.product(*along)]
     num_bytes = max(math.prod(shape) for shape, _ in parts) * local.element_size()
-    gathered = torch.zeros(num_bytes, dtype=torch.uint8, device=mesh.device_type)
-    gathered[: local.nbytes] = local.contiguous().view(-1).view(torch.uint8)
+    gathered = local.contiguous().to(mesh.device_type).view(-1).view(torch.uint8)
+    if len(gathered) < num_bytes:
+        gathered = torch.cat([gathered, gathered.new_zeros(num_bytes - len(gathered))])
     for axis in reversed(axes) if num_bytes else ():
         sent, gathered = gathered, gathered.new_empty(mesh.size(axis) * len(gathered))
         compat.all_gather_flat(gathered, sent, mesh.get_group(axis))
+    layout = layout_of(tensor)
+    if layout is not None and layout.dim == 0:  # the parts follow each other, and only the last ones are padded
+        return gathered[: tensor.numel() * local.element_size()].view(local.dtype).view(tensor.shape).to(local.device)
     full = torch.empty(tensor.shape, dtype=local.dtype, device=gathered.device)
     for (shape, chunks), data in zip(parts, gathered.view(len(parts), num_bytes), strict=True):
         part = data.view(local.dtype)[: math.prod(shape)].view(shape)
@@ -359,7 +363,7 @@ class TensorEntry:
         """
         with torch.no_grad():
             if isinstance(self.tensor, DTensor):
-                # A copy: what a collective returns may share storage, with the shard or with its own buffers.
+                # A copy: collectives hold on to their buffers, and `materialize` asks whether anyone still does.
                 return full_tensor(compat.dtensor_like(self.local.to(device), self.tensor)).clone()
             return self.tensor.detach().to(device, copy=True)
 

@@ -97,7 +97,19 @@ def watch_optimizers(model: nn.Module, replaced: Mapping[Any, torch.Tensor | Non
 
 @functools.cache
 def _watch_steps() -> None:
+    """Register torch's hooks, once and for good: removed by a garbage collection in a step, they would break it."""
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(lambda optimizer, *_: _call(_AFTER_STEPS, optimizer))
+
+
+_BEFORE_STEPS: dict[object, Callable[[Optimizer], None]] = {}
+_AFTER_STEPS: dict[object, Callable[[Optimizer], None]] = {}
+"""What `around_steps` registered."""
+
+
+def _call(callbacks: dict[object, Callable[[Optimizer], None]], optimizer: Optimizer) -> None:
+    for callback in list(callbacks.values()):
+        callback(optimizer)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -112,6 +124,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         # updated shards from the next forward.
         if (group := reference()) is not None and not compat.is_resharded(group):
             compat.wait_and_reshard(group)
+    _call(_BEFORE_STEPS, optimizer)
 
 
 _Places = tuple[tuple[int, int], ...]
@@ -131,8 +144,8 @@ def around_steps(
     references = [weakref.ref(group) for group in groups]
     found: weakref.WeakKeyDictionary[Optimizer, _Places] = weakref.WeakKeyDictionary()
 
-    def calling(callback: Callable[[_Places], None]) -> Callable[..., None]:
-        def call(optimizer: Optimizer, *_: Any) -> None:
+    def calling(callback: Callable[[_Places], None]) -> Callable[[Optimizer], None]:
+        def call(optimizer: Optimizer) -> None:
             if optimizer not in found:
                 living = [(number, group) for number, reference in enumerate(references) if (group := reference())]
                 places = {
@@ -146,12 +159,16 @@ def around_steps(
 
         return call
 
-    hooks = [register_optimizer_step_pre_hook(calling(before))] if before is not None else []
-    hooks += [register_optimizer_step_post_hook(calling(after))] if after is not None else []
+    _watch_steps()
+    key = object()
+    if before is not None:
+        _BEFORE_STEPS[key] = calling(before)
+    if after is not None:
+        _AFTER_STEPS[key] = calling(after)
 
     def stop() -> None:
-        for hook in hooks:
-            hook.remove()
+        _BEFORE_STEPS.pop(key, None)
+        _AFTER_STEPS.pop(key, None)
 
     return stop
 
