@@ -19,7 +19,6 @@ from torch import Tensor
 from shardwise.config.load import check_ranges
 from shardwise.config.run import DataConfig
 from shardwise.errors import CheckpointError, ConfigError, ShardError, raise_listed
-from shardwise.progress import NoProgress, Progress
 from shardwise.training.data.reading import open_samples
 from shardwise.training.data.samples import IGNORED, Batch, Samples, Tokenizer
 
@@ -323,13 +322,11 @@ def open_data(
     seed: int,
     vocab_size: int | None,
     device: torch.device | str,
-    progress: Progress | None = None,
 ) -> Loader:
     """Open the training data.
 
-    Text and, where they are packed, JSONL and datasets are tokenised here, once, into a compact array on every rank;
-    bytes of large text files, and files of tokens, are mapped and not read. For more than a few GB of text and a
-    tokenizer of its own, files of tokens are the better source.
+    Text, JSONL and datasets are tokenised here, once, into a compact array on every rank; files of tokens are mapped
+    and not read. For more than a few GB of text they are the better source.
 
     Args:
         config: The data.
@@ -339,7 +336,6 @@ def open_data(
         seed: Of the order.
         vocab_size: Vocabulary size of the model; None: not checked.
         device: Device of the batches.
-        progress: Receives files and records that are tokenised.
 
     Raises:
         ConfigError: The data is missing, empty, unreadable, too short, or does not fit the model or the ranks.
@@ -349,9 +345,7 @@ def open_data(
         Local. Errors of files that only one machine has are raised there only: see `raise_together`.
     """
     check_ranges(config, "data")
-    samples, tokenizer, identity = open_samples(
-        config, config.source, "data.source", vocab_size, progress or NoProgress()
-    )
+    samples, tokenizer, identity = open_samples(config, config.source, "data.source", vocab_size)
     check_batch(batch_size, num_ranks)  # after problems of the data, which a run reports beside it
     num_samples = samples.num_samples - _num_held_out(config, samples)
     share = Share(batch_size=batch_size, rank=rank, num_ranks=num_ranks, device=device)
@@ -377,7 +371,7 @@ def open_evaluation(
         samples = training.samples
     else:
         setting, names = ("source", config.source) if config.evaluation is None else ("evaluation", config.evaluation)
-        samples, _, _ = open_samples(config, names, f"data.{setting}", vocab_size, NoProgress())
+        samples, _, _ = open_samples(config, names, f"data.{setting}", vocab_size)
     first = samples.num_samples - _num_held_out(config, samples) if config.evaluation is None else 0
     held_out = Evaluation(samples, first, Share(**share), workers=min(1, config.workers))
     if not len(held_out):

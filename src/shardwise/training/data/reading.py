@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ from torch.nn import functional as F
 from shardwise.config.run import DataConfig
 from shardwise.errors import ConfigError, raise_listed
 from shardwise.models.load import find_callable
-from shardwise.progress import Progress
 from shardwise.training.data import records
 from shardwise.training.data import samples as sampling
-from shardwise.training.data.records import DataSource, Documents, JsonLines, Records, find_sources, refuse_unreadable
+from shardwise.training.data.records import DataSource, Document, Records, find_sources, refuse_unreadable
 from shardwise.training.data.samples import Bytes, Rows, Samples, StreamSamples, Tokenizer, TokenStream, open_tokenizer
 
 _CHUNK_TOKENS = 1 << 24
@@ -65,10 +64,11 @@ def whole_documents(stream: TokenStream, length: int) -> tuple[Rows, int]:
 
 
 def one_document(stream: TokenStream, length: int) -> tuple[Rows, int]:
-    """Each row is one document, truncated or padded."""
+    """Each row is one document, truncated or padded; it is a ConfigError if prompts fill all rows."""
     starts = find_starts(stream)
-    ends = F.pad(starts[1:], (0, 1), value=stream.num_tokens)
-    lengths = (ends - starts).clamp(max=length + 1)
+    lengths = (F.pad(starts[1:], (0, 1), value=stream.num_tokens) - starts).clamp(max=length + 1)
+    if len(starts) and stream.prompt_lengths is not None and not (stream.prompt_lengths < lengths).any():
+        raise no_room(length)
     return lambda indices: (starts[indices], lengths[indices]), len(starts)
 
 
@@ -158,20 +158,17 @@ def open_token_files(
 
 
 _BLOCK_TOKENS = 1 << 22
-_MAP_BYTES = 1 << 20  # smaller files are read
 _PIECE_CHARS = 1 << 20
 _PIECES_TOGETHER = 8
 _NUM_TOGETHER = 512
-_DTYPES = {"B": torch.uint8, "H": torch.uint16, "i": torch.int32}
 
 
 class Spool:
-    """Turns documents into a token stream; `progress` receives every document or file."""
+    """Turns documents into a token stream, of two or four bytes a token."""
 
-    def __init__(self, tokenizer: Tokenizer, progress: Progress) -> None:
-        self._tokenizer, self._progress = tokenizer, progress
-        self._is_bytes = isinstance(tokenizer, Bytes)
-        self._code = "B" if self._is_bytes else "H" if tokenizer.vocab_size <= 1 << 16 else "i"
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._code, self._dtype = ("H", torch.uint16) if tokenizer.vocab_size <= 1 << 16 else ("i", torch.int32)
         self._block = array(self._code)
         self._segments: list[Tensor] = []
         self._num_tokens = 0
@@ -185,7 +182,6 @@ class Spool:
                 self._add_file(file)
             except ValueError as error:
                 problems.append(f"{file}: {error}")
-            self._progress.advance()
         raise_listed(
             problems,
             "{num} file(s) of the data are not text",
@@ -193,19 +189,12 @@ class Spool:
             fix="name only text files, as in data.source = 'folder/**/*.txt', or set data.format",
         )
 
-    def add_documents(self, documents: Documents) -> None:
-        """Each record is a document; a ConfigError lists those that cannot be read."""
-        problems: list[str] = []
-        readable = documents.read_all(problems)
-        while batch := list(islice(readable, _NUM_TOGETHER)):
+    def add_documents(self, documents: Iterator[Document]) -> None:
+        """Add those that have a text beside their prompt."""
+        while batch := list(islice(documents, _NUM_TOGETHER)):
             for prompt, text in sampling.encode_documents(self._tokenizer, batch):
                 if text:
-                    self._begin(len(prompt))
-                    self._extend(prompt)
-                    self._extend(text)
-                    self._end()
-            self._progress.advance(len(batch))
-        refuse_unreadable(problems)
+                    self._add([prompt, text], len(prompt))
 
     def stream(self) -> TokenStream:
         """The stream of everything that was added."""
@@ -216,66 +205,50 @@ class Spool:
             starts=_tensor(self._starts),
             end_id=self._tokenizer.end_id,
             prompt_lengths=prompt_lengths if bool(prompt_lengths.any()) else None,
-            fill_ends=self._is_bytes,
         )
 
     def _add_file(self, file: Path) -> None:
-        size = file.stat().st_size
-        if size == 0:
+        if file.stat().st_size == 0:
             return
         with file.open("rb") as opened:
             if b"\0" in opened.read(8192):
                 raise ValueError("it has zero bytes")
-        self._begin(0)
-        if not self._is_bytes:
-            for tokens in self._pieces(file):
-                self._extend(tokens)
-        elif size < _MAP_BYTES:
-            self._extend(file.read_bytes())
-        else:
-            self._close_block()
-            self._segments.append(torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8))
-            self._num_tokens += size
-        self._end()
+        self._add(self._pieces(file), 0)
 
     def _pieces(self, file: Path) -> Iterator[Sequence[int]]:
         """Tokens of a text that may be larger than memory, split at line ends where possible."""
+        if isinstance(self._tokenizer, Bytes):  # any text, whatever its encoding
+            with file.open("rb") as raw:
+                yield from iter(lambda: raw.read(_PIECE_CHARS), b"")
+            return
         with file.open(encoding="utf-8", newline="") as opened:
             pieces = iter(lambda: opened.read(_PIECE_CHARS) + opened.readline(_PIECE_CHARS), "")
             yield from self._tokenizer.encode_all(list(islice(pieces, 1)))
             while together := list(islice(pieces, _PIECES_TOGETHER)):
                 yield from self._tokenizer.encode_all(together, starts=False)
 
-    def _begin(self, prompt_length: int) -> None:
+    def _add(self, parts: Iterable[Sequence[int]], prompt_length: int) -> None:
+        """Add a document in parts, and the token that ends it."""
         self._starts.append(self._num_tokens)
         self._prompt_lengths.append(prompt_length)
-
-    def _extend(self, tokens: Sequence[int]) -> None:
-        if isinstance(tokens, bytes):
-            self._block.frombytes(tokens)
-        else:
-            self._block.extend(tokens)
-        self._num_tokens += len(tokens)
-        if len(self._block) >= _BLOCK_TOKENS:
-            self._close_block()
-
-    def _end(self) -> None:
-        if self._tokenizer.end_id is not None:
-            self._block.append(0 if self._is_bytes else self._tokenizer.end_id)
-            self._num_tokens += 1
+        end = [] if self._tokenizer.end_id is None else [[self._tokenizer.end_id]]
+        for tokens in chain(parts, end):
+            if isinstance(tokens, bytes):  # a codec makes 16 bits of each byte, far faster than a loop
+                self._block.frombytes(tokens.decode("latin-1").encode(f"utf-16-{sys.byteorder[0]}e"))
+            else:
+                self._block.extend(tokens)
+            self._num_tokens += len(tokens)
+            if len(self._block) >= _BLOCK_TOKENS:
+                self._close_block()
 
     def _close_block(self) -> None:
         if self._block:
-            self._segments.append(torch.frombuffer(self._block, dtype=_DTYPES[self._code]))
+            self._segments.append(torch.frombuffer(self._block, dtype=self._dtype))
             self._block = array(self._code)
 
 
-_NUM_CHECKED = 10_000
-_NUM_TOKENISED = 100
-
-
 def open_samples(
-    config: DataConfig, names: str | tuple[str, ...], where: str, vocab_size: int | None, progress: Progress
+    config: DataConfig, names: str | tuple[str, ...], where: str, vocab_size: int | None
 ) -> tuple[Samples, Tokenizer | None, dict[str, Any]]:
     """Find, read and number the samples of `names`, which the setting `where` holds.
 
@@ -289,7 +262,7 @@ def open_samples(
     sources = find_sources(names, config.format, where=where)
     tokenizer = open_tokenizer(config.tokenizer)
     try:
-        samples, tokenizer = _make_samples(config, sources, tokenizer, vocab_size, progress)
+        samples, tokenizer = _make_samples(config, sources, tokenizer, vocab_size)
         digest = "+".join(source.digest for source in sources)
     except OSError as error:
         raise ConfigError(
@@ -309,7 +282,7 @@ def open_samples(
 
 
 def _make_samples(
-    config: DataConfig, sources: list[DataSource], tokenizer: Tokenizer, vocab_size: int | None, progress: Progress
+    config: DataConfig, sources: list[DataSource], tokenizer: Tokenizer, vocab_size: int | None
 ) -> tuple[Samples, Tokenizer | None]:
     if sources[0].format == "tokens":
         stream, known = open_token_files(sources[0].files, config.token_dtype, tokenizer, vocab_size)
@@ -318,33 +291,14 @@ def _make_samples(
     if items is not None and not _is_document(items, config):
         return sampling.ReadySamples(items, sources[0].callable, vocab_size), None
     sampling.check_vocabulary(tokenizer, config.tokenizer, vocab_size)
-    return _text_samples(config, sources, items, tokenizer, progress), tokenizer
-
-
-def _text_samples(
-    config: DataConfig, sources: list[DataSource], items: Records | None, tokenizer: Tokenizer, progress: Progress
-) -> Samples:
-    parts = {id(source): _documents(source, items, config) for source in sources if source.format != "text"}
-    if not config.pack and len(parts) == len(sources) == 1:
-        documents = parts[id(sources[0])]
-        problems: list[str] = []
-        deque(documents.read_all(problems, _some(len(documents), _NUM_CHECKED)), maxlen=0)
-        refuse_unreadable(problems)
-        samples = sampling.DocumentSamples(documents, tokenizer, config.sequence_length)
-        few = _some(len(documents), _NUM_TOKENISED)
-        if few and not any(bool((samples.batch(torch.tensor([i]))["labels"] != sampling.IGNORED).any()) for i in few):
-            raise no_room(config.sequence_length)
-        return samples
-    spool = Spool(tokenizer, progress)
-    total = sum(len(parts[id(source)]) if id(source) in parts else len(source.files) for source in sources)
-    progress.start(total, "reading the data")
+    spool, problems = Spool(tokenizer), []
     for source in sources:
         if source.format == "text":
             spool.add_files(source.files)
         else:
-            spool.add_documents(parts[id(source)])
-    progress.finish()
-    return _stream_samples(config, spool.stream())
+            spool.add_documents(records.read_documents(source, items, config, problems))
+    refuse_unreadable(problems)
+    return _stream_samples(config, spool.stream()), tokenizer
 
 
 def _stream_samples(config: DataConfig, stream: TokenStream, vocab_size: int | None = None) -> StreamSamples:
@@ -352,13 +306,6 @@ def _stream_samples(config: DataConfig, stream: TokenStream, vocab_size: int | N
     rows, num_samples = place(stream, config.sequence_length)
     apart = config.pack and config.keep_apart
     return StreamSamples(stream, rows, num_samples, length=config.sequence_length, apart=apart, vocab_size=vocab_size)
-
-
-def _documents(source: DataSource, items: Records | None, config: DataConfig) -> Documents:
-    if items is not None:
-        return Documents([(source.callable, items)], config)
-    opener = JsonLines if source.format == "jsonl" else records.open_dataset
-    return Documents([(str(file), opener(file)) for file in source.files], config)
 
 
 def _call(name: str, config: DataConfig) -> Records:
@@ -391,11 +338,6 @@ def _is_document(items: Records, config: DataConfig) -> bool:
             fix="set data.text_field, or data.prompt_field and data.response_field, to the names in the items",
         ) from None
     return True
-
-
-def _some(num: int, most: int) -> range:
-    """About `most` of range(num), evenly spread."""
-    return range(0, num, max(1, num // most))
 
 
 def _refuse_empty(samples: Samples, config: DataConfig, where: str) -> None:

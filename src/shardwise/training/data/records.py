@@ -5,53 +5,16 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import mmap
 import os
 import re
 import sysconfig
-from array import array
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.config.run import DataConfig
 from shardwise.errors import ConfigError, import_optional, raise_listed
-
-
-class JsonLines:
-    """The lines of a JSONL file, found by their offsets: 8 bytes of memory per line. Blank lines are skipped."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._starts = array("q")
-        with path.open("rb") as file:
-            # An empty file cannot be mapped.
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
-            offset = 0
-            for line in file:
-                if line.strip():
-                    self._starts.append(offset)
-                offset += len(line)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> Any:
-        start = self._starts[index]
-        end = self._bytes.find(b"\n", start)
-        return parse_line(self._bytes[start : end if end >= 0 else len(self._bytes)])
-
-    def place(self, index: int) -> str:
-        """`file:line`, as an editor counts."""
-        number, offset = 0, 0
-        with self.path.open("rb") as file:
-            while offset <= self._starts[index]:
-                offset += len(file.readline())
-                number += 1
-        return f"{self.path}:{number}"
 
 
 def parse_line(line: bytes) -> Any:
@@ -76,46 +39,6 @@ class Document:
 
 Records = Any
 """Anything with a length and items; an item is a text or a mapping with one."""
-_MAX_PLACES = 10  # finding the line of a record can be slow
-
-
-class Documents:
-    """Concatenated records, each with a name for errors, read as documents."""
-
-    def __init__(self, parts: Sequence[tuple[str, Records]], config: DataConfig) -> None:
-        self._parts = parts
-        self._offsets = [0, *accumulate(len(records) for _, records in parts)]
-        self._config = config
-
-    def __len__(self) -> int:
-        return self._offsets[-1]
-
-    def __getitem__(self, index: int) -> Document:
-        """The document; a ConfigError names the place of one that is unreadable or lacks the fields."""
-        problems: list[str] = []
-        document = next(self.read_all(problems, [index]), None)
-        refuse_unreadable(problems)
-        assert document is not None
-        return document
-
-    def read_all(self, problems: list[str], indices: Sequence[int] | None = None) -> Iterator[Document]:
-        """These documents, by default all, in order; those that cannot be read are added to `problems`."""
-        for index in range(len(self)) if indices is None else indices:
-            part, within = self._locate(index)
-            try:
-                yield to_document(self._parts[part][1][within], self._config)
-            except ValueError as error:
-                problems.append(f"{self.place(index)}: {error}" if len(problems) < _MAX_PLACES else "")
-
-    def place(self, index: int) -> str:
-        """The place of the record, for errors."""
-        part, within = self._locate(index)
-        name, records = self._parts[part]
-        return records.place(within) if isinstance(records, JsonLines) else f"{name}[{within}]"
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        part = bisect_right(self._offsets, index) - 1
-        return part, index - self._offsets[part]
 
 
 def refuse_unreadable(problems: Sequence[str]) -> None:
@@ -142,6 +65,33 @@ def to_document(record: Any, config: DataConfig) -> Document:
     fields = ", ".join(map(str, record)) or "none"
     wanted = f"{config.text_field!r}, nor {config.prompt_field!r} with {config.response_field!r}"
     raise ValueError(f"no field {wanted}; its fields: {fields}")
+
+
+def read_documents(
+    source: DataSource, items: Records | None, config: DataConfig, problems: list[str]
+) -> Iterator[Document]:
+    """The documents of JSONL files, of saved datasets, or of what a callable returned (`items`), in order.
+
+    Those that cannot be read are added to `problems`, each with its place.
+    """
+    for place, record in _lines(source.files) if source.format == "jsonl" else _items(source, items):
+        try:
+            yield to_document(parse_line(record) if source.format == "jsonl" else record, config)
+        except ValueError as error:
+            problems.append(f"{place}: {error}")
+
+
+def _lines(files: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+    """`file:line`, as an editor counts, and every line that is not blank."""
+    for file in files:
+        with file.open("rb") as opened:
+            yield from ((f"{file}:{number}", line) for number, line in enumerate(opened, 1) if line.strip())
+
+
+def _items(source: DataSource, items: Records | None) -> Iterator[tuple[str, Any]]:
+    parts = [(source.callable, items)] if items is not None else [(str(f), open_dataset(f)) for f in source.files]
+    for name, records in parts:
+        yield from ((f"{name}[{index}]", records[index]) for index in range(len(records)))
 
 
 def open_dataset(folder: Path) -> Records:
