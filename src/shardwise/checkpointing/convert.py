@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from shardwise.checkpointing.state.nested import put_together
 from shardwise.checkpointing.storage import files
 from shardwise.checkpointing.storage.memory import bytes_of, counting
 from shardwise.checkpointing.weights import float_dtype, refuse_remote, refuse_suffix
-from shardwise.errors import ConfigError
+from shardwise.errors import require_choice
 from shardwise.progress import NoProgress, Progress
 
 _CHUNK_BYTES = 64 << 20
@@ -171,8 +171,7 @@ def convert_checkpoint(
     Ranks:
         Local: one process, no process group. The number of ranks that wrote the source does not matter.
     """
-    if format not in ("dcp", "full", "safetensors"):
-        raise ConfigError(f"{format!r} is not a format to write", where="format", fix="choose dcp, full or safetensors")
+    require_choice(format, get_args(Format), where="convert_checkpoint(format=...)")
     refuse_suffix(dst, format, 'format="full"')
     if format != "dcp":
         refuse_remote(dst)

@@ -32,7 +32,7 @@ from shardwise.checkpointing.state.nested import FlatState
 from shardwise.checkpointing.state.run import Run, Stateful
 from shardwise.checkpointing.storage.files import Place, join, place, size_problem, split
 from shardwise.distributed.agreement import Channel, run_and_gather
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, require_choice
 from shardwise.progress import Progress
 
 _log = logging.getLogger("shardwise.checkpointing")
@@ -58,14 +58,15 @@ class Retention:
     _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        require_choice(self.best, ("min", "max"), where="Checkpointer(best=...)")
         limits = {"keep_last": self.keep_last, "keep_every": self.keep_every, "keep_best": self.keep_best}
-        wrong = {name: value for name, value in limits.items() if value is not None and value < 1}
-        if wrong or self.best not in ("min", "max"):
+        wrong = [f"{name} is {value}" for name, value in limits.items() if value is not None and value < 1]
+        if wrong:
             raise ConfigError(
-                ", ".join(f"{name} is {value}" for name, value in wrong.items()) or f"best is {self.best!r}",
+                ", ".join(wrong),
                 where="Checkpointer(...)",
                 why="the newest checkpoint is always kept, and numbers count checkpoints or steps",
-                fix="pass positive numbers, None to leave a rule out, and best='min' or 'max'",
+                fix="pass positive numbers, or None to leave a rule out",
             )
 
     def add(self, step: int, metric: float | None) -> None:
@@ -234,8 +235,7 @@ class Checkpointer:
         trainable_only: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        if on_busy not in ("wait", "skip"):
-            raise ConfigError(f"on_busy is {on_busy!r}", where="Checkpointer(on_busy=...)", fix="pass 'wait' or 'skip'")
+        require_choice(on_busy, ("wait", "skip"), where="Checkpointer(on_busy=...)")
         self.folder: Place = place(folder)
         self.extra: Any = None
         """What was saved as `extra`, after `load`."""

@@ -344,6 +344,21 @@ def read_chunk(
     return request.target
 
 
+def stored_differ(contents: Contents, first: StoredTensor, copy: StoredTensor, specs: Iterable[ChunkSpec]) -> bool:
+    """Whether two stored tensors differ within the chunks; read only where places and checksums do not tell."""
+    if (copy.shape, copy.dtype) != (first.shape, first.dtype):
+        return True
+    known = [
+        [(chunk.spec, chunk.checksums or (chunk.file, chunk.offset, id(chunk.data))) for chunk in tensor.chunks]
+        for tensor in (first, copy)
+    ]
+    return known[0] != known[1] and any(
+        bytes_of(read_chunk(contents, first, part)) != bytes_of(read_chunk(contents, copy, part))
+        for spec in specs
+        for part in first.portions(spec, _BROADCAST_BYTES)
+    )
+
+
 def _all_ranges(contents: Contents, requests: Iterable[Request], verify: bool) -> list[Range]:
     ranges = [item for request in requests for item in ranges_of(contents.tensors[request.name], request, verify)]
     ranges.sort(key=lambda item: (item.chunk.file, item.chunk.offset + item.start))  # the order on the disk
@@ -388,7 +403,7 @@ class RequestReader:
     """
 
     def __init__(self, broadcast: bool = False, mesh: DeviceMesh | None = None) -> None:
-        self._broadcast, self._mesh = broadcast, mesh
+        self.broadcasts, self._mesh = broadcast, mesh
 
     def check(self, contents: Contents, requests: Sequence[Request]) -> list[str]:
         """See `check_requests`; where the first rank reads, of all that any rank asks for."""
@@ -402,7 +417,7 @@ class RequestReader:
         self, contents: Contents, requests: Sequence[Request], *, verify: bool = True, progress: Progress | None = None
     ) -> None:
         """See `read_requests`; where the first rank reads, it sends some rows of a tensor at a time."""
-        if not self._broadcast:
+        if not self.broadcasts:
             read_requests(contents, requests, verify=verify, progress=progress)
             return
         wanted: dict[str, list[Request]] = {name: [] for name in self._names(requests)}
@@ -439,7 +454,7 @@ class RequestReader:
             count(num_bytes)
 
     def _run(self, work: Callable[[Contents, Sequence[Request]], T], contents: Contents, own: Sequence[Request]) -> T:
-        if not self._broadcast:
+        if not self.broadcasts:
             return work(contents, own)
         shapes = {name: contents.tensors[name].shape if name in contents.tensors else () for name in self._names(own)}
         whole = [

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,22 +14,21 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredTensor
+from shardwise.checkpointing.contents import ITEM_BYTES, Contents, StoredTensor
 from shardwise.checkpointing.formats import safetensors
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.formats.full import FullWriter
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
 from shardwise.checkpointing.hugging_face import in_model_layout
-from shardwise.checkpointing.loading import check_verify, load_requests
-from shardwise.checkpointing.matching import KeyReport, Matched, Rename, match, rename_contents
-from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks, read_chunk, requests_for
-from shardwise.checkpointing.state.names import canonical_name
-from shardwise.checkpointing.state.run import refuse_unusable
-from shardwise.checkpointing.state.slices import ModelTensor, local_chunks, model_tensors
+from shardwise.checkpointing.loading import load_run
+from shardwise.checkpointing.matching import KeyReport, Rename, rename_contents
+from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks
+from shardwise.checkpointing.state.run import Run, refuse_unusable
+from shardwise.checkpointing.state.slices import ModelTensor, model_tensors
 from shardwise.checkpointing.storage.files import is_remote
 from shardwise.checkpointing.storage.memory import bytes_of, counting, trim_malloc
-from shardwise.distributed.agreement import is_first, on_rank_zero, raise_together, run_and_gather, run_on_all
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.distributed.agreement import is_first, on_rank_zero, raise_together, run_on_all
+from shardwise.errors import CheckpointError, ConfigError, require_choice
 from shardwise.models.configs import hugging_face_config
 from shardwise.planning.settings import dtype_name
 from shardwise.progress import Progress
@@ -38,7 +36,7 @@ from shardwise.sharding.adapters import CONFIG_FILE as ADAPTER_CONFIG
 from shardwise.sharding.adapters import adapter_keys, peft_config, refuse_other_adapters, without_adapters
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order
 from shardwise.sharding.inventory import class_name, is_meta, take_inventory
-from shardwise.sharding.materialize import allocate, materialize, mesh_of
+from shardwise.sharding.materialize import mesh_of
 from shardwise.sharding.registry import names_elsewhere
 from shardwise.units import parse_bytes
 
@@ -233,12 +231,7 @@ def refuse_suffix(path: str | Path, format: str, torch_format: str) -> None:
 
 
 def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]:
-    if format not in ("safetensors", "torch", "peft"):
-        raise ConfigError(
-            f"format is {format!r}",
-            where="save_weights(format=...)",
-            fix='pass "safetensors", "torch" or "peft"; for sharded checkpoints use shardwise.Checkpointer',
-        )
+    require_choice(format, ("safetensors", "torch", "peft"), where="save_weights(format=...)")
     refuse_suffix(path, format, 'format="torch"')
     refuse_remote(path)
     refuse_unusable(model)
@@ -351,127 +344,36 @@ def load_weights(
     Ranks:
         Collective over the ranks that hold the model. Every rank raises.
     """
-    check_verify(verify)
     mesh = mesh_of(model, take_inventory(model))
-    tensors = run_on_all(lambda: model_tensors(model), mesh, CheckpointError)
-    contents = open_on_ranks(lambda: _open(model, tensors, path, rename), mesh, broadcast=broadcast)
-    if is_of_adapters := bool(contents.details.get("adapters")):
-        tensors = run_on_all(lambda: _only_adapters(model, tensors), mesh, CheckpointError)
-    matched = _match(model, tensors, contents, mesh, strict)
-
-    def allocate_wanted() -> None:
-        nonlocal tensors
-        wanted = [tensor.tensor for tensor in tensors if tensor.name in matched.stored_names]
-        if any(map(is_meta, wanted)):
-            allocate(model, wanted)
-            tensors = model_tensors(model)  # recurrent layers have new ones
-            tensors = _only_adapters(model, tensors) if is_of_adapters else tensors
-
-    def check_copies() -> None:
-        if strict:
-            _refuse_differing_copies(contents, matched, tensors, whole=broadcast)
-
-    load_requests(
-        [model],
+    contents = open_on_ranks(lambda: _open(model, path, rename), mesh, broadcast=broadcast)
+    loaded = load_run(
+        Run(model),
         contents,
-        lambda: requests_for(tensors, matched.stored_names),
-        lambda work: run_on_all(work, mesh, CheckpointError),
-        RequestReader(broadcast, mesh),
-        allocate=allocate_wanted,
-        check=check_copies,
+        mesh,
+        strict=strict,
         verify=verify,
+        weights_only=True,
         progress=progress,
+        reader=RequestReader(broadcast, mesh),
     )
-    rebuilt = tuple(sorted({canonical_name(entry.fqn) for entry in take_inventory(model) if entry.pending}))
-    if rebuilt:
-        materialize(model)
-    ignored = (*matched.report.ignored, *contents.details.get("renamed_away", ()))
-    return replace(matched.report, rebuilt=rebuilt, ignored=ignored)
+    report = loaded.matched[""].report
+    ignored = (*report.ignored, *contents.details.get("renamed_away", ()))
+    return replace(report, rebuilt=tuple(loaded.rebuilt), ignored=ignored)
 
 
-def _open(model: nn.Module, tensors: Sequence[ModelTensor], path: str | Path, rename: Rename | None) -> Contents:
-    """The checkpoint under the names that the model has for its tensors."""
+def _open(model: nn.Module, path: str | Path, rename: Rename | None) -> Contents:
+    """The checkpoint's weights under the names that the model has for its tensors, after `model.`."""
     contents = open_checkpoint(path, model=model)
     require_names(contents, optimizers=False)
     renamed = contents if rename is None else rename_contents(contents, rename)
-    names = [name for tensor in tensors for name in tensor.names]
+    details = renamed.details
     if isinstance(contents.folder, Path) and (contents.folder / ADAPTER_CONFIG).is_file():
         refuse_other_adapters(model, contents.folder)
         name_of = {key: name for name, key in adapter_keys(model).items()}
-        return replace(_renamed(renamed, name_of), details={**renamed.details, "adapters": True})
-    base, name_of = without_adapters(model, names)
-    return _renamed(in_model_layout(renamed, base, list(name_of)), name_of)
-
-
-def _renamed(contents: Contents, name_of: Mapping[str, str]) -> Contents:
-    return replace(contents, tensors={name_of.get(name, name): each for name, each in contents.tensors.items()})
-
-
-def _only_adapters(model: nn.Module, tensors: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """The model's adapters; the rest must have values, as it would be drawn at random."""
-    adapters = adapter_keys(model)
-    if empty := [tensor.name for tensor in tensors if is_meta(tensor.tensor) and tensor.name not in adapters]:
-        raise CheckpointError(
-            f"{len(empty)} tensors beside the adapters have no values",
-            where=", ".join(empty[:5]),
-            why="a folder of peft's holds the adapters only",
-            fix="load_weights(model, path) with the weights of the model first, then the adapters",
-        )
-    return [tensor for tensor in tensors if tensor.name in adapters]
-
-
-def _match(
-    model: nn.Module, tensors: Sequence[ModelTensor], contents: Contents, mesh: DeviceMesh | None, strict: bool
-) -> Matched:
-    """Match names; every rank must read the same thing into the same model."""
-
-    def work() -> tuple[Matched, str]:
-        matched = match(model, contents, tensors)
-        matched.refuse(contents, strict)
-        stored = {name: contents.tensors[stored] for name, stored in matched.stored_names.items()}
-        described = repr([(name, tensor.name, tensor.dtype, tensor.shape) for name, tensor in stored.items()])
-        return matched, hashlib.sha256(described.encode()).hexdigest()
-
-    matched, digests = run_and_gather(work, mesh, CheckpointError)
-    if len(set(digests)) > 1:  # a stale copy on one machine is easily missed
-        differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        raise CheckpointError(
-            f"ranks {differing} find other weights, or have another model, than the first",
-            where=str(contents.path),
-            why="all ranks load parts of the same tensors",
-            fix="put the same files on every machine, or pass broadcast=True to read those of the first",
-        )
-    return matched
-
-
-def _refuse_differing_copies(
-    contents: Contents, matched: Matched, tensors: Sequence[ModelTensor], *, whole: bool
-) -> None:
-    """Raise for a tied tensor that is stored twice with different values."""
-    for tensor in tensors:
-        for other in matched.copies.get(tensor.name, ()):
-            name = matched.stored_names[tensor.name]
-            first, copy = contents.tensors[name], contents.tensors[other]
-            specs = [ChunkSpec.whole(tensor.shape)] if whole else [spec for spec, _ in local_chunks(tensor.tensor)]
-            if copy.chunks and _differ(contents, first, copy, specs):  # without chunks: a rank that reads nothing
-                raise CheckpointError(
-                    f"{name!r} and {other!r} are stored with different values",
-                    where=str(contents.path),
-                    why="in this model they are one tensor, so one of the two would be lost",
-                    fix="untie them in the model's config, or choose one: rename={" + repr(other) + ": None}",
-                )
-
-
-def _differ(contents: Contents, first: StoredTensor, copy: StoredTensor, specs: Iterable[ChunkSpec]) -> bool:
-    """Whether two stored tensors differ within the chunks; read only where places and checksums do not tell."""
-    if (copy.shape, copy.dtype) != (first.shape, first.dtype):
-        return True
-    known = [
-        [(chunk.spec, chunk.checksums or (chunk.file, chunk.offset, id(chunk.data))) for chunk in tensor.chunks]
-        for tensor in (first, copy)
-    ]
-    return known[0] != known[1] and any(
-        bytes_of(read_chunk(contents, first, part)) != bytes_of(read_chunk(contents, copy, part))
-        for spec in specs
-        for part in first.portions(spec, _BUCKET_BYTES)
-    )
+        details = {**details, "adapters": True}
+    else:
+        names = [name for tensor in model_tensors(model) for name in tensor.names]
+        base, name_of = without_adapters(model, names)
+        renamed = in_model_layout(renamed, base, list(name_of))
+    tensors = {f"model.{name_of.get(name, name)}": tensor for name, tensor in renamed.tensors.items()}
+    return replace(renamed, tensors=tensors, values={}, structure={}, details=details)

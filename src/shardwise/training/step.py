@@ -15,7 +15,7 @@ from shardwise import compat
 from shardwise.config.schema import KNOWN_AXES
 from shardwise.distributed.agreement import raise_together
 from shardwise.distributed.mesh import gradient_mesh
-from shardwise.errors import ConfigError, ShardError
+from shardwise.errors import ConfigError, ShardError, require_choice
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_tensor, sharded_axes
 from shardwise.sharding.registry import sharded_roots, sharded_state
@@ -424,10 +424,4 @@ def _check_accumulation(micro_step: int, num_micro_steps: int, mode: str) -> Non
             why="micro-steps count from 0, and gradients are reduced on the last",
             fix=f"pass 0 to {num_micro_steps - 1}, as in range(num_micro_steps)",
         )
-    if mode not in get_args(AccumulationMode):
-        raise ConfigError(
-            f"mode is {mode!r}",
-            where="accumulate(mode)",
-            why="it says when gradients are communicated",
-            fix=f"pass one of {', '.join(get_args(AccumulationMode))}",
-        )
+    require_choice(mode, get_args(AccumulationMode), where="accumulate(mode=...)")
