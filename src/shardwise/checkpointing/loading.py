@@ -13,15 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import compat
+from shardwise.checkpointing import nested
+from shardwise.checkpointing import state as run_state
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor
-from shardwise.checkpointing.matching import Matched, match
+from shardwise.checkpointing.names import Matched, ModelTensor, canonical_name, local_chunks, match, model_tensors
 from shardwise.checkpointing.reading import Request, RequestReader, Verify, requests_for, stored_differ
 from shardwise.checkpointing.staging import wait_for_copies
-from shardwise.checkpointing.state import nested
-from shardwise.checkpointing.state import optimizer_state as optim
-from shardwise.checkpointing.state.names import canonical_name
-from shardwise.checkpointing.state.run import EXTRA_STATE, Run, extra_states, mark_unusable, mark_usable, section_path
-from shardwise.checkpointing.state.slices import ModelTensor, local_chunks, model_tensors
+from shardwise.checkpointing.state import EXTRA_STATE, Run, extra_states, mark_unusable, mark_usable, section_path
 from shardwise.distributed.agreement import Channel, Ranks, gather_objects, run_on_all
 from shardwise.errors import CheckpointError, listed, require_choice
 from shardwise.planning.settings import dtype_name
@@ -38,9 +36,7 @@ T = TypeVar("T")
 def contents_for(contents: Contents, rank: int, size: int) -> tuple[Contents, frozenset[str]]:
     """The checkpoint as rank `rank` of `size` finds it: what it stored of its own in place of rank 0's.
 
-    Returns:
-        The contents, without the names of single ranks; and the names that differed between the ranks that saved,
-        where this run has another number of ranks, so that only rank 0's are here.
+    With it come the names that differed between the ranks that saved, where this run has another number of ranks.
     """
     own, differing, prefix = {}, set(), f"{nested.PER_RANK}."
     stored_by_ranks = [name for name in (*contents.tensors, *contents.values) if name.startswith(prefix)]
@@ -63,17 +59,9 @@ def contents_for(contents: Contents, rank: int, size: int) -> tuple[Contents, fr
 
 
 class LoadPlan:
-    """A place for everything that is stored, and a value for every place. Making it changes nothing.
+    """A place for everything that is stored, and a value for every place; a CheckpointError lists what does not fit.
 
-    Args:
-        run: What is loaded into.
-        contents: The checkpoint.
-        ranks: The ranks that load, where they may have stored things of their own; None: weights only.
-        strict: What does not fit is a problem.
-        rng: Also the random numbers.
-
-    Raises:
-        CheckpointError: With all that does not fit.
+    Making it changes nothing. `ranks` is the channel of those that load; None: weights only.
     """
 
     def __init__(self, run: Run, contents: Contents, ranks: Channel | None, *, strict: bool, rng: bool) -> None:
@@ -238,14 +226,7 @@ class LoadPlan:
             self.notes.append(f"rank {self._rank} had no random numbers in the checkpoint; they follow from rank 0's")
 
     def _plan_object(self, path: KeyPath, live: Any, put: Callable[[Any], object]) -> None:
-        """Plan to restore one object.
-
-        Args:
-            path: The keys under which it is stored.
-            live: Its state now: tensors in it are read into where they have the stored shape, as DCP does; that is
-                how sharded ones keep their layout.
-            put: Takes the restored state.
-        """
+        """Plan to read what is stored under `path`, into `live` where a tensor there fits, and to `put` it back."""
         key, tensors, values = nested.dotted(path), self.contents.tensors, self.contents.values
         layout = values.get(f"{key}.{nested.LAYOUT}")
         names = [key] if key in tensors or key in values else []
@@ -280,7 +261,7 @@ class LoadPlan:
 
         self._finish.append(finish)
 
-    def _plan_optimizer(self, optimizer: Optimizer, groups: list[optim.NamedGroup], path: KeyPath) -> None:
+    def _plan_optimizer(self, optimizer: Optimizer, groups: list[run_state.NamedGroup], path: KeyPath) -> None:
         """Plan to restore one optimizer, stepped or not; it is never stepped here."""
         follow_names(optimizer)
         prefix, problems, strict = nested.dotted(path), self._problems, self._strict
@@ -298,7 +279,7 @@ class LoadPlan:
             known = {name for names, _ in stored_groups for name in names} | set(states)
             problems += [f"{prefix}: {name} has no place in the stored groups" for name in sorted(live - known)]
             problems += [f"{prefix}: {name} was optimized, and is not now" for name in sorted(known - live)]
-        kinds: Mapping[str, optim.Kind] = self.contents.values.get(f"{prefix}.{optim.KINDS}", {})
+        kinds: Mapping[str, run_state.Kind] = self.contents.values.get(f"{prefix}.{run_state.KINDS}", {})
         for place, group in enumerate(groups):
             names, stored = _find_group(set(group.names), place, stored_groups)
             options: dict[str, Any] = {}
@@ -310,7 +291,7 @@ class LoadPlan:
                     problems.append(f"{prefix}: no stored group has the same parameters as {what}")
                 else:
                     self.notes.append(f"{prefix}: {what} keeps its options, no stored group has its parameters")
-            options |= {key: group.options[key] for key in optim.LIVE_OPTIONS - {"params"} if key in group.options}
+            options |= {key: group.options[key] for key in run_state.LIVE_OPTIONS - {"params"} if key in group.options}
             for name, parameter in zip(group.names, group.parameters, strict=True):
                 found = {
                     keys: (kinds.get(f"{name}.{nested.dotted(keys)}"), full)
@@ -341,22 +322,22 @@ class LoadPlan:
         self,
         optimizer: Optimizer,
         parameter: torch.Tensor,
-        stored: Mapping[KeyPath, tuple[optim.Kind | None, str]],
+        stored: Mapping[KeyPath, tuple[run_state.Kind | None, str]],
         options: Mapping[str, Any],
     ) -> None:
         """Plan to restore one parameter's state: by its keys the layout, where the checkpoint says it, and the name."""
         parts: dict[KeyPath, Any] = {}
-        kinds: dict[KeyPath, optim.Kind] = {}
+        kinds: dict[KeyPath, run_state.Kind] = {}
         for keys, (known_kind, name) in stored.items():
             tensor = self.contents.tensors.get(name)
             if tensor is None:
                 parts[keys] = self.contents.values[name]
                 continue
             key = nested.dotted(keys)
-            kinds[keys] = kind = known_kind or optim.default_kind(key, tensor.shape, parameter)
+            kinds[keys] = kind = known_kind or run_state.default_kind(key, tensor.shape, parameter)
             target = _live_state(optimizer, parameter, keys, kind, tensor)
             if target is None:
-                target = optim.make_state(kind, key, getattr(torch, tensor.dtype), tensor.shape, parameter, options)
+                target = run_state.make_state(kind, key, getattr(torch, tensor.dtype), tensor.shape, parameter, options)
             parts[keys] = self._read_into(name, target)
 
         def finish() -> None:
@@ -369,12 +350,12 @@ class LoadPlan:
 
         self._finish.append(finish)
 
-    def _plan_options(self, group: optim.NamedGroup, stored: Mapping[KeyPath, str]) -> dict[str, Any]:
+    def _plan_options(self, group: run_state.NamedGroup, stored: Mapping[KeyPath, str]) -> dict[str, Any]:
         """Plan to set a group's options; return what they will be."""
         tensors, values = self.contents.tensors, self.contents.values
         parts = {keys: self._read_whole(name) if name in tensors else values[name] for keys, name in stored.items()}
         options = nested.put_together(parts) if parts else {}
-        options = {key: value for key, value in options.items() if key not in optim.LIVE_OPTIONS}
+        options = {key: value for key, value in options.items() if key not in run_state.LIVE_OPTIONS}
 
         def finish() -> None:
             for key, value in options.items():
@@ -414,13 +395,13 @@ def _find_group(
 
 
 def _live_state(
-    optimizer: Optimizer, parameter: torch.Tensor, keys: KeyPath, kind: optim.Kind, stored: StoredTensor
+    optimizer: Optimizer, parameter: torch.Tensor, keys: KeyPath, kind: run_state.Kind, stored: StoredTensor
 ) -> torch.Tensor | None:
     """The optimizer's own tensor, where it is just what the stored one needs."""
     tensor = (optimizer.state.get(parameter) or {}).get(keys[0]) if len(keys) == 1 else None
     if not isinstance(tensor, torch.Tensor) or dtype_name(tensor.dtype) != stored.dtype:
         return None
-    if optim.kind_of(str(keys[0]), tensor, parameter) != kind:
+    if run_state.kind_of(str(keys[0]), tensor, parameter) != kind:
         return None
     if kind == "local" and isinstance(parameter, DTensor):
         return compat.dtensor_like(tensor, parameter)
@@ -441,26 +422,9 @@ def load_run(
 ) -> LoadPlan:
     """Read a checkpoint into a run's objects: plan and prove every read, give memory to what has none, and read.
 
-    Args:
-        run: Gets the stored state.
-        contents: The checkpoint.
-        ranks: Those that load, a `Channel` unless `weights_only`.
-        strict: Everything stored of each object must find its place, and every place must find its value.
-        verify: When checksums are compared, see `read_requests`.
-        rng: Also set the random number generators.
-        weights_only: All ranks load the same weights into the same model, and nothing else.
-        progress: Is told the bytes that this rank reads.
-        reader: Who reads; default: every rank its own part.
-
-    Returns:
-        What was done, with the `extra` that was saved.
-
-    Raises:
-        CheckpointError: The same on every rank. Before the first byte is written nothing was changed; afterwards
-            the models are marked unusable.
-
-    Ranks:
-        Collective.
+    With `weights_only` all ranks load the same weights into the same model, and nothing else; otherwise `ranks` is a
+    `Channel`. A CheckpointError is raised on every rank: before the first byte is written nothing was changed,
+    afterwards the models are marked unusable. Collective.
     """
     require_choice(verify, get_args(Verify), where="verify=...")
     reader, channel = reader or RequestReader(), ranks if isinstance(ranks, Channel) and not weights_only else None

@@ -25,12 +25,12 @@ from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.loading import load_run
+from shardwise.checkpointing.names import with_our_names
+from shardwise.checkpointing.nested import FlatState
 from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.saving import PendingSave, Saver, describe_run
-from shardwise.checkpointing.state.names import with_our_names
-from shardwise.checkpointing.state.nested import FlatState
-from shardwise.checkpointing.state.run import Run, Stateful
-from shardwise.checkpointing.storage.files import Place, join, place, size_problem, split
+from shardwise.checkpointing.state import Run, Stateful
+from shardwise.checkpointing.storage import Place, join, place, size_problem, split
 from shardwise.distributed.agreement import Channel, run_and_gather
 from shardwise.errors import CheckpointError, ConfigError, require_choice
 from shardwise.progress import Progress
@@ -81,13 +81,7 @@ class Retention:
     def removable(
         self, steps: Collection[int], newest: int, metrics: Mapping[int, float | None] | None = None
     ) -> list[int]:
-        """The steps whose checkpoints may be removed, oldest first.
-
-        Args:
-            steps: Of all committed checkpoints.
-            newest: The one that was committed last, which always stays; steps of an earlier run may be higher.
-            metrics: Of those that have one. Those that are not numbers (NaN) are never the best.
-        """
+        """The steps of committed checkpoints that may be removed, oldest first; never the one committed last."""
         if self.keep_last is None or newest not in steps:
             return []
         kept = {newest}
@@ -102,12 +96,7 @@ class Retention:
         return sorted(set(steps) - kept)
 
     def retire(self, present: Mapping[int, Place], newest: int) -> None:
-        """Remove what need not be kept, on rank 0; where that fails, only warn: the newest checkpoint is whole.
-
-        Args:
-            present: Every checkpoint in the folder, by step.
-            newest: The step that was saved last.
-        """
+        """Remove what need not be kept, on rank 0; where that fails, only warn: the newest checkpoint is whole."""
         others = sorted(present.keys() - self._own)
         if others and self.keep_last is not None and not self._has_warned:
             self._has_warned = True
@@ -134,9 +123,6 @@ class FlushOnExit:
     """Finishes the save in the background when the program ends, by itself or by SIGTERM.
 
     A program that handles SIGTERM itself is left alone: however it ends, the save is finished at its exit.
-
-    Args:
-        checkpointer: Not kept alive by this.
     """
 
     def __init__(self, checkpointer: Checkpointer) -> None:

@@ -1,11 +1,11 @@
-"""load_weights() and save_weights(): a model's weights from and to files of any supported format."""
+"""load_weights(), save_weights(), load_full() and save_full(): weights or a whole run, gathered and streamed."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,21 +13,22 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Contents, StoredTensor
+from shardwise.checkpointing.contents import ITEM_BYTES, Contents, KeyPath, StoredTensor
 from shardwise.checkpointing.formats import safetensors
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.full import FullWriter
+from shardwise.checkpointing.formats.full import NOTES, FullWriter, make_notes, plain_values
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
 from shardwise.checkpointing.hugging_face import in_model_layout
 from shardwise.checkpointing.loading import load_run
-from shardwise.checkpointing.matching import KeyReport, Rename, rename_contents
+from shardwise.checkpointing.names import KeyReport, ModelTensor, Rename, model_tensors, rename_contents, with_our_names
+from shardwise.checkpointing.nested import FlatState, put_together
 from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks
-from shardwise.checkpointing.state.run import Run, refuse_unusable
-from shardwise.checkpointing.state.slices import ModelTensor, model_tensors
-from shardwise.checkpointing.storage.files import is_remote
-from shardwise.checkpointing.storage.memory import bytes_of, counting, trim_malloc
-from shardwise.distributed.agreement import is_first, on_rank_zero, raise_together, run_on_all
+from shardwise.checkpointing.state import Run, Stateful, refuse_unusable
+from shardwise.checkpointing.storage import bytes_of, counting, is_remote, trim_malloc
+from shardwise.distributed.agreement import Channel, is_first, on_rank_zero, raise_together, run_on_all
+from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ConfigError, require_choice
 from shardwise.models.configs import hugging_face_config
 from shardwise.planning.settings import dtype_name
@@ -42,15 +43,7 @@ from shardwise.units import parse_bytes
 
 
 def sidecar_files(model: Any, dtype: str | None = None) -> dict[str, bytes]:
-    """The small files that transformers or diffusers needs to open a folder of this model's weights.
-
-    Args:
-        model: One of theirs, a reference model that they have too, or any other, which needs none.
-        dtype: That the weights are cast to.
-
-    Returns:
-        File name to its bytes.
-    """
+    """The files that transformers or diffusers needs to open weights of this model, cast to `dtype`, by name."""
     config = getattr(model, "config", None)
     if config is None:
         return {}
@@ -149,19 +142,9 @@ def stream_gathered(
     mesh: DeviceMesh | None,
     progress: Progress | None = None,
 ) -> None:
-    """Gather tensors one bucket after another and let the first rank write them.
+    """Gather tensors one bucket after another and let the first rank write them; collective over the mesh.
 
-    Args:
-        writer: Says which tensors, cast to which dtype, in which order; other ranks than the first may have another.
-        tensors: By name.
-        mesh: The ranks that hold the tensors.
-        progress: Is told the bytes.
-
-    Raises:
-        CheckpointError: The writer failed, or a rank lacks a sharded tensor; on every rank.
-
-    Ranks:
-        Collective over the mesh.
+    The writer says which tensors, cast to which dtype, in which order; other ranks than the first may have another.
     """
     on_rank_zero(writer.check, group=mesh)  # before anything is gathered
     named = [(info.name, tensors[info.name]) for info in writer.order]
@@ -205,16 +188,7 @@ def _gathered(
 
 
 def refuse_suffix(path: str | Path, format: str, torch_format: str) -> None:
-    """Refuse a path that ends as files of another format do.
-
-    Args:
-        path: Where to write.
-        format: What to write.
-        torch_format: What the caller's users pass for a `torch.save` file.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Raise a ConfigError for a path that ends as files of another format do."""
     is_torch = str(path).endswith(TORCH_SUFFIXES)
     if format in ("safetensors", "dcp") and is_torch:
         fix = f"pass {torch_format}, or name a folder" + (" or a file that ends in .safetensors" * (format != "dcp"))
@@ -272,11 +246,7 @@ _SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half"
 
 
 def float_dtype(dtype: torch.dtype | str | None, where: str) -> str | None:
-    """The name of a floating-point dtype; None for none.
-
-    Raises:
-        ConfigError: It is not one.
-    """
+    """The name of a floating-point dtype, None for None; anything else is a ConfigError."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -377,3 +347,112 @@ def _open(model: nn.Module, path: str | Path, rename: Rename | None) -> Contents
         renamed = in_model_layout(renamed, base, list(name_of))
     tensors = {f"model.{name_of.get(name, name)}": tensor for name, tensor in renamed.tensors.items()}
     return replace(renamed, tensors=tensors, values={}, structure={}, details=details)
+
+
+Optimizers = Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer]
+
+
+def save_full(
+    path: str | Path,
+    *,
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizers: Optimizers = (),
+    extra: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **objects: Stateful,
+) -> None:
+    """Write `{"model": ..., "optim": ..., "extra": ..., ...}` with full tensors, for `torch.load(weights_only=True)`.
+
+    Optimizer state stands under parameter names, as `get_optimizer_state_dict` gives it. Of values that differ
+    between ranks (batch statistics) the first rank's are kept. Tied parameters stand under each of their names.
+
+    Args:
+        path: The file.
+        model: Sharded or not; one, or several by name.
+        optimizers: One, several, or several by name, with all the state they hold now.
+        extra: Plain values and tensors to keep beside them, such as the step.
+        overwrite: Replace a file that is there already. It stays until the new one is whole and on the disk.
+        progress: Is told the bytes that are written.
+        objects: Anything with `state_dict` and `load_state_dict`, by name: `scheduler=...`.
+
+    Raises:
+        CheckpointError: Something cannot be stored, or the file cannot be written.
+
+    Ranks:
+        Collective. No rank holds more than two buckets besides its own part; the first writes.
+    """
+    run = Run(model, optimizers, objects)
+    mesh = _mesh(run)
+    run_on_all(lambda: refuse_remote(path), mesh, CheckpointError)
+    tree, tensors = run_on_all(lambda: _as_tree(run.collect(extra=extra)), mesh, CheckpointError)
+    stream_gathered(FullWriter(Path(path), tree, overwrite=overwrite), tensors, mesh, progress)
+
+
+def load_full(
+    path: str | Path,
+    *,
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizers: Optimizers = (),
+    strict: bool = True,
+    verify: Verify = "while",
+    broadcast: bool = False,
+    progress: Progress | None = None,
+    **objects: Stateful,
+) -> Any:
+    """Load what `save_full` wrote, or any checkpoint with a model and optimizers, into a sharded run or a plain one.
+
+    Args:
+        path: The file; any format that holds what is asked for will do.
+        model: As when it was saved; on meta or not, on any number of ranks.
+        optimizers: Stepped or not.
+        strict: Everything stored of each object must find its place, and every place its value.
+        verify: When checksums are compared, as in `load_weights`.
+        broadcast: Only the first rank opens the file, and sends the others what they need.
+        progress: Is told the bytes that this rank reads.
+        objects: Anything with `load_state_dict`, by name.
+
+    Returns:
+        What was given as `extra`.
+
+    Raises:
+        CheckpointError: The same on every rank; nothing was changed unless the data turned out corrupt.
+
+    Ranks:
+        Collective over all ranks.
+    """
+    run = Run(model, optimizers, objects)
+    mesh = _mesh(run)
+
+    def open_file() -> Contents:
+        only = next(iter(run.models.values())) if len(run.models) == 1 else None
+        contents = open_checkpoint(path, model=only)
+        require_names(contents)
+        return with_our_names(contents)
+
+    channel = Channel(CheckpointError)
+    try:
+        contents = open_on_ranks(open_file, mesh, broadcast=broadcast)
+        reader = RequestReader(broadcast, mesh)
+        loaded = load_run(
+            run, contents, channel, strict=strict, verify=verify, rng=False, progress=progress, reader=reader
+        )
+    finally:
+        channel.close()
+    return loaded.extra
+
+
+def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The nested dictionary with infos in place of tensors, and the tensors by name."""
+    infos = {
+        name: StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        for name, tensor in found.tensors.items()
+    }
+    parts: dict[KeyPath, Any] = {found.paths[name]: info for name, info in infos.items()}
+    parts |= {found.paths[alias]: infos[name] for alias, name in found.aliases.items()}
+    parts |= {found.paths[name]: value for name, value in plain_values(found.values).items()}
+    return {**put_together(parts), NOTES: make_notes(found.values, found.paths)}, found.tensors
+
+
+def _mesh(run: Run) -> DeviceMesh | None:
+    return widest_mesh((), *(mesh_of(model, take_inventory(model)) for model in run.models.values()))

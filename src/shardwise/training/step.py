@@ -81,17 +81,7 @@ def total_norm(
     p: float,
     stages: Iterable[dist.ProcessGroup] = (),
 ) -> torch.Tensor:
-    """The p-norm of all gradients as one vector, as a plain 0-d tensor.
-
-    Args:
-        gradients: By the mesh axes that they are sharded over.
-        dtype: To sum in.
-        p: Of the norm.
-        stages: Groups of ranks that hold other stages of the model.
-
-    Ranks:
-        Collective. One scalar all-reduce for each mesh axis of each spread, and for each group of stages.
-    """
+    """The p-norm of all gradients as one vector; collective, over the mesh axes of each, and the groups of `stages`."""
     total = torch.zeros((), device=_home_device(gradients), dtype=dtype)
     for (mesh, axes), grads in gradients.items():
         power = _power_sum(grads, p, total)
@@ -312,11 +302,7 @@ def clip_grad_norm_(
 
 
 def grad_norm(model: nn.Module) -> torch.Tensor:
-    """The 2-norm of all gradients, as `clip_grad_norm_` returns it, which are left as they are.
-
-    Ranks:
-        Collective, as `clip_grad_norm_` is.
-    """
+    """The 2-norm of all gradients, as `clip_grad_norm_` returns it, which are left as they are; collective."""
     with torch.no_grad():
         return _norm(_as_list(model), 2.0)
 

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from shardwise.checkpointing.state.nested import derived_state, encoded_random_state, set_encoded_random_state
+from shardwise.checkpointing.nested import derived_state, encoded_random_state, set_encoded_random_state
 from shardwise.errors import CheckpointError
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config.run import DataConfig
-from shardwise.training.data.records import DataSource, read_documents, to_document
+from shardwise.training.data.reading import DataSource, read_documents, to_document
 
 LINES = st.lists(st.sampled_from(['{"text": "a"}', "", "  ", "\t", ' {"text": "é"} ', '{"text": "x y"}']), max_size=12)
 

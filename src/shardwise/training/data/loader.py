@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.config.load import check_ranges
 from shardwise.config.run import DataConfig
 from shardwise.errors import CheckpointError, ConfigError, ShardError, raise_listed
+from shardwise.progress import Progress
 from shardwise.training.data.reading import open_samples
 from shardwise.training.data.samples import IGNORED, Batch, Samples, Tokenizer
 
@@ -172,11 +173,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last batch before `state_dict`, on any number of ranks.
-
-        Raises:
-            CheckpointError: The state is of other data or another order.
-        """
+        """Continue after the last batch before `state_dict`, on any number of ranks; refused for other data."""
         now, then = _identity(self.state_dict()), _identity(state)
         raise_listed(
             [
@@ -322,6 +319,7 @@ def open_data(
     seed: int,
     vocab_size: int | None,
     device: torch.device | str,
+    progress: Progress | None = None,
 ) -> Loader:
     """Open the training data.
 
@@ -336,6 +334,7 @@ def open_data(
         seed: Of the order.
         vocab_size: Vocabulary size of the model; None: not checked.
         device: Device of the batches.
+        progress: Receives each file that is tokenised.
 
     Raises:
         ConfigError: The data is missing, empty, unreadable, too short, or does not fit the model or the ranks.
@@ -345,7 +344,7 @@ def open_data(
         Local. Errors of files that only one machine has are raised there only: see `raise_together`.
     """
     check_ranges(config, "data")
-    samples, tokenizer, identity = open_samples(config, config.source, "data.source", vocab_size)
+    samples, tokenizer, identity = open_samples(config, config.source, "data.source", vocab_size, progress)
     check_batch(batch_size, num_ranks)  # after problems of the data, which a run reports beside it
     num_samples = samples.num_samples - _num_held_out(config, samples)
     share = Share(batch_size=batch_size, rank=rank, num_ranks=num_ranks, device=device)

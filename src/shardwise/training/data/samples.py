@@ -16,7 +16,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.errors import ConfigError, import_optional
-from shardwise.training.data.records import Document, Records
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text; the prompt is excluded from the loss."""
+
+    prompt: str
+    text: str
+
+
+Records = Any
+"""Anything with a length and items; an item is a text or a mapping with one."""
 
 
 @dataclass(eq=False)
@@ -38,11 +49,9 @@ class TokenStream:
         self.num_tokens = self._offsets[-1]
 
     def window(self, firsts: Tensor, length: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Rows that begin at `firsts`; beyond the end of the stream they hold zeros.
+        """Rows of tokens that begin at `firsts`; which begin a document inside a row, and which belong to a prompt.
 
-        Returns:
-            The tokens, int64 (rows, length); which of them begin a document inside a row; and which belong
-            to a prompt. None: none does.
+        Beyond the end of the stream they hold zeros.
         """
         tokens = torch.stack([self._stretch(first, length) for first in firsts.tolist()]).to(torch.int64)
         if self.starts is None:
@@ -270,13 +279,7 @@ def encode_documents(
 
 
 class ReadySamples:
-    """Items that a `module:callable` made: mappings of tensors, put together row by row.
-
-    Args:
-        items: Has a length and items; where it has `collate(items) -> mapping of tensors`, that makes the batch.
-        name: Of the callable, for errors.
-        vocab_size: Refuse token ids from here on.
-    """
+    """Items that a `module:callable` made: mappings of tensors, put together row by row, or by its `collate(items)`."""
 
     def __init__(self, items: Records, name: str, vocab_size: int | None) -> None:
         self.num_samples = len(items)

@@ -40,11 +40,7 @@ class FlatState:
     """What the manifest says of the run besides; JSON."""
 
     def add(self, path: KeyPath, value: Any, *, unchanged_until_step: bool = False) -> str:
-        """Add a tensor or an encoded value; return its name.
-
-        Raises:
-            CheckpointError: The name is taken.
-        """
+        """Add a tensor or an encoded value under a name that is not taken yet; return the name."""
         name = dotted(path)
         if name in self.paths:
             raise CheckpointError(
@@ -75,19 +71,9 @@ def dotted(path: KeyPath) -> str:
 def flatten(
     nested: object, path: KeyPath, into: FlatState | None = None, *, unchanged_until_step: bool = False
 ) -> tuple[FlatState, Any]:
-    """Take `nested` apart.
+    """The parts of dictionaries, lists and tuples of tensors and plain values, and their layout for `unflatten`.
 
-    Args:
-        nested: Dictionaries, lists and tuples of tensors and plain values.
-        path: Under which it stands in the checkpoint, as in `("ema",)`.
-        into: Is added to; default: a new one.
-        steady: Only an optimizer step changes its tensors.
-
-    Returns:
-        Its parts, and its layout for `unflatten`.
-
-    Raises:
-        CheckpointError: It holds something else, or two things under one name.
+    They are added to `into` where that is given.
     """
     flat = FlatState() if into is None else into
 
@@ -125,10 +111,7 @@ def unflatten(layout: Any, found: Mapping[str, Any]) -> Any:
 
 
 def put_together(parts: Mapping[KeyPath, Any]) -> Any:
-    """A nested value from its leaves by path; numbers are places in lists.
-
-    For checkpoints that carry no layout: those of torch itself.
-    """
+    """A nested value from its leaves by path, for checkpoints without a layout; numbers are list indices."""
     if set(parts) == {()}:
         return parts[()]
     children: dict[str | int, dict[KeyPath, Any]] = {}
@@ -164,11 +147,7 @@ def encoded_random_state() -> dict[str, torch.Tensor]:
 
 
 def set_encoded_random_state(states: Mapping[str, torch.Tensor]) -> None:
-    """Put states back, as far as this process has the generators.
-
-    Raises:
-        CheckpointError: A state is not one of its generator.
-    """
+    """Put states back, as far as this process has the generators."""
     for name, state in states.items():
         try:
             set_random_state({name: _from_bytes(state) if name in ("python", "numpy") else state})
@@ -182,10 +161,7 @@ def set_encoded_random_state(states: Mapping[str, torch.Tensor]) -> None:
 
 
 def derived_state(states: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """States for a rank that none was saved for: drawn from another rank's, different for every rank.
-
-    Nothing but the given states and the number decide them, so resuming twice gives the same run.
-    """
+    """States for a rank that none was saved for: drawn from another rank's, the same each time the run resumes."""
     generator = torch.Generator()
     generator.set_state(states["torch"])
     seed = int(torch.randint(0, 2**62, (), generator=generator)) ^ (rank * 0x9E3779B97F4A7C15 % 2**62)
