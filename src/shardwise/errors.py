@@ -98,11 +98,7 @@ def listed(lines: Sequence[str], most: int = 10) -> list[str]:
 
 
 def import_optional(module: str, *, where: str, why: str, fix: str) -> Any:
-    """Import a library that not every installation has.
-
-    Raises:
-        EnvironmentProblem: It is not installed.
-    """
+    """Import a library that not every installation has."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -49,9 +49,6 @@ def axis_meanings(names: Sequence[str]) -> dict[str, str]:
 
     Names that are neither in `AXES` nor in `SYNONYMS` (`dp`, `data`) are read as `fully_shard` reads a mesh: the last
     one shards, one before it replicates.
-
-    Raises:
-        PlanError: There are more axes of unknown names than can shard and replicate, or two are for the same.
     """
     known = {name: SYNONYMS.get(name, name) for name in names if name in AXES or name in SYNONYMS}
     unknown = [name for name in names if name not in known]

@@ -49,16 +49,10 @@ _REPAIRED = "_shardwise_repaired"
 
 
 def repair_towers(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> None:
-    """Let ranks skip the named modules, and use any parameter or none, from now on.
+    """Let ranks skip the named modules, and use any parameter or none, from now on; collective.
 
     The groups at and below each stay unsharded for a whole pass. It stays with the model when the guard is closed.
     Where nobody used a parameter it has no gradient, as in one process.
-
-    Raises:
-        ShardError: A name is not that of a module below the root, or ranks name different ones.
-
-    Ranks:
-        Collective.
     """
     fix = "guard(model, repair=...) with the same names on every rank: all of them unshard and reduce a tower"
     agree_on("\n".join(towers), "the modules to repair", fix=fix, group=mesh)

@@ -52,13 +52,7 @@ def run_rank(
 ) -> None:
     """The main function of every rank's process: call the target; send its result, or an error, to the launcher.
 
-    Args:
-        target: `module:function`.
-        args: Its arguments.
-        path: The caller's `sys.path`: a target in its own folder must be found by the ranks too.
-        stop_signals: Signals that ask the target to stop; none: it has no way to.
-        environment: What a launcher sets.
-        launcher: Where to send.
+    `path` is the caller's `sys.path`: a target in its own folder must be found by the ranks too.
     """
     import torch
 
@@ -231,11 +225,7 @@ class RankGroup:
         self._heard: dict[str, dict[int, Any]] = {}
 
     def run(self, job: Sequence[object], num_restarts: int) -> list[Any] | Cause:
-        """Start the ranks with the first arguments of `run_rank`, and wait until all have ended.
-
-        Returns:
-            What they returned, by rank; or why one ended without a result.
-        """
+        """Start the ranks with the first arguments of `run_rank`; their results, or why one ended without one."""
         from torch.distributed import TCPStore
 
         self._processes, self._heard = {}, {"listening": {}, "told": {}, "result": {}, "error": {}}
@@ -310,7 +300,7 @@ def start_local(
     stop_signals: Sequence[str] = (),
     tell: Callable[[str], None] | None = None,
 ) -> list[Any]:
-    """Run a function on `num_ranks` new local ranks and return what each returned.
+    """Run a function on `num_ranks` new local ranks and return what each returned, by rank.
 
     Args:
         target: `module:function`, importable in a new process.
@@ -322,15 +312,9 @@ def start_local(
             a second Ctrl-C ends it at once. Without any, SIGINT and SIGTERM end the ranks.
         tell: Hears in a line what died and what is done about it; the default prints it on stderr.
 
-    Returns:
-        The results, by rank. They travel by pickle.
-
     Raises:
         Exception: What the first rank that failed raised, with its rank and traceback as a note.
         EnvironmentProblem: A rank died without raising anything, once more than `max_restarts` allows.
-
-    Ranks:
-        Call it from a process that is not a rank itself.
     """
     signal_numbers(stop_signals)  # refuse a wrong name first
     start_fork_server()  # imports torch while we do

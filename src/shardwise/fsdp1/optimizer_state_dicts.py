@@ -33,15 +33,8 @@ def named_state(
     """The optimizer's state dict with the wrapped model's names for numbers or for a named optimizer's own keys.
 
     Groups and their parameters stand in the optimizer's order, as FSDP1 has them; where ranks have different orders, in
-    the first rank's: `torch.distributed.checkpoint` takes a group's options and names from any rank.
-
-    Args:
-        model: Holds the optimizer's parameters.
-        optimizer: Built on them, before or after they were wrapped.
-        state_dict: From `optimizer.state_dict()`; read here when absent. It may lack `param_groups`.
-        is_full: Gather whole tensors; else they stay sharded.
-        keep: False takes part and returns an empty dict.
-        to_cpu: Put tensors into CPU memory.
+    the first rank's: `torch.distributed.checkpoint` takes a group's options and names from any rank. A rank that does
+    not `keep` it takes part and gets an empty dict.
     """
     adopt(optimizer)
     reshard(model)
@@ -154,12 +147,8 @@ def loadable(
 ) -> StateDict:
     """State by parameter number, each tensor placed like its parameter, from state by name.
 
-    Args:
-        state_dict: Whole tensors, or sharded ones; one that is sharded over another mesh is gathered.
-        model: Gives parameters their names.
-        groups: Parameters in the optimizer's order, group by group.
-        mesh: Where given, only its first rank's `state_dict` counts, and is sent to the others.
-        by_name: Keys are the names that `model.named_parameters()` gives, as a named optimizer has them.
+    Where a `mesh` is given, only its first rank's `state_dict` counts, and is sent to the others. `by_name`: keys are
+    the names that `model.named_parameters()` gives, as a named optimizer has them.
     """
     reshard(model)
     name_of = {parameter: clean_name(name) for name, parameter in model.named_parameters()}

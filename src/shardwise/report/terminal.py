@@ -18,12 +18,7 @@ _PLAIN_LINES = 10
 
 
 class TerminalProgress:
-    """One bar in a terminal; in a file or pipe, about ten lines that say the same.
-
-    Args:
-        console: Where to draw.
-        in_bytes: The steps are bytes: show them as such, and how many a second.
-    """
+    """One bar in a terminal; in a file or pipe, about ten lines that say the same."""
 
     def __init__(self, console: Console, *, in_bytes: bool = False) -> None:
         self._console, self._in_bytes = console, in_bytes

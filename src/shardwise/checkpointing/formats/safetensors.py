@@ -229,7 +229,7 @@ def append_tensor(file: storage.FileWriter, info: StoredTensor, chunks: Chunks) 
 
 
 class SafetensorsWriter:
-    """Writes a file, or a Hugging Face folder of shards and `sidecars`; both appear when they are whole and on the disk."""
+    """Writes a file, or a Hugging Face folder of shards and `sidecars`, which appears when it is whole and synced."""
 
     def __init__(
         self,
