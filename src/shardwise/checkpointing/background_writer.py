@@ -25,7 +25,7 @@ from shardwise.errors import CheckpointError, EnvironmentProblem, ShardwiseError
 from shardwise.progress import Progress
 
 Work = Callable[[memoryview, "Progress | None"], Any]
-"""What the process is asked to do, with the shared memory and whom to tell of progress. Picklable."""
+"""What the process is asked to do, with the shared memory and a progress to report to. Picklable."""
 
 # The same modules as here, however this process came by them.
 _PROGRAM = (

@@ -159,7 +159,7 @@ def convert_checkpoint(
         overwrite: Replace safetensors or a full file that are there already.
         verify: Also compare torch's own files with the CRC-32 they carry, before anything is written; what shardwise
             wrote is verified as it is read in any case.
-        progress: Is told the bytes as they are written.
+        progress: Receives the bytes as they are written.
 
     Returns:
         What was written, and what could not be.

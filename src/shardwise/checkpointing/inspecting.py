@@ -181,7 +181,7 @@ def verify_checkpoint(path: str | Path, *, progress: Progress | None = None) -> 
 
     Args:
         path: A checkpoint of any format, or the folder of a run: then all its checkpoints.
-        progress: Is told the bytes as they are read.
+        progress: Receives the bytes as they are read.
 
     Returns:
         Nothing when all is well. A note (`SW335`) says when a format has no checksums, so that flipped bytes cannot
@@ -445,7 +445,7 @@ def diff_checkpoints(
         a: One of them.
         b: The other.
         model: Its definition, where one of them does not name its parameters.
-        progress: Is told the bytes as they are compared.
+        progress: Receives the bytes as they are compared.
 
     Ranks:
         Local. At most some 128 MiB of tensors are in memory.

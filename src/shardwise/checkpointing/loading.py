@@ -103,12 +103,12 @@ class LoadPlan:
                 why="everything that is stored of an object must find its place"
                 if strict
                 else "what is loaded must be there, and of the right shape",
-                fix="load the objects that were saved, or leave out of load() what shall start afresh"
+                fix="load the objects that were saved, or leave out of load() what should start from scratch"
                 + ("; strict=False loads what fits" if strict else ""),
             )
 
     def requests(self) -> list[Request]:
-        """Everything to be read, models last; asked for anew, because allocating a model makes new tensors."""
+        """Everything to be read, models last; computed each time, because allocating a model makes new tensors."""
         found = list(self._requests)
         for name, matched in self.matched.items():
             stored = {own: _prefix(name) + stored for own, stored in matched.stored_names.items()}

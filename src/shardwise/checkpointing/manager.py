@@ -195,8 +195,8 @@ class Checkpointer:
         rng: Keep the random number generators of every rank too.
         trainable_only: Leave frozen parameters out of what is saved: the base of adapters, a frozen tower. Give the
             model its frozen weights (`load_weights`) before such a checkpoint is loaded into it.
-        progress: Is told the bytes that this rank reads and writes, and how fast; while a save is written in the
-            background, by another thread.
+        progress: Receives the bytes that this rank reads and writes, and the rate; while a save is written in the
+            background, from another thread.
 
     Raises:
         ConfigError: An argument means nothing.
@@ -422,7 +422,7 @@ class Checkpointer:
         """Wait for what is being written, and give back the process, the memory and the ranks' line.
 
         Raises:
-            CheckpointError: As `wait` does; everything is given back all the same.
+            CheckpointError: As `wait` does; everything is released first.
 
         Ranks:
             Local, as `wait`.
@@ -457,7 +457,7 @@ class Checkpointer:
             "there is no checkpoint to load" if step is None else f"there is no checkpoint of step {step}",
             where=str(self.folder),
             why=f"committed are the steps {steps}" if steps else "no save into this folder was ever committed",
-            fix=f"load step {steps[-1]}, the latest" if steps else "check the folder; start afresh where there is none",
+            fix=f"load step {steps[-1]}, the latest" if steps else "check the folder, or start a new run",
         )
 
     def _finish(self, pending: PendingSave) -> None:

@@ -194,7 +194,7 @@ def mark_unusable(model: nn.Module, why: str) -> None:
 
 
 def mark_usable(model: nn.Module) -> None:
-    """Take the mark away: all values were written anew."""
+    """Take the mark away: all values were written again."""
     _, handles = model.__dict__.pop(_ATTRIBUTE, ("", ()))
     for handle in handles:
         handle.remove()

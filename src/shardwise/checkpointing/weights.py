@@ -98,7 +98,7 @@ def save_weights(
         dtype: Cast floating-point tensors to it, as in `bfloat16`.
         max_shard_bytes: Of tensors in one file of a folder, as in `"2GB"`; None: all in one.
         overwrite: Replace weights that are there already.
-        progress: Is told the bytes that are written.
+        progress: Receives the bytes that are written.
 
     Raises:
         ConfigError: The format or dtype does not exist, or the path ends as files of the other format do.
@@ -296,14 +296,14 @@ def load_weights(
         path: A safetensors file, a Hugging Face folder, a `torch.save` file, a Distributed Checkpoint folder, a
             checkpoint of FSDP1, a folder of peft's.
         strict: Raise unless every tensor of the model is there and every stored one has its place. Otherwise
-            load what fits; shapes must fit all the same.
+            load what fits; shapes must still fit.
         rename: Stored names to the model's: `{"old.prefix": "new.prefix"}`, a compiled pattern for `re.sub`,
             or a function; None leaves a tensor out.
         verify: `while`: compare checksums as the bytes arrive; should they turn out corrupt, the model is marked
             and refuses to run until it is loaded again. `before`: read twice, and leave the model untouched.
         broadcast: Only the first rank opens the files, and sends the others what they need; for files that
             lie on one machine.
-        progress: Is told the bytes that this rank reads.
+        progress: Receives the bytes that this rank reads.
 
     Returns:
         Which names were loaded, missing, unexpected, tied, renamed and cast.
@@ -373,7 +373,7 @@ def save_full(
         optimizers: One, several, or several by name, with all the state they hold now.
         extra: Plain values and tensors to keep beside them, such as the step.
         overwrite: Replace a file that is there already. It stays until the new one is whole and on the disk.
-        progress: Is told the bytes that are written.
+        progress: Receives the bytes that are written.
         objects: Anything with `state_dict` and `load_state_dict`, by name: `scheduler=...`.
 
     Raises:
@@ -409,7 +409,7 @@ def load_full(
         strict: Everything stored of each object must find its place, and every place its value.
         verify: When checksums are compared, as in `load_weights`.
         broadcast: Only the first rank opens the file, and sends the others what they need.
-        progress: Is told the bytes that this rank reads.
+        progress: Receives the bytes that this rank reads.
         objects: Anything with `load_state_dict`, by name.
 
     Returns:

@@ -274,7 +274,7 @@ class ShardConfig(Strict):
     wrap_if: Callable[..., Any] | None = None
     """`wrap_if(module)` or `wrap_if(fqn, module)`: truthy makes it a group. Python only, not YAML."""
     ignored: tuple[str, ...] = ()
-    """Patterns of parameters or modules left unsharded; gradients are averaged over ranks all the same."""
+    """Patterns of parameters or modules left unsharded; their gradients are still averaged over ranks."""
     entry_points: tuple[str, ...] = ()
     """`module.fqn:method` (`:method` for the root): methods called from outside instead of `forward`."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

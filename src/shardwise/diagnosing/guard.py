@@ -154,7 +154,7 @@ def guard(
 
     Args:
         model: Sharded by shardwise or by hand.
-        patience: Seconds without progress after which a waiting rank says whom it waits for, and where that one is.
+        patience: Seconds without progress after which a waiting rank reports the rank it waits for, and its stack.
         repair: Names of modules that ranks may skip: all ranks unshard and reduce such towers, with zeros from those
             that did not run them, and zeros are sent for any parameter that a rank did not use. It costs the
             memory of keeping the towers unsharded, and stays with the model. What it cannot repair still raises.

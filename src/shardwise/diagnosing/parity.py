@@ -500,7 +500,7 @@ def _build_twice(build_model: Callable[[], nn.Module], seed: int, device: torch.
             raise ConfigError(
                 f"build_model returned a {type(model).__name__}",
                 where="parity(build_model=...)",
-                why="it is called twice and must make the model afresh",
+                why="it is called twice and must build a new model each time",
                 fix="build_model=lambda: MyModel(...)",
             )
         built.append(model if _has_meta(model) else model.to(device))

@@ -90,7 +90,7 @@ def _listen(stop_signals: Sequence[str], launcher: connection.Connection) -> thr
     """
     request, finished = StopRequest(), threading.Event()
 
-    def hear(number: int, _frame: FrameType | None) -> None:
+    def on_signal(number: int, _frame: FrameType | None) -> None:
         request.ask(signal.Signals(number).name)
 
     def watch_launcher() -> None:
@@ -103,7 +103,7 @@ def _listen(stop_signals: Sequence[str], launcher: connection.Connection) -> thr
         os._exit(0 if finished.is_set() else 1)
 
     if stop_signals:
-        listen_until_exit(request, dict.fromkeys({*signal_numbers(stop_signals), signal.SIGINT}, hear))
+        listen_until_exit(request, dict.fromkeys({*signal_numbers(stop_signals), signal.SIGINT}, on_signal))
         launcher.send(("listening", None))
     threading.Thread(target=watch_launcher, name="shardwise-launcher-watch", daemon=True).start()
     return finished
@@ -310,7 +310,7 @@ def start_local(
             itself where to go on. An error that it raises would only be raised again, and ends the ranks.
         stop_signals: Signals that ask the target to stop, by `stop_requests`; it then returns in its own time, and
             a second Ctrl-C ends it at once. Without any, SIGINT and SIGTERM end the ranks.
-        tell: Hears in a line what died and what is done about it; the default prints it on stderr.
+        tell: Receives a line on what died and what is done about it; the default prints it on stderr.
 
     Raises:
         Exception: What the first rank that failed raised, with its rank and traceback as a note.
@@ -345,14 +345,14 @@ def _signals_to(group: RankGroup, stop: StopRequest, stop_signals: Sequence[str]
     """Turn stop signals into a request; a second Ctrl-C and other signals end the ranks and this process."""
     asking = set(signal_numbers(stop_signals))
 
-    def hear(number: int, _frame: FrameType | None) -> None:
+    def on_signal(number: int, _frame: FrameType | None) -> None:
         if number in asking and not stop.record(number):
             return
         group.ending = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
     # Under nohup SIGHUP is ignored, and stays so.
     ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
-    with handlers(dict.fromkeys(ending | asking, hear)):
+    with handlers(dict.fromkeys(ending | asking, on_signal)):
         yield
 
 

@@ -35,7 +35,7 @@ def axis_names(mesh: DeviceMesh) -> dict[str, str]:
         raise PlanError(
             f"the {mesh.ndim}-D mesh has no axis names",
             where="mesh",
-            why="what an axis is for is told by its name",
+            why="the name of an axis says what it is for",
             fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard")), or init_distributed(MeshConfig(...))',
         )
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
@@ -182,7 +182,7 @@ def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def fsdp_mesh(mesh: DeviceMesh, shard_axes: Iterable[str] = SHARD_AXES) -> DeviceMesh:
-    """The mesh for `fully_shard`: the replicate axis, if any, and `shard_axes` flattened into one (once, collective)."""
+    """The mesh for `fully_shard`: the replicate axis, if any, and `shard_axes` flattened into one; collective, once."""
     sharded = _present(sub_mesh(mesh, shard_axes))
     replicated = sub_mesh(mesh, ("replicate",))
     if sharded.ndim == 1:
@@ -329,10 +329,10 @@ def _meshes() -> dict[object, DeviceMesh]:
 
 
 def latest_mesh() -> DeviceMesh | None:
-    """The mesh of the last `init_distributed`, unless its process group is gone or was made anew."""
+    """The mesh of the last `init_distributed`, unless its process group is gone, or is a new one."""
     return _meshes().get(_LATEST)
 
 
 def forget_meshes() -> None:
-    """Make the next mesh anew; there is no default until then."""
+    """Forget all meshes: the next one is made again, and there is no default until then."""
     _MESHES.clear()

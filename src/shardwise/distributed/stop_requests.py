@@ -58,11 +58,11 @@ def stop_requests(signals: Sequence[str] = STOP_SIGNALS) -> Iterator[StopRequest
         return
     request = StopRequest()
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         if request.record(number):
             signal.default_int_handler(number, frame)
 
-    with handlers(dict.fromkeys(signal_numbers(signals), hear)):
+    with handlers(dict.fromkeys(signal_numbers(signals), on_signal)):
         _current = request
         try:
             yield request

@@ -318,17 +318,17 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
     made, found = examined.plan, examined.resumed
     assert made is not None
     notes = _batch_notes(config, num_data_ranks)
-    start = f"goes on from step {found.step}: {found.path}" if found is not None else "starts afresh"
+    start = f"resumes from step {found.step}: {found.path}" if found is not None else "starts from scratch"
     notes["checkpoint.resume"] = [start]
     notes["checkpoint"] = examined.disk_notes
     if config.folder is None:
-        notes["folder"] = ["the next free name in `runs`; chosen anew for every run"]
+        notes["folder"] = ["the next free name in `runs`; chosen for every run"]
     notes["model"] = [f"{format_count(sum(p.numel for p in made.parameters))} parameters"]
     notes["mesh"] = [f"{num_ranks} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())]
     notes["mesh.device"] = [f"auto is {meshes.device_type()} here"] if config.mesh.device == "auto" else []
     notes["shard"] = listed(str(made).splitlines(), _MAX_LINES)
     weights = weights_of(config)
-    notes["weights"] = [f"read from {weights}" if weights is not None else "drawn anew, from the seed"]
+    notes["weights"] = [f"read from {weights}" if weights is not None else "initialised from the seed"]
     used = {path: lines for path, lines in notes.items() if lines}
     return to_yaml(examined.config, used)
 
@@ -442,7 +442,7 @@ class TrainingRun:
     def _build(self, examined: Examined, stack: ExitStack) -> None:
         """Shard and materialise the model, build its optimizer, and load the checkpoint to resume from."""
         config, model, training, resumed = self.config, self.model, self.config.training, examined.resumed
-        trainable_only = config.lora is not None  # frozen weights are read anew
+        trainable_only = config.lora is not None  # frozen weights are not in a checkpoint
         self.checkpoints = Checkpoints(self.folder, config.checkpoint, stack, trainable_only=trainable_only)
         assert examined.plan is not None
         activations = prepare_blocks(model, config.shard, examined.plan, self.device)

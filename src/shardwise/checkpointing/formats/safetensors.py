@@ -27,7 +27,7 @@ _WEIGHT_SUFFIXES = (".safetensors", INDEX_SUFFIX)
 _METADATA_KEY, _HEADER_CHECKSUM_KEY = "shardwise", "shardwise.header"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _BLANK = "0" * 16
-_GET_AGAIN = "get the file again from where it came from, or write it anew"
+_GET_AGAIN = "get the file again from where it came from, or write it again"
 _MISSING = "a file of the checkpoint is missing"
 
 
@@ -197,7 +197,7 @@ def _checksums(data: bytes, metadata: Mapping[str, str]) -> tuple[int, dict[str,
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands in it twice")
+        raise ValueError("a name occurs in it twice")
     return found
 
 

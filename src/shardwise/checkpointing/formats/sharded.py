@@ -361,7 +361,7 @@ def partial_of(folder: storage.Place) -> storage.Place:
 
 
 def begin_checkpoint(folder: storage.Place) -> storage.Place:
-    """Make and return the partial folder, empty, for a checkpoint that shall be called `folder`; on rank 0."""
+    """Make and return the partial folder, empty, for a checkpoint that will be called `folder`; on rank 0."""
     if is_committed(folder) or (isinstance(folder, Path) and storage.exists(folder)):
         raise CheckpointError(
             f"there is a checkpoint called {storage.split(folder)[1]} already",

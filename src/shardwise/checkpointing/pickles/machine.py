@@ -249,7 +249,7 @@ def load_pickle(
             where=where,
             why="a pickle can run any code; only names that checkpoints need are known here, and none is ever called",
             fix="get the file again from a source you trust; if you trust it as it is, load it with torch yourself "
-            "and save it anew (save_weights, or safetensors)",
+            "and save it again (save_weights, or safetensors)",
         ) from None
     except (pickle.UnpicklingError, IndexError, struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
         what = "the checkpoint holds a pickle that cannot be read"

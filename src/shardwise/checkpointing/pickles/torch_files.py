@@ -566,7 +566,7 @@ def read_torch_file(path: str | storage.Place) -> TorchFile:
             "this is not a file that torch.save writes",
             where=where,
             why="such a file is a zip archive since torch 1.6; older ones, and plain pickles, are not read",
-            fix="load it with the program that wrote it and save it anew with torch.save or safetensors",
+            fix="load it with the program that wrote it and save it again with torch.save or safetensors",
         )
     with storage.FileReader(place) as reader:
         index = ZipIndex(reader.read, size, where=where)
@@ -575,7 +575,7 @@ def read_torch_file(path: str | storage.Place) -> TorchFile:
                 "the file was written on a machine with the other byte order",
                 where=where,
                 why="its numbers would be read backwards",
-                fix="load it with torch.load there or here, and save it anew",
+                fix="load it with torch.load there or here, and save it again",
             )
         pickled = index.read_record("data.pkl", MAX_PICKLE_BYTES)
         with storage.parsing("the file is damaged: its checksums cannot be used", where):

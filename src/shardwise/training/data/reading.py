@@ -55,7 +55,7 @@ def refuse_unreadable(problems: Sequence[str]) -> None:
     raise_listed(
         problems,
         "{num} record(s) of the data cannot be read",
-        why="each line of JSONL is one JSON object; text stands in data.text_field, or in data.prompt_field and "
+        why="each line of JSONL is one JSON object; the text is in data.text_field, or in data.prompt_field and "
         "data.response_field",
         fix="mend or remove these lines, or set the names of the fields",
     )
