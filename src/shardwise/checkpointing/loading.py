@@ -133,9 +133,10 @@ class LoadPlan:
 
     def set_random_numbers(self) -> None:
         """Set the generators, last: what comes before may draw from them."""
-        if states := self._random_numbers:
-            is_own = bool(self._names_under(f"rng.{self._rank}."))
-            nested.set_encoded_random_state(states if is_own else nested.derived_state(states, self._rank))
+        if self._random_numbers and self._names_under(f"rng.{self._rank}."):
+            nested.set_encoded_random_state(self._random_numbers)
+        elif self._random_numbers:
+            nested.seed_from_state(self._random_numbers, self._rank)
 
     def _names_under(self, prefix: str) -> list[str]:
         """Tensors and values whose names begin so, in the checkpoint's order."""

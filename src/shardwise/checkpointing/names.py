@@ -188,13 +188,12 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
 
 def named_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Canonical name and tensor of everything that the model's state dict holds, tied tensors under each name."""
-    named: list[tuple[str, torch.Tensor]] = []
-    for path, module in _unwrapped(model).named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        own = [*module._parameters.items()]
-        own += [item for item in module._buffers.items() if item[0] not in compat.non_persistent_buffers(module)]
-        named += [(canonical_name(prefix + name), tensor) for name, tensor in own if tensor is not None]
-    return named
+    return [
+        (canonical_name(f"{path}.{name}" if path else name), tensor)
+        for path, module in _unwrapped(model).named_modules(remove_duplicate=False)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and name not in compat.non_persistent_buffers(module)
+    ]
 
 
 def non_persistent_names(model: nn.Module) -> set[str]:

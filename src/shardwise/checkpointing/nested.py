@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from shardwise.checkpointing.contents import KeyPath
 from shardwise.checkpointing.formats.values import decode_value, encode_value
 from shardwise.errors import CheckpointError
-from shardwise.models.random_state import random_state, set_random_state
+from shardwise.models.random_state import random_state, seed_everything, set_random_state
 
 LAYOUT = "__layout__"
 """Under `<object>.__layout__` stands how the names of an object fit together."""
@@ -160,20 +158,11 @@ def set_encoded_random_state(states: Mapping[str, torch.Tensor]) -> None:
             ) from error
 
 
-def derived_state(states: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """States for a rank that none was saved for: drawn from another rank's, the same each time the run resumes."""
+def seed_from_state(states: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Seed the generators of a rank that no state was saved for: from another rank's, the same whenever it resumes."""
     generator = torch.Generator()
     generator.set_state(states["torch"])
-    seed = int(torch.randint(0, 2**62, (), generator=generator)) ^ (rank * 0x9E3779B97F4A7C15 % 2**62)
-    generator.manual_seed(seed)
-    derived = {"torch": generator.get_state(), "python": _as_bytes(random.Random(seed).getstate())}
-    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        derived["numpy"] = _as_bytes(numpy.random.RandomState(seed % 2**32).get_state(legacy=False))
-    if "cuda" in states and torch.cuda.is_available():
-        on_device = torch.Generator("cuda")
-        on_device.manual_seed(seed)
-        derived["cuda"] = on_device.get_state()
-    return derived
+    seed_everything(int(torch.randint(0, 2**62, (), generator=generator)) ^ (rank * 0x9E3779B97F4A7C15 % 2**62))
 
 
 def _as_bytes(value: object) -> torch.Tensor:
