@@ -65,7 +65,7 @@ def test_two_ranks_are_left_alone(rank: int):
 
 @ranks(2)
 def test_subclasses_of_several_tensors_on_an_axis_of_one_rank(rank: int):
-    """torch copies the first tensor of a subclass only where the axis that shards has one rank; NF4 has two."""
+    """Torch copies the first tensor of a subclass only where the axis that shards has one rank; NF4 has two."""
     meshes = [init_distributed(MeshConfig(device="cpu", shard=shard, replicate=2 // shard)) for shard in (1, 2)]
     results = []
     for mesh in meshes:
