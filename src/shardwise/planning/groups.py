@@ -204,6 +204,17 @@ def by_node(candidates: Iterable[GroupCandidate]) -> dict[Node, GroupCandidate]:
     return {node: candidate for candidate in candidates for node in candidate.nodes}
 
 
+def blocks_around(candidates: Iterable[GroupCandidate]) -> list[str]:
+    """The repeated blocks that groups are, or are in: elements of lists, and classes that repeat. In the tree's order."""
+    found: dict[str, None] = {}
+    for node in (node for candidate in candidates if not candidate.is_root for node in candidate.nodes):
+        runs = [each for each in node.upwards if each.parent is not None and isinstance(each.parent.module, _RUNS)]
+        block = next((each for each in runs if each.is_composite), node)
+        if block.is_composite:
+            found[block.fqn] = None
+    return list(found)
+
+
 def find_candidates(tree: Tree, calls: Calls) -> list[GroupCandidate]:
     """Groups for a model about which the user said nothing; the root takes what is left.
 

@@ -34,6 +34,7 @@ from shardwise.planning.groups import GroupCandidate, Node, Tree, by_node, find_
 from shardwise.planning.plan import Group, ParallelModule, Plan, PlannedParameter
 from shardwise.planning.settings import FLOATING, Compute, check_config, choose_compute, dtype_name, group_settings
 from shardwise.planning.source.facts import read_calls
+from shardwise.planning.tensor import choose_tensor, tensor_splits
 from shardwise.planning.tracing import trace_calls
 
 
@@ -164,25 +165,8 @@ def make_plan(
     refuse_sharded(model)
     refuse_unsupported(model)
     axes, device = mesh_axes(mesh)
-    refuse_axes(axes)
     check_config(config, axes)
     return Draft(model, config, axes, device, find_calls(model, example_inputs)).plan(capability)
-
-
-def refuse_axes(axes: dict[str, int]) -> None:
-    """Raise for mesh axes that nothing is done along yet.
-
-    Raises:
-        PlanError: With the axis.
-    """
-    for axis, size in axes.items():
-        if axis == "tensor":
-            raise PlanError(
-                f"the mesh axis {axis!r} has {size} ranks: {axis} parallelism is not supported yet",
-                where=f"mesh.{axis}",
-                why="weights along it would diverge without an error",
-                fix=f"give these ranks to shard: set mesh.{axis} = 1, as in MeshConfig(shard=...)",
-            )
 
 
 def refuse_context(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
@@ -305,6 +289,7 @@ class Draft:
         self.upcast: dict[int, str] = {}
         self.splits: dict[int, tuple[tuple[str, int, int], ...]] = {}
         self.experts, self.expert_parallel = self._find_experts() if axes.get("expert", 1) > 1 else ([], [])
+        self.tensor_parallel: tuple[ParallelModule, ...] = ()
         self.covered = [
             (
                 override,
@@ -389,6 +374,8 @@ class Draft:
     def plan(self, capability: tuple[int, int] | None) -> Plan:
         """Decide everything, for hardware of this CUDA compute capability."""
         assignment = self._assignment()
+        if "tensor" in self.axes:
+            self._divide_tensors(assignment)
         compute = choose_compute(self.config.precision, self.device, capability, self._storage_dtypes())
         self._group_modules = frozenset(node.fqn for node in by_node(assignment.candidates))
         groups = [
@@ -409,11 +396,22 @@ class Draft:
             outer_modules=self._outer_modules(groups),
             track_unused=any(group.reduce_unused for group in groups),
             float8=self._float8(groups, capability),
+            tensor_parallel=self.tensor_parallel,
             expert_parallel=tuple(self.expert_parallel),
             context_parallel=self._context_parallel(groups),
             reasons=(compute.reason, *self.calls.notes),
             warnings=tuple(self._warnings(groups)),
         )
+
+    def _divide_tensors(self, assignment: Assignment) -> None:
+        """Choose what is divided over the tensor axis."""
+        num_ranks, blocks = self.axes["tensor"], grouping.blocks_around(assignment.candidates)
+        chosen = choose_tensor(self.model, self.config.tensor, self.tree, self.calls, blocks, num_ranks)
+        self.tensor_parallel = chosen
+        divided = tensor_splits(chosen, dict(self.model.named_modules()), num_ranks)
+        for key, tensor in enumerate(self.tensors):
+            if name := next((name for name in tensor.names if name in divided), None):
+                self.splits[key] = (*self.splits.get(key, ()), *divided[name])
 
     def _context_parallel(self, groups: list[Group]) -> tuple[ParallelModule, ...]:
         """The blocks whose attention sees whole sequences."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardwise import compat
 from shardwise.config.schema import ShardConfig
 from shardwise.distributed.agreement import agree_on, run_on_all
-from shardwise.distributed.mesh import default_mesh, expert_mesh, fsdp_mesh, gradient_mesh, mesh_axes, model_mesh
+from shardwise.distributed.mesh import default_mesh, expert_mesh, fsdp_mesh, gradient_mesh, mesh_axes, model_mesh, tensor_mesh
 from shardwise.errors import PlanError, ShardError
 from shardwise.planning.calls import is_within
 from shardwise.planning.plan import Group, Plan, PlannedParameter
@@ -42,6 +42,7 @@ from shardwise.sharding.inventory import class_name, unwrapped_name
 from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, on_recover, remember
 from shardwise.sharding.repointing import around_steps, remember_parameters, repoint, watch_optimizers
+from shardwise.sharding.tensor_parallel import apply_tensor_parallel
 from shardwise.sharding.watching import watch_by_default
 
 _SAMPLES = 64
@@ -202,6 +203,9 @@ def shard(
         checkpoint_activations(model, config.activations, config=plan)
     if config is not None and config.compile is True:
         compile_blocks(model, config=plan)
+    if plan.tensor_parallel and (tensors := tensor_mesh(mesh)) is not None:
+        apply_tensor_parallel(model, plan.tensor_parallel, tensors)
+        _tie(model, plan)
     if plan.context_parallel:
         apply_context_parallel(model, plan.context_parallel, mesh)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -228,15 +232,21 @@ def shard(
 
 def _prepare_storage(model: nn.Module, plan: Plan) -> None:
     """Give every parameter the storage the plan states: one object per tie, row-major, upcast where asked."""
+    _tie(model, plan)
     for planned in plan.parameters:
         parameter = model.get_parameter(planned.fqn)
-        for alias in planned.aliases:
-            owner, _, name = alias.rpartition(".")
-            model.get_submodule(owner)._parameters[name] = parameter
         if planned.make_contiguous:
             parameter.data = parameter.data.contiguous()
         if planned.upcast_from:
             parameter.data = parameter.data.to(getattr(torch, planned.dtype))
+
+
+def _tie(model: nn.Module, plan: Plan) -> None:
+    """Let all names of a parameter stand for one object."""
+    for planned in plan.parameters:
+        for alias in planned.aliases:
+            owner, _, name = alias.rpartition(".")
+            model.get_submodule(owner)._parameters[name] = model.get_parameter(planned.fqn)
 
 
 def _shard_group(

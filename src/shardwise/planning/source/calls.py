@@ -309,6 +309,8 @@ def _invoke_known(thing: Any, callee: Value, arguments: Arguments, frame: Frame)
 
 def call_module(module: nn.Module, callee: Value, arguments: Arguments, frame: Frame) -> Value:
     """`module(...)`; its forward is read apart, and here too when it is handed modules or parameters."""
+    if frame.analysis.flow is not None:
+        return frame.analysis.flow.call(module, callee, arguments, frame)
     frame.record_call(module, callee)
     if module not in frame.analysis.places:
         hand_over(arguments, frame)
@@ -381,7 +383,7 @@ def _invoke_torch(name: str, arguments: Arguments, frame: Frame) -> Value:
         return v.TENSOR
     if not (name.endswith("_like") or name.startswith(("is_", "get_", "set_", "has_torch_function"))):
         hand_over(arguments, frame)
-    return attributes.torch_result(name, arguments)
+    return frame.after(name, attributes.torch_result(name, arguments), *arguments.values(), sizes=arguments.flat())
 
 
 def hand_over(arguments: Arguments, frame: Frame, *, name: str = "") -> Value:
@@ -391,7 +393,7 @@ def hand_over(arguments: Arguments, frame: Frame, *, name: str = "") -> Value:
             _hand_over_one(value, Arguments(arguments.positional[position + 1 :], spread=True), frame)
         for value in arguments.keywords.values():
             _hand_over_one(value, Arguments(spread=True), frame)
-    return _unknown_result(arguments)
+    return frame.after(name or "a function that cannot be read", _unknown_result(arguments), *arguments.values())
 
 
 def _hand_over_one(value: Value, rest: Arguments, frame: Frame) -> None:
@@ -421,4 +423,5 @@ def _construct(cls: type, arguments: Arguments, frame: Frame) -> Value:
         for value in arguments.values():
             frame.consume(value)
         return v.TENSOR
-    return v.ARGUMENT if _top(arguments) or frame.is_interesting(arguments.values()) else v.PLAIN
+    made = v.ARGUMENT if _top(arguments) or frame.is_interesting(arguments.values()) else v.PLAIN
+    return frame.after("[number]", made, *arguments.values())
