@@ -208,11 +208,20 @@ def blocks_around(candidates: Iterable[GroupCandidate]) -> list[str]:
     """The repeated blocks that groups are, or are in: elements of lists, and classes that repeat. In the tree's order."""
     found: dict[str, None] = {}
     for node in (node for candidate in candidates if not candidate.is_root for node in candidate.nodes):
-        runs = [each for each in node.upwards if each.parent is not None and isinstance(each.parent.module, _RUNS)]
-        block = next((each for each in runs if each.is_composite), node)
+        runs = [each for each in node.upwards if each.is_composite and _is_element(each)]
+        alike = [each for each in runs if each.parent is not None and _are_alike(each.parent.children)]
+        block = next(iter((*alike, *runs, node)))
         if block.is_composite:
             found[block.fqn] = None
     return list(found)
+
+
+def _is_element(node: Node) -> bool:
+    return node.parent is not None and isinstance(node.parent.module, _RUNS)
+
+
+def _are_alike(nodes: list[Node]) -> bool:
+    return len({type(node.module) for node in nodes} | {nn.Sequential}) == 2
 
 
 def find_candidates(tree: Tree, calls: Calls) -> list[GroupCandidate]:

@@ -9,12 +9,14 @@ first gathers its output and the second takes its part of it again, which is rig
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.config.schema import TensorConfig
 from shardwise.errors import PlanError, fix_name
@@ -52,6 +54,10 @@ _TRANSFORMERS = {
     "moe_tp_experts": "experts",
 }
 """transformers' names of styles."""
+DIVIDED = "divided already"
+"""What the plan says of a module that the user has divided."""
+VERIFY = "verify"
+"""What the plan says of the model where the first forward is compared with one on whole tensors."""
 
 _ELEMENTWISE = {
     "abs", "add", "any", "bfloat16", "clamp", "clip", "clone", "contiguous", "detach", "div", "double", "dropout",
@@ -222,12 +228,14 @@ def _why_whole(
     entering = {source for name in region.given for source in sources.get(name, {}) if source.kind == "argument"}
     if odd := sorted(source.name for source in region.foreign if source.kind == "parameter" or source in entering):
         return f"{_short(odd[0])} is used between them"
-    operations = set().union(*region.given.values(), *region.biases.values())
-    if {operation.name for operation in operations} <= _ELEMENTWISE and set(features.values()) == inputs:
-        returned = {source.name for source, _ in flow.returned}
-        return f"{first} is returned too" if returned & features.keys() else "with rows in between" * bool(region.biases)
-    if odd := sorted({operation.name for operation in operations} - _HEADWISE):
+    names = {operation.name for operation in set().union(*region.given.values(), *region.biases.values())}
+    is_split = bool(names & _SPLITTING)
+    if odd := sorted(names - (_HEADWISE if is_split else _ELEMENTWISE)):
         return f"between them there is {odd[0]!r}, which may mix features"
+    if not is_split:
+        returned = features.keys() & {source.name for source, _ in flow.returned}
+        odd = [*region.biases, *(f"{name}, which is returned too," for name in returned)]
+        return f"{_short(odd[0])} is used between them" if odd or set(features.values()) != inputs else ""
     heads = {name: head_count(size, region.given[name]) for name, size in features.items()}
     if unclear := [name for name, number in heads.items() if number is None]:
         return f"into how many heads {_short(unclear[0])} is split is not clear from the code"
@@ -281,8 +289,13 @@ def tensor_splits(
             dims = {"weight": 1}
         elif style == "experts":
             dims = dict.fromkeys(module._parameters, 0)
-        for name in dims.keys() & {key for key, parameter in module._parameters.items() if parameter is not None}:
-            found[f"{entry.fqn}.{name}".lstrip(".")] = (("tensor", dims[name], num_ranks),)
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                cuts = [(place.dim, parameter.device_mesh.size()) for place in parameter.placements if place.is_shard()]
+            else:
+                cuts = [(dims[name], num_ranks)] if name in dims and parameter is not None else []
+            if cuts:
+                found[f"{entry.fqn}.{name}".lstrip(".")] = tuple(("tensor", *cut) for cut in cuts)
     return found
 
 
@@ -400,6 +413,8 @@ class TensorChoice:
         """Divide linear layers in pairs, as the code allows."""
         for region in self.regions:
             layers = (*region.given, *region.biases, *region.takers)
+            if self.styles.keys() & set(layers):
+                continue
             problem = next((why for name in layers if (why := self._why_not(name))), "")
             if not problem and not region.why_whole:
                 self._see_local_heads(region)
@@ -613,8 +628,15 @@ class TensorChoice:
                 f"{odd[0]!r} has {sizes[odd[0]][0]} {sizes[odd[0]][1]}, which {self.num_ranks} ranks cannot share evenly",
                 where=f"mesh.tensor, {odd[0]}",
                 why="each rank of the tensor axis computes as many heads or features of a layer",
-                fix=f"set mesh.tensor = {nearest}, or leave the layer as it is: tensor.plan = {{{odd[0]!r}: 'off'}}",
+                fix=f"set mesh.tensor = {nearest}, or leave these layers as they are: {self._off(odd[0])}",
             )
+
+    def _off(self, name: str) -> str:
+        """What to type so that a layer, and those that go with it, is left as it is."""
+        region = next((each for each in self.regions if name in each.names), None)
+        names = [name] if region is None else [region.owner] if region.owner not in ("", *self.blocks) else region.names
+        patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", each) for each in names)
+        return "tensor.plan = {" + ", ".join(f'"{pattern}": "off"' for pattern in patterns) + "}"
 
     def _size(self, name: str, style: str) -> int:
         """What a style divides of a module."""
@@ -683,6 +705,12 @@ class TensorChoice:
     def entries(self) -> tuple[ParallelModule, ...]:
         """What was chosen, in the model's order."""
         made = []
+        for name, module in self.modules.items():
+            if isinstance(module, nn.Linear) and name not in self.styles and any(is_within(name, each) for each in self.blocks):
+                self.reasons.setdefault(name, "no other linear layer takes its output alone")
+        if self.config.verify:
+            self.more[""].append(VERIFY)
+            self.reasons[""] = "the first forward is compared with one on whole tensors"
         for name in self.modules:
             how = ", ".join([*([self.styles[name]] if name in self.styles else []), *dict.fromkeys(self.more.get(name, ()))])
             if how or name in self.reasons:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardwise import compat
 from shardwise.config.schema import ShardConfig
 from shardwise.distributed.agreement import agree_on, run_on_all
-from shardwise.distributed.mesh import default_mesh, expert_mesh, fsdp_mesh, gradient_mesh, mesh_axes, model_mesh, tensor_mesh
+from shardwise.distributed.mesh import default_mesh, expert_mesh, fsdp_mesh, gradient_mesh, mesh_axes, model_mesh
 from shardwise.errors import PlanError, ShardError
 from shardwise.planning.calls import is_within
 from shardwise.planning.plan import Group, Plan, PlannedParameter
@@ -42,7 +42,7 @@ from shardwise.sharding.inventory import class_name, unwrapped_name
 from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, on_recover, remember
 from shardwise.sharding.repointing import around_steps, remember_parameters, repoint, watch_optimizers
-from shardwise.sharding.tensor_parallel import apply_tensor_parallel
+from shardwise.sharding.tensor_parallel import apply_tensor_parallel, hook_tensor_parallel
 from shardwise.sharding.watching import watch_by_default
 
 _SAMPLES = 64
@@ -55,7 +55,7 @@ def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         PlanError: Already sharded, other parameters, or other mesh sizes.
     """
-    refuse_sharded(model)
+    refuse_sharded(model, mesh)
     sizes = mesh_axes(mesh)[0]
     if _wide(sizes) != _wide(dict(plan.axes)):
         raise PlanError(
@@ -203,8 +203,8 @@ def shard(
         checkpoint_activations(model, config.activations, config=plan)
     if config is not None and config.compile is True:
         compile_blocks(model, config=plan)
-    if plan.tensor_parallel and (tensors := tensor_mesh(mesh)) is not None:
-        apply_tensor_parallel(model, plan.tensor_parallel, tensors)
+    if plan.tensor_parallel:
+        apply_tensor_parallel(model, plan.tensor_parallel, mesh)
         _tie(model, plan)
     if plan.context_parallel:
         apply_context_parallel(model, plan.context_parallel, mesh)
@@ -214,7 +214,8 @@ def shard(
         _shard_group(group, modules, model, fsdp_mesh(mesh, group.shard_axes), aside)
     for parameter_group in compat.param_groups(model):
         ParameterHooks(parameter_group)
-    for root in [group.modules[0] for group in plan.groups if group.kind == "root"]:
+    roots = [group.modules[0] for group in plan.groups if group.kind == "root"]
+    for root in roots:
         _wire(_below(root, plan), modules, mesh)
     remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
@@ -226,6 +227,7 @@ def shard(
     step_in_backward(model)
     watch_zero_grad()
     watch_by_default(model)
+    hook_tensor_parallel(model, [modules[root] for root in roots])
     hook_context_parallel(model)
     return model
 

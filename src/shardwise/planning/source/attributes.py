@@ -192,8 +192,8 @@ def walk(value: Value, frame: Frame) -> LoopItems:
     """One turn of a loop over the value, standing for all of them."""
     walks = [_walk_atom(atom, value, frame) for atom in value.atoms]
     if value.may_be_unknown or not walks:
-        source = min(value.source, Origin.TENSOR_VALUE)
-        walks.append(LoopItems(v.PLAIN.replace(source=source), None, value.source == Origin.DYNAMIC))
+        made = frame.after("[number]", v.PLAIN.replace(source=min(value.source, Origin.TENSOR_VALUE)), value)
+        walks.append(LoopItems(made, None, value.source == Origin.DYNAMIC))
     element = v.join(one.element for one in walks)
     counts = {one.count for one in walks}
     return LoopItems(

@@ -84,7 +84,9 @@ def _len(arguments: Arguments, frame: Frame) -> Value:
     count = attributes.walk(value, frame).count if value.atoms and not value.may_be_unknown else None
     if count is not None:
         return v.known(count)
-    return v.opaque(value, source=Origin.TENSOR_VALUE if value.source == Origin.DYNAMIC else Origin.PLAIN)
+    frame.note_size_read(value)
+    made = v.opaque(value, source=Origin.TENSOR_VALUE if value.source == Origin.DYNAMIC else Origin.PLAIN)
+    return made.replace(trail=frozenset())
 
 
 @v.handles(BUILTINS, range)

@@ -70,15 +70,12 @@ class Flow:
     def call(self, module: nn.Module, callee: Value, arguments: Arguments, frame: Frame) -> Value:
         """`module(...)`: what it returns, and what that was computed from and by."""
         places, values = frame.analysis.places, arguments.values()
-        if type(module).forward is nn.Sequential.forward and module in places:
-            value = arguments.first()
-            for child in module.children():
-                value = self.call(child, known(child), Arguments([value]), frame)
-            return value
         if module in places and self._is_leaf(module):
             name = places.name(module)
             self.inputs[name] |= frame.trail(*values)
             return TENSOR.replace(trail=from_source("module", name))
+        if type(module).forward is nn.Sequential.forward:
+            return self.call_in_turn(module, arguments.first(), frame)
         if not type(module).__module__.startswith("torch.nn."):
             forward = vars(module).get("forward") or inspect.getattr_static(type(module), "forward")
             given, chain = arguments.after(known(module)), (*frame.chain, module)
@@ -88,6 +85,12 @@ class Flow:
         if has_parameters(module):
             raise TooComplex(f"{type(module).__name__} has no source that can be read")
         return frame.after(type(module).__name__, TENSOR, *values)
+
+    def call_in_turn(self, modules: nn.Module, value: Value, frame: Frame) -> Value:
+        """Call the modules in a Sequential one after the other."""
+        for module in modules.children():
+            value = self.call(module, known(module), Arguments([value]), frame)
+        return value
 
     def _is_leaf(self, module: nn.Module) -> bool:
         inside = any(has_parameters(child) for child in module.children())
@@ -109,7 +112,7 @@ def read_flow(places: Places, name: str, leaves: Iterable[nn.Module] = ()) -> Da
     problem, returned = "", Trail()
     try:
         if type(module).forward is nn.Sequential.forward:
-            result = flow.call(module, known(module), Arguments([TENSOR]), frame)
+            result = flow.call_in_turn(module, TENSOR.replace(trail=from_source("argument", "input")), frame)
         else:
             own = vars(module).get("forward")
             result = start(own or inspect.getattr_static(type(module), "forward"), module, frame)
