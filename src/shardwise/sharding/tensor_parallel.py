@@ -32,7 +32,7 @@ from shardwise.models.random_state import kept_random_state
 from shardwise.planning.plan import ParallelModule
 from shardwise.planning.tensor import STYLES, VERIFY, tensor_splits
 from shardwise.planning.tracing import innermost_module
-from shardwise.sharding.blocks import ReplacedForward, replace_innermost
+from shardwise.sharding.blocks import ReplacedForward, compile_inside_recomputation, replace_innermost
 from shardwise.sharding.expert_parallel import SelectingForward, divide_parameters
 from shardwise.sharding.inventory import fingerprint
 
@@ -57,6 +57,8 @@ class TensorParallel:
         """Modules hand each other whole tensors, which is right whatever the code between them does."""
         self.on_parts = False
         """Hidden states between the modules of a block are parts of the sequence."""
+        self.numbers: list[tuple[nn.Module, str, int]] = []
+        """Attributes that are numbers of heads; they hold those of this rank, and here are those of all."""
         self.run: Run | None = None
         """What is noted of a forward that is compared with another."""
         self.to_verify = {False, True} if verify else set()
@@ -66,6 +68,12 @@ class TensorParallel:
         self.num_forwards = 0
         self.digest: Tensor | None = None
         """Of the inputs of the last forward."""
+
+    def swap_numbers(self) -> None:
+        """Exchange the numbers of all heads in the attributes of modules and those of this rank's."""
+        for place, (module, name, number) in enumerate(self.numbers):
+            self.numbers[place] = (module, name, getattr(module, name))
+            setattr(module, name, number)
 
     def dtensor(self, tensor: Tensor, placement: Placement) -> DTensor:
         """A plain tensor as this rank's part of a DTensor."""
@@ -123,12 +131,16 @@ def apply_tensor_parallel(model: nn.Module, planned: Iterable[ParallelModule], m
             modules[name].forward = SelectingForward(modules[name], axis)  # pyrefly: ignore[bad-assignment]
         elif how[0] in STYLES:
             styles[name] = Divided(state, entry, modules[name])
-        numbers = {key: int(number) for key, number in (each.split("=") for each in how if "=" in each)}
-        if numbers or "local sizes" in how:
-            replace_innermost(modules[name], functools.partial(LocalHeads, state, modules[name], numbers))
+        for key, number in (each.split("=") for each in how if "=" in each):
+            state.numbers.append((modules[name], key, int(number)))
+        if "local sizes" in how:
+            replace_innermost(modules[name], functools.partial(LocalForward, state))
         if "loss_parallel" in how:
             _take_divided_logits()
     parallelize_module(model, axis, styles, src_data_rank=None)
+    state.swap_numbers()
+    for module in model.modules():
+        compile_inside_recomputation(module)
     for name, entry in entries.items():
         _hand_over_parts(modules[name], entry.how.split(", "), state)
 
@@ -178,8 +190,10 @@ class Divided(ParallelStyle):
         taken = self.state.dtensor(args[0], given)
         return (taken if taken.placements == (wanted,) else taken.redistribute(placements=[wanted]), *args[1:])
 
-    def give(self, module: nn.Module, args: Any, output: DTensor) -> Tensor:
+    def give(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """The output as a plain tensor, in the form that the code after it expects."""
+        if not isinstance(output, DTensor):  # what a loss put in place of logits
+            return output
         wanted = self._output_layout(output)
         if output.placements != (wanted,):
             output = output.redistribute(placements=[wanted])
@@ -209,35 +223,19 @@ class Divided(ParallelStyle):
         return Shard(_SEQUENCE_DIM) if self.to_sequence and self.state.on_parts else Replicate()
 
 
-class LocalHeads(ReplacedForward):
-    """The forward of a module whose code reads the number of heads: it sees that of this rank.
+class LocalForward(ReplacedForward):
+    """The forward of a module whose code reshapes parts of features by the sizes of all of them; see `LocalSizes`."""
 
-    Args:
-        state: The model's.
-        module: The module.
-        numbers: Its attributes that are numbers of heads, with those of this rank.
-        forward: Its own forward.
-    """
-
-    def __init__(
-        self, state: TensorParallel, module: nn.Module, numbers: Mapping[str, int], forward: Callable[..., Any]
-    ) -> None:
+    def __init__(self, state: TensorParallel, forward: Callable[..., Any]) -> None:
         super().__init__(forward)
-        self.state, self.module, self.numbers = state, module, numbers
+        self.state = state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         if self.state.is_whole:
             return self.__wrapped__(*args, **kwargs)
-        before = {name: getattr(self.module, name) for name in self.numbers}
-        try:
-            for name, number in self.numbers.items():
-                setattr(self.module, name, number)
-            with LocalSizes(self.state.num_ranks):
-                return self.__wrapped__(*args, **kwargs)
-        finally:
-            for name, number in before.items():
-                setattr(self.module, name, number)
+        with LocalSizes(self.state.num_ranks):
+            return self.__wrapped__(*args, **kwargs)
 
 
 class LocalSizes(TorchFunctionMode):
@@ -264,7 +262,10 @@ class LocalSizes(TorchFunctionMode):
             if all(isinstance(size, int | torch.SymInt) for size in sizes):
                 args = (tensor, self._local(sizes, tensor.shape))
         elif func is Tensor.unflatten and len(args) == 3:
-            args = (*args[:2], self._local(list(args[2]), args[0].shape[args[1] :][:1]))
+            tensor, dim, sizes = args[0], args[1] % args[0].ndim, list(args[2])
+            local = self._local(sizes, tensor.shape[dim : dim + 1])
+            # A compiler cannot follow unflatten under a mode.
+            return tensor.reshape([*tensor.shape[:dim], *local, *tensor.shape[dim + 1 :]])
         return func(*args, **(kwargs or {}))
 
     def _local(self, sizes: list[Any], shape: torch.Size) -> list[Any]:
@@ -382,12 +383,14 @@ def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> 
     try:
         with evaluation_mode(module), torch.compiler.set_stance("force_eager"):
             for state.is_whole in (True, False):
+                state.swap_numbers()
                 runs.append(run := Run(state.model))
                 state.run = run
                 with kept_random_state(), torch.set_grad_enabled(records and not state.is_whole):
                     output = module(*args, **kwargs)
                 for tensor in find_tensors(output):
-                    if tensor.is_floating_point() and not isinstance(tensor, DTensor):
+                    is_plain = tensor.is_floating_point() and not isinstance(tensor, DTensor)
+                    if is_plain and 0 not in tensor.stride():  # not one number that stands for logits
                         run.note_output("the model", tensor)
         error = _difference(*runs)
     except RuntimeError as failure:
