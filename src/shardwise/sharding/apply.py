@@ -227,8 +227,8 @@ def shard(
     step_in_backward(model)
     watch_zero_grad()
     watch_by_default(model)
-    hook_tensor_parallel(model, [modules[root] for root in roots])
     hook_context_parallel(model)
+    hook_tensor_parallel(model, [modules[root] for root in roots])
     return model
 
 

@@ -33,6 +33,7 @@ from shardwise.planning.plan import ParallelModule
 from shardwise.planning.tensor import STYLES, VERIFY, tensor_splits
 from shardwise.planning.tracing import innermost_module
 from shardwise.sharding.blocks import ReplacedForward, compile_inside_recomputation, replace_innermost
+from shardwise.sharding.context_parallel import context_of
 from shardwise.sharding.expert_parallel import SelectingForward, divide_parameters
 from shardwise.sharding.inventory import fingerprint
 
@@ -101,7 +102,8 @@ class TensorParallel:
         if self.checks_all_inputs or self.num_forwards % 64 == 0 or self.num_forwards in (1, 2, 4, 8, 16, 32):
             if (error := different_inputs(self)) is not None:
                 raise error
-        if torch.is_grad_enabled() in self.to_verify:
+        context = context_of(self.model)
+        if torch.is_grad_enabled() in self.to_verify and (context is None or not context.must_verify):
             self.to_verify -= {False, torch.is_grad_enabled()}
             verify(self, module, args, kwargs)
 
@@ -281,7 +283,8 @@ def _hand_over_parts(module: nn.Module, how: list[str], state: TensorParallel) -
 
     def begin(tensor: Tensor) -> Tensor:
         # A length that does not divide stays whole, as when text is generated token by token.
-        state.on_parts = not state.is_whole and tensor.shape[_SEQUENCE_DIM] % state.num_ranks == 0
+        is_even, context = tensor.shape[_SEQUENCE_DIM] % state.num_ranks == 0, context_of(state.model)
+        state.on_parts = is_even and not state.is_whole and not (context is not None and context.is_verifying)
         return split(tensor)
 
     def split(tensor: Tensor) -> Tensor:
