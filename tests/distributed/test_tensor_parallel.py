@@ -45,7 +45,9 @@ class ByShape(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.size()
-        q, k, v = (f(x).view(b, t, self.heads, c // self.heads).transpose(1, 2) for f in (self.to_q, self.to_k, self.to_v))
+        q, k, v = (
+            f(x).view(b, t, self.heads, c // self.heads).transpose(1, 2) for f in (self.to_q, self.to_k, self.to_v)
+        )
         scores = (q @ k.transpose(-2, -1)) / (c // self.heads) ** 0.5
         scores = scores.masked_fill(torch.ones(t, t).tril() == 0, -1e9)
         return self.mix((scores.softmax(-1) @ v).transpose(1, 2).contiguous().view(b, t, c))
@@ -82,7 +84,9 @@ class Fused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = [each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.c_attn(x).split(self.width, 2)]
-        x = x + self.c_proj(nn.functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.c_proj(
+            nn.functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
+        )
         gate, up = self.wide(self.norm(x)).chunk(2, -1)
         return x + self.narrow(gate.sigmoid() * up)
 
@@ -110,7 +114,9 @@ class Own(nn.Module):
         self.stack = nn.ModuleList(self._layer(parts, width) for _ in range(2))
 
     def _layer(self, parts: tuple[type[nn.Module], ...], width: int) -> nn.Module:
-        feed = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width), nn.Dropout(0.0))
+        feed = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width), nn.Dropout(0.0)
+        )
         return Layer([nn.Sequential(nn.LayerNorm(width), part()) for part in parts] + [feed])
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -345,7 +345,7 @@ def across_ranks(subject: Subject) -> Iterator[Finding]:
         return
     plain = {n: p for n, p in subject.parameters.items() if not isinstance(p, DTensor) and not p.is_meta}
     name_of = {id(parameter): name for name, parameter in subject.parameters.items()}
-    facts = {
+    facts: dict[str, Any] = {
         "device": _device(mesh.device_type),
         "buffers": {name: int(fingerprint(b)) for name, b in subject.model.named_buffers() if not b.is_meta},
         "plain": {name: int(fingerprint(p)) for name, p in plain.items()},

@@ -205,7 +205,7 @@ def by_node(candidates: Iterable[GroupCandidate]) -> dict[Node, GroupCandidate]:
 
 
 def blocks_around(candidates: Iterable[GroupCandidate]) -> list[str]:
-    """The repeated blocks that groups are, or are in: elements of lists, and classes that repeat. In the tree's order."""
+    """The repeated blocks that groups are, or are in: elements of lists, and classes that repeat."""
     found: dict[str, None] = {}
     for node in (node for candidate in candidates if not candidate.is_root for node in candidate.nodes):
         runs = [each for each in node.upwards if each.is_composite and _is_element(each)]

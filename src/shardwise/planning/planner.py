@@ -73,8 +73,8 @@ def refuse_sharded(model: nn.Module, mesh: DeviceMesh | MeshConfig | None = None
             where=spread,
             why="a model around this one was sharded first: groups are made children first, never top-down; or it was "
             "divided over other ranks than those of the mesh's tensor axis",
-            fix='of nested models, shard the outermost only; after parallelize_module(model, mesh["tensor"], ...), pass the '
-            "mesh that the tensor axis is of",
+            fix="of nested models, shard the outermost only; after parallelize_module over the tensor axis of a mesh, "
+            "pass that mesh",
         )
 
 
@@ -431,7 +431,9 @@ class Draft:
             self.tensor_parallel = tuple(chosen)
         elif num_ranks > 1:
             blocks = grouping.blocks_around(assignment.candidates)
-            self.tensor_parallel = choose_tensor(self.model, self.config.tensor, self.tree, self.calls, blocks, num_ranks)
+            self.tensor_parallel = choose_tensor(
+                self.model, self.config.tensor, self.tree, self.calls, blocks, num_ranks
+            )
         splits = tensor_splits(self.tensor_parallel, modules, num_ranks)
         for key, tensor in enumerate(self.tensors):
             if name := next((name for name in tensor.names if name in splits), None):
@@ -632,8 +634,8 @@ class Draft:
         is_tied = getattr(getattr(self.model, "config", None), "tie_word_embeddings", False)
         if is_tied and weights[0] is not weights[1] and all(isinstance(weight, DTensor) for weight in weights):
             warnings.append(
-                "parallelize_module has untied the output matrix from the embedding: each would get a part of the gradient. "
-                "Tie them again before sharding: output.weight = embedding.weight"
+                "parallelize_module has untied the output matrix from the embedding: each would get a part of the "
+                "gradient. Tie them again before sharding: output.weight = embedding.weight"
             )
         return warnings
 

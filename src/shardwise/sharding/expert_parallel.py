@@ -139,7 +139,9 @@ class SelectingForward(DispatchingForward):
 
     def _same_on_all(self, tensor: Tensor) -> Tensor:
         """A tensor that all ranks have, of which each uses a part: its gradient is the sum of theirs."""
-        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False).to_local(
+            grad_placements=[Partial()]
+        )
 
 
 class _ScaledGradient(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Tensor parallelism: ranks along the tensor axis hold parts of each matrix and share the products of one batch.
 
-Each divided module takes and gives plain tensors. Between a layer that is divided by its outputs and one that is divided
-by its inputs, these are parts of the features; with sequence parallelism, between the modules of a block, parts of the
-sequence. Nothing about a model is decided here: `planning.tensor` has done that.
+Each divided module takes and gives plain tensors. Between a layer that is divided by its outputs and one that is
+divided by its inputs, these are parts of the features; with sequence parallelism, between the modules of a block, parts
+of the sequence. Nothing about a model is decided here: `planning.tensor` has done that.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -99,9 +99,9 @@ class TensorParallel:
             return
         self.num_forwards += 1
         self.digest = digest_of((args, kwargs), self.axis)
-        if self.checks_all_inputs or self.num_forwards % 64 == 0 or self.num_forwards in (1, 2, 4, 8, 16, 32):
-            if (error := different_inputs(self)) is not None:
-                raise error
+        is_due = self.checks_all_inputs or self.num_forwards % 64 == 0 or self.num_forwards in (1, 2, 4, 8, 16, 32)
+        if is_due and (error := different_inputs(self)) is not None:
+            raise error
         context = context_of(self.model)
         if torch.is_grad_enabled() in self.to_verify and (context is None or not context.must_verify):
             self.to_verify -= {False, torch.is_grad_enabled()}
@@ -203,7 +203,8 @@ class Divided(ParallelStyle):
         if self.state.run is not None and self.style == "colwise":
             self.state.run.note_maker(given)
         elif self.state.run is not None and self.style.startswith("rowwise"):
-            self.state.run.note_output(self.state.run.names[module], output.detach().full_tensor())
+            whole = output.redistribute(placements=[Replicate()]).to_local()
+            self.state.run.note_output(self.state.run.names[module], whole)
         return given
 
     def _input_layouts(self, last: int) -> tuple[Placement, Placement]:
@@ -422,10 +423,10 @@ def _wrong(name: str, why: str) -> ShardError:
     return ShardError(
         f"{name} does not work with tensor parallelism",
         where=name,
-        why=f"{why}. Between a layer that is divided by its outputs and one that is divided by its inputs, code must work "
-        "on each feature, or each head, by itself",
-        fix='let the layers hand over whole tensors, as in TensorConfig(plan={"*.up": "colwise_gather_output", "*.down": '
-        '"rowwise_split_input"}), or leave them as they are: "off"',
+        why=f"{why}. Between a layer that is divided by its outputs and one that is divided by its inputs, code must "
+        "work on each feature, or each head, by itself",
+        fix='let the layers hand over whole tensors, as in TensorConfig(plan={"*.up": "colwise_gather_output", '
+        '"*.down": "rowwise_split_input"}), or leave them as they are: "off"',
     )
 
 
@@ -460,7 +461,7 @@ def different_inputs(state: TensorParallel) -> ShardError | None:
         why="ranks along the tensor axis share the matrix products of one batch: what each computes of another batch "
         "would be added up, without an error",
         fix="give each rank the samples of data_parallel_rank(mesh), from shardwise.distributed.mesh, and seed it with "
-        "that number, as shardwise train does"
+        "that number, as shardwise train does",
     )
 
 
