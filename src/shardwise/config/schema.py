@@ -185,12 +185,15 @@ class TensorConfig(Strict):
 
     plan: Mapping[str, str] = field(default_factory=dict)
     """Module FQN pattern to style, as in `"*.q_proj": "colwise"`; the last match wins. Modules that no pattern matches
-    are left to the automatic plan."""
+    are left to the automatic plan. Styles: `colwise`, `rowwise`, `colwise_gather_output`, `rowwise_split_input`,
+    `embedding`, `replicate`, `sequence`, `experts`, `off`."""
     sequence: Literal["auto"] | bool = "auto"
     """Sequence parallelism: norms and residuals hold a part of each sequence. `auto`: where the plan of the model has
     it."""
     loss_parallel: Literal["auto"] | bool = "auto"
     """Keep logits divided over the vocabulary up to the loss. `auto`: where the loss is computed in the model."""
+    verify: bool = True
+    """Compare the first forward with one in which layers hand each other whole tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

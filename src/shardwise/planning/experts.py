@@ -37,8 +37,8 @@ def find_experts(
     """
     named = _named(tree, patterns)
     candidates, entries = [], []
-    for node in named or [node for node in tree.root.walk() if _looks_like_experts(node)]:
-        problem = _problem(node, tree, calls)
+    for node in named or [node for node in tree.root.walk() if looks_like_experts(node)]:
+        problem = why_not_divided(node, tree, calls)
         if problem and named:
             raise PlanError(
                 f"{node.fqn!r} ({node.class_name}) is named in expert.modules, but {problem}",
@@ -74,7 +74,7 @@ def _named(tree: Tree, patterns: tuple[str, ...]) -> list[Node]:
     return list(nodes)
 
 
-def _looks_like_experts(node: Node) -> bool:
+def looks_like_experts(node: Node) -> bool:
     """Whether its forward has the arguments, or it is a list of modules that is called experts."""
     if isinstance(node.module, nn.ModuleList):
         return "expert" in node.fqn.rpartition(".")[2] and len({type(child.module) for child in node.children}) == 1
@@ -93,7 +93,7 @@ def num_experts_of(node: Node) -> int:
     return int(getattr(node.module, "num_experts", 0))
 
 
-def _problem(node: Node, tree: Tree, calls: Calls) -> str:
+def why_not_divided(node: Node, tree: Tree, calls: Calls) -> str:
     """Why a module cannot be divided; empty where it can."""
     module, num_experts = node.module, getattr(node.module, "num_experts", None)
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}

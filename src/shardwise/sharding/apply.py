@@ -42,6 +42,7 @@ from shardwise.sharding.inventory import class_name, unwrapped_name
 from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, on_recover, remember
 from shardwise.sharding.repointing import around_steps, remember_parameters, repoint, watch_optimizers
+from shardwise.sharding.tensor_parallel import apply_tensor_parallel, hook_tensor_parallel
 from shardwise.sharding.watching import watch_by_default
 
 _SAMPLES = 64
@@ -54,7 +55,7 @@ def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         PlanError: Already sharded, other parameters, or other mesh sizes.
     """
-    refuse_sharded(model)
+    refuse_sharded(model, mesh)
     sizes = mesh_axes(mesh)[0]
     if _wide(sizes) != _wide(dict(plan.axes)):
         raise PlanError(
@@ -202,6 +203,9 @@ def shard(
         checkpoint_activations(model, config.activations, config=plan)
     if config is not None and config.compile is True:
         compile_blocks(model, config=plan)
+    if plan.tensor_parallel:
+        apply_tensor_parallel(model, plan.tensor_parallel, mesh)
+        _tie(model, plan)
     if plan.context_parallel:
         apply_context_parallel(model, plan.context_parallel, mesh)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -210,7 +214,8 @@ def shard(
         _shard_group(group, modules, model, fsdp_mesh(mesh, group.shard_axes), aside)
     for parameter_group in compat.param_groups(model):
         ParameterHooks(parameter_group)
-    for root in [group.modules[0] for group in plan.groups if group.kind == "root"]:
+    roots = [group.modules[0] for group in plan.groups if group.kind == "root"]
+    for root in roots:
         _wire(_below(root, plan), modules, mesh)
     remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
@@ -223,20 +228,27 @@ def shard(
     watch_zero_grad()
     watch_by_default(model)
     hook_context_parallel(model)
+    hook_tensor_parallel(model, [modules[root] for root in roots])
     return model
 
 
 def _prepare_storage(model: nn.Module, plan: Plan) -> None:
     """Give every parameter the storage the plan states: one object per tie, row-major, upcast where asked."""
+    _tie(model, plan)
     for planned in plan.parameters:
         parameter = model.get_parameter(planned.fqn)
-        for alias in planned.aliases:
-            owner, _, name = alias.rpartition(".")
-            model.get_submodule(owner)._parameters[name] = parameter
         if planned.make_contiguous:
             parameter.data = parameter.data.contiguous()
         if planned.upcast_from:
             parameter.data = parameter.data.to(getattr(torch, planned.dtype))
+
+
+def _tie(model: nn.Module, plan: Plan) -> None:
+    """Let all names of a parameter stand for one object."""
+    for planned in plan.parameters:
+        for alias in planned.aliases:
+            owner, _, name = alias.rpartition(".")
+            model.get_submodule(owner)._parameters[name] = model.get_parameter(planned.fqn)
 
 
 def _shard_group(

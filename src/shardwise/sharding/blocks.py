@@ -504,6 +504,18 @@ def compile_blocks(model: M, *, config: ShardConfig | Plan | None = None, **comp
     return model
 
 
+def compile_inside_recomputation(module: nn.Module) -> None:
+    """Let a block that is compiled and recomputed as a whole recompute what is compiled, not the other way round.
+
+    torch (2.13) fails to compile the recomputation of DTensors: it takes their mesh for a tensor to keep.
+    """
+    compiled, recomputed, *_ = (*replacements(module), None, None)
+    is_compiled = isinstance(compiled, CompiledForward)
+    if is_compiled and isinstance(recomputed, CheckpointedForward) and recomputed.mode == "full":
+        compiled.__wrapped__, recomputed.__wrapped__ = recomputed.__wrapped__, compiled
+        module.forward = recomputed
+
+
 class CompiledForward(ReplacedForward):
     """A block's forward, compiled at its first call.
 

@@ -59,6 +59,7 @@ class ContextParallel:
         """Modules and names of functions that are replaced while a block runs."""
         self.is_on = True
         self.must_verify = "verify" in how
+        self.is_verifying = False
         self.signature = inspect.signature(model.forward)
 
     def takes(self, name: str) -> bool:
@@ -75,8 +76,11 @@ class ContextParallel:
         rest = bound.arguments.pop(_rest_name(self.signature), {})
         arguments = {**bound.arguments, **rest}
         if self.must_verify and not compat.are_collectives_local():
-            self.must_verify = False
-            verify(self, arguments)
+            self.must_verify, self.is_verifying = False, True
+            try:
+                verify(self, arguments)
+            finally:
+                self.is_verifying = False
         part = ContextParallel.running_part = SequencePart(self, arguments)
         return (), part.arguments
 

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from shardwise.config.schema import PipelineConfig, ShardConfig
 from shardwise.distributed.agreement import gather_objects, raise_together, run_on_all
-from shardwise.distributed.mesh import default_mesh, gradient_mesh, model_mesh, sub_mesh
+from shardwise.distributed.mesh import axis_sizes, default_mesh, gradient_mesh, model_mesh, sub_mesh
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.models.modes import evaluation_mode
 from shardwise.models.nested_tensors import change_tensors, find_tensors
@@ -29,7 +29,7 @@ from shardwise.models.random_state import kept_random_state
 from shardwise.planning.groups import is_explicit, outermost_blocks
 from shardwise.planning.plan import ParallelModule, Plan
 from shardwise.planning.planner import plan as make_plan
-from shardwise.planning.stages import StagePlan, not_a_sequence, plan_stages
+from shardwise.planning.stages import StagePlan, not_a_sequence, plan_stages, refuse_tensor_axis
 from shardwise.sharding.apply import shard
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_tensor
@@ -409,6 +409,7 @@ def pipeline(
         Collective. Call on every rank of `mesh`.
     """
     config, mesh = config or ShardConfig(), mesh or default_mesh()
+    refuse_tensor_axis(axis_sizes(mesh))
     axis = sub_mesh(mesh, ("pipeline",))
     num_ranks = 1 if axis is None else axis.size()
     stages, whole = run_on_all(lambda: _plan(model, config, mesh, num_ranks, loss, example_inputs), mesh)

@@ -7,6 +7,7 @@ import contextlib
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.distributed.agreement import on_rank_zero
@@ -63,7 +64,8 @@ def generate(
     with evaluation_mode(model), whole_sequences(model), contextlib.ExitStack() as leaving:
         leaving.callback(reshard, model)
         for _ in range(max_new_tokens):
-            logits = logits_of(model(ids[:, -window:].to(device)), where="generate(model)")[:, -1].float().cpu()
+            logits = logits_of(model(ids[:, -window:].to(device)), where="generate(model)")
+            logits = (logits.full_tensor() if isinstance(logits, DTensor) else logits)[:, -1].float().cpu()
             if temperature == 0:
                 drawn = logits.argmax(-1)
             else:

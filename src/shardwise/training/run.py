@@ -32,6 +32,7 @@ from shardwise.models.load import load_model
 from shardwise.models.moe import ExpertBias
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
+from shardwise.planning.stages import refuse_tensor_axis
 from shardwise.progress import Progress
 from shardwise.sharding.adapters import add_lora
 from shardwise.sharding.apply import shard
@@ -281,6 +282,7 @@ def check_parallel(config: RunConfig, num_data_ranks: int) -> None:
     if mesh.context > 1:
         SequenceLayout(mesh.context, 0, shard_config.context.balanced).positions(config.data.sequence_length)
     if mesh.pipeline > 1:
+        refuse_tensor_axis({"pipeline": mesh.pipeline, "tensor": mesh.tensor})
         num_microbatches(shard_config.pipeline, mesh.pipeline, config.training.batch_size // num_data_ranks)
         if config.checkpoint.export:
             raise ConfigError(
