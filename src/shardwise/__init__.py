@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardwise.diagnosing.guard import guard as guard
     from shardwise.diagnosing.parity import parity as parity
     from shardwise.diagnosing.parity_criteria import Parity as Parity
+    from shardwise.distributed.mesh import draw_mesh as draw_mesh
     from shardwise.distributed.mesh import init_distributed as init_distributed
     from shardwise.errors import CheckpointError as CheckpointError
     from shardwise.errors import ConfigError as ConfigError
@@ -93,7 +94,7 @@ _HOMES = {
     "shardwise.diagnosing.guard": ("Guard", "explained", "guard"),
     "shardwise.diagnosing.parity": ("parity",),
     "shardwise.diagnosing.parity_criteria": ("Parity",),
-    "shardwise.distributed.mesh": ("init_distributed",),
+    "shardwise.distributed.mesh": ("draw_mesh", "init_distributed"),
     "shardwise.errors": (
         "CheckpointError", "ConfigError", "EnvironmentProblem", "PlanError", "ShardError", "ShardwiseError",
         "SourceError",

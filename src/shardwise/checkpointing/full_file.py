@@ -22,7 +22,7 @@ from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks
 from shardwise.checkpointing.state.names import with_our_names
 from shardwise.checkpointing.state.nested import FlatState, put_together
 from shardwise.checkpointing.state.run import Run, Stateful
-from shardwise.checkpointing.weights import refuse_remote, stream_gathered
+from shardwise.checkpointing.weights import refuse_remote, refuse_stage, stream_gathered
 from shardwise.distributed.agreement import Channel, run_on_all
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError
@@ -67,6 +67,7 @@ def save_full(
     run = Run(model, optimizers, objects)
     mesh = _mesh(run)
     run_on_all(lambda: refuse_remote(path), mesh, CheckpointError)
+    run_on_all(lambda: [refuse_stage(each) for each in run.models.values()], mesh, CheckpointError)
     tree, tensors = run_on_all(lambda: _as_tree(run.collect(extra=extra)), mesh, CheckpointError)
     stream_gathered(FullWriter(Path(path), tree, overwrite=overwrite), tensors, mesh, progress)
 

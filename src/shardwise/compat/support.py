@@ -21,7 +21,7 @@ NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_param:FSDPParam": "sharded_param _unsharded_param reset_sharded_param "
     "padded_sharded_param_size mp_policy= unsharded_accumulated_grad? to_accumulated_grad_if_needed? "
     "reduce_dtype? param_dtype _sharded_param_data _sharded_local_tensor sharded_size "
-    "init_all_gather_outputs to_sharded_dtensor "
+    "init_all_gather_outputs all_gather_inputs to_sharded_dtensor "
     "offload_to_cpu device mesh_info _module_info _orig_size all_gather_outputs= _unsharded_inner_tensors= "
     "_post_load_hook_handle",
     f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules shared_param_names",

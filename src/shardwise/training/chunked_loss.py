@@ -29,7 +29,8 @@ def output_matrix(model: nn.Module) -> nn.Linear | None:
     """The module that turns hidden states into logits, if it is a plain matrix."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else getattr(model, "lm_head", None)
-    return head if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward else None
+    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
+    return head if is_plain else None
 
 
 class ChunkedLoss:

@@ -21,7 +21,7 @@ from shardwise.training.chunked_loss import ChunkedLoss, output_matrix
 from shardwise.training.data import Loader
 from shardwise.training.data.samples import IGNORED, Batch
 from shardwise.training.metrics import StepReading
-from shardwise.training.microbatching import undo, volatile_state
+from shardwise.training.microbatching import is_out_of_memory, undo, volatile_state
 from shardwise.training.step import lockstep
 
 Call = Callable[[nn.Module, Batch], tuple[Tensor, Tensor | int]]
@@ -81,16 +81,19 @@ class Objective:
         self, model: nn.Module, labels: Tensor, args: tuple[Tensor, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         if self._head is not None:
-            before = None if self._is_tried else volatile_state(model)
-            chunked = ChunkedLoss(self._head, labels)
-            with chunked.computed():
-                output = model(*args, **kwargs)
-            loss, self._is_tried = chunked.of(logits_of(output)), True
+            is_tried, self._is_tried = self._is_tried, True
+            before = None if is_tried else volatile_state(model)
+            loss, chunked = None, ChunkedLoss(self._head, labels)
+            try:
+                with chunked.computed():
+                    loss = chunked.of(logits_of(model(*args, **kwargs)))
+            except RuntimeError as error:  # a stand-in for logits cannot be written in place
+                if is_tried or is_out_of_memory(error):
+                    raise
             if loss is not None:
                 return loss
             self._head = None  # the model does more with its logits than return them
             if before is not None:
-                del output
                 undo(model, before)
         return next_token_loss(logits_of(model(*args, **kwargs)), labels)
 
