@@ -77,7 +77,7 @@ def train(model: Net, optimizer: Optimizer, steps: range, rank: int = 0, num_ran
             loss.backward()
             return loss.detach() if num_ranks == 1 else sw.mean_over_ranks(loss)
 
-        optimizer.step(closure)
+        optimizer.step(closure)  # pyrefly: ignore[no-matching-overload]
 
 
 def compare(make: Callable[[list[nn.Parameter]], Optimizer], rank: int, build: Callable[[], Net] = Net) -> float:
