@@ -33,7 +33,7 @@ from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.planner import plan as make_plan
 from shardwise.planning.planner import refuse_sharded
 from shardwise.planning.settings import dtype_name
-from shardwise.sharding.blocks import checkpoint_activations, compile_blocks
+from shardwise.sharding.blocks import checkpoint_activations, compile_blocks, refuse_budget
 from shardwise.sharding.context_parallel import apply_context_parallel, replace_root_forward
 from shardwise.sharding.expert_parallel import divide_experts
 from shardwise.sharding.float8 import GatheredScales, convert_linears, import_torchao
@@ -200,6 +200,8 @@ def shard(
         check_fits(plan, model, mesh)
     if plan.float8:
         import_torchao()  # before anything is changed
+    if config is not None:
+        refuse_budget(config.activations, compiles=config.compile is True)
     weights = agree_on_plan_and_weights(plan, model, mesh)
     if stages is not None and len(set(gather_objects(weights, group=stages.get_group()))) == 1:
         warnings.warn(

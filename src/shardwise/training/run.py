@@ -35,7 +35,7 @@ from shardwise.planning.planner import plan
 from shardwise.progress import Progress
 from shardwise.sharding.adapters import add_lora
 from shardwise.sharding.apply import shard
-from shardwise.sharding.blocks import AdaptiveActivations, checkpoint_activations, compile_blocks
+from shardwise.sharding.blocks import AdaptiveActivations, checkpoint_activations, compile_blocks, refuse_budget
 from shardwise.sharding.context_attention import SequenceLayout, split_sequences
 from shardwise.sharding.materialize import materialize
 from shardwise.sharding.pipeline import Pipeline, num_microbatches, pipeline
@@ -164,17 +164,16 @@ def prepare_blocks(
     Returns:
         What is kept for backward, where memory decides about it.
     """
-    adaptive = None
+    adaptive, compiles = None, compat.can_compile(device) if config.compile == "auto" else config.compile
+    refuse_budget(config.activations, compiles=compiles)
     if config.activations == "auto":
         with suppress(ShardError):  # it has no blocks
             if device.type == "cuda":
                 adaptive = AdaptiveActivations(model, made)
     elif config.activations != "keep":
         checkpoint_activations(model, config.activations, config=made)
-    if config.compile is True:
-        compile_blocks(model, config=made)
-    elif config.compile == "auto" and compat.can_compile(device):
-        with suppress(ShardError):
+    if compiles:
+        with suppress(ShardError) if config.compile == "auto" else nullcontext():
             compile_blocks(model, config=made)
     return adaptive
 
