@@ -21,7 +21,7 @@ NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_param:FSDPParam": "sharded_param _unsharded_param reset_sharded_param "
     "padded_sharded_param_size mp_policy= unsharded_accumulated_grad? to_accumulated_grad_if_needed? "
     "reduce_dtype? param_dtype _sharded_param_data _sharded_local_tensor sharded_size "
-    "init_all_gather_outputs to_sharded_dtensor "
+    "init_all_gather_outputs all_gather_inputs to_sharded_dtensor "
     "offload_to_cpu device mesh_info _module_info _orig_size all_gather_outputs= _unsharded_inner_tensors= "
     "_post_load_hook_handle all_gather_inputs",
     f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules shared_param_names",
@@ -70,6 +70,7 @@ NEEDED: dict[str, str] = {
     "torch._C:TensorBase": "data",
     "torch": "_C _amp_foreach_non_finite_check_and_unscale_",
     "torch.nn:Module": "_parameters _non_persistent_buffers_set",
+    "torch._functorch.config": "activation_memory_budget patch",
     "torch._subclasses.fake_tensor": "FakeTensorMode log",
     "torch.utils._foreach_utils": "_get_fused_kernels_supported_devices",
     "torch.utils._python_dispatch": "TorchDispatchMode _get_current_dispatch_mode _pop_mode_temporarily",

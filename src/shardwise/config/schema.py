@@ -22,6 +22,7 @@ PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Interval(ge=0, lt=1)]
+UnitFloat = Annotated[float, Interval(ge=0, le=1)]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
 ROOT_PATTERN = "(root)"  # what a plan calls the root's own group
@@ -293,10 +294,10 @@ class ShardConfig(Strict):
     """Explicit prefetching."""
     overrides: tuple[GroupOverride, ...] = ()
     """Per-pattern settings; the last match wins."""
-    activations: Literal["auto", "keep", "full", "selective", "offload", "every_n"] = "auto"
+    activations: Literal["auto", "keep", "full", "selective", "offload", "every_n", "regions"] | UnitFloat = "auto"
     """What `checkpoint_activations` recomputes in backward instead of keeping; `keep` recomputes nothing. `auto` is
     `keep`; in `shardwise train` on GPUs it becomes `selective`, then `offload`, then `full`, while a single sequence
-    does not fit."""
+    does not fit. A number is a memory budget: the part of its activations that a compiled block keeps."""
     compile: Literal["auto"] | bool = "auto"
     """Compile each repeated block, as `compile_blocks` does. `auto`: in `shardwise train` on GPUs, nowhere else."""
     shard_dim: Literal["auto", "first"] = "auto"

@@ -25,6 +25,7 @@ from shardwise.findings import Finding, Severity
 from shardwise.planning.plan import Plan
 from shardwise.sharding.inventory import fingerprint, local_tensor
 from shardwise.sharding.registry import sharded_state
+from shardwise.sharding.repointing import why_unsupported
 from shardwise.sharding.tensor_parallel import tensor_of
 from shardwise.units import format_bytes
 
@@ -112,6 +113,11 @@ _FINDINGS: dict[str, tuple[Severity, str, str]] = {
         Severity.ERROR,
         "{num} parameters are in two parameter groups or optimizers: each step changes them twice",
         "put each parameter in one group",
+    ),
+    "SW424": (
+        Severity.ERROR,
+        "{optimizer} cannot step sharded parameters: {why}",
+        "use AdamW, Adam, SGD, Muon or another of the list in docs/composition.md, optimizers",
     ),
     "SW431": (
         Severity.WARNING,
@@ -305,7 +311,7 @@ def _tied_by_config(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def held_parameters(subject: Subject) -> Iterator[Finding]:
-    """SW421, SW422, SW423: tensors that are not the model's, parameters in no optimizer, parameters in two."""
+    """SW421 to SW424: tensors that are not the model's, parameters in no optimizer or in two, unfit optimizers."""
     held: Counter[int] = Counter()
     for optimizer in subject.optimizers:
         keys = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
@@ -313,6 +319,8 @@ def held_parameters(subject: Subject) -> Iterator[Finding]:
         if foreign := sum(key not in subject.names for key in keys):
             name = type(optimizer).__name__
             yield _finding("SW421", name, optimizer=name, num=foreign)
+        if why := why_unsupported(optimizer):
+            yield _finding("SW424", type(optimizer).__name__, optimizer=type(optimizer).__name__, why=why)
     if subject.optimizers:
         trained = {name: parameter for name, parameter in subject.parameters.items() if parameter.requires_grad}
         yield from _about("SW422", [name for name, parameter in trained.items() if id(parameter) not in held])

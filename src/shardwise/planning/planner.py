@@ -22,13 +22,13 @@ from shardwise.config.schema import (
     PrefetchConfig,
     ShardConfig,
 )
-from shardwise.distributed.mesh import mesh_axes, tensor_mesh
+from shardwise.distributed.mesh import axis_sizes, mesh_axes, tensor_mesh
 from shardwise.errors import PlanError
 from shardwise.planning import groups as grouping
 from shardwise.planning import settings
 from shardwise.planning.assignment import Assignment, assign, find_tensors, split_by_override, storage_splits
 from shardwise.planning.calls import Calls, is_within
-from shardwise.planning.experts import find_experts
+from shardwise.planning.experts import find_experts, refuse_without_experts
 from shardwise.planning.float8 import choose_float8
 from shardwise.planning.groups import GroupCandidate, Node, Tree, by_node, find_candidates, ignored_keys, is_explicit
 from shardwise.planning.plan import Group, ParallelModule, Plan, PlannedParameter
@@ -163,7 +163,13 @@ def plan(
     Ranks:
         Local. No communication.
     """
-    return make_plan(model, config or ShardConfig(), mesh, example_inputs, capability=device_capability())
+    made = make_plan(model, config or ShardConfig(), mesh, example_inputs, capability=device_capability())
+    refuse_without_experts(made)
+    sizes = {} if mesh is None else mesh.sizes(mesh.num_ranks) if isinstance(mesh, MeshConfig) else axis_sizes(mesh)
+    if (num_stages := sizes.get("pipeline", 1)) > 1:
+        note = f"{num_stages} pipeline stages: a rank holds the groups of its stages, about 1/{num_stages} of these"
+        made = replace(made, reasons=(*made.reasons, note))
+    return made
 
 
 def device_capability() -> tuple[int, int] | None:
@@ -179,7 +185,7 @@ def make_plan(
     *,
     capability: tuple[int, int] | None,
 ) -> Plan:
-    """`plan()` with the hardware's capability given."""
+    """`plan()` with the hardware's capability given; also of a pipeline stage, which may have no experts."""
     refuse_sharded(model, mesh)
     refuse_unsupported(model)
     axes, device = mesh_axes(mesh)

@@ -29,7 +29,7 @@ from shardwise.models.load import find_callable
 from shardwise.training.data import Loader
 from shardwise.training.data.samples import IGNORED, Batch
 from shardwise.training.metrics import StepReading
-from shardwise.training.microbatching import undo, volatile_state
+from shardwise.training.microbatching import is_out_of_memory, undo, volatile_state
 from shardwise.training.step import lockstep
 
 _CHUNK_NUMEL = 2**28
@@ -41,7 +41,8 @@ def output_matrix(model: nn.Module) -> nn.Linear | None:
     """The module that turns hidden states into logits, if it is a plain matrix."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else getattr(model, "lm_head", None)
-    return head if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward else None
+    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
+    return head if is_plain else None
 
 
 class ChunkedLoss:
@@ -266,16 +267,19 @@ class Objective:
         self, model: nn.Module, labels: Tensor, args: tuple[Tensor, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         if self._head is not None:
-            before = None if self._is_tried else volatile_state(model)
-            chunked = ChunkedLoss(self._head, labels)
-            with chunked.computed():
-                output = model(*args, **kwargs)
-            loss, self._is_tried = chunked.of(logits_of(output)), True
+            is_tried, self._is_tried = self._is_tried, True
+            before = None if is_tried else volatile_state(model)
+            loss, chunked = None, ChunkedLoss(self._head, labels)
+            try:
+                with chunked.computed():
+                    loss = chunked.of(logits_of(model(*args, **kwargs)))
+            except RuntimeError as error:  # a stand-in for logits cannot be written in place
+                if is_tried or is_out_of_memory(error):
+                    raise
             if loss is not None:
                 return loss
             self._head = None  # the model does more with its logits than return them
             if before is not None:
-                del output
                 undo(model, before)
         return next_token_loss(logits_of(model(*args, **kwargs)), labels)
 
