@@ -71,6 +71,11 @@ def watch_operators(seen: Callable[[str, list[torch.Tensor]], None]) -> Any:
     return WatchedOperators()
 
 
+def without_torch_functions() -> AbstractContextManager[Any]:
+    """Within the block, no class of tensors overrides torch's functions."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def pin_host_memory(address: int, num_bytes: int) -> bool:
     """Let the GPU copy straight to this memory of ours; False where the driver refuses."""
     runtime: Any = torch.cuda.cudart()

@@ -48,6 +48,7 @@ from shardwise.sharding.gradients import (
 )
 from shardwise.sharding.graph_calls import watch_backward
 from shardwise.sharding.inventory import class_name, unwrapped_name
+from shardwise.sharding.operators import mend_operators
 from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, on_recover, remember
 from shardwise.sharding.repointing import around_steps, remember_parameters, repoint, watch_optimizers
@@ -245,6 +246,7 @@ def shard(
             carry_over(old, new)
     watch_optimizers(model, dict.fromkeys(replaced.values()))
     watch_writes(model)
+    mend_operators()
     step_in_backward(model)
     watch_zero_grad()
     watch_by_default(model)

@@ -17,6 +17,7 @@ from shardwise import compat
 from shardwise.errors import ShardError, ShardwiseError
 from shardwise.models.nested_tensors import find_tensors
 from shardwise.sharding.inventory import class_name, local_part, unwrapped_name
+from shardwise.sharding.outside import end_outside_use
 from shardwise.sharding.registry import sharded_roots, sharded_state
 
 _FOLLOWING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -113,6 +114,7 @@ def _call(callbacks: dict[object, Callable[[Optimizer], None]], optimizer: Optim
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    end_outside_use()
     lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
     known = (_num_watched, len(sharded_roots()), lists)
     examined, groups = _EXAMINED.get(optimizer, (None, []))
