@@ -119,7 +119,7 @@ def weights_written_between_forwards(shard: Shard, rows: Rows) -> Any:
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
         first = model(x).mean().detach()
         with torch.no_grad():
-            torch._foreach_mul_(list(model.parameters()), 0.9)
+            torch._foreach_mul_([*model.parameters()], 0.9)
         second = model(x).mean().detach()
         if bool(x.shape[0]):
             model.load_state_dict({name: halved[name] + 0.5 * value for name, value in model.state_dict().items()})

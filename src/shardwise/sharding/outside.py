@@ -29,7 +29,7 @@ class WholeValue(torch.autograd.Function):
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
         """Gather it."""
         ctx.like = tensor.detach()
-        return full_tensor(ctx.like)
+        return full_tensor(ctx.like)  # pyrefly: ignore[bad-argument-type]
 
     @staticmethod
     @once_differentiable
