@@ -1,4 +1,4 @@
-"""`fit` on meshes with context, tensor and pipeline axes learns what one process learns, and resumes on other meshes."""
+"""`fit` on meshes with context, tensor and pipeline axes learns what one process does, and resumes on other meshes."""
 
 from __future__ import annotations
 

@@ -81,8 +81,16 @@ def choose_tensor(
         num_ranks: Of the tensor axis.
 
     Raises:
-        PlanError: There is nothing to divide, sizes do not divide, or the styles that were asked for do not fit.
+        PlanError: There is nothing to divide, sizes do not divide, the styles that were asked for do not fit, or layers
+            have adapters.
     """
+    if adapted := next((name for name, module in model.named_modules() if hasattr(module, "lora_A")), None):
+        raise PlanError(
+            f"{adapted!r} has an adapter, and the mesh a tensor axis ({num_ranks} ranks)",
+            where=f"mesh.tensor, {adapted}",
+            why="a layer with an adapter is not divided",
+            fix="set mesh.tensor = 1 and give its ranks to shard",
+        )
     choice = TensorChoice(model, config, tree, calls, blocks, num_ranks)
     choice.divide_pairs()
     choice.divide_vocabulary()

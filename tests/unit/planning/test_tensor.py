@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.config.schema import TensorConfig
+from shardwise.config.schema import LoraConfig, TensorConfig
 from shardwise.errors import PlanError
 from shardwise.models import llama, moe
 from tests.distributed.test_tensor_parallel import ByNumber, Fused, Own, gpt2, of_transformers
@@ -185,3 +185,8 @@ def test_partial_resharding_is_refused_with_a_tensor_axis():
     config = sw.ShardConfig(reshard_after_forward=2)
     with pytest.raises(PlanError, match="does not go with a tensor axis"):
         sw.plan(reference(), config, mesh=sw.MeshConfig(shard=4, tensor=2, device="cpu"))
+
+
+def test_layers_with_adapters_are_refused():
+    model = sw.add_lora(reference(), LoraConfig(rank=4))
+    assert "'model.layers.0.self_attn.q_proj' has an adapter, and the mesh a tensor axis (2 ranks)" in refusal(model)
