@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -635,10 +636,7 @@ class Draft:
             )
         if len(groups) == 1 and self.config.group_by != "root" and not groups[0].modules[0] and len(self.tensors) > 1:
             warnings.append("a single group: all parameters are unsharded at once. Name blocks with block_patterns")
-        tables = [getattr(self.model, f"get_{which}_embeddings", lambda: None)() for which in ("input", "output")]
-        weights = [getattr(table, "weight", None) for table in tables]
-        is_tied = getattr(getattr(self.model, "config", None), "tie_word_embeddings", False)
-        if is_tied and weights[0] is not weights[1] and all(isinstance(weight, DTensor) for weight in weights):
+        if _is_untied(self.model):
             warnings.append(
                 "parallelize_module has untied the output matrix from the embedding: each would get a part of the "
                 "gradient. Tie them again before sharding: output.weight = embedding.weight"
@@ -655,3 +653,14 @@ def _is_only_beside_repeats(node: Node) -> bool:
 
 def _covered(match: Node, override: GroupOverride) -> Iterable[Node]:
     return [match] if override.pattern == ROOT_PATTERN else match.walk()
+
+
+def _is_untied(model: nn.Module) -> bool:
+    """Whether a transformers model with one table for its tokens holds two, as DTensors."""
+    tables = set()
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        for which in ("input", "output"):
+            with suppress(NotImplementedError, AttributeError):  # raised by models that have none
+                weight = getattr(model, f"get_{which}_embeddings")().weight
+                tables |= {id(weight)} if isinstance(weight, DTensor) else set()
+    return len(tables) > 1
