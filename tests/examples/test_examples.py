@@ -36,6 +36,15 @@ def test_the_example_learns_on_two_ranks(name: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("file", ["tensor_parallel.yaml", "expert_parallel.yaml"])
+def test_composers_degrees_learn_on_two_ranks(file: str):
+    of_ranks = start_local("examples.composer_style.train:main", 2, [20, file])
+    for losses in of_ranks:
+        assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert (of_ranks[0] == of_ranks[1]) == (file == "tensor_parallel.yaml")  # they share a batch
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_command_in_the_header_runs(name: str):
     header = ast.get_docstring(ast.parse((ROOT / f"examples/{name}/train.py").read_text())) or ""
