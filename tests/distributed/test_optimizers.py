@@ -22,6 +22,7 @@ from tests.ranks import ranks
 
 WORKING: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (torch.optim.Adadelta, {}),
+    (torch.optim.Adafactor, {}),
     (torch.optim.Adagrad, {}),
     (torch.optim.Adam, {}),
     (torch.optim.Adam, {"fused": True}),
@@ -34,12 +35,11 @@ WORKING: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (torch.optim.NAdam, {}),
     (torch.optim.RAdam, {}),
     (torch.optim.RMSprop, {"momentum": 0.9}),
+    (torch.optim.Rprop, {}),
     (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
 ]
 REFUSED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
-    (torch.optim.Adafactor, {}, "factors moments"),
     (torch.optim.LBFGS, {}, r"\(37, 24\) does not divide evenly"),
-    (torch.optim.Rprop, {}, "masks"),
     (torch.optim.SparseAdam, {}, "sparse gradients"),
     (torch.optim.SGD, {"fused": True}, "fused kernel"),
     (torch.optim.Adagrad, {"fused": True}, "fused kernel"),
