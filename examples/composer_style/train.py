@@ -2,24 +2,29 @@
 
 `prepare_fully_shard` takes the file as it is; a dictionary, an `FSDPConfig` or a `ParallelismConfig` as well. Each
 setting is carried out, explained in the plan as no longer needed, or refused with what to write instead. Embedding
-and head are tied and both asked to be groups: the group around them holds the shared matrix.
+and head of the model in `run.yaml` are tied and both asked to be groups: the group around them holds the shared matrix.
+`tensor.yaml` and `experts.yaml` divide other models over two ranks as well; name one as the script's argument.
 
     torchrun --nproc-per-node 2 examples/composer_style/train.py
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import shardwise as sw
+from shardwise.distributed.mesh import data_parallel_rank
+from shardwise.models.load import load_model
 from shardwise.models.transformer import Block, Transformer, TransformerConfig
 from shardwise.sharding.registry import sharded_state
 
-RUN_FILE = Path(__file__).with_name("run.yaml")
+VOCABULARY = 64
 
 
 class TiedModel(Transformer):
@@ -37,30 +42,42 @@ class TiedModel(Transformer):
         """Composer asks it too, where `activation_checkpointing` is on."""
         return isinstance(module, Block)
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Of naming each token's successor in the alphabet."""
-        successors = (tokens + 1) % self.config.vocab_size
-        return cross_entropy(self(tokens).float().flatten(0, 1), successors.flatten())
+
+def build(name: str) -> nn.Module:
+    if name == "tied_transformer":
+        return TiedModel(TransformerConfig(vocab_size=VOCABULARY, width=64, num_layers=4, num_heads=4))
+    return load_model(name, device="cpu")
 
 
-def main(num_steps: int = 20) -> list[float]:
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The loss of naming each token's successor in the alphabet."""
+    successors = (tokens + 1) % VOCABULARY
+    return cross_entropy(model(tokens).float().flatten(0, 1), successors.flatten())
+
+
+def main(run_file: str = "run.yaml", num_steps: int = 20) -> list[float]:
     """Train; return the losses of this rank."""
     sw.init_distributed()
-    torch.manual_seed(dist.get_rank())  # sync_module_states sends rank 0's weights to the others
-    model = TiedModel(TransformerConfig(vocab_size=64, width=64, num_layers=4, num_heads=4))
+    path = Path(__file__).with_name(run_file)
+    settings: dict[str, Any] = yaml.safe_load(path.read_text())
+    # sync_module_states in run.yaml sends rank 0's weights to the others.
+    torch.manual_seed(dist.get_rank() if run_file == "run.yaml" else 0)
+    model = build(settings["model"]["name"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    sw.prepare_fully_shard(model, optimizer, RUN_FILE)
+    sw.prepare_fully_shard(model, optimizer, path)
     state = sharded_state(model)
-    if dist.get_rank() == 0 and state is not None:
+    assert state is not None
+    if dist.get_rank() == 0:
         print(state.plan)
 
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    # Ranks that share matrix products get the same batch, all others get their own.
+    generator = torch.Generator().manual_seed(data_parallel_rank(state.mesh))
     device = next(model.parameters()).device
     losses: list[float] = []
     for step in range(num_steps):
-        tokens = torch.randint(0, 64, (8, 32), generator=generator).to(device)
-        loss = model.loss(tokens)
+        tokens = torch.randint(0, VOCABULARY, (8, 32), generator=generator).to(device)
+        loss = loss_of(model, tokens)
         loss.backward()
         sw.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
@@ -73,4 +90,4 @@ def main(num_steps: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -40,6 +40,15 @@ def test_the_example_learns_on_two_ranks(name: str):
             torch.testing.assert_close(losses[:10], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("run_file", "share_batches"), [("tensor.yaml", True), ("experts.yaml", False)])
+def test_run_files_of_composer_divide_models(run_file: str, share_batches: bool):
+    of_ranks = start_local("examples.composer_style.train:main", 2, [run_file])
+    for losses in of_ranks:
+        assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert (of_ranks[0] == of_ranks[1]) == share_batches
+
+
 def of_one_process(num_ranks: int = 2, num_steps: int = 10) -> list[list[float]]:
     """The losses of each rank's batches, texts or pictures or both, in a model that one process trains on all."""
     torch.manual_seed(0)
