@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import shardwise as sw
-from shardwise.distributed.mesh import data_parallel_rank
 from shardwise.models.load import load_model
 from shardwise.models.transformer import Block, Transformer, TransformerConfig
 from shardwise.sharding.registry import sharded_state
@@ -71,8 +70,9 @@ def main(run_file: str = "run.yaml", num_steps: int = 20) -> list[float]:
     if dist.get_rank() == 0:
         print(state.plan)
 
-    # Ranks that share matrix products get the same batch, all others get their own.
-    generator = torch.Generator().manual_seed(data_parallel_rank(state.mesh))
+    # Ranks that share matrix products, which are neighbours, get the same batch; all others get their own.
+    num_sharing = state.mesh["tensor"].size() if "tensor" in (state.mesh.mesh_dim_names or ()) else 1
+    generator = torch.Generator().manual_seed(dist.get_rank() // num_sharing)
     device = next(model.parameters()).device
     losses: list[float] = []
     for step in range(num_steps):
