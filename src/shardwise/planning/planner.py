@@ -3,7 +3,6 @@
 import inspect
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from shardwise.config.schema import (
 )
 from shardwise.distributed.mesh import axis_sizes, mesh_axes, tensor_mesh
 from shardwise.errors import PlanError
+from shardwise.models.configs import tied_by_config
 from shardwise.planning import groups as grouping
 from shardwise.planning import settings
 from shardwise.planning.assignment import Assignment, assign, find_tensors, split_by_override, storage_splits
@@ -636,7 +636,8 @@ class Draft:
             )
         if len(groups) == 1 and self.config.group_by != "root" and not groups[0].modules[0] and len(self.tensors) > 1:
             warnings.append("a single group: all parameters are unsharded at once. Name blocks with block_patterns")
-        if _is_untied(self.model):
+        tied = [tuple(map(self.model.get_parameter, names)) for names in tied_by_config(self.model)]
+        if any(first is not second and isinstance(first, DTensor) for first, second in tied):
             warnings.append(
                 "parallelize_module has untied the output matrix from the embedding: each would get a part of the "
                 "gradient. Tie them again before sharding: output.weight = embedding.weight"
@@ -653,14 +654,3 @@ def _is_only_beside_repeats(node: Node) -> bool:
 
 def _covered(match: Node, override: GroupOverride) -> Iterable[Node]:
     return [match] if override.pattern == ROOT_PATTERN else match.walk()
-
-
-def _is_untied(model: nn.Module) -> bool:
-    """Whether a transformers model with one table for its tokens holds two, as DTensors."""
-    tables = set()
-    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-        for which in ("input", "output"):
-            with suppress(NotImplementedError, AttributeError):  # raised by models that have none
-                weight = getattr(model, f"get_{which}_embeddings")().weight
-                tables |= {id(weight)} if isinstance(weight, DTensor) else set()
-    return len(tables) > 1
