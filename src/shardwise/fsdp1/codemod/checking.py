@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections import Counter
 from collections.abc import Collection
@@ -45,13 +46,26 @@ def _lost_import(path: str, before: Program, after: Program) -> str:
 def _new_error(path: str, before: str, after: str, decided: Collection[int]) -> str:
     """What lint calls an error after the rewrite and did not before, and no finding has left to a person."""
     known = Counter(finding.code for finding in _errors(before, path))
-    old, new = before.splitlines(), after.splitlines()
-    said = {old[line - 1].strip() for line in decided}
-    for finding in _errors(after, path):
+    found = _errors(after, path)
+    said = _became(before, after, decided) if found else set()
+    for finding in found:
         known[finding.code] -= 1
-        if known[finding.code] < 0 and new[finding.line - 1].strip() not in said:
+        if known[finding.code] < 0 and finding.line not in said:
             return f"would have an error that lint finds, {finding.code} on line {finding.line}: {finding.message}"
     return ""
+
+
+def _became(before: str, after: str, lines: Collection[int]) -> set[int]:
+    """The lines of the new text that stand where these lines of the old one stood."""
+    old, new = ([line.strip() for line in text.splitlines()] for text in (before, after))
+    found = set[int]()
+    for _, start, end, new_start, new_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        some = [line - 1 - start for line in lines if start < line <= end]
+        is_same = end - start == new_end - new_start
+        found.update(
+            (new_start + one + 1 for one in some) if is_same else range(new_start + 1, new_end + 1) if some else ()
+        )
+    return found
 
 
 def _errors(text: str, path: str) -> list[SourceFinding]:

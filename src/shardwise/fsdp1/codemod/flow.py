@@ -92,6 +92,9 @@ class Flow:
 
         Without such a function, only the order of a class's constructor and its other methods is known.
         """
+        owners = [file.context.enclosing_class(node) for file, node in (early, late)]
+        if self._are_siblings(*owners):
+            return False  # `FSDPStrategy` and `DDPStrategy`: an object is one of the two
         one, other = self._reached_from(*early), self._reached_from(*late)
         hops = {key: one[key][0] + other[key][0] for key in one.keys() & other.keys()}
         if hops:
@@ -103,8 +106,13 @@ class Flow:
                 for later in others
             )
         functions = [file.reaching.function(node) for file, node in (early, late)]
-        owners = [file.context.enclosing_class(node) for file, node in (early, late)]
         return not (owners[0] is owners[1] is not None and getattr(functions[1], "name", "") == "__init__")
+
+    def _are_siblings(self, one: ast.ClassDef | None, other: ast.ClassDef | None) -> bool:
+        """Whether two classes have a class above in common, and neither is above the other."""
+        if one is None or other is None or other in self.relatives(one):
+            return False
+        return not self.relatives(one).isdisjoint(self.relatives(other))
 
     def _reached_from(
         self, file: Sharded, node: ast.AST

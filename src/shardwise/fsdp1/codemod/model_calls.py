@@ -11,7 +11,16 @@ from shardwise.fsdp1.codemod.emitted import assemble
 from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.program import Program, is_constant, iterated, once
 from shardwise.fsdp1.codemod.sharded import Holds
-from shardwise.source.syntax import FSDP1, Comprehension, FileContext, Function, argument_of
+from shardwise.source.syntax import (
+    FSDP1,
+    Comprehension,
+    FileContext,
+    Function,
+    argument_of,
+    calls_in,
+    given_to,
+    last_name,
+)
 
 _OTHERS = re.compile(r"^self$|^cls$|accelerator|fabric|plugin|strategy", re.IGNORECASE)
 
@@ -90,9 +99,9 @@ def _rewrite_method(draft: FileDraft, call: ast.Call, func: ast.Attribute) -> No
     if draft.target == "shardwise":
         name, given = f"{draft.name('sw')}.clip_grad_norm_", draft.source(func.value)
     else:
-        is_used = not isinstance(draft.context.parents[call], ast.Expr)
-        name = f"{draft.name('torch')}.nn.utils.clip_grad_norm_"
-        name, given = draft.helper("_clip_grad_norm") if is_used else name, f"{draft.source(func.value)}.parameters()"
+        is_plain = isinstance(draft.context.parents[call], ast.Expr) and not _ignores(draft.program)
+        name = f"{draft.name('torch')}.nn.utils.clip_grad_norm_" if is_plain else draft.helper("_clip_grad_norm")
+        given = f"{draft.source(func.value)}.parameters()"
     draft.edit(*draft.span(func), name)
     behind = draft.context.text.index("(", draft.span(func)[1]) + 1
     draft.edit(behind, behind, f"{given}, " if call.args or call.keywords else given)
@@ -104,7 +113,7 @@ def _rewrite_method(draft: FileDraft, call: ast.Call, func: ast.Attribute) -> No
 def _rewrite_function(draft: FileDraft, call: ast.Call) -> None:
     """FSDP1 clipped by the norm of each rank's own part; FSDP2's is over all ranks, and its result is sharded."""
     match call.args:
-        case [ast.Call(func=ast.Attribute(attr="parameters", value=model)), *_] if draft.holds(model):
+        case [ast.Call(func=ast.Attribute(attr="parameters", value=model)), *_] if draft.sharded.has_inside(model):
             draft.reported(
                 CLIPPING_CODE,
                 call,
@@ -113,7 +122,7 @@ def _rewrite_function(draft: FileDraft, call: ast.Call) -> None:
             )
         case _:
             return
-    if isinstance(draft.context.parents[call], ast.Expr):
+    if isinstance(draft.context.parents[call], ast.Expr) and draft.holds(model) and not _ignores(draft.program):
         return
     is_known = len(call.args) <= 3 and {one.arg for one in call.keywords} <= _ARGUMENTS
     if draft.target == "shardwise" and is_known:
@@ -121,6 +130,13 @@ def _rewrite_function(draft: FileDraft, call: ast.Call) -> None:
     else:
         draft.replace(call.func, draft.helper("_clip_grad_norm"))
     draft.taken.add(call)
+
+
+@once
+def _ignores(program: Program) -> bool:
+    """Whether some parameters may be left whole, whose gradients torch does not clip together with DTensors."""
+    given = [one.arg for file in flow_of(program).files.values() for call in file.constructors for one in call.keywords]
+    return any(name is None or name.startswith("ignored") for name in given)
 
 
 FORWARD_CODE = "SW136"
@@ -322,6 +338,45 @@ def rewrite_scalers(draft: FileDraft) -> None:
         draft.rewritten("SW122", node, "ShardedGradScaler became torch.amp.GradScaler")
 
 
+RESHARD_CODE = "SW138"
+
+
+def rewrite_after_forward(draft: FileDraft) -> None:
+    """Reshard where a forward has left the root's parameters unsharded and the shards are wanted."""
+    for call in draft.calls():
+        model = _rebuilt_for(draft, call) or _cleared_after_forward(draft, call)
+        statement = draft.context.statement(call)
+        if model is None or call in draft.taken or not draft.starts_line(statement):
+            continue
+        draft.insert_before(statement, [f"{draft.helper('_reshard')}({draft.source(model)})"])
+        message = "a forward without backward leaves the root unsharded: it is resharded first, as the shards are meant"
+        draft.rewritten(RESHARD_CODE, call, message)
+
+
+def _rebuilt_for(draft: FileDraft, call: ast.Call) -> ast.expr | None:
+    """The model of an optimizer that is built in a loop, where the model was wrapped before the loop."""
+    if not any(one.startswith("torch.optim.") for one in draft.context.origins(call.func)):
+        return None
+    methods = [one.func for one in calls_in(call)]
+    taken = [one.value for one in methods if isinstance(one, ast.Attribute) and one.attr in _TAKES]
+    loops = [one for one in draft.context.ancestors(call) if isinstance(one, ast.For | ast.While)]
+    inside = {node for loop in loops for node in ast.walk(loop)}
+    held = [one for one in taken if draft.holds(one)]
+    return held[0] if loops and held and inside.isdisjoint(draft.sharded.constructors) else None
+
+
+def _cleared_after_forward(draft: FileDraft, call: ast.Call) -> ast.expr | None:
+    """The model of `model.zero_grad()` between a forward and its backward."""
+    match call.func:
+        case ast.Attribute(attr="zero_grad", value=model) if draft.holds(model):
+            block = draft.context.block(statement := draft.context.statement(call))
+            place, text = block.index(statement), draft.source(model)
+            runs = any(draft.source(one.func) == text for before in block[:place] for one in calls_in(before))
+            trains = any(last_name(one.func) == "backward" for after in block[place:] for one in calls_in(after))
+            return model if runs and trains else None
+    return None
+
+
 NUMBERS_CODE = "SW135"
 _TAKES = ("parameters", "named_parameters")
 _REDUCTIONS = {f"torch.distributed.{name}" for name in ("all_reduce", "reduce", "all_gather", "reduce_scatter")}
@@ -335,12 +390,17 @@ def report_numbers(draft: FileDraft) -> None:
         elif isinstance(node, ast.For | Comprehension):
             _report_loop(draft, node)
         elif isinstance(node, ast.Call):
-            _report_rebuilt(draft, node)
             _report_pairs(draft, node)
+            _report_groups(draft, node)
         elif isinstance(node, ast.ClassDef):
             _report_optimizer(draft, node)
 
 
+_GROUPS = re.compile(r"weight_decay|param_?groups|parameter_groups|layer_decay")
+_DIMENSIONS = (
+    "a sharded parameter has the dimensions of the whole now; with FSDP1 it was a part, in one dimension",
+    "check what is chosen by it, such as which parameters weight decay leaves out",
+)
 _PLACES = ("process_group", "sharding_strategy", "device_mesh")
 
 
@@ -370,10 +430,17 @@ def _report_pairs(draft: FileDraft, call: ast.Call) -> None:
         )
 
 
+def _report_groups(draft: FileDraft, call: ast.Call) -> None:
+    """Parameter groups made by a function that is not given: by the shapes of the parameters, as a rule."""
+    is_foreign = _GROUPS.search(last_name(call.func)) and draft.program.function(draft.context, call.func) is None
+    if is_foreign and any(map(draft.holds, given_to(call))):
+        draft.reported(NUMBERS_CODE, call, *_DIMENSIONS)
+
+
 def _report_optimizer(draft: FileDraft, node: ast.ClassDef) -> None:
     """An optimizer of the program's own."""
     steps = [one for one in node.body if isinstance(one, Function) and one.name == "step"]
-    if steps and any(_is_optimizer(draft.context, base) for base in node.bases):
+    if steps and _is_optimizer(draft.program, draft.context, node):
         draft.reported(
             NUMBERS_CODE,
             steps[0],
@@ -382,8 +449,17 @@ def _report_optimizer(draft: FileDraft, node: ast.ClassDef) -> None:
         )
 
 
-def _is_optimizer(context: FileContext, base: ast.expr) -> bool:
-    return any(one.startswith("torch.optim.") for one in context.origins(base))
+def _is_optimizer(program: Program, context: FileContext, node: ast.ClassDef) -> bool:
+    """Whether a class is a subclass of an optimizer of torch's, through classes of the program."""
+    origins = [one for base in node.bases for one in context.origins(base)]
+    if any(one.startswith("torch.optim.") and "lr_scheduler" not in one for one in origins):
+        return True
+    above = [program.definition(context, base) for base in node.bases]
+    return any(
+        isinstance(one[1], ast.ClassDef) and one[1] is not node and _is_optimizer(program, one[0], one[1])
+        for one in above
+        if one is not None
+    )
 
 
 def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
@@ -402,30 +478,10 @@ def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
             "do not multiply the sum by the number of ranks, nor add it up over them",
         )
     if any(isinstance(one, ast.Attribute) and one.attr in ("ndim", "dim") for one in ast.walk(loop)):
-        draft.reported(
-            NUMBERS_CODE,
-            loop,
-            "a sharded parameter has the dimensions of the whole now; with FSDP1 it was a part, in one dimension",
-            "check what is chosen by it, such as which parameters weight decay leaves out",
-        )
+        draft.reported(NUMBERS_CODE, loop, *_DIMENSIONS)
     if any(map(_is_norm, ast.walk(loop))):
         message = "the norm of a sharded gradient is over all ranks now, and a DTensor"
         draft.reported(NUMBERS_CODE, loop, message, "take .full_tensor() of it, and do not add it up over ranks again")
-
-
-def _report_rebuilt(draft: FileDraft, call: ast.Call) -> None:
-    """An optimizer built in a loop over a model that was wrapped before the loop."""
-    if not any(one.startswith("torch.optim.") for one in draft.context.origins(call.func)):
-        return
-    methods = [one.func for one in ast.walk(call) if isinstance(one, ast.Call)]
-    taken = [one.value for one in methods if isinstance(one, ast.Attribute) and one.attr in _TAKES]
-    loops = [one for one in draft.context.ancestors(call) if isinstance(one, ast.For | ast.While)]
-    inside = {node for loop in loops for node in ast.walk(loop)}
-    if loops and any(map(draft.holds, taken)) and inside.isdisjoint(draft.sharded.constructors):
-        message = (
-            "after a forward without backward, the root's parameters are unsharded: this optimizer would take those"
-        )
-        draft.reported("SW128", call, message, "call model.reshard() before this line")
 
 
 def _report_reduction(draft: FileDraft, branch: ast.If) -> None:

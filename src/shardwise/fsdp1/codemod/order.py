@@ -168,11 +168,13 @@ _OPTIMIZER = re.compile(
 _NAMED = re.compile(r"optim|(^|_)opt$", re.IGNORECASE)
 
 
-def kept_optimizers(wrap: Wrap) -> list[int]:
-    """Lines of the optimizers that are, or may be, built before a constructor and cannot be moved behind it."""
-    draft = wrap.draft
-    lines = [call.lineno for call, taken in _early(draft, wrap.call) if not _to_move(draft, taken, wrap.call)]
-    return sorted({*lines, *_handed_out(draft, wrap.call), *_handed_in(wrap)})
+def kept_optimizers(wrap: Wrap) -> list[str]:
+    """The optimizers that are, or may be, built before a constructor and cannot be moved behind it, by their places."""
+    draft, own = wrap.draft, wrap.context.path
+    kept = [one for one in _early(draft, wrap.call) if not _to_move(draft, one[2], wrap.call)]
+    places = {(path, call.lineno) for path, call, _ in kept}
+    places |= {(own, line) for line in (*_handed_out(draft, wrap.call), *_handed_in(wrap))}
+    return [f"line {line}" if path == own else f"{path}:{line}" for path, line in sorted(places)]
 
 
 @once
@@ -241,7 +243,7 @@ def move_optimizers(draft: FileDraft) -> None:
     context, positions = draft.context, draft.context.positions
     for wrap in _rewritten(draft):
         place = positions.line_end(draft.span(context.statement(wrap))[1])
-        for call, taken in _early(draft, wrap):
+        for _, call, taken in _early(draft, wrap):
             moved = _to_move(draft, taken, wrap)
             for statement in moved:
                 if statement in draft.taken:
@@ -254,8 +256,8 @@ def move_optimizers(draft: FileDraft) -> None:
                 draft.rewritten(OPTIMIZER_CODE, call, message)
 
 
-def _early(draft: FileDraft, wrap: ast.Call) -> list[tuple[ast.Call, ast.Call]]:
-    """Optimizers of the program, each with the call that takes its parameters of the model before it is wrapped."""
+def _early(draft: FileDraft, wrap: ast.Call) -> list[tuple[str, ast.Call, ast.Call]]:
+    """Optimizers of the program: path, call, and the call that takes their parameters before the model is wrapped."""
     sharded, found = draft.sharded, []
     flow, models = sharded.flow, sharded.wrapped_by(wrap)
     for file in list(flow.files.values()) if models else ():
@@ -264,7 +266,7 @@ def _early(draft: FileDraft, wrap: ast.Call) -> list[tuple[ast.Call, ast.Call]]:
             for home, taken, owners in file.taken_from(given):
                 is_its = any(_are_related(one, other) for one in models for other in owners)
                 if is_its and flow.may_precede((home, taken), (sharded, wrap)):
-                    found.append((call, taken))
+                    found.append((file.context.path, call, taken))
                     break
     return found
 

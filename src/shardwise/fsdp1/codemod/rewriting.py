@@ -19,6 +19,7 @@ from shardwise.fsdp1.codemod.imports import finish
 from shardwise.fsdp1.codemod.leftovers import report_handed_out, report_leftovers
 from shardwise.fsdp1.codemod.model_calls import (
     report_numbers,
+    rewrite_after_forward,
     rewrite_backends,
     rewrite_clipping,
     rewrite_forward_calls,
@@ -115,6 +116,7 @@ _RULES: tuple[Rule, ...] = (
     rewrite_full_params,
     rewrite_forward_calls,
     rewrite_inner_modules,
+    rewrite_after_forward,
     rewrite_backends,
 )
 """After the constructors, each on what the ones before have left."""

@@ -116,6 +116,10 @@ class Sharded:
         """Whether an expression may be a wrapped model or a part of one."""
         return any(map(is_of_wrapped, self.values(node)))
 
+    def has_inside(self, node: ast.expr) -> bool:
+        """Whether an expression may be a wrapped model, or an object that has one."""
+        return self.flow.matters(self.values(node))
+
     def has_own(self, node: ast.expr, method: str) -> bool:
         """Whether an expression may be an object whose class, of the program, has this method."""
         return any(not one.path and self._methods_of(one.definition, method) for one in self.values(node))
@@ -434,14 +438,19 @@ class Sharded:
                     if isinstance(element, ast.Starred):
                         self._bind(element.value, values)
                         continue
-                    key = ast.Constant(position)
-                    self._bind(element, _union(self._item(one, key, target) for one in values))
+                    self._bind(element, _union(self._element(one, position, target) for one in values))
             case ast.Attribute(value=inner, attr=name):
                 for owner in self.values(inner):
                     self.flow.store(owner, name, values, target)
             case ast.Subscript(value=inner, slice=key):
                 for owner in self.values(inner):
                     self.flow.store(owner, _key(key), values, target)
+
+    def _element(self, owner: ObjectRef, position: int, target: ast.AST) -> Values:
+        """What `a, b = owner` gives to one of them; in `a, b = c, d` the values stand behind the names."""
+        if owner.site in self.context.parents and owner.site is getattr(self.context.parents[target], "value", None):
+            return _union(map(frozenset, self.flow.stored_as(owner, f"[{position}]").values()))
+        return self._item(owner, ast.Constant(position), target)
 
     def _of_call(self, call: ast.Call) -> Values:
         """What a call returns; what it is given comes to the parameters of the functions that it enters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
 from shardwise.fsdp1.codemod.model_calls import model_text
@@ -103,6 +104,11 @@ def _rewrite_optimizer_call(draft: FileDraft, call: ast.Call, settings: StateSet
     if "model" not in given or any(isinstance(one, ast.Starred) for one in call.args):
         raise _blocked(call, f"the arguments of {name} cannot be told apart", _LOAD_FIX)
     _refuse_wrapper(context, call, given.get("optim"))
+    if (
+        name in _GETS
+        and draft.source(given.get("optim_state_dict")) == f"{draft.source(given.get('optim'))}.state_dict()"
+    ):
+        del given["optim_state_dict"]  # what it takes by itself
     for unknown in ("optim_input", "group", "optim_state_dict" if name in _GETS else "is_named_optimizer"):
         if not is_none(given.get(unknown)) and not is_constant(given.get(unknown), False):
             raise _blocked(call, f"{name}({unknown}=...) has no counterpart", f"leave {unknown} out")
@@ -228,6 +234,7 @@ def _target(context: FileContext, call: ast.Call) -> str:
 
 _METHODS = ("state_dict", "load_state_dict")
 _CONTEXTS = ("state_dict_type", "set_state_dict_type", "get_state_dict_type")
+_IS_OPTIMIZER = re.compile(r"(optim\w*|opt)(\.optimizer)?$", re.IGNORECASE)
 _HARMLESS = {"isinstance", "print", "type", "len", "id", "hasattr", "getattr", "str", "next", "sum"}
 _READ_FIX = (
     "fill a dict with get_optimizer_state_dict(model, optimizer) and let torch.distributed.checkpoint.load read it"
@@ -269,7 +276,7 @@ def _rewrite_setting(draft: FileDraft, call: ast.Call, handled: set[ast.AST], na
                 raise Blocked(f"the arguments of {name} cannot be told apart", "write them out")
             if name == "state_dict_type" and block is None:
                 raise Blocked("the context is stored, not entered here", _BY_HAND)
-            if not governed:
+            if not governed and not _is_for_nothing(draft, call, block):
                 raise Blocked("the state dict is taken elsewhere", _BY_HAND)
             _refuse_leaks(context, call, block)
             for one in governed:
@@ -279,7 +286,10 @@ def _rewrite_setting(draft: FileDraft, call: ast.Call, handled: set[ast.AST], na
             else:
                 remove_statement(draft, context.statement(call))
             draft.taken.update(ast.walk(call))
-            draft.rewritten(STATE_CODE, call, f"{name} became options of get_ and set_model_state_dict")
+            became = (
+                "became options of get_ and set_model_state_dict" if governed else "is gone: an optimizer ignores it"
+            )
+            draft.rewritten(STATE_CODE, call, f"{name} {became}")
     except Blocked as blocked:
         message, fix = f"{name} is left alone: {blocked.why}", f"{blocked.fix}; or {KEEP_FSDP1_API}"
         draft.undecided(blocked.code or STATE_CODE, blocked.node or call, message, fix)
@@ -299,6 +309,21 @@ def _governed(context: FileContext, call: ast.Call, block: ast.With | None) -> l
         and _nearest(context, one, text) is block
         and (block is not None or one.lineno >= call.lineno)
     ]
+
+
+def _is_for_nothing(draft: FileDraft, call: ast.Call, block: ast.With | None) -> bool:
+    """Whether a block takes no state dict but those of optimizers, which FSDP1's setting does not touch; say so."""
+    context = draft.context
+    inside = [one for one in context.calls if block in context.ancestors(one) and one is not call]
+    states = [one for one in inside if isinstance(one.func, ast.Attribute) and one.func.attr in _METHODS]
+    others = [one.func for one in inside if one not in states and call not in context.ancestors(one)]
+    is_own = any(draft.program.function(context, one) or draft.source(one).startswith("self.") for one in others)
+    if is_own or not states or not all(_IS_OPTIMIZER.search(draft.source(one.func.value)) for one in states):  # pyrefly: ignore
+        return False
+    for one in states:
+        message = "the optimizer's state holds DTensors now: files with FSDP1's flat shards do not fit"
+        draft.reported(OPTIMIZER_CODE, one, message, "convert them with `shardwise ckpt convert`, or start anew")
+    return True
 
 
 def _subject(context: FileContext, call: ast.Call) -> str:

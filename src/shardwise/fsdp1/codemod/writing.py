@@ -195,8 +195,7 @@ def _rewrite(wrap: Wrap) -> None:
         _write_loop(wrap, picked, options)
     else:
         _write_call(wrap, [*options, *for_helper], features, has_policy, by_parts=by_parts)
-    if optimizers:
-        _report_optimizer(wrap, f"the optimizer of line {optimizers[0]}")
+    _report_optimizers(wrap, optimizers)
 
 
 def _by_parts(wrap: Wrap) -> bool:
@@ -212,16 +211,18 @@ def _write_as_told(wrap: Wrap) -> None:
         if argument.name not in ("", "*", "**", name):
             wrap.list.rename(argument, name)
     _finish(wrap, wrap.draft.helper("_fully_shard_like_fsdp1", *FEATURES), "settings arrive at run time")
-    _report_optimizer(wrap, "an optimizer built before")
+    _report_optimizers(wrap, kept_optimizers(wrap))
 
 
-def _report_optimizer(wrap: Wrap, optimizer: str) -> None:
-    wrap.draft.reported(
-        "SW128",
-        wrap.call,
-        f"{optimizer} is pointed at the new parameters at the first forward or step, as use_orig_params did",
-        "build it after this line; until then its groups hold the old parameters, without gradients",
-    )
+def _report_optimizers(wrap: Wrap, places: list[str]) -> None:
+    if places:
+        wrap.draft.reported(
+            "SW128",
+            wrap.call,
+            f"the optimizer of {places[0]} is pointed at the new parameters at the first forward or step, "
+            "as use_orig_params did",
+            "build it after this line; until then its groups hold the old parameters, without gradients",
+        )
 
 
 _DEFAULTS = {"use_orig_params": ("True",), "backward_prefetch": ("BACKWARD_PRE",), "forward_prefetch": ("False",)}
