@@ -574,23 +574,29 @@ def _load_optimizer_state(model, optimizer, state, kind, config=None):
     set_optimizer_state_dict(model, optimizer, state, options=options)
 
 
+def _is_sharded(model):
+    """Whether a model has DTensors or units of FSDP2; other objects with a state dict have none."""
+    parts = (*model.modules(), *model.parameters()) if isinstance(model, torch.nn.Module) else ()
+    return any(isinstance(one, (FSDPModule, DTensor)) for one in parts)
+
+
 def _whole_state(model):
     """model.state_dict() in whole tensors, for sharded models and plain ones."""
-    if any(isinstance(one, (FSDPModule, DTensor)) for one in (*model.modules(), *model.parameters())):
+    if _is_sharded(model):
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return model.state_dict()
 
 
-def _load_whole_state(model, state, strict=True):
+def _load_whole_state(model, state, **strict):
     """model.load_state_dict(state) from whole tensors, for sharded models and plain ones."""
-    if any(isinstance(one, (FSDPModule, DTensor)) for one in (*model.modules(), *model.parameters())):
-        return set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=strict))
-    return model.load_state_dict(state, strict=strict)
+    if _is_sharded(model):
+        return set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, **strict))
+    return model.load_state_dict(state, **strict)
 
 
 def _load_optimizer(model, optimizer, state, **options):
     """optimizer.load_state_dict(state), for optimizers of sharded models and plain ones."""
-    if any(isinstance(one, (FSDPModule, DTensor)) for one in (*model.modules(), *model.parameters())):
+    if _is_sharded(model):
         set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(**options))
     else:
         optimizer.load_state_dict(state)

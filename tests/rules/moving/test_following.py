@@ -219,7 +219,8 @@ def test_optimizer_of_parameters_taken_before_is_moved_or_pointed_at_the_new_one
         assert "model = _shard_units(model, use_orig_params=True)" in text
     else:
         assert "SW128" in codes(findings, Status.REWRITTEN)
-        assert text.rindex("model = fully_shard(model)") < text.rindex("torch.optim.AdamW(")
+        built = "torch.optim.AdamW(" if "AdamW(" in text else "model.configure_optimizers("
+        assert text.rindex("model = fully_shard(model)") < text.rindex(built)
         taken = [line for line in text.splitlines() if "model.parameters()" in line or "named_parameters()" in line]
         assert all(text.rindex("model = fully_shard(model)") < text.index(line) for line in taken)
 
@@ -336,15 +337,27 @@ def test_choices_by_the_dimensions_of_sharded_parameters_are_reported():
     [
         ("    optimizer = torch.optim.SGD(model.parameters())\n", False),
         ("    for _ in range(9):\n        optimizer = torch.optim.SGD(model.parameters())\n", True),
+        ("    with torch.no_grad():\n        model(x)\n    optimizer = torch.optim.SGD(model.parameters())\n", True),
+        ("    warm_up(model)\n    optimizer = build_optimizer(model)\n", True),
+        ("    log_size(model)\n    optimizer = build_optimizer(model)\n", False),
         ("    for x in batches:\n        loss = model(x)\n        model.zero_grad()\n        loss.backward()\n", True),
         ("    for x in batches:\n        model.zero_grad()\n        loss = model(x)\n        loss.backward()\n", False),
         ("    for x in batches:\n        loss = model(x)\n        loss.backward()\n        model.zero_grad()\n", False),
     ],
-    ids=["optimizer", "rebuilt", "cleared_between", "cleared_before", "cleared_after"],
+    ids=[
+        "optimizer",
+        "rebuilt",
+        "evaluated",
+        "handed_on",
+        "logged",
+        "cleared_between",
+        "cleared_before",
+        "cleared_after",
+    ],
 )
 def test_what_a_forward_left_unsharded_is_resharded_where_the_shards_are_meant(body: str, expected: bool):
     text, findings = migrate(f"def run(model):\n    model = FSDP(model)\n{body}")
-    assert ("        _reshard(model)\n" in text) is expected
+    assert ("    _reshard(model)\n" in text) is expected
     assert ("SW138" in codes(findings, Status.REWRITTEN)) is expected
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
 from collections import Counter
 from collections.abc import Collection
@@ -21,7 +22,7 @@ def failed_check(path: str, before: Program, after: Program, decided: Collection
         path: Of the file.
         before: The program as it was.
         after: The program with every rewrite.
-        decided: The lines of the file as it was that a finding already leaves to a person.
+        decided: The lines of the file as it was about which a finding already tells a person.
     """
     text = after.texts[path]
     try:
@@ -44,13 +45,14 @@ def _lost_import(path: str, before: Program, after: Program) -> str:
 
 
 def _new_error(path: str, before: str, after: str, decided: Collection[int]) -> str:
-    """What lint calls an error after the rewrite and did not before, and no finding has left to a person."""
+    """What lint calls an error after the rewrite and did not before, and no finding tells a person about."""
     known = Counter(finding.code for finding in _errors(before, path))
     found = _errors(after, path)
     said = _became(before, after, decided) if found else set()
     for finding in found:
         known[finding.code] -= 1
-        if known[finding.code] < 0 and finding.line not in said:
+        about = {finding.line, *map(int, re.findall(r"\bline (\d+)", finding.message))}
+        if known[finding.code] < 0 and about.isdisjoint(said):
             return f"would have an error that lint finds, {finding.code} on line {finding.line}: {finding.message}"
     return ""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
 from shardwise.fsdp1.codemod.emitted import assemble
 from shardwise.fsdp1.codemod.flow import flow_of
-from shardwise.fsdp1.codemod.program import Program, is_constant, iterated, once
+from shardwise.fsdp1.codemod.program import Program, is_constant, is_optimizer, iterated, once
 from shardwise.fsdp1.codemod.sharded import Holds
 from shardwise.source.syntax import (
     FSDP1,
@@ -21,6 +22,7 @@ from shardwise.source.syntax import (
     given_to,
     last_name,
 )
+from shardwise.source.trace import makes_optimizer
 
 _OTHERS = re.compile(r"^self$|^cls$|accelerator|fabric|plugin|strategy", re.IGNORECASE)
 
@@ -353,16 +355,46 @@ def rewrite_after_forward(draft: FileDraft) -> None:
         draft.rewritten(RESHARD_CODE, call, message)
 
 
+_IDLE = {*dir(builtins), "train", "to", "parameters", "named_parameters", "requires_grad_", "info", "append", "cuda"}
+_IDLE |= {"state_dict", "load_state_dict", "modules", "named_modules", "children", "numel", "watch", "barrier"}
+"""What does not run a model that it is given or called on."""
+_RUNS_NOT = re.compile(
+    r"wrap|shard|fsdp|checkpoint|optim|sched|count|freeze|save|load|resume|build|make|create|log|print"
+)
+
+
 def _rebuilt_for(draft: FileDraft, call: ast.Call) -> ast.expr | None:
-    """The model of an optimizer that is built in a loop, where the model was wrapped before the loop."""
-    if not any(one.startswith("torch.optim.") for one in draft.context.origins(call.func)):
+    """The model of an optimizer that is built where the model may have run: in a loop, or after it was handed on."""
+    is_known = any(one.startswith("torch.optim.") for one in draft.context.origins(call.func))
+    if not is_known and not makes_optimizer(last_name(call.func)):
         return None
     methods = [one.func for one in calls_in(call)]
     taken = [one.value for one in methods if isinstance(one, ast.Attribute) and one.attr in _TAKES]
+    held = [one for one in [*taken, *given_to(call)] if isinstance(one, ast.Name | ast.Attribute) and draft.holds(one)]
     loops = [one for one in draft.context.ancestors(call) if isinstance(one, ast.For | ast.While)]
     inside = {node for loop in loops for node in ast.walk(loop)}
-    held = [one for one in taken if draft.holds(one)]
-    return held[0] if loops and held and inside.isdisjoint(draft.sharded.constructors) else None
+    is_repeated = bool(loops) and inside.isdisjoint(draft.sharded.constructors)
+    return held[0] if held and (is_repeated or _has_run(draft, call, held[0])) else None
+
+
+def _has_run(draft: FileDraft, place: ast.Call, model: ast.expr) -> bool:
+    """Whether the model may have run before a place, in the function around: called, or handed to a function."""
+    context, home = draft.context, draft.context.enclosing_function(place)
+    for call in draft.calls():
+        if call.lineno >= place.lineno or context.enclosing_function(call) is not home or call in draft.taken:
+            continue
+        is_itself = draft.source(call.func) == draft.source(model)
+        is_handed = _may_run(context, call) and any(map(draft.sharded.has_inside, given_to(call)))
+        if (is_itself or is_handed) and not context.are_exclusive(call, place):
+            return True
+    return False
+
+
+def _may_run(context: FileContext, call: ast.Call) -> bool:
+    """Whether a call may run the models that it is given, as far as its name shows."""
+    name, is_torchs = last_name(call.func), any(one.startswith("torch.") for one in context.origins(call.func))
+    is_class = name[:1].isupper() or name in context.classes
+    return not is_class and not is_torchs and name not in _IDLE and not _RUNS_NOT.search(name)
 
 
 def _cleared_after_forward(draft: FileDraft, call: ast.Call) -> ast.expr | None:
@@ -440,26 +472,13 @@ def _report_groups(draft: FileDraft, call: ast.Call) -> None:
 def _report_optimizer(draft: FileDraft, node: ast.ClassDef) -> None:
     """An optimizer of the program's own."""
     steps = [one for one in node.body if isinstance(one, Function) and one.name == "step"]
-    if steps and _is_optimizer(draft.program, draft.context, node):
+    if steps and is_optimizer(draft.program, draft.context, node):
         draft.reported(
             NUMBERS_CODE,
             steps[0],
             f"{node.name} gets DTensors now; with FSDP1 it got this rank's part of each parameter, in one dimension",
             "use parameter.to_local() for arithmetic by element, and full_tensor() where it needs the whole",
         )
-
-
-def _is_optimizer(program: Program, context: FileContext, node: ast.ClassDef) -> bool:
-    """Whether a class is a subclass of an optimizer of torch's, through classes of the program."""
-    origins = [one for base in node.bases for one in context.origins(base)]
-    if any(one.startswith("torch.optim.") and "lr_scheduler" not in one for one in origins):
-        return True
-    above = [program.definition(context, base) for base in node.bases]
-    return any(
-        isinstance(one[1], ast.ClassDef) and one[1] is not node and _is_optimizer(program, one[0], one[1])
-        for one in above
-        if one is not None
-    )
 
 
 def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:

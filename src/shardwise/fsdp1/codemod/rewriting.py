@@ -13,7 +13,7 @@ from shardwise.errors import SourceError
 from shardwise.findings import Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod import constructors
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
-from shardwise.fsdp1.codemod.flow import flow_of
+from shardwise.fsdp1.codemod.flow import wraps_models
 from shardwise.fsdp1.codemod.framework_files import framework_findings
 from shardwise.fsdp1.codemod.imports import finish
 from shardwise.fsdp1.codemod.leftovers import report_handed_out, report_leftovers
@@ -84,7 +84,7 @@ def _wraps(program: Program) -> bool:
     """Whether the program has an FSDP(...) call, or `fully_shard`."""
     if any("fully_shard(" in text or "sw.shard(" in text for text in program.texts.values()):
         return True
-    return any(flow_of(program).file(one).constructors for one in program.files(_NAMED.search))
+    return wraps_models(program)
 
 
 def _report_wrapped_elsewhere(draft: FileDraft) -> None:

@@ -6,6 +6,7 @@ import ast
 import re
 
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
+from shardwise.fsdp1.codemod.flow import wraps_models
 from shardwise.fsdp1.codemod.model_calls import model_text
 from shardwise.fsdp1.codemod.program import given_by_name, is_constant, is_none
 from shardwise.fsdp1.codemod.sharded import Holds
@@ -235,7 +236,10 @@ def _target(context: FileContext, call: ast.Call) -> str:
 _METHODS = ("state_dict", "load_state_dict")
 _CONTEXTS = ("state_dict_type", "set_state_dict_type", "get_state_dict_type")
 _IS_OPTIMIZER = re.compile(r"(optim\w*|opt)(\.optimizer)?$", re.IGNORECASE)
+_OF_OTHERS = re.compile(r"optim|(^|[._])opt$|sched|scaler|sampler|loader|dataset|tokenizer", re.IGNORECASE)
+"""Names of objects that have a state, but are no models."""
 _HARMLESS = {"isinstance", "print", "type", "len", "id", "hasattr", "getattr", "str", "next", "sum"}
+_CALLED = {"state_dict": "get_model_state_dict(model)", "load_state_dict": "set_model_state_dict(model, state)"}
 _READ_FIX = (
     "fill a dict with get_optimizer_state_dict(model, optimizer) and let torch.distributed.checkpoint.load read it"
 )
@@ -251,11 +255,19 @@ def rewrite_state_dicts(draft: FileDraft) -> None:
     for call in calls:
         if call not in handled and call not in draft.taken:
             _rewrite_plain(draft, call)
+    for node in draft.nodes():
+        match node:
+            case ast.Attribute(attr="state_dict" | "load_state_dict" as name, ctx=ast.Load(), value=model):
+                is_called = getattr(context.parents[node], "func", None) is node
+                if not is_called and node not in draft.taken and draft.sharded.has_inside(model):
+                    message = f"{draft.source(node)} is handed on uncalled: its state would be of this rank's shards"
+                    draft.undecided(PLAIN_CODE, node, message, f"hand on a function that calls {_CALLED[name]}")
     for call in context.calls_to(_READS_SHARDED):
         if call not in draft.taken:
             message = "load_sharded_optimizer_state_dict reads FSDP1's shards only"
             draft.undecided(OPTIMIZER_CODE, call, message, _READ_FIX)
     drop_dead_configs(draft)
+    _report_optimizer_states(draft)
 
 
 def _rewrite_setting(draft: FileDraft, call: ast.Call, handled: set[ast.AST], name: str) -> None:
@@ -312,18 +324,33 @@ def _governed(context: FileContext, call: ast.Call, block: ast.With | None) -> l
 
 
 def _is_for_nothing(draft: FileDraft, call: ast.Call, block: ast.With | None) -> bool:
-    """Whether a block takes no state dict but those of optimizers, which FSDP1's setting does not touch; say so."""
+    """Whether a block takes no state dict but those of optimizers, which FSDP1's setting does not touch."""
     context = draft.context
     inside = [one for one in context.calls if block in context.ancestors(one) and one is not call]
     states = [one for one in inside if isinstance(one.func, ast.Attribute) and one.func.attr in _METHODS]
     others = [one.func for one in inside if one not in states and call not in context.ancestors(one)]
     is_own = any(draft.program.function(context, one) or draft.source(one).startswith("self.") for one in others)
-    if is_own or not states or not all(_IS_OPTIMIZER.search(draft.source(one.func.value)) for one in states):  # pyrefly: ignore
-        return False
-    for one in states:
-        message = "the optimizer's state holds DTensors now: files with FSDP1's flat shards do not fit"
-        draft.reported(OPTIMIZER_CODE, one, message, "convert them with `shardwise ckpt convert`, or start anew")
-    return True
+    is_optimizers = all(_IS_OPTIMIZER.search(draft.source(one.func.value)) for one in states)  # pyrefly: ignore
+    return bool(states) and is_optimizers and not is_own
+
+
+def _report_optimizer_states(draft: FileDraft) -> None:
+    """Say of each `optimizer.state_dict()` beside a wrapped model whose state it is."""
+    context = draft.context
+    beside = {
+        context.enclosing_function(node)
+        for node in draft.nodes()
+        if isinstance(node, ast.Name | ast.Attribute) and draft.holds(node)
+    }
+    for call, func in draft.method_calls("state_dict"):
+        if _IS_OPTIMIZER.search(draft.source(func.value)) and context.enclosing_function(call) in beside:
+            draft.reported(
+                OPTIMIZER_CODE,
+                call,
+                "this is the state of this rank's part, as with FSDP1, but in DTensors: files of FSDP1 do not load",
+                "for a file that any number of ranks can load: get_optimizer_state_dict(model, optimizer, "
+                "options=StateDictOptions(full_state_dict=True))",
+            )
 
 
 def _subject(context: FileContext, call: ast.Call) -> str:
@@ -425,10 +452,20 @@ def _holds(draft: FileDraft, call: ast.Call) -> Holds:
         return Holds.NEVER
     context, model = draft.context, call.func.value
     function = context.enclosing_function(call)
-    holds = draft.holds(model) or Holds(draft.sharded.holds_part(model))
+    holds = draft.holds(model) or Holds(draft.sharded.has_inside(model) or _may_come(draft, model))
     if not holds or rules_out(context, call) or draft.sharded.has_own(model, call.func.attr):
         return Holds.NEVER
     nearby = [one for one in draft.sharded.constructors if context.enclosing_function(one) is function]
     bound = [context.statement(one) for one in nearby]
     texts = {ast.unparse(one.targets[0]) for one in bound if isinstance(one, ast.Assign)}
     return holds if ast.unparse(model) in texts else Holds.SOMETIMES
+
+
+def _may_come(draft: FileDraft, model: ast.expr) -> bool:
+    """Whether wrapped models may come here unseen: the emitted helper takes anything that has a state."""
+    context = draft.context
+    if "fsdp" not in context.text.lower() or _OF_OTHERS.search(draft.source(model)):
+        return False
+    function = context.enclosing_function(model)
+    wraps = any(context.enclosing_function(one) is function for one in draft.sharded.constructors)
+    return not wraps and draft.sharded.is_unknown(model) and wraps_models(draft.program)

@@ -11,7 +11,7 @@ from shardwise.fsdp1.codemod import constructors, settings
 from shardwise.fsdp1.codemod.constructors import CODE, Wrap, are_nested
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
 from shardwise.fsdp1.codemod.emitted import FEATURES
-from shardwise.fsdp1.codemod.order import kept_optimizers, marked_parameters
+from shardwise.fsdp1.codemod.order import kept_optimizers, marked_parameters, may_come_late
 from shardwise.fsdp1.codemod.program import (
     ENABLE_WRAP,
     WRAP,
@@ -222,6 +222,14 @@ def _report_optimizers(wrap: Wrap, places: list[str]) -> None:
             f"the optimizer of {places[0]} is pointed at the new parameters at the first forward or step, "
             "as use_orig_params did",
             "build it after this line; until then its groups hold the old parameters, without gradients",
+        )
+    elif may_come_late(wrap):
+        wrap.draft.reported(
+            "SW128",
+            wrap.call,
+            "no file given calls this function: an optimizer that its caller has built before would update nothing, as "
+            "fully_shard replaces the parameters that use_orig_params kept",
+            "build the optimizer after this call; or run migrate on the caller's file too",
         )
 
 
