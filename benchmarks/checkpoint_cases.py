@@ -37,7 +37,7 @@ from benchmarks.checkpoint_state import (
 from benchmarks.processes import join
 from shardwise.checkpointing.formats.sharded import file_name
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum
+from shardwise.checkpointing.storage import BLOCK_BYTES, bytes_of, checksum
 from shardwise.checkpointing.weights import load_weights
 
 MIN_DIRECT_THREADS = 4  # a disk is busy only with several requests at a time

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpointing.storage.memory import bytes_of
+from shardwise.checkpointing.storage import bytes_of
 
 Work = Callable[[], object]
 Read = tuple[Path, int, memoryview]

@@ -18,7 +18,7 @@ from benchmarks.reporting import Result, parse, report
 from shardwise.config.run import DataConfig
 from shardwise.training.data import Loader, open_data
 from shardwise.training.data.loader import samples_at
-from shardwise.training.data.records import standard_library_files
+from shardwise.training.data.reading import standard_library_files
 
 
 def opened(config: DataConfig, batch_size: int) -> Loader:

@@ -53,17 +53,19 @@ class Row:
     batch: int
     length: int = 8192
     kind: str = "train"
-    """`train`: the loop of `shardwise train`. `looped`: that with one expert after another, not grouped.
-    `plain`: a loop on `sw.shard`, compiled blocks, torch's fused AdamW, torch's cross-entropy. `unwrapped`: that loop
-    without sharding, under autocast."""
+    """`train`: the loop of `shardwise train`. `looped`: that with one expert after another, not grouped. `text`: that
+    on the standard library's sources, a byte a token, for the losses. `plain`: a loop on `sw.shard`, compiled blocks,
+    torch's fused AdamW, torch's cross-entropy. `unwrapped`: that loop without sharding, under autocast."""
     goal: float | None = None
     """MFU."""
     settings: tuple[tuple[str, Any], ...] = ()
     """Of `ShardConfig`, where they are not the defaults."""
+    lora: sw.LoraConfig | None = None
     warmup: int = 10
     stretches: int = 6
 
 
+_FLOAT8 = (("float8", sw.Float8Config(recipe="tensorwise")),)
 ROWS = {
     "train-8b": Row("llama3-8b", 1, goal=0.60),
     "train-8b-batch4": Row("llama3-8b", 4, goal=0.65, warmup=3, stretches=2),
@@ -72,6 +74,12 @@ ROWS = {
     "train-3b-batch4": Row("llama3-3b", 4, 4096, goal=0.58),
     "train-1b": Row("llama3-1b", 2, goal=0.62),
     "train-1b-batch8": Row("llama3-1b", 8, goal=0.62, stretches=3),
+    "train-8b-float8": Row("llama3-8b", 1, goal=0.75, settings=_FLOAT8),
+    "train-1b-float8": Row("llama3-1b", 2, settings=_FLOAT8),
+    "text-1b": Row("llama3-1b", 4, 2048, kind="text", warmup=0, stretches=60),
+    "text-1b-float8": Row("llama3-1b", 4, 2048, kind="text", warmup=0, stretches=60, settings=_FLOAT8),
+    "lora-8b": Row("llama3-8b", 1, lora=sw.LoraConfig(), warmup=3, stretches=1),
+    "qlora-8b": Row("llama3-8b", 1, lora=sw.LoraConfig(quantize="nf4"), warmup=3, stretches=1),
     "moe": Row("moe-3b-a1b", 2, goal=0.40),
     "moe-looped": Row("moe-3b-a1b", 2, kind="looped", warmup=5, stretches=3),
     "plain-8b-selective": Row("llama3-8b", 1, kind="plain", settings=(("activations", "selective"),)),
@@ -96,7 +104,10 @@ def train_steps(row: Row, folder: str, stack: ExitStack) -> Steps:
     config = RunConfig(
         model=row.model,
         weights="none",
-        data=DataConfig(source="benchmarks.gpu:random_tokens", sequence_length=row.length),
+        lora=row.lora,
+        data=DataConfig(sequence_length=row.length, keep_apart=False)
+        if row.kind == "text"
+        else DataConfig(source="benchmarks.gpu:random_tokens", sequence_length=row.length),
         shard=replace(sw.ShardConfig(), **dict(row.settings)),
         optimizer=OptimizerConfig(learning_rate=3e-4),
         training=TrainingConfig(steps=10**6, batch_size=row.batch, sample=None),
@@ -106,7 +117,7 @@ def train_steps(row: Row, folder: str, stack: ExitStack) -> Steps:
     run = stack.enter_context(run_module.open_run(config, NoProgress()))
     stack.enter_context(guard(run.model))
     stack.enter_context(explained(run.model))
-    found = {"optimizer": type(run.optimizer).__name__}
+    found: dict[str, Any] = {"optimizer": type(run.optimizer).__name__}
 
     def steps(count: int) -> None:
         steps_of(run, count)
@@ -170,7 +181,8 @@ def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
     if row.kind == "looped":
         GroupedExperts.forward = loop_over_experts  # pyrefly: ignore[bad-assignment]
     started = time.perf_counter()
-    model, steps, found = train_steps(row, folder, stack) if row.kind in ("train", "looped") else plain_steps(row)
+    is_plain = row.kind in ("plain", "unwrapped")
+    model, steps, found = plain_steps(row) if is_plain else train_steps(row, folder, stack)
     steps(row.warmup)
     synchronize()
     found["set-up and warm-up s"] = round(time.perf_counter() - started, 1)
@@ -186,6 +198,8 @@ def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
             steps(_STRETCH)
             synchronize()
             times.append((time.perf_counter() - begin) / _STRETCH)
+    if row.kind == "text":
+        found["losses"] = losses_of(Path(folder))
     rate = row.batch * row.length / median(times)
     found |= {"step_ms": round(median(times) * 1e3, 1), "steps": row.stretches * _STRETCH}
     if not on_gpu:
@@ -208,6 +222,13 @@ def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
         **found,
         "percent_of_ceiling": round(100 * rate * flops / (found["ceiling_tflops"] * 1e12), 1),
     }
+
+
+def losses_of(folder: Path) -> dict[str, float]:
+    """Means of a run's losses over thirty steps each, by the last of the steps."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    return {str(end): round(sum(losses[end - 30 : end]) / 30, 4) for end in range(30, len(losses) + 1, 30)}
 
 
 def synchronize() -> None:

@@ -19,8 +19,8 @@ from shardwise.checkpointing.formats.sharded import (
     write_rank_file,
 )
 from shardwise.checkpointing.formats.values import encode_value
-from shardwise.checkpointing.pickles.zip_files import value_stream
-from shardwise.checkpointing.storage.files import join
+from shardwise.checkpointing.pickles.torch_files import value_stream
+from shardwise.checkpointing.storage import join
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

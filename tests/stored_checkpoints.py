@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from shardwise.checkpointing.contents import StoredTensor
 from shardwise.checkpointing.formats.full import FullWriter
-from shardwise.checkpointing.storage.memory import bytes_of
+from shardwise.checkpointing.storage import bytes_of
 from tests.sharded_checkpoints import dtype_name, write_checkpoint
 
 STORED = Path(__file__).parent / "stored"

@@ -83,17 +83,22 @@ def raise_listed(
         raise kind(what.format(num=len(problems)), where="\n".join(listed(problems, most)), why=why, fix=fix)
 
 
+def require_choice(value: object, choices: Iterable[str], *, where: str) -> None:
+    """Raise a ConfigError unless an argument, as in `verify=...`, has one of these values."""
+    known = list(choices)
+    if value not in known:
+        name = where.partition("=")[0].rpartition("(")[2]
+        fix = f"pass {', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+        raise ConfigError(f"{name} is {value!r}", where=where, fix=fix)
+
+
 def listed(lines: Sequence[str], most: int = 10) -> list[str]:
     """The first `most` lines, and one that counts the others if there are any."""
     return [*lines[:most], *([f"... and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def import_optional(module: str, *, where: str, why: str, fix: str) -> Any:
-    """Import a library that not every installation has.
-
-    Raises:
-        EnvironmentProblem: It is not installed.
-    """
+    """Import a library that not every installation has."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -16,8 +16,8 @@ import torch
 from shardwise.checkpointing.convert import convert_checkpoint
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME
-from shardwise.checkpointing.pickles.zip_files import Call, Global, Persistent, dumps
-from shardwise.checkpointing.storage.memory import checksum, to_hex
+from shardwise.checkpointing.pickles.torch_files import Call, Global, Persistent, dumps
+from shardwise.checkpointing.storage import checksum, to_hex
 from shardwise.errors import CheckpointError
 from tests.attacks.test_hostile_pickles import with_pickle
 from tests.unit.checkpointing.every_format import (

@@ -243,7 +243,7 @@ def _write_fsdp1(folder: Path) -> None:
     from torch.distributed.fsdp import StateDictType
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    from shardwise.checkpointing.flat.flat_recording import record_flat_params
+    from shardwise.checkpointing.formats.fsdp1 import record_flat_params
 
     folder.mkdir(exist_ok=True)
     rank = dist.get_rank()

@@ -22,9 +22,9 @@ from shardwise.checkpointing.formats.sharded import (
     partial_of,
     write_rank_file,
 )
+from shardwise.checkpointing.names import local_chunks
 from shardwise.checkpointing.reading import Request, check_requests, read_requests
-from shardwise.checkpointing.state.slices import local_chunks
-from shardwise.checkpointing.storage.files import join
+from shardwise.checkpointing.storage import join
 from shardwise.distributed.agreement import on_rank_zero
 from shardwise.planning.settings import dtype_name
 from tests.ranks import ranks

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.config.load import load
 from shardwise.config.run import RunConfig
-from shardwise.training.data.records import standard_library_files
+from shardwise.training.data.reading import standard_library_files
 from shardwise.training.loop import fit
 from shardwise.training.metrics import read_records
 from tests.ranks import ranks

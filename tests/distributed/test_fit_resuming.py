@@ -12,7 +12,7 @@ from shardwise.checkpointing.inspecting import diff_checkpoints, inspect_checkpo
 from shardwise.config.run import RunConfig
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.training.loop import fit
-from shardwise.training.saving import find_checkpoints
+from shardwise.training.run_folder import find_checkpoints
 from tests.distributed.fit_runs import LENGTH, MODEL_OPTIONS, POISON, changed, fit_on, losses, tiny
 from tests.ranks import ranks
 

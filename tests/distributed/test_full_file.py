@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import shard
-from shardwise.checkpointing.full_file import load_full, save_full
-from shardwise.checkpointing.weights import load_weights
+from shardwise.checkpointing.weights import load_full, load_weights, save_full
 from shardwise.errors import CheckpointError
 from tests.distributed.test_weights_load import Net, assert_equal, full, on_meta, reference
 from tests.ranks import ranks

@@ -8,9 +8,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardwise import compat
-from shardwise.config.schema import MeshConfig, PrecisionConfig, ShardConfig
+from shardwise.config.schema import LoraConfig, MeshConfig, PrecisionConfig, ShardConfig
 from shardwise.distributed.mesh import init_distributed
+from shardwise.sharding.adapters import add_lora
 from shardwise.sharding.apply import shard
+from shardwise.sharding.full_params import iter_full_tensors
 from tests.ranks import ranks
 
 
@@ -59,3 +61,24 @@ def test_two_ranks_are_left_alone(rank: int):
     mesh = init_distributed(MeshConfig(device="cpu"))
     model = shard(network(), mesh=mesh)
     assert not compat.keep_gradient_dtype(model)
+
+
+@ranks(2)
+def test_subclasses_of_several_tensors_on_an_axis_of_one_rank(rank: int):
+    """Torch copies the first tensor of a subclass only where the axis that shards has one rank; NF4 has two."""
+    meshes = [init_distributed(MeshConfig(device="cpu", shard=shard, replicate=2 // shard)) for shard in (1, 2)]
+    results = []
+    for mesh in meshes:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
+        adapted = shard(add_lora(model, LoraConfig(targets=("Linear",), quantize="nf4")), mesh=mesh)
+        optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+        for step in range(3):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+            adapted(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append({name: tensor.clone() for name, tensor in iter_full_tensors(adapted)})
+    assert any("lora" in name for name in results[0])
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), name

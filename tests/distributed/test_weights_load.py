@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise import compat, shard
-from shardwise.checkpointing.state.slices import local_chunks
+from shardwise.checkpointing.names import local_chunks
 from shardwise.checkpointing.weights import load_weights
 from shardwise.errors import CheckpointError
 from tests.ranks import ranks

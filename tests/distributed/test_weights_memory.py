@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import shard
-from shardwise.checkpointing.full_file import load_full, save_full
-from shardwise.checkpointing.weights import load_weights, save_weights
+from shardwise.checkpointing.weights import load_full, load_weights, save_full, save_weights
 from tests.ranks import ranks
 
 NUM_LAYERS, WIDTH = 24, 2560  # 25 MiB a layer, 600 MiB in all

@@ -139,7 +139,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 def committed(folder: Path) -> list[int]:
     """Steps whose checkpoint is whole."""
-    from shardwise.training.saving import find_checkpoints
+    from shardwise.training.run_folder import find_checkpoints
 
     return [found.step for found in find_checkpoints(folder / "run/checkpoints")]
 

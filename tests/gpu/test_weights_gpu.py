@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import ShardConfig, shard
-from shardwise.checkpointing.full_file import load_full, save_full
-from shardwise.checkpointing.weights import load_weights, save_weights
+from shardwise.checkpointing.weights import load_full, load_weights, save_full, save_weights
 from shardwise.distributed.mesh import init_distributed, shutdown
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -20,13 +20,12 @@ from typing import Any
 
 from shardwise.checkpointing.contents import LocalChunk
 from shardwise.checkpointing.formats import sharded
-from shardwise.checkpointing.storage.files import Place
-from shardwise.checkpointing.storage.memory import bytes_of
+from shardwise.checkpointing.storage import Place, bytes_of
 from shardwise.errors import CheckpointError, EnvironmentProblem, ShardwiseError
 from shardwise.progress import Progress
 
 Work = Callable[[memoryview, "Progress | None"], Any]
-"""What the process is asked to do, with the shared memory and whom to tell of progress. Picklable."""
+"""What the process is asked to do, with the shared memory and a progress to report to. Picklable."""
 
 # The same modules as here, however this process came by them.
 _PROGRAM = (
@@ -60,14 +59,7 @@ def commit(
 
 
 class WriterProcess:
-    """A process of its own that writes checkpoints.
-
-    Raises:
-        EnvironmentProblem: The system starts no process.
-
-    Ranks:
-        Local: every rank has one.
-    """
+    """A process of its own that writes checkpoints; every rank has one."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -96,16 +88,7 @@ class WriterProcess:
         return self._process.poll() is None
 
     def run(self, work: Work, arena: Any, progress: Progress | None) -> Any:
-        """Have work done, and wait for it.
-
-        Args:
-            work: `write_items` or `commit`, with their first arguments.
-            arena: The `Arena` where the tensors lie.
-            progress: Is told the bytes as they are written.
-
-        Raises:
-            CheckpointError: What the work raised; or the process died.
-        """
+        """Have `write_items` or `commit` done, and wait for it; raises what it raised, or that the process died."""
         failed: Exception | None = None
         is_new = arena.generation != self._generation
         try:

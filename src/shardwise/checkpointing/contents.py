@@ -107,13 +107,7 @@ class ChunkSpec:
         return ""
 
     def rows(self, wanted: ChunkSpec, max_elements: int, along: int | None = None) -> Iterator[ChunkSpec]:
-        """Parts of consecutive elements of this chunk that hold all wanted ones: whole rows below one dimension.
-
-        Args:
-            wanted: A part of this chunk.
-            max_elements: Of one part, as far as a row allows.
-            along: The dimension; default: the first of which whole rows fit.
-        """
+        """Parts of whole rows below a dimension (by default the first whose rows fit) that hold all of `wanted`."""
         if not self.sizes:
             yield self
             return
@@ -242,11 +236,7 @@ class Contents:
 
 
 def chunks_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[ChunkSpec, int]]:
-    """Cut the elements `[start, end)` of a row-major tensor into chunks whose elements are consecutive.
-
-    Yields:
-        Each chunk and how many of the range's elements come before it. At most two chunks a dimension, less one.
-    """
+    """Cut the elements `[start, end)` of a row-major tensor into chunks, each with the number of elements before it."""
     if start >= end:
         return
     if len(shape) <= 1:

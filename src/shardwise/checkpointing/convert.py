@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ChunkSpec, Contents, LocalChunk, StoredTensor
 from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
@@ -18,13 +19,11 @@ from shardwise.checkpointing.formats.safetensors import DEFAULT_SHARD_BYTES, Chu
 from shardwise.checkpointing.formats.values import encode_value
 from shardwise.checkpointing.hugging_face import read_sidecar_files
 from shardwise.checkpointing.inspecting import refuse_damaged, refuse_unsound
+from shardwise.checkpointing.names import only_model, with_our_names
+from shardwise.checkpointing.nested import put_together
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.state.names import only_model, with_our_names
-from shardwise.checkpointing.state.nested import put_together
-from shardwise.checkpointing.storage import files
-from shardwise.checkpointing.storage.memory import bytes_of, counting
 from shardwise.checkpointing.weights import float_dtype, refuse_remote, refuse_suffix
-from shardwise.errors import ConfigError
+from shardwise.errors import require_choice
 from shardwise.progress import NoProgress, Progress
 
 _CHUNK_BYTES = 64 << 20
@@ -36,15 +35,15 @@ def _write(writer: FullWriter | SafetensorsWriter, contents: Contents, progress:
     def chunks() -> Chunks:
         for info in writer.order:
             for _, part in _parts(contents, info):
-                data = bytes_of(part)
+                data = storage.bytes_of(part)
                 count(len(data))
                 yield info, data
 
-    with counting(progress, sum(info.num_bytes for info in writer.order), "converting") as count:
+    with storage.counting(progress, sum(info.num_bytes for info in writer.order), "converting") as count:
         writer.write(chunks())
 
 
-def _write_dcp(contents: Contents, dst: files.Place, infos: Mapping[str, StoredTensor], progress: Progress) -> None:
+def _write_dcp(contents: Contents, dst: storage.Place, infos: Mapping[str, StoredTensor], progress: Progress) -> None:
     """Copy everything into a sharded checkpoint of one file."""
     aliases = _aliases(contents)
     stored = {name: info for name, info in infos.items() if name not in aliases}
@@ -70,11 +69,11 @@ def _write_dcp(contents: Contents, dst: files.Place, infos: Mapping[str, StoredT
     try:
         total = sum(info.num_bytes for info in stored.values())
         record = sharded.write_rank_file(
-            files.join(partial, sharded.file_name(0)), items, streams, total=total, progress=progress
+            storage.join(partial, sharded.file_name(0)), items, streams, total=total, progress=progress
         )
         sharded.commit_checkpoint(dst, [record], header)
     except BaseException:
-        files.remove_tree(sharded.partial_of(dst))
+        storage.remove_tree(sharded.partial_of(dst))
         raise
 
 
@@ -123,7 +122,7 @@ Format = Literal["dcp", "full", "safetensors"]
 class Conversion:
     """What a conversion wrote."""
 
-    path: files.Place
+    path: storage.Place
     format: Format
     source_format: str
     num_tensors: int
@@ -160,7 +159,7 @@ def convert_checkpoint(
         overwrite: Replace safetensors or a full file that are there already.
         verify: Also compare torch's own files with the CRC-32 they carry, before anything is written; what shardwise
             wrote is verified as it is read in any case.
-        progress: Is told the bytes as they are written.
+        progress: Receives the bytes as they are written.
 
     Returns:
         What was written, and what could not be.
@@ -171,8 +170,7 @@ def convert_checkpoint(
     Ranks:
         Local: one process, no process group. The number of ranks that wrote the source does not matter.
     """
-    if format not in ("dcp", "full", "safetensors"):
-        raise ConfigError(f"{format!r} is not a format to write", where="format", fix="choose dcp, full or safetensors")
+    require_choice(format, get_args(Format), where="convert_checkpoint(format=...)")
     refuse_suffix(dst, format, 'format="full"')
     if format != "dcp":
         refuse_remote(dst)
@@ -183,7 +181,7 @@ def convert_checkpoint(
     if verify:
         refuse_damaged(source, listener)
     if format == "dcp":
-        _write_dcp(contents, files.place(dst), infos, listener)
+        _write_dcp(contents, storage.place(dst), infos, listener)
     elif format == "full":
         tree = _nested(contents, infos)
         _write(FullWriter(Path(dst), tree, overwrite=overwrite), contents, progress)
@@ -192,7 +190,7 @@ def convert_checkpoint(
         options = {"max_shard_bytes": max_shard_bytes, "sidecars": sidecars, "overwrite": overwrite}
         _write(SafetensorsWriter(Path(dst), infos.values(), **options), contents, progress)
     return Conversion(
-        path=files.place(dst),
+        path=storage.place(dst),
         format=format,
         source_format=source.format,
         num_tensors=len(contents.tensors),

@@ -18,20 +18,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredChunk, StoredTensor
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.storage import files
-from shardwise.checkpointing.storage.memory import bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.planning.settings import dtype_name
 
 
 def stack(tensors: Sequence[StoredTensor], dim: int) -> StoredTensor:
-    """As `torch.stack`: one more dimension, along which each tensor is one row.
-
-    Raises:
-        ValueError: Shapes or dtypes differ.
-    """
+    """As `torch.stack`; a ValueError if shapes or dtypes differ."""
     widened = []
     for tensor in tensors:
         chunks = tuple(
@@ -43,11 +38,7 @@ def stack(tensors: Sequence[StoredTensor], dim: int) -> StoredTensor:
 
 
 def concatenate(tensors: Sequence[StoredTensor], dim: int) -> StoredTensor:
-    """As `torch.cat`.
-
-    Raises:
-        ValueError: Shapes or dtypes differ.
-    """
+    """As `torch.cat`; a ValueError if shapes or dtypes differ."""
     first = tensors[0]
     dim %= len(first.shape)
     others = {(tensor.dtype, tensor.shape[:dim], tensor.shape[dim + 1 :]) for tensor in tensors}
@@ -64,21 +55,6 @@ def concatenate(tensors: Sequence[StoredTensor], dim: int) -> StoredTensor:
     shape = (*first.shape[:dim], end, *first.shape[dim + 1 :])
     name = first.name if len(tensors) == 1 else f"{first.name} … {tensors[-1].name}"
     return StoredTensor(name, first.dtype, shape, tuple(chunks))
-
-
-def chunk_rows(tensor: StoredTensor, num_chunks: int) -> list[StoredTensor] | None:
-    """As `torch.chunk` along dimension 0; None unless the tensor lies in one place of a file."""
-    if len(tensor.chunks) != 1 or tensor.chunks[0].data is not None:
-        return None
-    rows, shape = tensor.shape[0], tensor.shape[1:]
-    row_bytes, count = tensor.num_bytes // max(rows, 1), -(-rows // num_chunks)
-    parts = []
-    for start in range(0, rows, count):
-        whole = (min(count, rows - start), *shape)
-        # The checksums are of blocks of the whole tensor, in which a chunk may begin anywhere.
-        chunk = StoredChunk(ChunkSpec.whole(whole), tensor.chunks[0].file, tensor.chunks[0].offset + start * row_bytes)
-        parts.append(StoredTensor(tensor.name, tensor.dtype, whole, (chunk,)))
-    return parts
 
 
 def _insert(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
@@ -104,26 +80,19 @@ _NAMES = re.compile(
 )
 
 
-def read_sidecar_files(place: files.Place) -> dict[str, bytes]:
-    """The files beside weights that transformers looks for, by name.
-
-    Args:
-        place: The folder, or one such file (then only that).
-
-    Raises:
-        CheckpointError: It is not there, or a file is far larger than such files are.
-    """
-    if files.size_of(place) is not None:
-        return {files.split(place)[1]: files.read_small(place, _MAX_BYTES)}
-    if not files.exists(place):
+def read_sidecar_files(place: storage.Place) -> dict[str, bytes]:
+    """The files in a folder that transformers looks for beside weights, or one such file, by name."""
+    if storage.size_of(place) is not None:
+        return {storage.split(place)[1]: storage.read_small(place, _MAX_BYTES)}
+    if not storage.exists(place):
         raise CheckpointError("there is no such file or folder", where=str(place), fix="check the path of the config")
-    return {name: files.read_small(files.join(place, name), _MAX_BYTES) for name in sidecar_names(place)}
+    return {name: storage.read_small(storage.join(place, name), _MAX_BYTES) for name in sidecar_names(place)}
 
 
-def sidecar_names(folder: files.Place) -> list[str]:
+def sidecar_names(folder: storage.Place) -> list[str]:
     """Of the files in a folder, those that transformers looks for beside weights."""
-    names = [name for name in files.names_in(folder) if _NAMES.fullmatch(name)]
-    return [name for name in names if files.size_of(files.join(folder, name)) is not None]
+    names = [name for name in storage.names_in(folder) if _NAMES.fullmatch(name)]
+    return [name for name in names if storage.size_of(storage.join(folder, name)) is not None]
 
 
 _LOADING = "core_model_loading"
@@ -139,16 +108,7 @@ class _Group:
 
 
 def in_model_layout(contents: Contents, model: nn.Module, names: Collection[str]) -> Contents:
-    """The contents under the model's own names and shapes, where transformers or the model say how; else as they are.
-
-    Args:
-        contents: Weights, under the names they are stored with.
-        model: Any; only transformers' own are described, and those with a `published_experts` table.
-        names: Canonical names of the model's tensors.
-
-    Raises:
-        CheckpointError: The description does not fit what is stored.
-    """
+    """The contents under the model's names and shapes, where transformers or the model say how; else as they are."""
     if (parts := getattr(model, "published_experts", None)) is not None:
         return _with_stacked_experts(contents, parts)
     if contents.format in _AS_IN_THE_MODEL or not _is_described(model):
@@ -246,10 +206,6 @@ class _Layout:
         if kind == "Concatenate":
             parts = [part for key in converter.source_patterns for part in found.get(key, [])]
             return {targets[0]: [concatenate(parts, operation.dim)]}
-        if kind == "Chunk" and operation.dim == 0 and len(found) == 1 and len(targets) > 1:
-            (tensor,) = next(iter(found.values()))
-            if (parts := chunk_rows(tensor, len(targets))) is not None:
-                return {target: [part] for target, part in zip(targets, parts, strict=True)}
         return None
 
     def _computed(self, name: str, group: _Group) -> dict[str, StoredTensor]:
@@ -268,7 +224,7 @@ class _Layout:
 
     def _bytes_of_group(self, name: str) -> dict[str, memoryview]:
         made = self._run(name, self._groups[name], lambda source: read_chunk(self._contents, source))
-        return {key: bytes_of(tensor.contiguous()) for key, tensor in made.items()}
+        return {key: storage.bytes_of(tensor.contiguous()) for key, tensor in made.items()}
 
     def _run(self, name: str, group: _Group, read: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(group.converter)

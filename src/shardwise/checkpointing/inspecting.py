@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ITEM_BYTES, Contents
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.fsdp1 import needs_model
 from shardwise.checkpointing.formats.sharded import committed_steps, step_folder
 from shardwise.checkpointing.formats.values import encode_value
-from shardwise.checkpointing.pickles.zip_files import ZipIndex
+from shardwise.checkpointing.names import find_sections, with_our_names
+from shardwise.checkpointing.pickles.torch_files import ZipIndex
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.state.names import find_sections, with_our_names
-from shardwise.checkpointing.storage import files
-from shardwise.checkpointing.storage.memory import bytes_of, checksum_of_parts, counting
 from shardwise.errors import CheckpointError, listed
 from shardwise.findings import Finding, Severity
 from shardwise.progress import NoProgress, Progress
@@ -72,11 +71,7 @@ def unsound(contents: Contents) -> Iterator[Finding]:
 
 
 def refuse_unsound(contents: Contents) -> None:
-    """Raise if anything is impossible.
-
-    Raises:
-        CheckpointError: With everything that was found.
-    """
+    """Raise a CheckpointError with everything that is impossible in the index."""
     if found := list(unsound(contents)):
         raise CheckpointError(
             f"the checkpoint is not whole: {len(found)} problem{'s' if len(found) > 1 else ''}",
@@ -89,8 +84,8 @@ def refuse_unsound(contents: Contents) -> None:
 def wrong_files(contents: Contents) -> Iterator[Finding]:
     """Files that are missing, or not as large as they were."""
     for file in file_names(contents):
-        path = files.join(contents.folder, file)
-        if problem := files.size_problem(path, contents.file_bytes.get(file)):
+        path = storage.join(contents.folder, file)
+        if problem := storage.size_problem(path, contents.file_bytes.get(file)):
             yield _error(WRONG_FILE, f"the file {problem}", path)
 
 
@@ -119,10 +114,10 @@ def _tensor_checks(contents: Contents) -> Iterator[_Check]:
             between.append((at, offset))
             at = end
             ranges = ([(start, min(start + step, end))] for start in range(offset, end, step))
-            yield file, name, checksum_of_parts, zip(ranges, checksums, strict=True)
+            yield file, name, storage.checksum_of_parts, zip(ranges, checksums, strict=True)
         if file in frames:
             what, blocks = "what lies between the tensors", [([*between, (at, size)], frames[file])]
-            yield file, what, checksum_of_parts, blocks
+            yield file, what, storage.checksum_of_parts, blocks
 
 
 def _record_checks(contents: Contents) -> Iterator[_Check]:
@@ -132,8 +127,8 @@ def _record_checks(contents: Contents) -> Iterator[_Check]:
         return functools.reduce(lambda crc, data: zlib.crc32(data, crc), parts, 0)
 
     for file, streams in itertools.groupby(contents.streams, key=lambda stream: stream.file):
-        path = files.join(contents.folder, file)
-        with files.FileReader(path) as reader:
+        path = storage.join(contents.folder, file)
+        with storage.FileReader(path) as reader:
             for stream in streams:
                 start = stream.offset
                 read = functools.partial(lambda start, offset, count: reader.read(start + offset, count), start)
@@ -147,14 +142,14 @@ def _record_checks(contents: Contents) -> Iterator[_Check]:
 
 def _failures(
     contents: Contents, checks: Iterable[_Check], progress: Progress
-) -> Iterator[tuple[files.Place, str, int, int]]:
+) -> Iterator[tuple[storage.Place, str, int, int]]:
     """The file of each check that fails, what was checked, how many blocks are damaged, where the first starts."""
-    sizes = {file: files.size_of(files.join(contents.folder, file)) or 0 for file in file_names(contents)}
+    sizes = {file: storage.size_of(storage.join(contents.folder, file)) or 0 for file in file_names(contents)}
     progress.start(sum(sizes.values()), "verifying")
     try:
         for file, group in itertools.groupby(checks, key=lambda check: check[0]):
-            path = files.join(contents.folder, file)
-            with files.FileReader(path) as reader:
+            path = storage.join(contents.folder, file)
+            with storage.FileReader(path) as reader:
                 for _, what, digest, blocks in group:
                     bad = [ranges[0][0] for ranges, expected in blocks if digest(_read(reader, ranges)) != expected]
                     if bad:
@@ -164,20 +159,16 @@ def _failures(
         progress.finish()
 
 
-def _read(reader: files.FileReader, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+def _read(reader: storage.FileReader, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
     for begin, end in ranges:
         for start in range(begin, end, _READ_BYTES):
             yield reader.read(start, min(_READ_BYTES, end - start))
 
 
 def refuse_damaged(contents: Contents, progress: Progress) -> None:
-    """Raise if a `torch.save` stream of the checkpoint does not have the CRC-32 it carries.
-
-    Raises:
-        CheckpointError: Naming the file and the record.
-    """
+    """Raise if a `torch.save` stream of the checkpoint does not have the CRC-32 it carries."""
     for path, what, _, _ in _failures(contents, _record_checks(contents), progress):
-        raise files.damaged(
+        raise storage.damaged(
             f"the checkpoint is damaged: {what} is not what was saved",
             path,
             "its CRC-32 differs: the disk, the network or a program has changed the file",
@@ -190,7 +181,7 @@ def verify_checkpoint(path: str | Path, *, progress: Progress | None = None) -> 
 
     Args:
         path: A checkpoint of any format, or the folder of a run: then all its checkpoints.
-        progress: Is told the bytes as they are read.
+        progress: Receives the bytes as they are read.
 
     Returns:
         Nothing when all is well. A note (`SW335`) says when a format has no checksums, so that flipped bytes cannot
@@ -202,14 +193,14 @@ def verify_checkpoint(path: str | Path, *, progress: Progress | None = None) -> 
     Ranks:
         Local.
     """
-    place = files.place(path)
-    if not files.exists(place):
+    place = storage.place(path)
+    if not storage.exists(place):
         raise CheckpointError("there is no such file or folder", where=str(place), fix="check the path")
     steps = [step_folder(place, step) for step in committed_steps(place)]
     return [finding for folder in steps or [place] for finding in _verify(folder, progress or NoProgress())]
 
 
-def _verify(place: files.Place, progress: Progress) -> list[Finding]:
+def _verify(place: storage.Place, progress: Progress) -> list[Finding]:
     try:
         contents = open_checkpoint(place)
         findings = [*unsound(contents), *wrong_files(contents)]
@@ -231,8 +222,8 @@ def _damaged(contents: Contents, progress: Progress) -> Iterator[Finding]:
     for stream in contents.streams if contents.format == "dcp" else ():
         ends[stream.file] = max(ends.get(stream.file, 0), stream.offset + stream.num_bytes)
     for file, end in ends.items():
-        path = files.join(contents.folder, file)
-        if (size := files.size_of(path)) is not None and size > end:
+        path = storage.join(contents.folder, file)
+        if (size := storage.size_of(path)) is not None and size > end:
             yield _error(WRONG_FILE, f"the file has {size:,} bytes, but its items end at {end:,}", path)
     if not contents.streams and not contents.block_bytes:
         message = "the format has no checksums: sizes and shapes are right, but flipped bytes cannot be seen"
@@ -344,7 +335,7 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None) -> I
         world_size=contents.world_size,
         num_elements=_num_elements(contents),
         num_bytes=contents.num_bytes,
-        disk_bytes=sum(files.size_of(files.join(contents.folder, file)) or 0 for file in file_names(contents)),
+        disk_bytes=sum(storage.size_of(storage.join(contents.folder, file)) or 0 for file in file_names(contents)),
         is_checksummed=bool(contents.block_bytes),
         dtypes=dict(dtypes),
         sections={section: (count, sizes[section]) for section, count in counts.items()},
@@ -454,7 +445,7 @@ def diff_checkpoints(
         a: One of them.
         b: The other.
         model: Its definition, where one of them does not name its parameters.
-        progress: Is told the bytes as they are compared.
+        progress: Receives the bytes as they are compared.
 
     Ranks:
         Local. At most some 128 MiB of tensors are in memory.
@@ -464,7 +455,7 @@ def diff_checkpoints(
         left, right = _weights(left), _weights(right)
     shared = [name for name in left.tensors if name in right.tensors]
     found: list[TensorDifference] = []
-    with counting(progress, sum(left.tensors[name].num_bytes for name in shared), "comparing") as count:
+    with storage.counting(progress, sum(left.tensors[name].num_bytes for name in shared), "comparing") as count:
         for name in shared:
             found += _tensor_differences(left, right, name)
             count(left.tensors[name].num_bytes)
@@ -526,7 +517,7 @@ def _tensor_differences(left: Contents, right: Contents, name: str) -> Iterator[
 
 def _compare_parts(one: torch.Tensor, other: torch.Tensor) -> tuple[float, int]:
     """The largest difference and how many elements differ; bits decide where the dtype is the same."""
-    if one.dtype == other.dtype and bytes_of(one) == bytes_of(other):
+    if one.dtype == other.dtype and storage.bytes_of(one) == storage.bytes_of(other):
         return 0.0, 0
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
     a, b = one.to(wide), other.to(wide)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -12,84 +13,78 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import compat
+from shardwise.checkpointing import nested
+from shardwise.checkpointing import state as run_state
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor
-from shardwise.checkpointing.matching import Matched, match
-from shardwise.checkpointing.reading import Request, RequestReader, Verify, requests_for
+from shardwise.checkpointing.names import Matched, ModelTensor, canonical_name, local_chunks, match, model_tensors
+from shardwise.checkpointing.reading import Request, RequestReader, Verify, requests_for, stored_differ
 from shardwise.checkpointing.staging import wait_for_copies
-from shardwise.checkpointing.state import nested
-from shardwise.checkpointing.state import optimizer_state as optim
-from shardwise.checkpointing.state.names import canonical_name
-from shardwise.checkpointing.state.run import EXTRA_STATE, Run, extra_states, mark_unusable, mark_usable, section_path
-from shardwise.checkpointing.state.slices import local_chunks, model_tensors
-from shardwise.distributed.agreement import Channel
-from shardwise.errors import CheckpointError, ConfigError, listed
+from shardwise.checkpointing.state import EXTRA_STATE, Run, extra_states, mark_unusable, mark_usable, section_path
+from shardwise.distributed.agreement import Channel, Ranks, gather_objects, run_on_all
+from shardwise.errors import CheckpointError, listed, require_choice
 from shardwise.planning.settings import dtype_name
 from shardwise.progress import Progress
-from shardwise.sharding.inventory import local_tensor, take_inventory
+from shardwise.sharding.adapters import adapter_keys
+from shardwise.sharding.inventory import is_meta, local_tensor, take_inventory
 from shardwise.sharding.materialize import allocate, materialize
 from shardwise.sharding.repointing import follow_names
 
 _MAX_LINES = 30
+T = TypeVar("T")
 
 
 def contents_for(contents: Contents, rank: int, size: int) -> tuple[Contents, frozenset[str]]:
     """The checkpoint as rank `rank` of `size` finds it: what it stored of its own in place of rank 0's.
 
-    Returns:
-        The contents, without the names of single ranks; and the names that differed between the ranks that saved,
-        where this run has another number of ranks, so that only rank 0's are here.
+    With it come the names that differed between the ranks that saved, where this run has another number of ranks.
     """
-    prefix = f"{nested.PER_RANK}."
-    tensors = {name: item for name, item in contents.tensors.items() if not name.startswith(prefix)}
-    values = {name: item for name, item in contents.values.items() if not name.startswith(prefix)}
-    structure, differing = dict(contents.structure), set()
-    for name in (*contents.tensors, *contents.values):
-        if not name.startswith(prefix):
-            continue
+    own, differing, prefix = {}, set(), f"{nested.PER_RANK}."
+    stored_by_ranks = [name for name in (*contents.tensors, *contents.values) if name.startswith(prefix)]
+    for name in stored_by_ranks:
         _, owner, bare = name.split(".", 2)
         if contents.world_size != size:
             differing.add(bare)
         elif owner == str(rank):
-            structure.setdefault(bare, tuple(contents.structure.get(name, ())[2:]) or (bare,))
-            tensors.pop(bare, None)
-            values.pop(bare, None)
-            if name in contents.tensors:
-                tensors[bare] = replace(contents.tensors[name], name=bare)
-            else:
-                values[bare] = contents.values[name]
+            own[bare] = name
+
+    def for_rank(items: Mapping[str, Any]) -> dict[str, Any]:
+        common = {name: item for name, item in items.items() if not name.startswith(prefix) and name not in own}
+        return common | {bare: items[name] for bare, name in own.items() if name in items}
+
+    tensors, values = for_rank(contents.tensors), for_rank(contents.values)
+    tensors |= {bare: replace(tensors[bare], name=bare) for bare in own if bare in tensors}
+    paths = {bare: tuple(contents.structure.get(name, ())[2:]) or (bare,) for bare, name in own.items()}
+    structure = paths | dict(contents.structure)
     return replace(contents, tensors=tensors, values=values, structure=structure), frozenset(differing)
 
 
 class LoadPlan:
-    """A place for everything that is stored, and a value for every place. Making it changes nothing.
+    """A place for everything that is stored, and a value for every place; a CheckpointError lists what does not fit.
 
-    Args:
-        run: What is loaded into.
-        contents: The checkpoint.
-        rank: This one.
-        size: Number of ranks.
-        strict: What does not fit is a problem.
-        rng: Also the random numbers.
-
-    Raises:
-        CheckpointError: With all that does not fit.
+    Making it changes nothing. `ranks` is the channel of those that load; None: weights only.
     """
 
-    def __init__(self, run: Run, contents: Contents, rank: int, size: int, *, strict: bool, rng: bool) -> None:
-        self.contents, self._differing = contents_for(contents, rank, size)
-        self._run, self._rank, self._strict, self._elsewhere = run, rank, strict, run.elsewhere
+    def __init__(self, run: Run, contents: Contents, ranks: Channel | None, *, strict: bool, rng: bool) -> None:
+        self.contents, self._differing, self._rank = contents, frozenset[str](), 0
+        if ranks is not None:
+            self.contents, self._differing = contents_for(contents, ranks.rank, ranks.size)
+            self._rank = ranks.rank
+        self._run, self._strict, self._elsewhere, self._weights_only = run, strict, run.elsewhere, ranks is None
         self.extra: Any = None
         """Once everything is in place: what was saved as that."""
         self.notes: list[str] = []
         """What the user should know."""
-        self._matched: dict[str, Matched] = {}
+        self.matched: dict[str, Matched] = {}
+        """By name of the model."""
+        self.rebuilt: list[str] = []
+        """Once everything is in place: tensors that were on meta, not stored, and initialised."""
         self._requests: list[Request] = []
         self._finish: list[Callable[[], object]] = []
         self._problems: list[str] = []
         self._random_numbers: dict[str, torch.Tensor] = {}
         for name, model in run.models.items():
             self._plan_model(name, model)
-        groups = run.groups(run.tensors())
+        groups = run.groups(run.tensors()) if run.optimizers else {}
         for key, optimizer in run.optimizers.items():
             self._plan_optimizer(optimizer, groups[key], section_path("optim", key))
         for key, item in run.objects.items():
@@ -108,14 +103,14 @@ class LoadPlan:
                 why="everything that is stored of an object must find its place"
                 if strict
                 else "what is loaded must be there, and of the right shape",
-                fix="load the objects that were saved, or leave out of load() what shall start afresh"
+                fix="load the objects that were saved, or leave out of load() what should start from scratch"
                 + ("; strict=False loads what fits" if strict else ""),
             )
 
     def requests(self) -> list[Request]:
-        """Everything to be read, models last; asked for anew, because allocating a model makes new tensors."""
+        """Everything to be read, models last; computed each time, because allocating a model makes new tensors."""
         found = list(self._requests)
-        for name, matched in self._matched.items():
+        for name, matched in self.matched.items():
             stored = {own: _prefix(name) + stored for own, stored in matched.stored_names.items()}
             found += requests_for(model_tensors(self._run.models[name]), stored)
         return found
@@ -123,7 +118,7 @@ class LoadPlan:
     def allocate(self) -> bool:
         """Give memory to what stands on meta and will be read; whether anything did."""
         found = False
-        for name, matched in self._matched.items():
+        for name, matched in self.matched.items():
             model = self._run.models[name]
             wanted = [entry.tensor for entry in model_tensors(model) if entry.name in matched.stored_names]
             found = found or any(tensor.is_meta for tensor in wanted)
@@ -138,9 +133,10 @@ class LoadPlan:
 
     def set_random_numbers(self) -> None:
         """Set the generators, last: what comes before may draw from them."""
-        if states := self._random_numbers:
-            is_own = bool(self._names_under(f"rng.{self._rank}."))
-            nested.set_encoded_random_state(states if is_own else nested.derived_state(states, self._rank))
+        if self._random_numbers and self._names_under(f"rng.{self._rank}."):
+            nested.set_encoded_random_state(self._random_numbers)
+        elif self._random_numbers:
+            nested.seed_from_state(self._random_numbers, self._rank)
 
     def _names_under(self, prefix: str) -> list[str]:
         """Tensors and values whose names begin so, in the checkpoint's order."""
@@ -171,32 +167,57 @@ class LoadPlan:
         tensors = {
             full.removeprefix(prefix): tensor
             for full, tensor in self.contents.tensors.items()
-            if full.startswith(prefix) and EXTRA_STATE not in full.split(".")
+            if full.startswith(prefix) and (self._weights_only or EXTRA_STATE not in full.split("."))
         }
         part = replace(self.contents, tensors=tensors)
-        own = model_tensors(model)
-        if self.contents.details.get("trainable_only"):
-            own = [tensor for tensor in own if not tensor.is_frozen or tensor.name in tensors]
-            self._refuse_frozen_on_meta(model)
-        self._matched[name] = match(model, part, own)
-        self._matched[name].refuse(part, self._strict)
+        own = self._expected(model, model_tensors(model), tensors)
+        self.matched[name] = match(model, part, own)
+        self.matched[name].refuse(part, self._strict)
         if self._strict and (differing := self._differing_under(prefix)):
             self._problems.append(
                 f"{differing[0]} and {len(differing) - 1} more differed between the {self.contents.world_size} ranks "
                 "that saved them; strict=False takes rank 0's"
             )
-        for key, module in extra_states(model).items():
+        for key, module in extra_states(model).items() if not self._weights_only else ():
             if self._strict or f"{prefix}{key}.{nested.LAYOUT}" in self.contents.values:
                 path = (*section_path("model", name), key)
                 self._plan_object(path, module.get_extra_state(), module.set_extra_state)
 
-    def _refuse_frozen_on_meta(self, model: nn.Module) -> None:
-        empty = [tensor.name for tensor in model_tensors(model) if tensor.is_frozen and tensor.tensor.is_meta]
-        if empty:
+    def _expected(self, model: nn.Module, own: list[ModelTensor], stored: Collection[str]) -> list[ModelTensor]:
+        """The tensors that a checkpoint of a part of the model must have; the others must have values already."""
+        details = self.contents.details
+        if details.get("trainable_only"):
+            expected = [tensor for tensor in own if not tensor.is_frozen or tensor.name in stored]
+        elif details.get("adapters"):
+            expected = [tensor for tensor in own if tensor.name in adapter_keys(model)]
+        else:
+            return own
+        rest = {tensor.name: tensor for tensor in own if tensor not in expected}
+        if empty := [name for name, tensor in rest.items() if is_meta(tensor.tensor)]:
             self._problems.append(
                 f"{empty[0]} and {len(empty) - 1} more are frozen and have no values: the checkpoint holds what was "
-                "trained only; load_weights(model, path) first"
+                "trained only; load_weights(model, path) with the whole model's weights first"
             )
+        return expected
+
+    def refuse_differing_copies(self, *, whole: bool) -> None:
+        """Raise for a tied tensor that is stored twice with different values, in this rank's part or as a whole."""
+        for name, matched in self.matched.items():
+            for tensor in model_tensors(self._run.models[name]) if matched.copies else ():
+                for other in matched.copies.get(tensor.name, ()):
+                    first, copy = (
+                        self.contents.tensors[_prefix(name) + each]
+                        for each in (matched.stored_names[tensor.name], other)
+                    )
+                    specs = [ChunkSpec.whole(tensor.shape)] if whole else [s for s, _ in local_chunks(tensor.tensor)]
+                    # Without chunks: a rank that reads nothing.
+                    if copy.chunks and stored_differ(self.contents, first, copy, specs):
+                        raise CheckpointError(
+                            f"{first.name!r} and {copy.name!r} are stored with different values",
+                            where=str(self.contents.path),
+                            why="in this model they are one tensor, so one of the two would be lost",
+                            fix="untie them in the model's config, or choose one: rename={" + repr(other) + ": None}",
+                        )
 
     def _plan_random_numbers(self) -> None:
         own = self._names_under(f"rng.{self._rank}.")
@@ -206,14 +227,7 @@ class LoadPlan:
             self.notes.append(f"rank {self._rank} had no random numbers in the checkpoint; they follow from rank 0's")
 
     def _plan_object(self, path: KeyPath, live: Any, put: Callable[[Any], object]) -> None:
-        """Plan to restore one object.
-
-        Args:
-            path: The keys under which it is stored.
-            live: Its state now: tensors in it are read into where they have the stored shape, as DCP does; that is
-                how sharded ones keep their layout.
-            put: Takes the restored state.
-        """
+        """Plan to read what is stored under `path`, into `live` where a tensor there fits, and to `put` it back."""
         key, tensors, values = nested.dotted(path), self.contents.tensors, self.contents.values
         layout = values.get(f"{key}.{nested.LAYOUT}")
         names = [key] if key in tensors or key in values else []
@@ -248,7 +262,7 @@ class LoadPlan:
 
         self._finish.append(finish)
 
-    def _plan_optimizer(self, optimizer: Optimizer, groups: list[optim.NamedGroup], path: KeyPath) -> None:
+    def _plan_optimizer(self, optimizer: Optimizer, groups: list[run_state.NamedGroup], path: KeyPath) -> None:
         """Plan to restore one optimizer, stepped or not; it is never stepped here."""
         follow_names(optimizer)
         prefix, problems, strict = nested.dotted(path), self._problems, self._strict
@@ -266,7 +280,7 @@ class LoadPlan:
             known = {name for names, _ in stored_groups for name in names} | set(states)
             problems += [f"{prefix}: {name} has no place in the stored groups" for name in sorted(live - known)]
             problems += [f"{prefix}: {name} was optimized, and is not now" for name in sorted(known - live)]
-        kinds: Mapping[str, optim.Kind] = self.contents.values.get(f"{prefix}.{optim.KINDS}", {})
+        kinds: Mapping[str, run_state.Kind] = self.contents.values.get(f"{prefix}.{run_state.KINDS}", {})
         for place, group in enumerate(groups):
             names, stored = _find_group(set(group.names), place, stored_groups)
             options: dict[str, Any] = {}
@@ -278,7 +292,7 @@ class LoadPlan:
                     problems.append(f"{prefix}: no stored group has the same parameters as {what}")
                 else:
                     self.notes.append(f"{prefix}: {what} keeps its options, no stored group has its parameters")
-            options |= {key: group.options[key] for key in optim.LIVE_OPTIONS - {"params"} if key in group.options}
+            options |= {key: group.options[key] for key in run_state.LIVE_OPTIONS - {"params"} if key in group.options}
             for name, parameter in zip(group.names, group.parameters, strict=True):
                 found = {
                     keys: (kinds.get(f"{name}.{nested.dotted(keys)}"), full)
@@ -309,22 +323,22 @@ class LoadPlan:
         self,
         optimizer: Optimizer,
         parameter: torch.Tensor,
-        stored: Mapping[KeyPath, tuple[optim.Kind | None, str]],
+        stored: Mapping[KeyPath, tuple[run_state.Kind | None, str]],
         options: Mapping[str, Any],
     ) -> None:
         """Plan to restore one parameter's state: by its keys the layout, where the checkpoint says it, and the name."""
         parts: dict[KeyPath, Any] = {}
-        kinds: dict[KeyPath, optim.Kind] = {}
+        kinds: dict[KeyPath, run_state.Kind] = {}
         for keys, (known_kind, name) in stored.items():
             tensor = self.contents.tensors.get(name)
             if tensor is None:
                 parts[keys] = self.contents.values[name]
                 continue
             key = nested.dotted(keys)
-            kinds[keys] = kind = known_kind or optim.default_kind(key, tensor.shape, parameter)
+            kinds[keys] = kind = known_kind or run_state.default_kind(key, tensor.shape, parameter)
             target = _live_state(optimizer, parameter, keys, kind, tensor)
             if target is None:
-                target = optim.make_state(kind, key, getattr(torch, tensor.dtype), tensor.shape, parameter, options)
+                target = run_state.make_state(kind, key, getattr(torch, tensor.dtype), tensor.shape, parameter, options)
             parts[keys] = self._read_into(name, target)
 
         def finish() -> None:
@@ -337,12 +351,12 @@ class LoadPlan:
 
         self._finish.append(finish)
 
-    def _plan_options(self, group: optim.NamedGroup, stored: Mapping[KeyPath, str]) -> dict[str, Any]:
+    def _plan_options(self, group: run_state.NamedGroup, stored: Mapping[KeyPath, str]) -> dict[str, Any]:
         """Plan to set a group's options; return what they will be."""
         tensors, values = self.contents.tensors, self.contents.values
         parts = {keys: self._read_whole(name) if name in tensors else values[name] for keys, name in stored.items()}
         options = nested.put_together(parts) if parts else {}
-        options = {key: value for key, value in options.items() if key not in optim.LIVE_OPTIONS}
+        options = {key: value for key, value in options.items() if key not in run_state.LIVE_OPTIONS}
 
         def finish() -> None:
             for key, value in options.items():
@@ -382,13 +396,13 @@ def _find_group(
 
 
 def _live_state(
-    optimizer: Optimizer, parameter: torch.Tensor, keys: KeyPath, kind: optim.Kind, stored: StoredTensor
+    optimizer: Optimizer, parameter: torch.Tensor, keys: KeyPath, kind: run_state.Kind, stored: StoredTensor
 ) -> torch.Tensor | None:
     """The optimizer's own tensor, where it is just what the stored one needs."""
     tensor = (optimizer.state.get(parameter) or {}).get(keys[0]) if len(keys) == 1 else None
     if not isinstance(tensor, torch.Tensor) or dtype_name(tensor.dtype) != stored.dtype:
         return None
-    if optim.kind_of(str(keys[0]), tensor, parameter) != kind:
+    if run_state.kind_of(str(keys[0]), tensor, parameter) != kind:
         return None
     if kind == "local" and isinstance(parameter, DTensor):
         return compat.dtensor_like(tensor, parameter)
@@ -398,107 +412,32 @@ def _live_state(
 def load_run(
     run: Run,
     contents: Contents,
-    channel: Channel,
+    ranks: Ranks,
     *,
     strict: bool,
     verify: Verify,
-    rng: bool,
+    rng: bool = False,
+    weights_only: bool = False,
     progress: Progress | None = None,
     reader: RequestReader | None = None,
 ) -> LoadPlan:
-    """Read a checkpoint into a run's objects.
+    """Read a checkpoint into a run's objects: plan and prove every read, give memory to what has none, and read.
 
-    Args:
-        run: Gets the stored state.
-        contents: The checkpoint.
-        channel: The ranks.
-        strict: Everything stored of each object must find its place, and every place must find its value.
-        verify: When checksums are compared, see `read_requests`.
-        rng: Also set the random number generators.
-        progress: Is told the bytes that this rank reads.
-        reader: Who reads; default: every rank its own part.
-
-    Returns:
-        What was done, with the `extra` that was saved.
-
-    Raises:
-        CheckpointError: The same on every rank. Before the first byte is written nothing was changed; afterwards
-            the models are marked unusable.
-
-    Ranks:
-        Collective.
+    With `weights_only` all ranks load the same weights into the same model, and nothing else; otherwise `ranks` is a
+    `Channel`. A CheckpointError is raised on every rank: before the first byte is written nothing was changed,
+    afterwards the models are marked unusable. Collective.
     """
-    check_verify(verify)
+    require_choice(verify, get_args(Verify), where="verify=...")
+    reader, channel = reader or RequestReader(), ranks if isinstance(ranks, Channel) and not weights_only else None
+
+    def on_all(work: Callable[[], T]) -> T:
+        return run_on_all(work, ranks, CheckpointError)
 
     def make_plan() -> LoadPlan:
-        return LoadPlan(run, contents, channel.rank, channel.size, strict=strict, rng=rng)
-
-    plan = channel.run_on_all(make_plan)  # a reader may communicate: nobody enters it alone
-
-    def allocate_models() -> None:
-        nonlocal plan
-        if plan.allocate():  # optimizer states were planned where the parameters were: on meta, perhaps
-            plan = make_plan()
-
-    load_requests(
-        list(run.models.values()),
-        plan.contents,
-        lambda: plan.requests(),
-        channel.run_on_all,
-        reader or RequestReader(),
-        allocate=allocate_models,
-        verify=verify,
-        progress=progress,
-    )
-    channel.run_on_all(lambda: plan.finish())
-    for model in run.models.values():
-        if any(entry.pending for entry in take_inventory(model)):
-            materialize(model)  # tables that the model computes itself, and with strict=False what was not stored
-    plan.set_random_numbers()
-    return plan
-
-
-def check_verify(verify: str) -> None:
-    """Raise unless it says when checksums are compared."""
-    if verify not in get_args(Verify):
-        raise ConfigError(f"verify is {verify!r}", where="verify=...", fix='pass "while", "before" or "no"')
-
-
-def load_requests(
-    models: Sequence[nn.Module],
-    contents: Contents,
-    requests: Callable[[], list[Request]],
-    run_on_all: Callable[[Callable[[], Any]], Any],
-    reader: RequestReader,
-    *,
-    allocate: Callable[[], None],
-    check: Callable[[], None] = lambda: None,
-    verify: Verify,
-    progress: Progress | None,
-) -> None:
-    """Prove that everything can be read, give memory to what has none, and read.
-
-    Args:
-        models: Marked unusable if the bytes turn out corrupt.
-        contents: The checkpoint.
-        requests: What this rank reads; asked again after allocating.
-        run_on_all: Runs work on every rank, and raises on all if it fails on one.
-        reader: Who reads.
-        allocate: Gives memory to tensors on the meta device.
-        check: Further proof, once all files are known to be there.
-        verify: When checksums are compared.
-        progress: Is told the bytes.
-
-    Raises:
-        CheckpointError: On every rank. Before the first byte is written nothing was changed.
-
-    Ranks:
-        Collective.
-    """
-    planned = run_on_all(requests)
+        return LoadPlan(run, contents, channel, strict=strict, rng=rng)
 
     def prove() -> None:
-        if problems := reader.check(contents, planned):
+        if problems := reader.check(plan.contents, planned):
             raise CheckpointError(
                 f"the checkpoint cannot be loaded: {len(problems)} problems",
                 where="\n".join([str(contents.path), *listed(problems, _MAX_LINES)]),
@@ -506,17 +445,50 @@ def load_requests(
                 fix="copy the checkpoint again, or load another one",
             )
 
-    run_on_all(prove)
-    run_on_all(check)
+    def allocate_models() -> None:
+        nonlocal plan
+        if plan.allocate():  # optimizer states were planned where the parameters were: on meta, perhaps
+            plan = make_plan()
+
+    plan = on_all(make_plan)  # a reader may communicate: nobody enters it alone
+    if weights_only:
+        _refuse_other_weights(plan, ranks)
+    planned = on_all(plan.requests)
+    on_all(prove)
+    on_all(lambda: plan.refuse_differing_copies(whole=reader.broadcasts) if strict else None)
     if verify == "before":
-        run_on_all(lambda: reader.verify(contents, planned, progress))
+        on_all(lambda: reader.verify(plan.contents, planned, progress))
     wait_for_copies()  # a save in the background may still be copying what is about to be overwritten
+    models = run.models.values()
     try:
-        run_on_all(allocate)
-        run_on_all(lambda: reader.read(contents, requests(), verify=verify != "no", progress=progress))
+        on_all(allocate_models)
+        on_all(lambda: reader.read(plan.contents, plan.requests(), verify=verify != "no", progress=progress))
     except BaseException as error:  # on any rank: no rank may use the models
         for model in models:
             mark_unusable(model, str(getattr(error, "where", "") or error))
         raise
     for model in models:
         mark_usable(model)
+    on_all(lambda: plan.finish())
+    for model in models:
+        if pending := {canonical_name(entry.fqn) for entry in take_inventory(model) if entry.pending}:
+            materialize(model)  # tables that the model computes itself, and with strict=False what was not stored
+            plan.rebuilt += sorted(pending)
+    plan.set_random_numbers()
+    return plan
+
+
+def _refuse_other_weights(plan: LoadPlan, ranks: Ranks) -> None:
+    """Raise unless all ranks load the same tensors: a stale copy on one machine is easily missed."""
+    stored = [
+        (name, plan.contents.tensors[_prefix("") + stored]) for name, stored in plan.matched[""].stored_names.items()
+    ]
+    described = repr([(name, tensor.name, tensor.dtype, tensor.shape) for name, tensor in stored])
+    digests = gather_objects(hashlib.sha256(described.encode()).hexdigest(), group=ranks)
+    if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise CheckpointError(
+            f"ranks {differing} find other weights, or have another model, than the first",
+            where=str(plan.contents.path),
+            why="all ranks load parts of the same tensors",
+            fix="put the same files on every machine, or pass broadcast=True to read those of the first",
+        )

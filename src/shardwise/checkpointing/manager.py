@@ -25,14 +25,14 @@ from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
 from shardwise.checkpointing.loading import load_run
+from shardwise.checkpointing.names import with_our_names
+from shardwise.checkpointing.nested import FlatState
 from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.saving import PendingSave, Saver, describe_run
-from shardwise.checkpointing.state.names import with_our_names
-from shardwise.checkpointing.state.nested import FlatState
-from shardwise.checkpointing.state.run import Run, Stateful
-from shardwise.checkpointing.storage.files import Place, join, place, size_problem, split
+from shardwise.checkpointing.state import Run, Stateful
+from shardwise.checkpointing.storage import Place, join, place, size_problem, split
 from shardwise.distributed.agreement import Channel, run_and_gather
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, require_choice
 from shardwise.progress import Progress
 
 _log = logging.getLogger("shardwise.checkpointing")
@@ -58,14 +58,15 @@ class Retention:
     _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        require_choice(self.best, ("min", "max"), where="Checkpointer(best=...)")
         limits = {"keep_last": self.keep_last, "keep_every": self.keep_every, "keep_best": self.keep_best}
-        wrong = {name: value for name, value in limits.items() if value is not None and value < 1}
-        if wrong or self.best not in ("min", "max"):
+        wrong = [f"{name} is {value}" for name, value in limits.items() if value is not None and value < 1]
+        if wrong:
             raise ConfigError(
-                ", ".join(f"{name} is {value}" for name, value in wrong.items()) or f"best is {self.best!r}",
+                ", ".join(wrong),
                 where="Checkpointer(...)",
                 why="the newest checkpoint is always kept, and numbers count checkpoints or steps",
-                fix="pass positive numbers, None to leave a rule out, and best='min' or 'max'",
+                fix="pass positive numbers, or None to leave a rule out",
             )
 
     def add(self, step: int, metric: float | None) -> None:
@@ -80,13 +81,7 @@ class Retention:
     def removable(
         self, steps: Collection[int], newest: int, metrics: Mapping[int, float | None] | None = None
     ) -> list[int]:
-        """The steps whose checkpoints may be removed, oldest first.
-
-        Args:
-            steps: Of all committed checkpoints.
-            newest: The one that was committed last, which always stays; steps of an earlier run may be higher.
-            metrics: Of those that have one. Those that are not numbers (NaN) are never the best.
-        """
+        """The steps of committed checkpoints that may be removed, oldest first; never the one committed last."""
         if self.keep_last is None or newest not in steps:
             return []
         kept = {newest}
@@ -101,12 +96,7 @@ class Retention:
         return sorted(set(steps) - kept)
 
     def retire(self, present: Mapping[int, Place], newest: int) -> None:
-        """Remove what need not be kept, on rank 0; where that fails, only warn: the newest checkpoint is whole.
-
-        Args:
-            present: Every checkpoint in the folder, by step.
-            newest: The step that was saved last.
-        """
+        """Remove what need not be kept, on rank 0; where that fails, only warn: the newest checkpoint is whole."""
         others = sorted(present.keys() - self._own)
         if others and self.keep_last is not None and not self._has_warned:
             self._has_warned = True
@@ -133,9 +123,6 @@ class FlushOnExit:
     """Finishes the save in the background when the program ends, by itself or by SIGTERM.
 
     A program that handles SIGTERM itself is left alone: however it ends, the save is finished at its exit.
-
-    Args:
-        checkpointer: Not kept alive by this.
     """
 
     def __init__(self, checkpointer: Checkpointer) -> None:
@@ -208,8 +195,8 @@ class Checkpointer:
         rng: Keep the random number generators of every rank too.
         trainable_only: Leave frozen parameters out of what is saved: the base of adapters, a frozen tower. Give the
             model its frozen weights (`load_weights`) before such a checkpoint is loaded into it.
-        progress: Is told the bytes that this rank reads and writes, and how fast; while a save is written in the
-            background, by another thread.
+        progress: Receives the bytes that this rank reads and writes, and the rate; while a save is written in the
+            background, from another thread.
 
     Raises:
         ConfigError: An argument means nothing.
@@ -234,8 +221,7 @@ class Checkpointer:
         trainable_only: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        if on_busy not in ("wait", "skip"):
-            raise ConfigError(f"on_busy is {on_busy!r}", where="Checkpointer(on_busy=...)", fix="pass 'wait' or 'skip'")
+        require_choice(on_busy, ("wait", "skip"), where="Checkpointer(on_busy=...)")
         self.folder: Place = place(folder)
         self.extra: Any = None
         """What was saved as `extra`, after `load`."""
@@ -436,7 +422,7 @@ class Checkpointer:
         """Wait for what is being written, and give back the process, the memory and the ranks' line.
 
         Raises:
-            CheckpointError: As `wait` does; everything is given back all the same.
+            CheckpointError: As `wait` does; everything is released first.
 
         Ranks:
             Local, as `wait`.
@@ -471,7 +457,7 @@ class Checkpointer:
             "there is no checkpoint to load" if step is None else f"there is no checkpoint of step {step}",
             where=str(self.folder),
             why=f"committed are the steps {steps}" if steps else "no save into this folder was ever committed",
-            fix=f"load step {steps[-1]}, the latest" if steps else "check the folder; start afresh where there is none",
+            fix=f"load step {steps[-1]}, the latest" if steps else "check the folder, or start a new run",
         )
 
     def _finish(self, pending: PendingSave) -> None:

@@ -16,9 +16,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredChunk, StoredTensor
-from shardwise.checkpointing.state.slices import ModelTensor, local_chunks
-from shardwise.checkpointing.storage.files import COPY_AGAIN, FileReader, damaged, join, size_problem
-from shardwise.checkpointing.storage.memory import bytes_of, checksum_of_parts, counting
+from shardwise.checkpointing.names import ModelTensor, local_chunks
+from shardwise.checkpointing.storage import (
+    COPY_AGAIN,
+    FileReader,
+    bytes_of,
+    checksum_of_parts,
+    counting,
+    damaged,
+    join,
+    size_problem,
+)
 from shardwise.distributed.agreement import gather_over_mesh, is_first, on_rank_zero, raise_together, run_on_all
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
@@ -97,11 +105,7 @@ def requests_for(tensors: Iterable[ModelTensor], stored_names: Mapping[str, str]
 
 
 def write_part(target: torch.Tensor, spec: ChunkSpec, part: ChunkSpec, source: torch.Tensor) -> None:
-    """Copy `source`, which holds `part`, to where it belongs in a target that holds `spec`.
-
-    Raises:
-        CheckpointError: The target packs whole rows, and the part cuts them.
-    """
+    """Copy `source`, which holds `part`, to where it belongs in a target that holds `spec`."""
     place = part_of(target, spec, part)
     if hasattr(target, "fsdp_pre_all_gather") and type(place) is not type(target):
         raise CheckpointError(
@@ -147,12 +151,7 @@ def _first(outer: ChunkSpec, inner: ChunkSpec) -> int:
 
 
 class RangeReader(contextlib.ExitStack):
-    """Reads for one thread: its open file, and buffers that are made when first needed and used over and over.
-
-    Args:
-        contents: What is read.
-        verify: Compare checksums, where the checkpoint has them.
-    """
+    """Reads for one thread: its open file, and buffers that are made when first needed and used over and over."""
 
     def __init__(self, contents: Contents, *, verify: bool) -> None:
         super().__init__()
@@ -231,10 +230,7 @@ def read_ranges(
     write: bool = True,
     count: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Read all ranges in order, on several threads where that pays; the first error ends them all.
-
-    Without `write` only the checksums are compared. `count` is told the bytes of each range, one thread at a time.
-    """
+    """Read all ranges in order, on several threads where that pays; without `write`, only compare checksums."""
     todo = iter(ranges)
     lock = threading.Lock()
 
@@ -268,11 +264,7 @@ def read_ranges(
 
 
 def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]:
-    """What is wrong with the requests or the checkpoint's files, found before anything is written.
-
-    Every tensor is there, every element of each chunk is stored exactly once, and every file needed is there and as
-    large as it should be.
-    """
+    """What is wrong: tensors that are not there, elements that are not stored once, files that are short."""
     problems: list[str] = []
     needed: dict[str, int] = {}
     for request in requests:
@@ -309,23 +301,14 @@ def read_requests(
     progress: Progress | None = None,
     num_threads: int | None = None,
 ) -> None:
-    """Fill the targets of requests that `check_requests` has proven.
-
-    Raises:
-        CheckpointError: A file is missing, short or damaged; names the file and the tensor. With `verify` checksums are
-            compared as the bytes arrive, where the format has any: damaged bytes may have been written by then.
-    """
+    """Fill the targets of requests that `check_requests` has proven, comparing checksums as the bytes arrive."""
     ranges = _all_ranges(contents, requests, verify)
     with counting(progress, _num_bytes(ranges), "loading") as count:
         read_ranges(contents, ranges, num_threads or _num_threads(), verify=verify, count=count)
 
 
 def verify_requests(contents: Contents, requests: Iterable[Request], *, progress: Progress | None = None) -> None:
-    """Compare the checksums of all that the requests would read, and write nothing: targets may be on meta.
-
-    Raises:
-        CheckpointError: A file is missing, short or damaged; names the file and the tensor.
-    """
+    """Compare the checksums of all that the requests would read, and write nothing: targets may be on meta."""
     ranges = [item for item in _all_ranges(contents, requests, True) if item.chunk.checksums]
     with counting(progress, _num_bytes(ranges), "verifying") as count:
         read_ranges(contents, ranges, _num_threads(), verify=True, write=False, count=count)
@@ -344,6 +327,21 @@ def read_chunk(
     return request.target
 
 
+def stored_differ(contents: Contents, first: StoredTensor, copy: StoredTensor, specs: Iterable[ChunkSpec]) -> bool:
+    """Whether two stored tensors differ within the chunks; read only where places and checksums do not tell."""
+    if (copy.shape, copy.dtype) != (first.shape, first.dtype):
+        return True
+    known = [
+        [(chunk.spec, chunk.checksums or (chunk.file, chunk.offset, id(chunk.data))) for chunk in tensor.chunks]
+        for tensor in (first, copy)
+    ]
+    return known[0] != known[1] and any(
+        bytes_of(read_chunk(contents, first, part)) != bytes_of(read_chunk(contents, copy, part))
+        for spec in specs
+        for part in first.portions(spec, _BROADCAST_BYTES)
+    )
+
+
 def _all_ranges(contents: Contents, requests: Iterable[Request], verify: bool) -> list[Range]:
     ranges = [item for request in requests for item in ranges_of(contents.tensors[request.name], request, verify)]
     ranges.sort(key=lambda item: (item.chunk.file, item.chunk.offset + item.start))  # the order on the disk
@@ -360,11 +358,7 @@ def _num_threads() -> int:
 
 
 def open_on_ranks(open_here: Callable[[], Contents], mesh: DeviceMesh | None, *, broadcast: bool) -> Contents:
-    """Open a checkpoint on every rank; or on the first, and tell the others all but where tensors lie.
-
-    Ranks:
-        Collective over the mesh.
-    """
+    """Open a checkpoint on every rank; or on the first, and tell the others all but where tensors lie. Collective."""
     opened: list[Contents] = []
 
     def work() -> Contents:
@@ -377,18 +371,10 @@ def open_on_ranks(open_here: Callable[[], Contents], mesh: DeviceMesh | None, *,
 
 
 class RequestReader:
-    """Checks, verifies and serves the requests of all ranks.
-
-    Args:
-        broadcast: Only the first rank opens files, see `open_on_ranks`; else every rank reads what it needs.
-        mesh: The ranks, for `broadcast`.
-
-    Ranks:
-        Collective over the mesh, where it broadcasts; else local.
-    """
+    """Checks, verifies and serves the requests of all ranks: each reads its own, or the first broadcasts."""
 
     def __init__(self, broadcast: bool = False, mesh: DeviceMesh | None = None) -> None:
-        self._broadcast, self._mesh = broadcast, mesh
+        self.broadcasts, self._mesh = broadcast, mesh
 
     def check(self, contents: Contents, requests: Sequence[Request]) -> list[str]:
         """See `check_requests`; where the first rank reads, of all that any rank asks for."""
@@ -402,7 +388,7 @@ class RequestReader:
         self, contents: Contents, requests: Sequence[Request], *, verify: bool = True, progress: Progress | None = None
     ) -> None:
         """See `read_requests`; where the first rank reads, it sends some rows of a tensor at a time."""
-        if not self._broadcast:
+        if not self.broadcasts:
             read_requests(contents, requests, verify=verify, progress=progress)
             return
         wanted: dict[str, list[Request]] = {name: [] for name in self._names(requests)}
@@ -439,7 +425,7 @@ class RequestReader:
             count(num_bytes)
 
     def _run(self, work: Callable[[Contents, Sequence[Request]], T], contents: Contents, own: Sequence[Request]) -> T:
-        if not self._broadcast:
+        if not self.broadcasts:
             return work(contents, own)
         shapes = {name: contents.tensors[name].shape if name in contents.tensors else () for name in self._names(own)}
         whole = [

@@ -19,12 +19,11 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpointing.background_writer import Work, WriterProcess, bytes_of_item, commit, write_items
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, KeyPath, LocalChunk, StoredChunk, StoredTensor
 from shardwise.checkpointing.formats import sharded
+from shardwise.checkpointing.names import local_chunks
+from shardwise.checkpointing.nested import PER_RANK, FlatState
 from shardwise.checkpointing.staging import Arena, AsyncCopy, StagedTensor
-from shardwise.checkpointing.state.nested import PER_RANK, FlatState
-from shardwise.checkpointing.state.run import Run
-from shardwise.checkpointing.state.slices import local_chunks
-from shardwise.checkpointing.storage.files import Place, join, remove_tree
-from shardwise.checkpointing.storage.memory import checksum
+from shardwise.checkpointing.state import Run
+from shardwise.checkpointing.storage import Place, checksum, join, remove_tree
 from shardwise.distributed.agreement import Channel, as_shardwise_error, run_and_gather
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ShardwiseError
@@ -42,11 +41,7 @@ def name_of_rank(rank: int, name: str) -> str:
 
 
 def dedup_chunks(tables: Sequence[Sequence[LocalChunk]]) -> list[list[int]]:
-    """For each rank, which of the chunks in its table it writes: places in the table, ascending.
-
-    Raises:
-        CheckpointError: Ranks hold tensors of one name that are not parts of the same tensor.
-    """
+    """For each rank, which of the chunks in its table it writes: indices into the table, ascending."""
     holders: dict[tuple[str, ChunkSpec], list[tuple[int, int]]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for rank, table in enumerate(tables):
@@ -219,16 +214,7 @@ class PendingSave:
 
 
 class Saver:
-    """What is kept from save to save on one rank.
-
-    Args:
-        front: For the training thread.
-        back: For the thread that finishes saves.
-        fsync: Commit only what the disk has.
-
-    Ranks:
-        Collective, like its methods.
-    """
+    """What is kept from save to save on one rank; `front` is the training thread's channel, `back` the saving one's."""
 
     def __init__(self, front: Channel, back: Channel, *, fsync: bool) -> None:
         self._front, self._back, self._fsync = front, back, fsync
@@ -245,11 +231,7 @@ class Saver:
 
     @torch.no_grad()  # a switch that thousands of small calls would else flip one by one
     def start(self, folder: Place, step: int, collect: Callable[[], FlatState], *, background: bool) -> PendingSave:
-        """Fix the state that `collect` gives; in the background, copy it. Training waits for this, and for no more.
-
-        Raises:
-            ShardwiseError: The same on every rank: something cannot be stored, or the folder cannot be written.
-        """
+        """Fix the state that `collect` gives; in the background, copy it. Training waits for this, and for no more."""
 
         def begin() -> None:
             if background:
@@ -271,11 +253,7 @@ class Saver:
         return pending
 
     def finish(self, pending: PendingSave, *, retire: Retire, progress: Progress | None = None) -> None:
-        """Write and commit; on the thread that `back` belongs to.
-
-        Raises:
-            ShardwiseError: The same on every rank. Nothing is committed then, unless `retire` raised it.
-        """
+        """Write and commit, on the thread of `back`; where that fails, every rank raises, and nothing is committed."""
         back, values = self._back, pending.collected.values
         records: list[sharded.FileRecord] = []
         failed: ShardwiseError | None = None

@@ -130,12 +130,7 @@ def wait_for_copies() -> None:
 
 
 class AsyncCopy:
-    """One copy of staged tensors into an arena, from the moment it is made until `run` returns.
-
-    Args:
-        staged tensors: What to copy; the arena has placed them.
-        arena: Nobody else writes to it meanwhile.
-    """
+    """One copy of staged tensors into an arena, from the moment it is made until `run` returns."""
 
     def __init__(self, staged_tensors: Sequence[StagedTensor], arena: Arena) -> None:
         self._arena = arena
@@ -153,11 +148,7 @@ class AsyncCopy:
             _active.add(self)
 
     def run(self) -> None:
-        """Copy what was not copied at once, and wait for the GPU; in a thread of its own.
-
-        Raises:
-            CheckpointError: Something was changed while it was being copied.
-        """
+        """Copy what was not copied at once, and wait for the GPU; in a thread of its own."""
         try:
             with torch.no_grad():
                 for staged in self._later:
@@ -237,17 +228,9 @@ class AsyncCopy:
 
 
 def copy_on_device(staged_tensors: Sequence[StagedTensor]) -> list[Any]:
-    """Queue a copy of staged tensors on their GPU, laid out as in the arena, so that the next step need not wait.
+    """Queue a copy of one GPU's staged tensors on it, laid out as in the arena, so that the next step need not wait.
 
-    Args:
-        staged tensors: All on one device, in the order of the arena.
-
-    Returns:
-        The memory pool and the copy as bytes; nothing where the driver has too little memory that training has not
-        asked for so far.
-
-    Ranks:
-        Local. Ranks may decide differently: what is saved is the same.
+    The memory pool and the copy; nothing where the driver has too little memory that training has not asked for.
     """
     if not staged_tensors or staged_tensors[0].memory.device.type != "cuda":
         return []

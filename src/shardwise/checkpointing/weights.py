@@ -1,9 +1,8 @@
-"""load_weights() and save_weights(): a model's weights from and to files of any supported format."""
+"""load_weights(), save_weights(), load_full() and save_full(): weights or a whole run, gathered and streamed."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,23 +13,23 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
-from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredTensor
+from shardwise.checkpointing.contents import ITEM_BYTES, Contents, KeyPath, StoredTensor
 from shardwise.checkpointing.formats import safetensors
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.full import FullWriter
+from shardwise.checkpointing.formats.full import NOTES, FullWriter, make_notes, plain_values
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
 from shardwise.checkpointing.hugging_face import in_model_layout
-from shardwise.checkpointing.loading import check_verify, load_requests
-from shardwise.checkpointing.matching import KeyReport, Matched, Rename, match, rename_contents
-from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks, read_chunk, requests_for
-from shardwise.checkpointing.state.names import canonical_name
-from shardwise.checkpointing.state.run import refuse_unusable
-from shardwise.checkpointing.state.slices import ModelTensor, local_chunks, model_tensors
-from shardwise.checkpointing.storage.files import is_remote
-from shardwise.checkpointing.storage.memory import bytes_of, counting, trim_malloc
-from shardwise.distributed.agreement import is_first, on_rank_zero, raise_together, run_and_gather, run_on_all
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.checkpointing.loading import load_run
+from shardwise.checkpointing.names import KeyReport, ModelTensor, Rename, model_tensors, rename_contents, with_our_names
+from shardwise.checkpointing.nested import FlatState, put_together
+from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks
+from shardwise.checkpointing.state import Run, Stateful, refuse_unusable
+from shardwise.checkpointing.storage import bytes_of, counting, is_remote, trim_malloc
+from shardwise.distributed.agreement import Channel, is_first, on_rank_zero, raise_together, run_on_all
+from shardwise.distributed.mesh import widest_mesh
+from shardwise.errors import CheckpointError, ConfigError, require_choice
 from shardwise.models.configs import hugging_face_config
 from shardwise.planning.settings import dtype_name
 from shardwise.progress import Progress
@@ -38,21 +37,13 @@ from shardwise.sharding.adapters import CONFIG_FILE as ADAPTER_CONFIG
 from shardwise.sharding.adapters import adapter_keys, peft_config, refuse_other_adapters, without_adapters
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order
 from shardwise.sharding.inventory import class_name, is_meta, take_inventory
-from shardwise.sharding.materialize import allocate, materialize, mesh_of
+from shardwise.sharding.materialize import mesh_of
 from shardwise.sharding.registry import names_elsewhere
 from shardwise.units import parse_bytes
 
 
 def sidecar_files(model: Any, dtype: str | None = None) -> dict[str, bytes]:
-    """The small files that transformers or diffusers needs to open a folder of this model's weights.
-
-    Args:
-        model: One of theirs, a reference model that they have too, or any other, which needs none.
-        dtype: That the weights are cast to.
-
-    Returns:
-        File name to its bytes.
-    """
+    """The files that transformers or diffusers needs to open weights of this model, cast to `dtype`, by name."""
     config = getattr(model, "config", None)
     if config is None:
         return {}
@@ -107,7 +98,7 @@ def save_weights(
         dtype: Cast floating-point tensors to it, as in `bfloat16`.
         max_shard_bytes: Of tensors in one file of a folder, as in `"2GB"`; None: all in one.
         overwrite: Replace weights that are there already.
-        progress: Is told the bytes that are written.
+        progress: Receives the bytes that are written.
 
     Raises:
         ConfigError: The format or dtype does not exist, or the path ends as files of the other format do.
@@ -151,19 +142,9 @@ def stream_gathered(
     mesh: DeviceMesh | None,
     progress: Progress | None = None,
 ) -> None:
-    """Gather tensors one bucket after another and let the first rank write them.
+    """Gather tensors one bucket after another and let the first rank write them; collective over the mesh.
 
-    Args:
-        writer: Says which tensors, cast to which dtype, in which order; other ranks than the first may have another.
-        tensors: By name.
-        mesh: The ranks that hold the tensors.
-        progress: Is told the bytes.
-
-    Raises:
-        CheckpointError: The writer failed, or a rank lacks a sharded tensor; on every rank.
-
-    Ranks:
-        Collective over the mesh.
+    The writer says which tensors, cast to which dtype, in which order; other ranks than the first may have another.
     """
     on_rank_zero(writer.check, group=mesh)  # before anything is gathered
     named = [(info.name, tensors[info.name]) for info in writer.order]
@@ -207,16 +188,7 @@ def _gathered(
 
 
 def refuse_suffix(path: str | Path, format: str, torch_format: str) -> None:
-    """Refuse a path that ends as files of another format do.
-
-    Args:
-        path: Where to write.
-        format: What to write.
-        torch_format: What the caller's users pass for a `torch.save` file.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Raise a ConfigError for a path that ends as files of another format do."""
     is_torch = str(path).endswith(TORCH_SUFFIXES)
     if format in ("safetensors", "dcp") and is_torch:
         fix = f"pass {torch_format}, or name a folder" + (" or a file that ends in .safetensors" * (format != "dcp"))
@@ -233,12 +205,7 @@ def refuse_suffix(path: str | Path, format: str, torch_format: str) -> None:
 
 
 def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]:
-    if format not in ("safetensors", "torch", "peft"):
-        raise ConfigError(
-            f"format is {format!r}",
-            where="save_weights(format=...)",
-            fix='pass "safetensors", "torch" or "peft"; for sharded checkpoints use shardwise.Checkpointer',
-        )
+    require_choice(format, ("safetensors", "torch", "peft"), where="save_weights(format=...)")
     refuse_suffix(path, format, 'format="torch"')
     refuse_remote(path)
     refuse_unusable(model)
@@ -279,11 +246,7 @@ _SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half"
 
 
 def float_dtype(dtype: torch.dtype | str | None, where: str) -> str | None:
-    """The name of a floating-point dtype; None for none.
-
-    Raises:
-        ConfigError: It is not one.
-    """
+    """The name of a floating-point dtype, None for None; anything else is a ConfigError."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -333,14 +296,14 @@ def load_weights(
         path: A safetensors file, a Hugging Face folder, a `torch.save` file, a Distributed Checkpoint folder, a
             checkpoint of FSDP1, a folder of peft's.
         strict: Raise unless every tensor of the model is there and every stored one has its place. Otherwise
-            load what fits; shapes must fit all the same.
+            load what fits; shapes must still fit.
         rename: Stored names to the model's: `{"old.prefix": "new.prefix"}`, a compiled pattern for `re.sub`,
             or a function; None leaves a tensor out.
         verify: `while`: compare checksums as the bytes arrive; should they turn out corrupt, the model is marked
             and refuses to run until it is loaded again. `before`: read twice, and leave the model untouched.
         broadcast: Only the first rank opens the files, and sends the others what they need; for files that
             lie on one machine.
-        progress: Is told the bytes that this rank reads.
+        progress: Receives the bytes that this rank reads.
 
     Returns:
         Which names were loaded, missing, unexpected, tied, renamed and cast.
@@ -351,127 +314,145 @@ def load_weights(
     Ranks:
         Collective over the ranks that hold the model. Every rank raises.
     """
-    check_verify(verify)
     mesh = mesh_of(model, take_inventory(model))
-    tensors = run_on_all(lambda: model_tensors(model), mesh, CheckpointError)
-    contents = open_on_ranks(lambda: _open(model, tensors, path, rename), mesh, broadcast=broadcast)
-    if is_of_adapters := bool(contents.details.get("adapters")):
-        tensors = run_on_all(lambda: _only_adapters(model, tensors), mesh, CheckpointError)
-    matched = _match(model, tensors, contents, mesh, strict)
-
-    def allocate_wanted() -> None:
-        nonlocal tensors
-        wanted = [tensor.tensor for tensor in tensors if tensor.name in matched.stored_names]
-        if any(map(is_meta, wanted)):
-            allocate(model, wanted)
-            tensors = model_tensors(model)  # recurrent layers have new ones
-            tensors = _only_adapters(model, tensors) if is_of_adapters else tensors
-
-    def check_copies() -> None:
-        if strict:
-            _refuse_differing_copies(contents, matched, tensors, whole=broadcast)
-
-    load_requests(
-        [model],
+    contents = open_on_ranks(lambda: _open(model, path, rename), mesh, broadcast=broadcast)
+    loaded = load_run(
+        Run(model),
         contents,
-        lambda: requests_for(tensors, matched.stored_names),
-        lambda work: run_on_all(work, mesh, CheckpointError),
-        RequestReader(broadcast, mesh),
-        allocate=allocate_wanted,
-        check=check_copies,
+        mesh,
+        strict=strict,
         verify=verify,
+        weights_only=True,
         progress=progress,
+        reader=RequestReader(broadcast, mesh),
     )
-    rebuilt = tuple(sorted({canonical_name(entry.fqn) for entry in take_inventory(model) if entry.pending}))
-    if rebuilt:
-        materialize(model)
-    ignored = (*matched.report.ignored, *contents.details.get("renamed_away", ()))
-    return replace(matched.report, rebuilt=rebuilt, ignored=ignored)
+    report = loaded.matched[""].report
+    ignored = (*report.ignored, *contents.details.get("renamed_away", ()))
+    return replace(report, rebuilt=tuple(loaded.rebuilt), ignored=ignored)
 
 
-def _open(model: nn.Module, tensors: Sequence[ModelTensor], path: str | Path, rename: Rename | None) -> Contents:
-    """The checkpoint under the names that the model has for its tensors."""
+def _open(model: nn.Module, path: str | Path, rename: Rename | None) -> Contents:
+    """The checkpoint's weights under the names that the model has for its tensors, after `model.`."""
     contents = open_checkpoint(path, model=model)
     require_names(contents, optimizers=False)
     renamed = contents if rename is None else rename_contents(contents, rename)
-    names = [name for tensor in tensors for name in tensor.names]
+    details = renamed.details
     if isinstance(contents.folder, Path) and (contents.folder / ADAPTER_CONFIG).is_file():
         refuse_other_adapters(model, contents.folder)
         name_of = {key: name for name, key in adapter_keys(model).items()}
-        return replace(_renamed(renamed, name_of), details={**renamed.details, "adapters": True})
-    base, name_of = without_adapters(model, names)
-    return _renamed(in_model_layout(renamed, base, list(name_of)), name_of)
+        details = {**details, "adapters": True}
+    else:
+        names = [name for tensor in model_tensors(model) for name in tensor.names]
+        base, name_of = without_adapters(model, names)
+        renamed = in_model_layout(renamed, base, list(name_of))
+    tensors = {f"model.{name_of.get(name, name)}": tensor for name, tensor in renamed.tensors.items()}
+    return replace(renamed, tensors=tensors, values={}, structure={}, details=details)
 
 
-def _renamed(contents: Contents, name_of: Mapping[str, str]) -> Contents:
-    return replace(contents, tensors={name_of.get(name, name): each for name, each in contents.tensors.items()})
+Optimizers = Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer]
 
 
-def _only_adapters(model: nn.Module, tensors: Sequence[ModelTensor]) -> list[ModelTensor]:
-    """The model's adapters; the rest must have values, as it would be drawn at random."""
-    adapters = adapter_keys(model)
-    if empty := [tensor.name for tensor in tensors if is_meta(tensor.tensor) and tensor.name not in adapters]:
-        raise CheckpointError(
-            f"{len(empty)} tensors beside the adapters have no values",
-            where=", ".join(empty[:5]),
-            why="a folder of peft's holds the adapters only",
-            fix="load_weights(model, path) with the weights of the model first, then the adapters",
-        )
-    return [tensor for tensor in tensors if tensor.name in adapters]
-
-
-def _match(
-    model: nn.Module, tensors: Sequence[ModelTensor], contents: Contents, mesh: DeviceMesh | None, strict: bool
-) -> Matched:
-    """Match names; every rank must read the same thing into the same model."""
-
-    def work() -> tuple[Matched, str]:
-        matched = match(model, contents, tensors)
-        matched.refuse(contents, strict)
-        stored = {name: contents.tensors[stored] for name, stored in matched.stored_names.items()}
-        described = repr([(name, tensor.name, tensor.dtype, tensor.shape) for name, tensor in stored.items()])
-        return matched, hashlib.sha256(described.encode()).hexdigest()
-
-    matched, digests = run_and_gather(work, mesh, CheckpointError)
-    if len(set(digests)) > 1:  # a stale copy on one machine is easily missed
-        differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        raise CheckpointError(
-            f"ranks {differing} find other weights, or have another model, than the first",
-            where=str(contents.path),
-            why="all ranks load parts of the same tensors",
-            fix="put the same files on every machine, or pass broadcast=True to read those of the first",
-        )
-    return matched
-
-
-def _refuse_differing_copies(
-    contents: Contents, matched: Matched, tensors: Sequence[ModelTensor], *, whole: bool
+def save_full(
+    path: str | Path,
+    *,
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizers: Optimizers = (),
+    extra: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **objects: Stateful,
 ) -> None:
-    """Raise for a tied tensor that is stored twice with different values."""
-    for tensor in tensors:
-        for other in matched.copies.get(tensor.name, ()):
-            name = matched.stored_names[tensor.name]
-            first, copy = contents.tensors[name], contents.tensors[other]
-            specs = [ChunkSpec.whole(tensor.shape)] if whole else [spec for spec, _ in local_chunks(tensor.tensor)]
-            if copy.chunks and _differ(contents, first, copy, specs):  # without chunks: a rank that reads nothing
-                raise CheckpointError(
-                    f"{name!r} and {other!r} are stored with different values",
-                    where=str(contents.path),
-                    why="in this model they are one tensor, so one of the two would be lost",
-                    fix="untie them in the model's config, or choose one: rename={" + repr(other) + ": None}",
-                )
+    """Write `{"model": ..., "optim": ..., "extra": ..., ...}` with full tensors, for `torch.load(weights_only=True)`.
+
+    Optimizer state stands under parameter names, as `get_optimizer_state_dict` gives it. Of values that differ
+    between ranks (batch statistics) the first rank's are kept. Tied parameters stand under each of their names.
+
+    Args:
+        path: The file.
+        model: Sharded or not; one, or several by name.
+        optimizers: One, several, or several by name, with all the state they hold now.
+        extra: Plain values and tensors to keep beside them, such as the step.
+        overwrite: Replace a file that is there already. It stays until the new one is whole and on the disk.
+        progress: Receives the bytes that are written.
+        objects: Anything with `state_dict` and `load_state_dict`, by name: `scheduler=...`.
+
+    Raises:
+        CheckpointError: Something cannot be stored, or the file cannot be written.
+
+    Ranks:
+        Collective. No rank holds more than two buckets besides its own part; the first writes.
+    """
+    run = Run(model, optimizers, objects)
+    mesh = _mesh(run)
+    run_on_all(lambda: refuse_remote(path), mesh, CheckpointError)
+    tree, tensors = run_on_all(lambda: _as_tree(run.collect(extra=extra)), mesh, CheckpointError)
+    stream_gathered(FullWriter(Path(path), tree, overwrite=overwrite), tensors, mesh, progress)
 
 
-def _differ(contents: Contents, first: StoredTensor, copy: StoredTensor, specs: Iterable[ChunkSpec]) -> bool:
-    """Whether two stored tensors differ within the chunks; read only where places and checksums do not tell."""
-    if (copy.shape, copy.dtype) != (first.shape, first.dtype):
-        return True
-    known = [
-        [(chunk.spec, chunk.checksums or (chunk.file, chunk.offset, id(chunk.data))) for chunk in tensor.chunks]
-        for tensor in (first, copy)
-    ]
-    return known[0] != known[1] and any(
-        bytes_of(read_chunk(contents, first, part)) != bytes_of(read_chunk(contents, copy, part))
-        for spec in specs
-        for part in first.portions(spec, _BUCKET_BYTES)
-    )
+def load_full(
+    path: str | Path,
+    *,
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizers: Optimizers = (),
+    strict: bool = True,
+    verify: Verify = "while",
+    broadcast: bool = False,
+    progress: Progress | None = None,
+    **objects: Stateful,
+) -> Any:
+    """Load what `save_full` wrote, or any checkpoint with a model and optimizers, into a sharded run or a plain one.
+
+    Args:
+        path: The file; any format that holds what is asked for will do.
+        model: As when it was saved; on meta or not, on any number of ranks.
+        optimizers: Stepped or not.
+        strict: Everything stored of each object must find its place, and every place its value.
+        verify: When checksums are compared, as in `load_weights`.
+        broadcast: Only the first rank opens the file, and sends the others what they need.
+        progress: Receives the bytes that this rank reads.
+        objects: Anything with `load_state_dict`, by name.
+
+    Returns:
+        What was given as `extra`.
+
+    Raises:
+        CheckpointError: The same on every rank; nothing was changed unless the data turned out corrupt.
+
+    Ranks:
+        Collective over all ranks.
+    """
+    run = Run(model, optimizers, objects)
+    mesh = _mesh(run)
+
+    def open_file() -> Contents:
+        only = next(iter(run.models.values())) if len(run.models) == 1 else None
+        contents = open_checkpoint(path, model=only)
+        require_names(contents)
+        return with_our_names(contents)
+
+    channel = Channel(CheckpointError)
+    try:
+        contents = open_on_ranks(open_file, mesh, broadcast=broadcast)
+        reader = RequestReader(broadcast, mesh)
+        loaded = load_run(
+            run, contents, channel, strict=strict, verify=verify, rng=False, progress=progress, reader=reader
+        )
+    finally:
+        channel.close()
+    return loaded.extra
+
+
+def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The nested dictionary with infos in place of tensors, and the tensors by name."""
+    infos = {
+        name: StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        for name, tensor in found.tensors.items()
+    }
+    parts: dict[KeyPath, Any] = {found.paths[name]: info for name, info in infos.items()}
+    parts |= {found.paths[alias]: infos[name] for alias, name in found.aliases.items()}
+    parts |= {found.paths[name]: value for name, value in plain_values(found.values).items()}
+    return {**put_together(parts), NOTES: make_notes(found.values, found.paths)}, found.tensors
+
+
+def _mesh(run: Run) -> DeviceMesh | None:
+    return widest_mesh((), *(mesh_of(model, take_inventory(model)) for model in run.models.values()))

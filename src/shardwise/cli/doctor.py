@@ -39,7 +39,7 @@ def doctor(
     else:
         from rich.console import Console
 
-        from shardwise.report.doctor import print_examination
+        from shardwise.report.terminal import print_examination
 
         print_examination(Console(), environment, rows, num_ranks)
     raise typer.Exit(status_of(environment.findings))

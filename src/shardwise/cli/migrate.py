@@ -63,8 +63,8 @@ def _show(migration: Migration, format: SourceFormat, *, written: bool) -> None:
 
     from shardwise import __version__
     from shardwise.fsdp1.codemod.draft import finding_kinds
-    from shardwise.report.migration import print_migration
     from shardwise.report.source import findings_github, findings_sarif
+    from shardwise.report.terminal import print_migration
 
     match format:
         case SourceFormat.JSON:

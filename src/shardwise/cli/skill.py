@@ -58,11 +58,7 @@ def inspect_copy(folder: Path) -> SkillCopy:
 
 
 def install_skill(folders: Iterable[Path], *, force: bool = False) -> list[SkillCopy]:
-    """Put the skill into folders of skills, beside files of the user's own; return what was there before.
-
-    Raises:
-        ConfigError: Files were changed since they were installed, and `force` is not set; nothing was written.
-    """
+    """Put the skill into folders of skills, beside the user's files, unless it was changed; what was there before."""
     before = [inspect_copy(folder) for folder in folders]
     changed = [str(copy.path / name) for copy in before for name in copy.changed]
     if changed and not force:

@@ -27,6 +27,8 @@ def cast_instead_of_copies(model: nn.Module) -> None:
             for record in group.fsdp_params:
                 record._shardwise_group = group
             _fsdp_param_group.foreach_reduce = _reduce
+        elif group.mesh_info.shard_mesh_size == 1 and any(map(_is_extension, group.fsdp_params)):
+            group.wait_for_unshard = functools.partial(_unshard_extensions, group, group.wait_for_unshard)
 
 
 def keep_gradient_dtype(model: nn.Module) -> bool:
@@ -48,7 +50,11 @@ def _num_ranks(group: Any) -> int:
 
 
 def _is_special(record: Any) -> bool:
-    return record.offload_to_cpu or hasattr(record._sharded_local_tensor, "fsdp_pre_all_gather")
+    return record.offload_to_cpu or _is_extension(record)
+
+
+def _is_extension(record: Any) -> bool:
+    return hasattr(record._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
 def _unshard(group: Any, wait_for_unshard: Callable[[], None]) -> None:
@@ -65,6 +71,19 @@ def _unshard(group: Any, wait_for_unshard: Callable[[], None]) -> None:
     finally:
         for record, dtype in dtypes:
             record.param_dtype = dtype
+
+
+def _unshard_extensions(group: Any, wait_for_unshard: Callable[[], None]) -> None:
+    """Fill the outputs that torch leaves out: on an axis of one rank it copies the first input of a subclass only."""
+    for record in group.fsdp_params if group._all_gather_result is not None else ():
+        if _is_extension(record) and len(inputs := record.all_gather_inputs) > 1:
+            sizes, dtypes = [each.numel() for each in inputs], [each.dtype for each in inputs]
+            record.init_all_gather_outputs(sizes, dtypes, 1, group.device)
+            for output, each in zip(record.all_gather_outputs[1:], inputs[1:], strict=True):
+                output.untyped_storage().resize_(output.nbytes)
+                with torch.autograd._unsafe_preserve_version_counter(output):
+                    output.copy_(each)
+    wait_for_unshard()
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ NEEDED: dict[str, str] = {
     "reduce_dtype? param_dtype _sharded_param_data _sharded_local_tensor sharded_size "
     "init_all_gather_outputs to_sharded_dtensor "
     "offload_to_cpu device mesh_info _module_info _orig_size all_gather_outputs= _unsharded_inner_tensors= "
-    "_post_load_hook_handle",
+    "_post_load_hook_handle all_gather_inputs",
     f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules shared_param_names",
     f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info device device_handle "
     "comm_ctx reduce_grads all_reduce_grads reshard "

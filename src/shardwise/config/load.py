@@ -59,15 +59,7 @@ def load(cls: type[C], source: str | Path | Mapping[str, Any] | None = None, ove
 
 
 def check_ranges(config: object, section: str = "") -> None:
-    """Raise where a setting is out of the range of its type; `load` has checked what comes from files.
-
-    Args:
-        config: A dataclass of settings, made in Python.
-        section: Its path in a run file, as in `optimizer`.
-
-    Raises:
-        ConfigError: With one line for each setting.
-    """
+    """Raise where a setting made in Python is out of the range of its type; `section` is its path in a run file."""
     try:
         TypeAdapter(type(config)).validate_python(_plain(config))
     except ValidationError as error:
@@ -78,16 +70,7 @@ def check_ranges(config: object, section: str = "") -> None:
 
 
 def change_config(config: C, changes: Mapping[str, Any], section: str) -> C:
-    """A config with some settings changed, those of an inner config by a mapping; values keep their types.
-
-    Args:
-        config: A frozen dataclass.
-        changes: New values by name, as a YAML file or JSON can hold them.
-        section: What the changes are called in errors.
-
-    Raises:
-        ConfigError: With one line for each problem.
-    """
+    """A config with some settings changed, those of an inner config by a mapping; values keep their types."""
     cls: Any = type(config)
     values = json.dumps(_merged(_plain(config), changes), default=repr)
     try:
@@ -107,12 +90,7 @@ def _merged(values: Any, changes: Any) -> Any:
 
 
 def to_yaml(config: object, notes: Mapping[str, Iterable[str]] | None = None) -> str:
-    """The config as YAML that `load` reads back; what only Python can express is left out.
-
-    Args:
-        config: A dataclass of settings.
-        notes: Lines to write as comments above a setting, by its path, as in `training.batch_size`.
-    """
+    """The config as YAML that `load` reads back, with `notes` as comments above the settings of their paths."""
     return "".join(line + "\n" for line in _yaml_lines(_plain(config), notes or {}, ""))
 
 
@@ -128,11 +106,7 @@ def _yaml_lines(values: Mapping[str, Any], notes: Mapping[str, Iterable[str]], p
 
 
 def read_yaml(path: str | PathLike[str] | None) -> dict[str, Any]:
-    """The mapping that a YAML file holds; none for no file.
-
-    Raises:
-        ConfigError: It cannot be read, is not YAML, names a key twice or holds no mapping.
-    """
+    """The mapping that a YAML file holds; none for no file."""
     if path is None:
         return {}
     try:

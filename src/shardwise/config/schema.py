@@ -49,9 +49,6 @@ def axis_meanings(names: Sequence[str]) -> dict[str, str]:
 
     Names that are neither in `AXES` nor in `SYNONYMS` (`dp`, `data`) are read as `fully_shard` reads a mesh: the last
     one shards, one before it replicates.
-
-    Raises:
-        PlanError: There are more axes of unknown names than can shard and replicate, or two are for the same.
     """
     known = {name: SYNONYMS.get(name, name) for name in names if name in AXES or name in SYNONYMS}
     unknown = [name for name in names if name not in known]
@@ -277,7 +274,7 @@ class ShardConfig(Strict):
     wrap_if: Callable[..., Any] | None = None
     """`wrap_if(module)` or `wrap_if(fqn, module)`: truthy makes it a group. Python only, not YAML."""
     ignored: tuple[str, ...] = ()
-    """Patterns of parameters or modules left unsharded; gradients are averaged over ranks all the same."""
+    """Patterns of parameters or modules left unsharded; their gradients are still averaged over ranks."""
     entry_points: tuple[str, ...] = ()
     """`module.fqn:method` (`:method` for the root): methods called from outside instead of `forward`."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

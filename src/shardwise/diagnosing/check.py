@@ -349,18 +349,18 @@ def across_ranks(subject: Subject) -> Iterator[Finding]:
             for optimizer in subject.optimizers
         ],
     }
-    told = gather_over_mesh(mesh, facts)
-    devices = [each["device"] for each in told]
+    gathered = gather_over_mesh(mesh, facts)
+    devices = [each["device"] for each in gathered]
     for device, count in Counter(devices).items():
         if device and count > 1:
             ranks = ", ".join(str(rank) for rank, other in enumerate(devices) if other == device)
             yield _finding("SW435", device, ranks=ranks)
     for key, code in (("buffers", "SW431"), ("plain", "SW432")):
-        first, *others = (each[key] for each in told)
+        first, *others = (each[key] for each in gathered)
         names = [name for name, digest in first.items() if any(other.get(name) != digest for other in others)]
         yield from _about(code, names, more=f" (and {len(names) - 1} more)" if len(names) > 1 else "")
-    yield from _replicas([each["replicas"] for each in told])
-    yield from _optimizer_groups([each["groups"] for each in told])
+    yield from _replicas([each["replicas"] for each in gathered])
+    yield from _optimizer_groups([each["groups"] for each in gathered])
 
 
 def _device(device_type: str) -> str:
@@ -384,10 +384,10 @@ def _replica_digests(subject: Subject) -> dict[str, int]:
     return digests
 
 
-def _replicas(told: list[dict[str, int]]) -> Iterator[Finding]:
+def _replicas(gathered: list[dict[str, int]]) -> Iterator[Finding]:
     first: dict[str, tuple[int, int]] = {}
     found: dict[str, tuple[int, int]] = {}
-    for rank, digests in enumerate(told):
+    for rank, digests in enumerate(gathered):
         for place, digest in digests.items():
             seen = first.setdefault(place, (digest, rank))
             if seen[0] != digest:
@@ -396,16 +396,16 @@ def _replicas(told: list[dict[str, int]]) -> Iterator[Finding]:
         yield from _about("SW433", list(found), one=one, other=other)
 
 
-def _optimizer_groups(told: list[list[list[frozenset[str]]]]) -> Iterator[Finding]:
-    for index, first in enumerate(told[0]):
-        for rank, optimizers in enumerate(told):
+def _optimizer_groups(gathered: list[list[list[frozenset[str]]]]) -> Iterator[Finding]:
+    for index, first in enumerate(gathered[0]):
+        for rank, optimizers in enumerate(gathered):
             groups = optimizers[index] if index < len(optimizers) else []
             if groups == first:
                 continue
             moved = sorted(name for one, other in zip(first, groups, strict=False) for name in one ^ other)
             finding = _finding("SW437", moved[0] if moved else f"optimizer {index}", rank=rank)
             if sorted(map(sorted, groups)) == sorted(map(sorted, first)):
-                message = f"an optimizer's groups stand in another order on rank {rank} than on rank 0"
+                message = f"an optimizer's groups are in another order on rank {rank} than on rank 0"
                 finding = replace(finding, message=message, severity=Severity.WARNING)
             yield finding
             return

@@ -130,14 +130,7 @@ class Measured:
 
 
 def measure_collectives(sizes: tuple[int, ...] = SIZES) -> list[Measured]:
-    """Run each collective that FSDP2 uses at several sizes, and check what it returns.
-
-    Raises:
-        EnvironmentProblem: A collective returned a wrong result.
-
-    Ranks:
-        Collective: the function for `start_local`.
-    """
+    """Run each collective that FSDP2 uses at several sizes, and check what it returns; for `start_local`."""
     mesh = init_distributed(MeshConfig())
     device, num_ranks, rank = mesh.device_type, mesh.size(), mesh.get_rank()
     rows = [row for size in sizes for row in _measure(max(size // 4 // num_ranks, 1), rank, num_ranks, device)]

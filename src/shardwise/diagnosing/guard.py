@@ -49,16 +49,10 @@ _REPAIRED = "_shardwise_repaired"
 
 
 def repair_towers(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> None:
-    """Let ranks skip the named modules, and use any parameter or none, from now on.
+    """Let ranks skip the named modules, and use any parameter or none, from now on; collective.
 
     The groups at and below each stay unsharded for a whole pass. It stays with the model when the guard is closed.
     Where nobody used a parameter it has no gradient, as in one process.
-
-    Raises:
-        ShardError: A name is not that of a module below the root, or ranks name different ones.
-
-    Ranks:
-        Collective.
     """
     fix = "guard(model, repair=...) with the same names on every rank: all of them unshard and reduce a tower"
     agree_on("\n".join(towers), "the modules to repair", fix=fix, group=mesh)
@@ -160,7 +154,7 @@ def guard(
 
     Args:
         model: Sharded by shardwise or by hand.
-        patience: Seconds without progress after which a waiting rank says whom it waits for, and where that one is.
+        patience: Seconds without progress after which a waiting rank reports the rank it waits for, and its stack.
         repair: Names of modules that ranks may skip: all ranks unshard and reduce such towers, with zeros from those
             that did not run them, and zeros are sent for any parameter that a rank did not use. It costs the
             memory of keeping the towers unsharded, and stays with the model. What it cannot repair still raises.

@@ -265,7 +265,7 @@ Tensors = Mapping[str, Tensor | None]
 
 
 @dataclass(slots=True)
-class Comparison:
+class RunComparison:
     """The sharded model next to the one process, and what this rank saw of their differences."""
 
     reference: ReferenceRun
@@ -483,7 +483,7 @@ def parity(
         _upcast(unsharded, state.plan)
         reference = ReferenceRun(unsharded, make_optimizer(unsharded.parameters()), task, data_parallel_rank(mesh))
         accuracy = criteria.tolerance_for(state.plan, tolerance)
-        comparison = Comparison(reference, model, make_optimizer(model.parameters()), accuracy, ranks)
+        comparison = RunComparison(reference, model, make_optimizer(model.parameters()), accuracy, ranks)
         comparison.compare_start()
         for step in range(steps):
             comparison.step(step)
@@ -500,7 +500,7 @@ def _build_twice(build_model: Callable[[], nn.Module], seed: int, device: torch.
             raise ConfigError(
                 f"build_model returned a {type(model).__name__}",
                 where="parity(build_model=...)",
-                why="it is called twice and must make the model afresh",
+                why="it is called twice and must build a new model each time",
                 fix="build_model=lambda: MyModel(...)",
             )
         built.append(model if _has_meta(model) else model.to(device))
@@ -551,7 +551,7 @@ def _checksums(model: nn.Module) -> str:
     )
 
 
-def _verdict(comparison: Comparison, plan: Plan) -> Parity:
+def _verdict(comparison: RunComparison, plan: Plan) -> Parity:
     """What all ranks saw together. Collective."""
     seen = gather_over_mesh(comparison.mesh, (comparison.first, comparison.worst, comparison.losses))
     differences, worst_by_rank, losses = zip(*seen, strict=True)

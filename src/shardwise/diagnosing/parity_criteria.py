@@ -146,15 +146,9 @@ def likely_cause(
     low_precision: bool,
     usual_mistake: bool = False,
 ) -> str:
-    """What to look at first.
+    """What to look at first, of everything of one quantity that differs in one step, in the order of forward.
 
-    Args:
-        deviations: Everything of one quantity that differs in one step, in the order of forward.
-        num_compared: Number of tensors of that quantity.
-        world_size: Number of ranks.
-        tied: Names of parameters that have several.
-        low_precision: The sharded run computes in fewer bits than one process.
-        usual_mistake: A gradient equals this rank's own, not averaged; a parameter is what it was before the step.
+    `usual_mistake`: a gradient equals this rank's own, not averaged; a parameter is what it was before the step.
     """
     first = deviations[0]
     if first.quantity == "gradient":

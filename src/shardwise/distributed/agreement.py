@@ -27,13 +27,9 @@ _TIMEOUT = timedelta(hours=4)  # a slow disk of one rank must not end the run of
 class Channel:
     """All ranks on a gloo group of their own, or this process alone where there is no process group.
 
-    One thread at a time may use it. Messages are pickled and trusted: they come from the ranks of this run.
-
-    Args:
-        kind: Raised when a rank cannot be reached, and on other ranks for an error that is not a `ShardwiseError`.
-
-    Ranks:
-        Collective, and so is every method but `close`. Every rank must make its channels in the same order.
+    One thread at a time may use it. Messages are pickled and trusted: they come from the ranks of this run. Collective,
+    and so is every method but `close`: every rank must make its channels in the same order. `kind` is raised when a
+    rank cannot be reached, and on other ranks for an error that is not a `ShardwiseError`.
     """
 
     def __init__(self, kind: type[ShardwiseError] = ShardError) -> None:
@@ -98,15 +94,7 @@ Ranks = dist.ProcessGroup | DeviceMesh | Channel | None
 
 
 def gather_objects(value: T, *, group: Ranks = None) -> list[T]:
-    """The value of every rank, in the order of the group or mesh.
-
-    Args:
-        value: Picklable.
-        group: The ranks that take part; default: all.
-
-    Ranks:
-        Collective.
-    """
+    """The picklable value of every rank, in the order of the group or mesh; collective."""
     if isinstance(group, Channel):
         return group.all_gather(value)
     if not _is_distributed():
@@ -135,17 +123,9 @@ def is_first(mesh: DeviceMesh | None) -> bool:
 
 
 def on_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | DeviceMesh | None = None) -> T:
-    """Run `work` on rank 0 and return its result, or raise its error, on every rank.
+    """Run `work` on the first rank and return its result, or raise its error, on every rank.
 
-    Args:
-        work: Takes nothing; its result must be picklable.
-        group: The ranks that take part, of which the first does the work; default: all.
-
-    Returns:
-        What `work` returned. Ranks other than 0 hold a copy of it.
-
-    Ranks:
-        Collective. Nobody is left waiting for a rank 0 that has failed.
+    Collective: nobody is left waiting for a rank that has failed. The result must be picklable.
     """
     if not _is_distributed():
         return work()
@@ -171,19 +151,9 @@ def on_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | DeviceMesh
 
 
 def agree_on(value: str, what: str, *, fix: str = "", group: Ranks = None) -> None:
-    """Raise on every rank unless all hold the same `value`.
+    """Raise a ShardError on every rank unless all hold the same text, with the lines that differ from rank 0's.
 
-    Args:
-        value: Printable, so that the difference can be shown line by line.
-        what: What the value is, as in "the sharding plan".
-        fix: What the reader should do; the default says to make the ranks run the same code.
-        group: The ranks that take part; default: all.
-
-    Raises:
-        ShardError: With the ranks that differ from rank 0 and the lines in which they do.
-
-    Ranks:
-        Collective. One small all-gather when the ranks agree.
+    `what` says what it is, as in "the sharding plan". Collective: one small all-gather when the ranks agree.
     """
     digests = gather_objects(hashlib.sha256(value.encode()).hexdigest(), group=group)
     if len(set(digests)) == 1:
@@ -203,18 +173,10 @@ def agree_on(value: str, what: str, *, fix: str = "", group: Ranks = None) -> No
 def raise_together(
     error: BaseException | None, *, group: Ranks = None, kind: type[ShardwiseError] = ShardError
 ) -> None:
-    """Raise on every rank if any rank brings an error.
+    """Raise on every rank if any rank brings an error; collective, after local work that can fail.
 
-    A rank raises its own error where it has one; the others raise that of the first rank that has, under
-    its number.
-
-    Args:
-        error: What went wrong here, or None.
-        group: The ranks that take part; default: all.
-        kind: What the others raise for an error that is none of ours.
-
-    Ranks:
-        Collective. Call it after local work that can fail, before the next collective.
+    A rank raises its own error where it has one; the others that of the first rank that has, under its number, and as
+    `kind` where it is none of ours.
     """
 
     def work() -> None:
@@ -225,11 +187,7 @@ def raise_together(
 
 
 def run_on_all(work: Callable[[], T], group: Ranks = None, kind: type[ShardwiseError] = ShardError) -> T:
-    """Run `work` on every rank; if it fails on one, raise on all.
-
-    Ranks:
-        Collective. `work` must not communicate.
-    """
+    """Run `work`, which must not communicate, on every rank; if it fails on one, raise on all. Collective."""
     return run_and_gather(lambda: (work(), None), group, kind)[0]
 
 
@@ -238,16 +196,7 @@ def run_and_gather(
 ) -> tuple[T, list[S]]:
     """Run `work` on every rank; if it fails on one, raise on all. One exchange between the ranks instead of two.
 
-    Args:
-        work: Returns what this rank keeps, and a small value that all ranks get to know. Must not communicate.
-        group: The ranks that take part; default: all.
-        kind: What the others raise for an error that is none of ours.
-
-    Returns:
-        What this rank keeps, and every rank's value, by rank.
-
-    Ranks:
-        Collective.
+    `work` must not communicate. It returns what this rank keeps, and a small value that all ranks get to know.
     """
     try:
         kept, told = work()

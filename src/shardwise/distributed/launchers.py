@@ -46,14 +46,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
-    """Read the launcher's environment variables; a single process without a launcher.
-
-    Args:
-        environment: Default: this process's.
-
-    Raises:
-        EnvironmentProblem: The variables contradict each other or are not numbers.
-    """
+    """Read the launcher's environment variables; a single process without a launcher."""
     env = os.environ if environment is None else environment
     # Without srun a batch script also sees SLURM_NTASKS, but is one process: only a step has ranks.
     is_slurm_step = "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env

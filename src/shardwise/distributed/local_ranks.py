@@ -52,13 +52,7 @@ def run_rank(
 ) -> None:
     """The main function of every rank's process: call the target; send its result, or an error, to the launcher.
 
-    Args:
-        target: `module:function`.
-        args: Its arguments.
-        path: The caller's `sys.path`: a target in its own folder must be found by the ranks too.
-        stop_signals: Signals that ask the target to stop; none: it has no way to.
-        environment: What a launcher sets.
-        launcher: Where to send.
+    `path` is the caller's `sys.path`: a target in its own folder must be found by the ranks too.
     """
     import torch
 
@@ -96,7 +90,7 @@ def _listen(stop_signals: Sequence[str], launcher: connection.Connection) -> thr
     """
     request, finished = StopRequest(), threading.Event()
 
-    def hear(number: int, _frame: FrameType | None) -> None:
+    def on_signal(number: int, _frame: FrameType | None) -> None:
         request.ask(signal.Signals(number).name)
 
     def watch_launcher() -> None:
@@ -109,7 +103,7 @@ def _listen(stop_signals: Sequence[str], launcher: connection.Connection) -> thr
         os._exit(0 if finished.is_set() else 1)
 
     if stop_signals:
-        listen_until_exit(request, dict.fromkeys({*signal_numbers(stop_signals), signal.SIGINT}, hear))
+        listen_until_exit(request, dict.fromkeys({*signal_numbers(stop_signals), signal.SIGINT}, on_signal))
         launcher.send(("listening", None))
     threading.Thread(target=watch_launcher, name="shardwise-launcher-watch", daemon=True).start()
     return finished
@@ -231,11 +225,7 @@ class RankGroup:
         self._heard: dict[str, dict[int, Any]] = {}
 
     def run(self, job: Sequence[object], num_restarts: int) -> list[Any] | Cause:
-        """Start the ranks with the first arguments of `run_rank`, and wait until all have ended.
-
-        Returns:
-            What they returned, by rank; or why one ended without a result.
-        """
+        """Start the ranks with the first arguments of `run_rank`; their results, or why one ended without one."""
         from torch.distributed import TCPStore
 
         self._processes, self._heard = {}, {"listening": {}, "told": {}, "result": {}, "error": {}}
@@ -310,7 +300,7 @@ def start_local(
     stop_signals: Sequence[str] = (),
     tell: Callable[[str], None] | None = None,
 ) -> list[Any]:
-    """Run a function on `num_ranks` new local ranks and return what each returned.
+    """Run a function on `num_ranks` new local ranks and return what each returned, by rank.
 
     Args:
         target: `module:function`, importable in a new process.
@@ -320,17 +310,11 @@ def start_local(
             itself where to go on. An error that it raises would only be raised again, and ends the ranks.
         stop_signals: Signals that ask the target to stop, by `stop_requests`; it then returns in its own time, and
             a second Ctrl-C ends it at once. Without any, SIGINT and SIGTERM end the ranks.
-        tell: Hears in a line what died and what is done about it; the default prints it on stderr.
-
-    Returns:
-        The results, by rank. They travel by pickle.
+        tell: Receives a line on what died and what is done about it; the default prints it on stderr.
 
     Raises:
         Exception: What the first rank that failed raised, with its rank and traceback as a note.
         EnvironmentProblem: A rank died without raising anything, once more than `max_restarts` allows.
-
-    Ranks:
-        Call it from a process that is not a rank itself.
     """
     signal_numbers(stop_signals)  # refuse a wrong name first
     start_fork_server()  # imports torch while we do
@@ -361,14 +345,14 @@ def _signals_to(group: RankGroup, stop: StopRequest, stop_signals: Sequence[str]
     """Turn stop signals into a request; a second Ctrl-C and other signals end the ranks and this process."""
     asking = set(signal_numbers(stop_signals))
 
-    def hear(number: int, _frame: FrameType | None) -> None:
+    def on_signal(number: int, _frame: FrameType | None) -> None:
         if number in asking and not stop.record(number):
             return
         group.ending = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
     # Under nohup SIGHUP is ignored, and stays so.
     ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
-    with handlers(dict.fromkeys(ending | asking, hear)):
+    with handlers(dict.fromkeys(ending | asking, on_signal)):
         yield
 
 

@@ -28,12 +28,6 @@ def axis_names(mesh: DeviceMesh) -> dict[str, str]:
     """What each axis of `mesh` is for (one of `AXES`), and its own name; outermost first.
 
     Axes of one rank are left out, except those that shard and replicate. One axis without a name shards.
-
-    Raises:
-        PlanError: Axes that cannot be told apart, or none that shards.
-
-    Ranks:
-        Local. A mesh has the same axes on every rank.
     """
     if mesh.mesh_dim_names is None:
         if mesh.ndim == 1:
@@ -41,7 +35,7 @@ def axis_names(mesh: DeviceMesh) -> dict[str, str]:
         raise PlanError(
             f"the {mesh.ndim}-D mesh has no axis names",
             where="mesh",
-            why="what an axis is for is told by its name",
+            why="the name of an axis says what it is for",
             fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard")), or init_distributed(MeshConfig(...))',
         )
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
@@ -113,11 +107,7 @@ def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600
 
 
 def make_mesh(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> DeviceMesh:
-    """`init_distributed`, without making the mesh the default of later calls.
-
-    Ranks:
-        Collective.
-    """
+    """`init_distributed`, without making the mesh the default of later calls; collective."""
     config = config or MeshConfig()
     if dist.is_initialized():
         device_type = _device_of_group(config)
@@ -131,11 +121,7 @@ def make_mesh(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> 
 
 
 def mesh_of_sizes(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    """The mesh of all ranks with these axes.
-
-    Ranks:
-        Collective, the first time.
-    """
+    """The mesh of all ranks with these axes; collective, the first time."""
     key = (device_type, *sizes.items())
     return made_once(key, lambda: init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
 
@@ -159,11 +145,7 @@ def widest_mesh(tensors: Iterable[torch.Tensor], *meshes: DeviceMesh | None) -> 
 
 
 def default_mesh() -> DeviceMesh:
-    """The mesh of the last `init_distributed`; else all ranks of the process group; else a new single rank.
-
-    Ranks:
-        Collective, the first time.
-    """
+    """The mesh of the last `init_distributed`; else of all ranks, or a new single one. Collective, the first time."""
     return latest_mesh() or init_distributed()
 
 
@@ -200,11 +182,7 @@ def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def fsdp_mesh(mesh: DeviceMesh, shard_axes: Iterable[str] = SHARD_AXES) -> DeviceMesh:
-    """The mesh for `fully_shard`: the replicate axis where there is one, and `shard_axes` flattened into one.
-
-    Ranks:
-        Collective, the first time that axes are flattened: that makes a process group.
-    """
+    """The mesh for `fully_shard`: the replicate axis, if any, and `shard_axes` flattened into one; collective, once."""
     sharded = _present(sub_mesh(mesh, shard_axes))
     replicated = sub_mesh(mesh, ("replicate",))
     if sharded.ndim == 1:
@@ -233,11 +211,7 @@ def _index(mesh: DeviceMesh, name: str) -> int:
 
 
 def ranks_per_machine() -> int | None:
-    """Number of ranks on each machine; None where it differs, or ranks of a machine are not consecutive.
-
-    Ranks:
-        Collective, over all ranks.
-    """
+    """Ranks on each machine; None where it differs, or they are not consecutive. Collective, over all ranks."""
     launch = read_launch()
     is_launched = launch.world_size == dist.get_world_size()
     # The first rank of this machine, as its launcher counts; without a launcher, its host.
@@ -247,11 +221,7 @@ def ranks_per_machine() -> int | None:
 
 
 def shutdown() -> None:
-    """Leave the process group and forget the mesh; nothing happens where there is none.
-
-    Ranks:
-        Collective. The last thing a script does.
-    """
+    """Leave the process group and forget the mesh, where there is one; collective, the last thing a script does."""
     forget_meshes()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -337,14 +307,7 @@ def _device_index(launch: Launch, num_devices: int) -> int:
 
 
 def refuse_shared_cards(cards: list[str]) -> None:
-    """Raise if two ranks name the same card; NCCL would hang or fail without saying so.
-
-    Args:
-        cards: What each rank drives, by rank.
-
-    Ranks:
-        Local, on what all ranks know: every rank raises the same.
-    """
+    """Raise if two ranks name the same card; NCCL would hang or fail without saying so."""
     for card in dict.fromkeys(cards):
         ranks = [rank for rank, other in enumerate(cards) if other == card]
         if len(ranks) > 1:
@@ -366,10 +329,10 @@ def _meshes() -> dict[object, DeviceMesh]:
 
 
 def latest_mesh() -> DeviceMesh | None:
-    """The mesh of the last `init_distributed`, unless its process group is gone or was made anew."""
+    """The mesh of the last `init_distributed`, unless its process group is gone, or is a new one."""
     return _meshes().get(_LATEST)
 
 
 def forget_meshes() -> None:
-    """Make the next mesh anew; there is no default until then."""
+    """Forget all meshes: the next one is made again, and there is no default until then."""
     _MESHES.clear()

@@ -49,13 +49,8 @@ def stop_requests(signals: Sequence[str] = STOP_SIGNALS) -> Iterator[StopRequest
 
     The first signal only sets the request. Ctrl-C (SIGINT) a second time raises KeyboardInterrupt at once.
     Inside another such block the same request is returned, and only the outer one gives the signals back. In
-    a thread that is not the main one no handler can be set: the request is then never asked by a signal.
-
-    Args:
-        signals: Their names.
-
-    Ranks:
-        Local. A launcher may signal some ranks only; let all ranks agree before one of them stops.
+    a thread that is not the main one no handler can be set. A launcher may signal some ranks only; let all ranks agree
+    before one of them stops.
     """
     global _current
     if _current is not None:
@@ -63,11 +58,11 @@ def stop_requests(signals: Sequence[str] = STOP_SIGNALS) -> Iterator[StopRequest
         return
     request = StopRequest()
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         if request.record(number):
             signal.default_int_handler(number, frame)
 
-    with handlers(dict.fromkeys(signal_numbers(signals), hear)):
+    with handlers(dict.fromkeys(signal_numbers(signals), on_signal)):
         _current = request
         try:
             yield request
@@ -84,11 +79,7 @@ def listen_until_exit(request: StopRequest, wanted: Mapping[signal.Signals, Any]
 
 
 def signal_numbers(names: Sequence[str]) -> list[signal.Signals]:
-    """Signals by name.
-
-    Raises:
-        ConfigError: There is no such signal here, or it cannot be handled.
-    """
+    """Signals by name; a ConfigError for one that does not exist here, or cannot be handled."""
     numbers: list[signal.Signals] = []
     for name in names:
         number = signal.Signals.__members__.get(name)

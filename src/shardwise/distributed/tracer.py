@@ -153,9 +153,7 @@ class PeerView:
                 "sharding, on every rank; or run it there on dummy inputs and add 0 * output.sum() to the loss"
             )
         if len(collectives) < len(ranks_at) and CollectiveKind.REDUCE_SCATTER not in kinds:
-            return (
-                "step an optimizer on all ranks or on none: what one rank finds (NaN, no data) all must hear of first"
-            )
+            return "step an optimizer on all ranks or on none: let all ranks know first what one finds (NaN, no data)"
         if is_forward:
             return "call the model equally often on every rank: `lockstep(loader)` where loaders differ in length"
         return (

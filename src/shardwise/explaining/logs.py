@@ -196,14 +196,7 @@ class Raised:
 
 
 def read_tracebacks(lines: list[Line]) -> tuple[list[list[Raised]], set[int]]:
-    """Find the tracebacks in one speaker's lines.
-
-    Args:
-        lines: Of one rank or process; other output may stand between them.
-
-    Returns:
-        Chains of exceptions, and the numbers of the lines of frames and source, which say nothing themselves.
-    """
+    """The chains of exceptions in one speaker's lines, and the numbers of the lines of frames and source."""
     chains: list[list[Raised]] = []
     quoted: set[int] = set()
     opened: Raised | None = None

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.fsdp import *  # noqa: F403
 
-    from shardwise.checkpointing.flat.flat_recording import record_flat_params as record_flat_params
+    from shardwise.checkpointing.formats.fsdp1 import record_flat_params as record_flat_params
     from shardwise.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel as FullyShardedDataParallel
     from shardwise.fsdp1.units import FlatParameter as FlatParameter
 
 _OURS = {
     "FlatParameter": "shardwise.fsdp1.units",
     "FullyShardedDataParallel": "shardwise.fsdp1.fully_sharded_data_parallel",
-    "record_flat_params": "shardwise.checkpointing.flat.flat_recording",
+    "record_flat_params": "shardwise.checkpointing.formats.fsdp1",
 }
 _TORCHS = (
     "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "FSDPModule", "FullOptimStateDictConfig",

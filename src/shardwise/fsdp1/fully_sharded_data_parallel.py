@@ -15,8 +15,8 @@ from shardwise import compat
 from shardwise.fsdp1 import api, initialising, settings
 from shardwise.fsdp1 import units as fsdp1_units
 from shardwise.fsdp1.api import *  # noqa: F403  # scripts import FSDP1's settings from this module too
-from shardwise.fsdp1.optimizer_state_dicts import OptimizerStates
 from shardwise.fsdp1.settings import warn_once
+from shardwise.fsdp1.state_dicts import OptimizerStates
 from shardwise.fsdp1.units import PREFIX, Unit, WrongArgument, WrongUse, outer_units, refuse_while_running, units_in
 from shardwise.planning.plan import Plan
 from shardwise.sharding.full_params import find_slots, full_params, reshard

@@ -33,14 +33,8 @@ def find_mesh(
 ) -> DeviceMesh:
     """The mesh of a unit: `(shard)`, or `(replicate, shard)` for the hybrid strategies and NO_SHARD.
 
-    A `process_group` may be FSDP1's pair of the group that shards and the one that replicates.
-
-    Raises:
-        ConfigError: The strategy and the groups contradict each other.
-        PlanError: An axis of tensor parallelism or its like has more than one rank.
-
-    Ranks:
-        Collective the first time a set of groups is seen.
+    A `process_group` may be FSDP1's pair of the group that shards and the one that replicates. Collective the first
+    time a set of groups is seen.
     """
 
     def refused(what: str, why: str, fix: str) -> WrongArgument:

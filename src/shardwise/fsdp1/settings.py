@@ -114,11 +114,7 @@ def find_ignored(
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
     nested: Iterable[Any],
 ) -> Ignored:
-    """Every module and parameter to be ignored, given as modules with all they hold, or as parameters.
-
-    Raises:
-        ConfigError: Both arguments are given, or one holds a unit or what is neither a module nor a parameter.
-    """
+    """Every module and parameter to be ignored, given as modules with all they hold, or as parameters."""
 
     def refused(what: str, why: str, fix: str) -> WrongArgument:
         where = "FullyShardedDataParallel(ignored_modules=, ignored_states=)"
@@ -152,9 +148,6 @@ def auto_wrap(root: nn.Module, policy: Any, ignored: Ignored, arguments: dict[st
     """Wrap the modules below `root` that the policy chooses, each with the root's arguments or its own.
 
     The policy is a `ModuleWrapPolicy`, a `CustomPolicy`, or a function of `module`, `recurse`, `nonwrapped_numel`.
-
-    Raises:
-        ShardError: A part of the model is wrapped already.
     """
     for name, module in root.named_modules():
         if isinstance(module, unit_class):

@@ -38,7 +38,7 @@ class Unit(nn.Module):
     mixed_precision: fsdp.MixedPrecision
     cpu_offload: fsdp.CPUOffload
     is_summoned: bool
-    """Whole parameters stand in it now."""
+    """It holds whole parameters now (`summon_full_params`)."""
     has_comm_hook: bool
     is_full_precision: bool
     """Computes in the dtype of its shards now: `FSDP_USE_FULL_PREC_IN_EVAL`."""

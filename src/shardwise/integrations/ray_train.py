@@ -54,7 +54,7 @@ def train_on_ray(
         report_every: Steps between reports to Ray; each makes all workers wait for each other.
         name: Of the run, in Ray.
         storage_path: Where Ray keeps its own records of the run.
-        callbacks: Ray's, which hear of reports and failures.
+        callbacks: Ray's, which receive reports and failures.
 
     Returns:
         What the run did, as `fit` says it; `stopped` says whether it has steps left.

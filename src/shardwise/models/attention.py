@@ -20,12 +20,8 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype, query_positions: Ten
     """Which positions each query sees: those of its own document up to itself.
 
     On GPUs it is a `BlockMask`, whose memory grows with the number of blocks of 128 x 128 positions. Elsewhere it is a
-    dense tensor to add to the scores: flex_attention has no backward on CPUs.
-
-    Args:
-        document_ids: The document of each position of the sequence (batch, length).
-        dtype: Of the scores.
-        query_positions: Positions of the queries, where a rank has a part of the sequence only (context parallelism).
+    dense tensor to add to the scores: flex_attention has no backward on CPUs. `query_positions` are those of the
+    queries where a rank has a part of the sequence only (context parallelism).
     """
     length = document_ids.shape[1]
     keys = torch.arange(length, device=document_ids.device)

@@ -69,17 +69,9 @@ def max_length(model: nn.Module) -> int | None:
 
 
 def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int = 2, sequence_length: int = 16) -> Any:
-    """Random tokens or pixels for `model`, as a dict of keyword arguments, or a tensor where it takes `tokens`.
+    """Random tokens or pixels for `model`, as keyword arguments, or a tensor where it takes `tokens`.
 
-    Args:
-        model: A reference or Hugging Face model; anything whose forward takes `tokens`, `input_ids` or
-            `pixel_values`.
-        generator: Of this rank; equal generators make equal batches.
-        batch_size: Sequences or images.
-        sequence_length: Tokens in a sequence.
-
-    Raises:
-        ConfigError: What the model wants is not one of these.
+    It is a ConfigError if the model's forward takes neither `tokens` nor `input_ids` nor `pixel_values`.
     """
     names = list(inspect.signature(model.forward).parameters)
     shape = (batch_size, sequence_length)

@@ -17,18 +17,10 @@ _INIT_STD = 0.02
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each group of rows with its own matrix, as `F.linear` does with one.
+    """Multiply each group of rows (rows, in) with its own matrix (groups, out, in), as `F.linear` does with one.
 
     torch's grouped product runs in bfloat16; other dtypes, and rows that are no multiple of 16 bytes, take a loop over
-    the groups, which copies `ends` to the host.
-
-    Args:
-        rows: (rows, in), sorted by group.
-        weight: (groups, out, in).
-        ends: (groups,) int32, the end of each group. Groups may be empty.
-
-    Returns:
-        (rows, out).
+    the groups, which copies `ends` (int32, where each group ends) to the host.
     """
     aligned = all(size * rows.element_size() % _ALIGNMENT_BYTES == 0 for size in weight.shape[1:])
     if rows.dtype == weight.dtype == torch.bfloat16 and aligned:
@@ -89,12 +81,7 @@ def count_tokens(index: Tensor, num_experts: int) -> Tensor:
 
 
 class SortedByExpert:
-    """The order in which chosen (token, expert) pairs lie when they are sorted by expert.
-
-    Args:
-        index: (tokens, k), the experts of each token.
-        num_experts: Of the layer.
-    """
+    """The order in which chosen (token, expert) pairs, given as (tokens, k) experts, lie when sorted by expert."""
 
     def __init__(self, index: Tensor, num_experts: int) -> None:
         self.k = index.shape[1]
@@ -146,13 +133,7 @@ class _Sum(torch.autograd.Function):
 
 
 class GroupedExperts(nn.Module):
-    """SwiGLU experts, by the names that transformers gives their stacked parameters.
-
-    Args:
-        num_experts: Of the layer.
-        hidden_size: Width of a token.
-        intermediate_size: Width inside an expert.
-    """
+    """SwiGLU experts, by the names that transformers gives their stacked parameters."""
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -167,13 +148,7 @@ class GroupedExperts(nn.Module):
         nn.init.normal_(self.down_proj, std=_INIT_STD)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum of the chosen experts' outputs.
-
-        Args:
-            hidden_states: (tokens, hidden).
-            top_k_index: (tokens, k), which experts.
-            top_k_weights: (tokens, k), how much of each.
-        """
+        """The weighted sum (tokens, hidden) of the outputs of the experts chosen for each token (tokens, k)."""
         pairs = SortedByExpert(top_k_index, self.num_experts)
         gate, up = grouped_linear(pairs.rows(hidden_states), self.gate_up_proj, pairs.ends).chunk(2, -1)
         weights = top_k_weights.flatten().gather(0, pairs.order).unsqueeze(-1).to(hidden_states.dtype)

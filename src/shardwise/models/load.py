@@ -90,11 +90,7 @@ def is_callable_name(name: str) -> bool:
 
 
 def find_callable(name: str) -> Callable[..., Any]:
-    """The object that `module:callable` names.
-
-    Raises:
-        ConfigError: The module cannot be imported, or has no such callable.
-    """
+    """The object that `module:callable` names; a ConfigError if there is none."""
     module_name, _, attribute = name.partition(":")
     try:
         found: Any = importlib.import_module(module_name)

@@ -93,11 +93,8 @@ class ExpertBias:
     """Balances the load of experts without a loss: a bias that only counts when experts are chosen.
 
     After each optimizer step the bias of an expert that got fewer tokens than the mean goes up by `bias_rate`, that of
-    one with more goes down. The biases are buffers: every rank holds them, and checkpoints do.
-
-    Args:
-        model: With `RoutedFeedForward` layers of a config with a `bias_rate`; of others nothing is changed.
-        groups: The ranks with tokens of their own, one process group for each mesh axis.
+    one with more goes down. The biases are buffers: every rank holds them, and checkpoints do. `groups` are the ranks
+    with tokens of their own, one process group for each mesh axis.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[dist.ProcessGroup] = ()) -> None:
@@ -106,11 +103,7 @@ class ExpertBias:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the biases by the tokens that were counted since the last time.
-
-        Ranks:
-            Collective. One all-reduce for each group, and none where no layer has a bias.
-        """
+        """Move the biases by the tokens that were counted since the last time; collective where a layer has a bias."""
         if not self.layers:
             return
         counts = torch.stack([layer.token_counts for layer in self.layers])
@@ -184,13 +177,7 @@ class Moe(Llama):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Tokens (batch, length) to logits (batch, length, vocabulary); see `Llama.forward`.
 
-        Args:
-            input_ids: The tokens.
-            position_ids: Of each token in its document.
-            document_ids: Which document each token belongs to.
-            query_positions: Where `input_ids` lie in the sequence, with context parallelism.
-            with_balance: Return the balance too: 1 where experts share the tokens evenly, the number of experts where
-                one has them all.
+        The balance comes too `with_balance`: 1 where experts share tokens evenly, their number where one has them all.
         """
         hidden, balance = self.model(input_ids, position_ids, document_ids, query_positions)
         logits = self.lm_head(hidden)
@@ -198,14 +185,7 @@ class Moe(Llama):
 
 
 def next_token_and_balance(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Loss of the next tokens with one hundredth of the balance: `training.objective` of a run that uses all experts.
-
-    Returns:
-        The loss summed over the tokens that are learnt, and their number.
-
-    Ranks:
-        Collective when the model is sharded.
-    """
+    """Loss of the next tokens with one hundredth of the balance, and their number: a `training.objective`."""
     inputs = {name: batch[name] for name in ("input_ids", "position_ids", "document_ids") if name in batch}
     logits, balance = model(**inputs, with_balance=True)
     labels = batch["labels"].flatten()

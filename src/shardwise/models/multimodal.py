@@ -243,12 +243,8 @@ class MixedDecoder(nn.Module):
     ) -> tuple[Tensor, Cache | None]:
         """Vectors (batch, length, hidden) to hidden states; a cache only in evaluation mode.
 
-        Args:
-            x: Text, pictures, or both.
-            positions: Of each vector (length). It sees those at its own position and before it: the parts of a picture
-                share one and see each other, words have one each.
-            num_generated: Number of vectors at the end that belong to a picture being made.
-            cache: Keys and values of an earlier call, which this one continues.
+        A vector sees those at its own position and before it: the parts of a picture share one and see each other,
+        words have one each. The last `num_generated` belong to a picture being made.
         """
         rotary = self.rotary_emb(x.shape[1], positions[None])
         # Each new vector sees all cached ones, and none at a later position.
@@ -351,14 +347,9 @@ class Multimodal(nn.Module):
         noise: Tensor | None = None,
         times: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Loss of the text's next words after a picture, and of the noise in the latents of another.
+        """Loss of the text's next words after a picture, and of the noise in the latents of another, to be drawn.
 
-        Args:
-            input_ids: The text (batch, length).
-            pixel_values: The picture that is seen (batch, colours, height, width).
-            target_pixels: The picture to draw, of the same size.
-            noise: For the latents (batch, vectors, latent size); drawn here when absent.
-            times: How noisy they are, from 0 (not) to 1 (nothing else) (batch); drawn here when absent.
+        `noise` and `times` (how noisy the latents are, from 0 to 1) are drawn here when absent.
         """
         with torch.no_grad():
             encoded = self.vae_model.encode(target_pixels)
@@ -416,11 +407,7 @@ class Multimodal(nn.Module):
         num_steps: int = 10,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draw a picture for a text (batch, length), perhaps after seeing one; (batch, colours, height, width).
-
-        Ranks:
-            Collective when the model is sharded: the same number of steps on every rank, each for its own text.
-        """
+        """Draw a picture for a text (batch, length), perhaps after seeing one; collective when the model is sharded."""
         context = None if pixel_values is None else self.forward_cache_update_vit(pixel_values)
         context = self.forward_cache_update_text(input_ids, context)
         shape = (len(input_ids), self.config.latent_grid**2, self.config.latent_size)

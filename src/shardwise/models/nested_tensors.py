@@ -138,12 +138,9 @@ def cast_buffers(
     cast: dict[int, tuple[torch.Tensor, torch.Tensor]],
     names: Container[str] | None = None,
 ) -> dict[str, torch.dtype]:
-    """Cast a module's own floating-point buffers, those in `names` or all; not those of its children.
+    """Cast a module's own floating-point buffers, those in `names` or all; return the dtypes that they had before.
 
     `cast` holds before and after, by the id before; the calls for one model share it, so that tied buffers stay tied.
-
-    Returns:
-        The dtype that each buffer which was cast had before.
     """
     before: dict[str, torch.dtype] = {}
     for name, buffer in owner._buffers.items():
@@ -171,10 +168,8 @@ def find_tensors(value: Any, objects: int = 0) -> list[torch.Tensor]:
 class _Walk:
     """One walk over a structure; remembers what it has met, by identity.
 
-    Args:
-        change: Gives the tensor that takes a tensor's place.
-        objects: How many plain objects deep it looks; -1 for any depth.
-        copies: Copy what holds a tensor before looking into it, so that cycles lead to the copy.
+    It looks `objects` plain objects deep, -1 for any depth. With `copies` it copies what holds a tensor before looking
+    into it, so that cycles lead to the copy.
     """
 
     def __init__(self, change: Change, objects: int = -1, copies: bool = False) -> None:

@@ -51,10 +51,7 @@ class CaptionedShapes:
 
 
 def captioned_shapes(config: Any = None, *, image_size: int = 16, num_samples: int = _NUM_SAMPLES) -> CaptionedShapes:
-    """What `data.source: shardwise.models.pictures:captioned_shapes` means; an image size of 16 fits multimodal-debug.
-
-    None of the run's `data` settings is needed.
-    """
+    """What `data.source: shardwise.models.pictures:captioned_shapes` means; size 16 fits multimodal-debug."""
     return CaptionedShapes(image_size, num_samples)
 
 

@@ -1,29 +1,32 @@
-"""What people see in a terminal: progress bars and errors, drawn by rich on the caller's Console."""
+"""What people see in a terminal, drawn by rich on the caller's Console: progress, errors, `doctor`, `migrate`."""
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich import progress as bars
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from shardwise.errors import ShardwiseError
-from shardwise.units import format_bytes
+from shardwise.findings import Status
+from shardwise.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from shardwise.diagnosing.environment import Environment, Measured
+    from shardwise.fsdp1.codemod.migrate import MigratedFile, Migration
 
 _ROWS = ("where", "why", "fix")
 _PLAIN_LINES = 10
 
 
 class TerminalProgress:
-    """One bar in a terminal; in a file or pipe, about ten lines that say the same.
-
-    Args:
-        console: Where to draw.
-        in_bytes: The steps are bytes: show them as such, and how many a second.
-    """
+    """One bar in a terminal; in a file or pipe, about ten lines that say the same."""
 
     def __init__(self, console: Console, *, in_bytes: bool = False) -> None:
         self._console, self._in_bytes = console, in_bytes
@@ -94,3 +97,83 @@ def print_error(console: Console, error: ShardwiseError) -> None:
             text.append(f"\n  {name + ':':<6} ", style="bold green" if name == "fix" else "bold")
             text.append(row.replace("\n", "\n" + " " * 9))
     console.print(text, soft_wrap=True)
+
+
+def print_examination(console: Console, environment: Environment, rows: list[Measured], num_ranks: int) -> None:
+    """Print everything that was found."""
+    for subject, facts in environment.facts.items():
+        if facts:
+            console.print(Text(subject, style="bold"))
+        for name, value in facts.items():
+            shown = format_bytes(value) if name.endswith("_bytes") else value
+            console.print(Text(f"  {name.removesuffix('_bytes').replace('_', ' ')}: {shown}"), soft_wrap=True)
+    if rows:
+        console.print(_bandwidths(rows, num_ranks))
+    for finding in environment.findings:
+        style = {"error": "bold red", "warning": "yellow"}.get(finding.severity.value, "dim")
+        console.print(Text(str(finding), style=style), soft_wrap=True)
+    if not environment.findings:
+        console.print(Text("nothing wrong was found", style="green"))
+
+
+def _bandwidths(rows: list[Measured], num_ranks: int) -> Table:
+    table = Table(title=f"collectives between {num_ranks} local ranks: time, and bytes of the result a second")
+    table.add_column("size", justify="right")
+    names = list(dict.fromkeys(row.collective for row in rows))
+    for name in names:
+        table.add_column(name, justify="right")
+    for size in dict.fromkeys(row.num_bytes for row in rows):
+        cells = {row.collective: row for row in rows if row.num_bytes == size}
+        shown = [
+            f"{format_seconds(cells[name].seconds)}, {format_bytes(cells[name].bytes_per_second)}/s"
+            if name in cells
+            else ""
+            for name in names
+        ]
+        table.add_row(format_bytes(size), *shown)
+    return table
+
+
+_HEADINGS = {
+    Status.REWRITTEN: ("rewritten", "green"),
+    Status.NEEDS_DECISION: ("needs a decision", "yellow"),
+    Status.REPORTED: ("worth knowing", "cyan"),
+}
+
+
+def print_migration(console: Console, migration: Migration, *, written: bool) -> None:
+    """Print the difference of each file, unless the files on disk have been changed, and the report."""
+    if not written:
+        for file in migration.files:
+            if file.changed:
+                console.print(diff_text(file), soft_wrap=True, highlight=False)
+    for status, (heading, colour) in _HEADINGS.items():
+        found = [finding for finding in migration.findings if finding.status is status]
+        if not found:
+            continue
+        console.print(Text(f"{heading} ({len(found)})", style=f"bold {colour}"))
+        for finding in found:
+            line = Text(f"  {finding.path}:{finding.line} ")
+            line.append(finding.code, style=f"bold {colour}").append(f" {finding.message}")
+            if finding.fix:
+                line.append("\n    fix: ", style="bold green").append(finding.fix)
+            console.print(line, soft_wrap=True, highlight=False)
+    summary, verb = migration.summary, "changed" if written else "would change"
+    line = f"{summary['files_read']} files read; nothing of FSDP1 in them"
+    if migration.files:
+        line = f"{summary['constructors_rewritten']} of {summary['constructors']} FSDP(...) calls rewritten; "
+        line += f"{summary['files_changed']} of {summary['files_read']} files {verb}; "
+        line += f"{summary['needs-decision']} places need a decision"
+        line += "" if written or not summary["files_changed"] else "; --write changes them"
+    console.print(line, soft_wrap=True, highlight=False)
+
+
+def diff_text(file: MigratedFile) -> Text:
+    """The unified difference of one file, coloured."""
+    before, after = file.before.splitlines(keepends=True), file.output.splitlines(keepends=True)
+    out = Text()
+    for line in difflib.unified_diff(before, after, file.path, file.path):
+        style = {"+": "green", "-": "red", "@": "cyan"}.get(line[0], "")
+        style = "bold" if line.startswith(("+++", "---")) else style
+        out.append(line if line.endswith("\n") else line + "\n\\ no newline at the end\n", style=style)
+    return out

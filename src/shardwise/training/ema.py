@@ -54,7 +54,7 @@ class EMA:
         """Move the average towards the parameters; call it after `optimizer.step()`.
 
         Raises:
-            ShardError: The average stands in the model now (`swap`), or parameters have come or gone.
+            ShardError: The average is swapped into the model now, or parameters have come or gone.
         """
         self._refuse_if_swapped("update")
         decay = self.decay(self.num_updates) if callable(self.decay) else self.decay
@@ -82,7 +82,7 @@ class EMA:
         For evaluation and saving, not for training: what the block changes in the parameters is dropped.
 
         Raises:
-            ShardError: The average stands in the model already, or parameters have come or gone.
+            ShardError: The average is swapped into the model already, or parameters have come or gone.
         """
         self._refuse_if_swapped("swap")
         pairs = self._pairs()
@@ -143,7 +143,7 @@ class EMA:
     def _refuse_if_swapped(self, method: str) -> None:
         if self._is_swapped:
             raise ShardError(
-                f"EMA.{method} was called while the average stands in the model",
+                f"EMA.{method} was called while the average is swapped into the model",
                 where="with ema.swap(): ...",
                 why="the parameters there are the average itself",
                 fix=f"call {method} outside the block",

@@ -40,10 +40,7 @@ from shardwise.training.step import accumulate, clip_grad_norm_, clipping_factor
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Exclude existing objects from garbage collection inside the block; new ones are collected as usual.
-
-    A full collection takes longer than a short step, and makes the other ranks wait.
-    """
+    """Exclude existing objects from garbage collection inside the block: a full one takes longer than a short step."""
     gc.collect(1)  # young objects only: a full collection would delay the first step by a tenth of a second
     gc.freeze()
     try:
@@ -56,11 +53,7 @@ def gc_frozen() -> Iterator[None]:
 def profiled(
     config: MetricsConfig, folder: Path, *, rank: int = 0, steps_done: int = 0
 ) -> Iterator[Callable[[], None]]:
-    """Profile the configured steps on rank 0 into `profile/rank0.json`, a trace for Perfetto or Chrome.
-
-    Yields:
-        A function to call after each step.
-    """
+    """Profile the configured steps on rank 0 into `profile/rank0.json`; yields a function to call after each step."""
     first, last = config.profile_step or 0, (config.profile_step or 0) + max(1, config.profile_steps) - 1
     if rank != 0 or config.profile_step is None or last <= steps_done:
         yield lambda: None
@@ -123,14 +116,7 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 def evaluate(run: TrainingRun) -> float | None:
-    """Record the mean loss per token on the held-out data, of the averaged weights if there are any.
-
-    Returns:
-        The loss, the same on every rank: NaN without tokens, None without held-out data.
-
-    Ranks:
-        Collective.
-    """
+    """Record the mean loss per token on the held-out data, if there is any, of the averaged weights; collective."""
     if run.evaluation is None:
         return None
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
@@ -154,15 +140,9 @@ def evaluate(run: TrainingRun) -> float | None:
 
 
 def export(run: TrainingRun) -> Path:
-    """Write the weights as safetensors into the run's folder, with the model's config and the tokenizer beside them.
+    """Write the weights into the run's folder, with the model's config and the tokenizer beside them; collective.
 
-    Of a run with `lora` it is a folder of peft's, with the adapters.
-
-    Raises:
-        CheckpointError: The folder cannot be written; the same on every rank.
-
-    Ranks:
-        Collective.
+    They are a folder of safetensors; of a run with `lora`, of peft's with the adapters.
     """
     folder, tokenizer = run.folder / "export", run.config.data.tokenizer
     save_weights(run.model, folder, "safetensors" if run.config.lora is None else "peft", overwrite=True)
@@ -189,14 +169,7 @@ def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
 
 
 def rewind(run: TrainingRun, bad_step: int) -> None:
-    """Load the last checkpoint, and skip the batch of the bad step from now on.
-
-    Raises:
-        TrainingError: There is none.
-
-    Ranks:
-        Collective.
-    """
+    """Load the last checkpoint, and skip the batch of the bad step from now on; collective."""
     found = run.checkpoints.newest()
     if found is None:
         raise TrainingError(
@@ -215,11 +188,7 @@ def rewind(run: TrainingRun, bad_step: int) -> None:
 
 
 def finish(run: TrainingRun, stop: StopRequest) -> Training:
-    """Evaluate, save, sample and export at the end of a run; only save if it was stopped early.
-
-    Ranks:
-        Collective.
-    """
+    """Evaluate, save, sample and export at the end of a run; only save if it was stopped early. Collective."""
     stopped = sample = exported = metric = None
     if run.step < run.config.training.steps:
         stopped = next((why for why in gather_objects(stop.why) if why), "stopped")  # of the first rank that was asked
@@ -255,11 +224,7 @@ def finish(run: TrainingRun, stop: StopRequest) -> Training:
 
 
 def generate_sample(run: TrainingRun) -> str | None:
-    """The model's continuation of `training.sample`; None without a prompt, or if the model does not produce text.
-
-    Ranks:
-        Collective. The same text on every rank.
-    """
+    """The model's continuation of `training.sample`, if there is one and the model produces text; collective."""
     text, tokenizer = run.config.training.sample, run.loader.tokenizer
     if text is None or tokenizer is None or run.pipeline is not None:  # no rank runs all stages
         return None
@@ -312,11 +277,7 @@ def fit(
 
 
 def train(run: TrainingRun, stop: StopRequest) -> None:
-    """Make optimizer steps until the last one, or until any rank is asked to stop.
-
-    Ranks:
-        Collective.
-    """
+    """Make optimizer steps until the last one, or until any rank is asked to stop; collective."""
     with profiled(run.config.metrics, run.folder, rank=run.mesh.get_rank(), steps_done=run.step) as step_done:
         while (bad_step := _train_until_bad(run, stop, step_done)) is not None:
             rewind(run, bad_step)

@@ -95,23 +95,11 @@ FILE_NAME = "metrics.jsonl"
 
 
 class Metrics:
-    """Writes records to `metrics.jsonl` in the run's folder, and to the trackers that the config names.
+    """Writes records to `metrics.jsonl` in the run's folder, and to the trackers that the config names; on rank 0.
 
     NaN and infinity become the strings `nan`, `inf` and `-inf`, which JSON has no numbers for and `float()` reads.
-
-    Args:
-        folder: Of the run; made if it is absent.
-        config: Which trackers, how often.
-        rank: Of this process; rank 0 writes, the others do nothing.
-        steps_done: Where the run goes on; later records, left by a run that came further before it was stopped, are
-            dropped. 0 begins a new file.
-
-    Raises:
-        ConfigError: The folder cannot be written.
-        EnvironmentProblem: A tracker is not installed.
-
-    Ranks:
-        The constructor is collective, so that all raise the same error. The rest is local.
+    Records after `steps_done`, left by a run that came further before it was stopped, are dropped. The constructor is
+    collective, so that all ranks raise the same error.
     """
 
     def __init__(self, folder: str | Path, config: MetricsConfig, rank: int, *, steps_done: int = 0) -> None:
@@ -220,15 +208,10 @@ class StepReading:
 
 
 class StepMetrics:
-    """Adds up tokens and losses over ranks, in two all-reduces of a number a step.
+    """Adds up tokens and losses over ranks, in two all-reduces of a number a step (`count` and `mean`).
 
     The sums stay on the device. From an accelerator, copies travel to the host meanwhile and are read a step later.
-
-    Args:
-        mesh: Of all ranks. Ranks that share a layer's matrices share their batch: it counts once.
-
-    Ranks:
-        `count` and `mean` are collective, the rest is local.
+    Ranks that share a layer's matrices share their batch, which counts once.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -254,14 +237,7 @@ class StepMetrics:
         self._start = time.perf_counter()
 
     def add(self, step: int, loss: Tensor, grad_norm: Tensor, **others: Any) -> list[StepReading]:
-        """Start copying the numbers of a step to the host; return those that have arrived.
-
-        Args:
-            step: Which, from 1. On the CPU its numbers come at once, else with the next step.
-            loss: From `mean`.
-            grad_norm: The same on every rank.
-            **others: Further values of its record.
-        """
+        """Start copying the numbers of a step to the host; return those that have arrived: on the CPU at once."""
         readings = self.flush()
         row = torch.stack([number.detach().to(self._tokens) for number in (loss, grad_norm, self._tokens)])
         if row.device.type == "cpu":
@@ -362,15 +338,7 @@ _SMOOTHING = 0.9
 
 
 class StepLogger:
-    """Writes the numbers of each step to the metrics and the progress bar.
-
-    Args:
-        model: For the FLOPs of a token.
-        metrics: Gets a record of each step that is due.
-        progress: Is moved with every step.
-        config: The run.
-        device: Device whose memory and speed are reported.
-    """
+    """Writes the numbers of each step to the metrics and the progress bar."""
 
     def __init__(
         self, model: nn.Module, metrics: Metrics, progress: Progress, *, config: RunConfig, device: torch.device

@@ -45,9 +45,6 @@ class Microbatches:
         record: File that keeps the size to start with after a restart.
         report: Called on rank 0 with a message when less memory is used.
         activations: What blocks keep for backward, where memory decides about it.
-
-    Ranks:
-        The constructor and `run` are collective.
     """
 
     def __init__(
@@ -80,21 +77,8 @@ class Microbatches:
     def run(self, work: Callable[[list[Batch]], T], batch: Batch) -> T:
         """Run forward and backward over the micro-batches of a batch, halving their size until it fits.
 
-        Gradients, random numbers and buffers are restored after an attempt that failed.
-
-        Args:
-            work: Runs forward and backward for all micro-batches. There must be no gradients before it.
-            batch: This rank's batch.
-
-        Returns:
-            What `work` returned.
-
-        Raises:
-            TrainingError: A single row does not fit, on all ranks; or this rank ran out of memory after the first
-                steps, on this rank alone.
-
-        Ranks:
-            Collective. The first three calls run the step once more, without communication.
+        The first three calls run the step once more, without communication. Gradients, random numbers and buffers are
+        restored after an attempt that failed. Collective.
         """
         self._num_runs += 1
         if self._trials_left:

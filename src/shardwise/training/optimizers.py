@@ -37,21 +37,11 @@ def map_unsharded_matrices(
     dtype: torch.dtype,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Apply `work` to whole matrices, of which each rank brings and gets its own part.
+    """Apply `work` to whole matrices, or stacks of them, of which each rank brings its own part; collective, lazily.
 
-    Args:
-        parameters: Say how each matrix is laid out; matrices, or stacks of them along the first dim.
-        parts: This rank's part of each matrix.
-        work: From a matrix or stack to one of the same shape. Called once for each matrix in all the ranks that share
-            it, replicas included; only where two mesh axes cut one matrix does every rank repeat it.
-        dtype: In which matrices travel, there and back.
-        bucket_bytes: What a rank may hold of matrices on their way.
-
-    Yields:
-        Index and this rank's part of the result, in no particular order; all indices come.
-
-    Ranks:
-        Collective, lazily: every rank must consume all of it, and bring the same parameters.
+    It is called once for each matrix in all the ranks that share it, replicas included; only where two mesh axes cut a
+    matrix does every rank repeat it. Yields the index and this rank's part of each result, in no particular order;
+    every rank must consume all of it, and bring the same parameters. Matrices travel in `dtype`.
     """
     shared: dict[tuple[DeviceMesh, int], list[_Matrix]] = {}
     for index, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
@@ -182,23 +172,8 @@ class Muon(Optimizer):
     The momentum is kept on the shards. Its orthogonalisation needs the whole matrix, so each matrix has an owner among
     the ranks that share it, replicas included: the others send it their parts, it does the work, and sends the parts
     of the result back. A matrix is thus worked on once, and a rank holds few of them whole at a time. Stacks of
-    matrices (experts) that are cut between matrices need no exchange.
-
-    Args:
-        params: Parameter groups with `kind`, `lr` and `weight_decay`; a group without a kind is AdamW's.
-        lr: AdamW's, where a group does not say.
-        weight_decay: Where a group does not say.
-        momentum: Muon's.
-        nesterov: Muon's.
-        betas: AdamW's.
-        eps: AdamW's.
-        fused: AdamW's.
-        dtype: In which matrices are orthogonalised. None: bfloat16 on accelerators, as Muon was published; float32 on
-            CPU, where bfloat16 is not faster and would magnify differences in the order of sums.
-
-    Ranks:
-        `step` is collective: two exchanges for each bucket of matrices. Every rank must have gradients for the same
-        parameters, as FSDP2 sees to.
+    matrices (experts) that are cut between matrices need no exchange. Matrices are orthogonalised in `dtype`: by
+    default bfloat16 on accelerators, as Muon was published; float32 on CPU, where bfloat16 is not faster.
     """
 
     def __init__(
@@ -227,11 +202,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change every parameter that has a gradient.
-
-        Ranks:
-            Collective.
-        """
+        """Change every parameter that has a gradient; collective, with two exchanges for each bucket of matrices."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -319,14 +290,10 @@ _LARGE = 2**18
 
 
 class ClippingAdamW(torch.optim.AdamW):
-    """torch's fused AdamW, with the same state, that also scales gradients while it reads them.
+    """torch's fused AdamW on CUDA, with the same state, that also scales gradients while it reads them.
 
     Clipping on its own reads and writes all gradients once more. Gradients may be narrower than their parameters: one
     that was computed in bfloat16 and not added to anything has no more digits.
-
-    Args:
-        params: Parameter groups, on CUDA devices.
-        **options: Of `torch.optim.AdamW`.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], **options: Any) -> None:
@@ -415,10 +382,6 @@ def orthogonalize(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Bring the singular values of a matrix, or of each in a stack, near 1 by five Newton-Schulz iterations.
 
     The same numbers as `torch.optim.Muon` gives, which works in bfloat16.
-
-    Args:
-        matrix: (rows, columns), or (stack, rows, columns). A matrix of zeros stays one.
-        dtype: To compute in, and of the result.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[-2] > matrix.shape[-1]

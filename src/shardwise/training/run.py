@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import compat
-from shardwise.checkpointing.state.slices import model_tensors
+from shardwise.checkpointing.names import model_tensors
 from shardwise.checkpointing.weights import load_weights
 from shardwise.config.load import check_ranges, to_yaml
 from shardwise.config.run import RunConfig
@@ -39,7 +39,6 @@ from shardwise.sharding.blocks import AdaptiveActivations, checkpoint_activation
 from shardwise.sharding.context_attention import SequenceLayout, split_sequences
 from shardwise.sharding.materialize import materialize
 from shardwise.sharding.pipeline import Pipeline, num_microbatches, pipeline
-from shardwise.training import saving
 from shardwise.training.data import open_data, open_evaluation
 from shardwise.training.data.loader import check_batch
 from shardwise.training.data.samples import Batch
@@ -48,8 +47,18 @@ from shardwise.training.metrics import Metrics, StepLogger, StepMetrics
 from shardwise.training.microbatching import Microbatches
 from shardwise.training.objective import BadLosses, Objective, StepBatches
 from shardwise.training.optimizers import ClippingAdamW, build_optimizer, parameter_kinds
-from shardwise.training.run_folder import prepare_folder, refuse_other_model, with_folder, write_config
-from shardwise.training.saving import CheckpointRef
+from shardwise.training.run_folder import (
+    CHECKPOINTS,
+    CheckpointRef,
+    Checkpoints,
+    TrainState,
+    find_resumed,
+    prepare_folder,
+    refuse_other_model,
+    refuse_other_weights,
+    with_folder,
+    write_config,
+)
 from shardwise.training.schedules import Schedule
 from shardwise.units import format_bytes, format_count
 
@@ -96,14 +105,7 @@ class Problems:
             return None
 
     def raise_any(self, *, is_joined: bool) -> None:
-        """Raise one error with all problems, if there are any.
-
-        Args:
-            is_joined: The process group exists: problems of any rank are raised on all. Else each raises its own.
-
-        Ranks:
-            Collective if `is_joined`.
-        """
+        """Raise one error with all problems, if there are any; where `is_joined`, those of all ranks (collective)."""
         found: dict[str, ShardwiseError] = {}  # one problem per place
         for rank, errors in enumerate(gather_objects(self.errors) if is_joined else [self.errors]):
             for error in errors:
@@ -138,10 +140,6 @@ def plan_run(model: nn.Module, config: ShardConfig, mesh: DeviceMesh | MeshConfi
     """The plan of a run's model, which never computes in float16: the loop does not scale losses.
 
     Where `auto` means float16 (GPUs without bfloat16), the run computes in the stored dtype.
-
-    Raises:
-        PlanError: The model cannot be sharded as asked.
-        ConfigError: float16 is asked for by name.
     """
     made = plan(model, config, mesh=mesh)
     if made.grad_scaler and config.precision.param_dtype == "auto":
@@ -159,11 +157,7 @@ def plan_run(model: nn.Module, config: ShardConfig, mesh: DeviceMesh | MeshConfi
 def prepare_blocks(
     model: nn.Module, config: ShardConfig, made: Plan, device: torch.device
 ) -> AdaptiveActivations | None:
-    """Compile the blocks of a model that is not sharded yet, and let them recompute; `auto` is what is fastest.
-
-    Returns:
-        What is kept for backward, where memory decides about it.
-    """
+    """Compile the blocks of a model that is not sharded yet, and let them recompute; `auto` is what is fastest."""
     adaptive = None
     if config.activations == "auto":
         with suppress(ShardError):  # it has no blocks
@@ -195,12 +189,12 @@ def checkpoint_bytes(model: nn.Module, made: Plan, config: RunConfig) -> int:
 
 
 def check_disk(config: RunConfig, num_bytes: int, found: CheckpointRef | None) -> list[str]:
-    """Raise an EnvironmentProblem if the first checkpoint that the run writes does not fit on its disk.
-
-    Returns:
-        Notes for the resolved run if later checkpoints will not fit.
-    """
-    folder, training, checkpoint = Path(config.folder or "") / saving.CHECKPOINTS, config.training, config.checkpoint
+    """Raise if the run's first checkpoint does not fit on its disk; return notes if later ones will not."""
+    folder, training, checkpoint = (
+        Path(config.folder or "") / CHECKPOINTS,
+        config.training,
+        config.checkpoint,
+    )
     is_done = found is not None and found.path.parent == folder and found.step >= training.steps
     if is_done:  # a finished run saves nothing
         return []
@@ -256,15 +250,9 @@ def examine(
     starts: bool = False,
     is_first: bool = True,
 ) -> Examined:
-    """Check everything about a run except its data, before anything expensive.
+    """Check everything about a run except its data, before anything expensive; rank 0 checks its folder.
 
-    Args:
-        config: The run.
-        mesh: Mesh to plan for; None: no plan is made.
-        num_data_ranks: Number of data-parallel ranks.
-        problems: Collects the errors.
-        starts: The run is about to start: create its folder.
-        is_first: This is rank 0, which checks the folder.
+    No plan is made without a mesh. The folder is created if the run `starts`.
     """
     examined, attempt = Examined(config), problems.attempt
     attempt(lambda: check_ranges(config))
@@ -288,11 +276,7 @@ def _load_model(config: RunConfig) -> nn.Module:
 
 
 def check_parallel(config: RunConfig, num_data_ranks: int) -> None:
-    """Raise unless sequences divide over the context axis, and rows over the stages of a pipeline.
-
-    Raises:
-        ConfigError: They do not, or a setting needs the whole model on one stage.
-    """
+    """Raise unless sequences divide over the context axis, and rows over the stages of a pipeline."""
     mesh, shard_config = config.mesh, config.shard
     if mesh.context > 1:
         SequenceLayout(mesh.context, 0, shard_config.context.balanced).positions(config.data.sequence_length)
@@ -312,11 +296,11 @@ def _examine_folder(examined: Examined, starts: bool) -> None:
     folder, model = Path(config.folder or ""), examined.model
     if starts:
         prepare_folder(folder)
-    found = examined.resumed = saving.find_resumed(folder / saving.CHECKPOINTS, config.checkpoint.resume)
+    found = examined.resumed = find_resumed(folder / CHECKPOINTS, config.checkpoint.resume)
     if found is not None:
         refuse_other_model(folder, config)
         if model is not None:
-            saving.refuse_other_weights(found, model)
+            refuse_other_weights(found, model)
     if model is not None and examined.plan is not None:
         examined.disk_notes = check_disk(config, checkpoint_bytes(model, examined.plan, config), found)
 
@@ -325,15 +309,7 @@ _MAX_LINES = 40
 
 
 def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
-    """The run as YAML that `shardwise train` reads, with reasons as comments.
-
-    Args:
-        config: The run.
-        num_ranks: Number of ranks of the run.
-
-    Raises:
-        ConfigError: With every problem that can be found without reading the data.
-    """
+    """The run as YAML that `shardwise train` reads, with reasons as comments; a ConfigError lists all problems."""
     sizes = config.mesh.sizes(num_ranks)
     problems = Problems()
     num_data_ranks = math.prod(size for axis, size in sizes.items() if axis in BATCH_AXES)
@@ -342,17 +318,17 @@ def resolved_yaml(config: RunConfig, num_ranks: int) -> str:
     made, found = examined.plan, examined.resumed
     assert made is not None
     notes = _batch_notes(config, num_data_ranks)
-    start = f"goes on from step {found.step}: {found.path}" if found is not None else "starts afresh"
+    start = f"resumes from step {found.step}: {found.path}" if found is not None else "starts from scratch"
     notes["checkpoint.resume"] = [start]
     notes["checkpoint"] = examined.disk_notes
     if config.folder is None:
-        notes["folder"] = ["the next free name in `runs`; chosen anew for every run"]
+        notes["folder"] = ["the next free name in `runs`; chosen for every run"]
     notes["model"] = [f"{format_count(sum(p.numel for p in made.parameters))} parameters"]
     notes["mesh"] = [f"{num_ranks} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())]
     notes["mesh.device"] = [f"auto is {meshes.device_type()} here"] if config.mesh.device == "auto" else []
     notes["shard"] = listed(str(made).splitlines(), _MAX_LINES)
     weights = weights_of(config)
-    notes["weights"] = [f"read from {weights}" if weights is not None else "drawn anew, from the seed"]
+    notes["weights"] = [f"read from {weights}" if weights is not None else "initialised from the seed"]
     used = {path: lines for path, lines in notes.items() if lines}
     return to_yaml(examined.config, used)
 
@@ -376,16 +352,7 @@ def _batch_notes(config: RunConfig, num_ranks: int) -> dict[str, list[str]]:
 class TrainingRun:
     """All parts of a run, ready for its next step: new, or resumed from a checkpoint.
 
-    Args:
-        config: The run.
-        progress: Receives every step.
-        stack: Closes the parts when it ends.
-
-    Raises:
-        ShardwiseError: With all problems that can be found before the model is materialised; the same on every rank.
-
-    Ranks:
-        Collective.
+    All problems that can be found before the model is materialised are raised as one error, on every rank. Collective.
     """
 
     def __init__(self, config: RunConfig, progress: Progress, stack: ExitStack) -> None:
@@ -413,11 +380,7 @@ class TrainingRun:
         return split_sequences(batch, mesh=self.mesh, balanced=self.config.shard.context.balanced)
 
     def loss_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The summed loss of a batch without gradients, and its tokens.
-
-        Ranks:
-            Collective.
-        """
+        """The summed loss of a batch without gradients, and its tokens; collective."""
         if self.pipeline is not None:
             return self.pipeline.evaluate(batch)
         return self.objective(self.model, self.part_of(batch))
@@ -479,8 +442,8 @@ class TrainingRun:
     def _build(self, examined: Examined, stack: ExitStack) -> None:
         """Shard and materialise the model, build its optimizer, and load the checkpoint to resume from."""
         config, model, training, resumed = self.config, self.model, self.config.training, examined.resumed
-        trainable_only = config.lora is not None  # frozen weights are read anew
-        self.checkpoints = saving.Checkpoints(self.folder, config.checkpoint, stack, trainable_only=trainable_only)
+        trainable_only = config.lora is not None  # frozen weights are not in a checkpoint
+        self.checkpoints = Checkpoints(self.folder, config.checkpoint, stack, trainable_only=trainable_only)
         assert examined.plan is not None
         activations = prepare_blocks(model, config.shard, examined.plan, self.device)
         weights = weights_of(config) if resumed is None or trainable_only else None  # a checkpoint has its own
@@ -502,7 +465,7 @@ class TrainingRun:
         self.expert_bias = ExpertBias(model, [own_tokens.get_group(axis) for axis in range(own_tokens.ndim)])
         self.bad_losses = BadLosses(training)
         run_on_all(lambda: refuse_errors(check(model, self.optimizer)))
-        self.state: saving.TrainState = {"model": model, "optimizers": self.optimizer, "schedule": self.schedule}
+        self.state: TrainState = {"model": model, "optimizers": self.optimizer, "schedule": self.schedule}
         self.state |= {"data": self.data, "bad_losses": self.bad_losses}
         self.state |= {} if self.ema is None else {"ema": self.ema}
         if resumed is not None:
@@ -515,10 +478,6 @@ class TrainingRun:
 
 @contextmanager
 def open_run(config: RunConfig, progress: Progress) -> Iterator[TrainingRun]:
-    """A new or resumed run, which is closed at the end of the block.
-
-    Ranks:
-        Collective.
-    """
+    """A new or resumed run, which is closed at the end of the block; collective."""
     with ExitStack() as stack:
         yield TrainingRun(config, progress, stack)

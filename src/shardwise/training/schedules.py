@@ -16,16 +16,11 @@ _WSD_PART = 5
 
 
 def learning_rate_factor(config: ScheduleConfig, total_steps: int, step: int) -> float:
-    """The factor of the peak learning rate in a step.
+    """The factor of the peak learning rate in a step, from 0; steps after the last one keep its factor.
 
     In the warm-up it is `(step + 1) / (warmup_steps + 1)`, so that no step is wasted at 0 and step `warmup_steps` has
     the peak. Then it falls, and reaches `final_ratio` in the last step. `wsd` stays at the peak until `decay_steps`
     before the end and falls along a line.
-
-    Args:
-        config: The schedule.
-        total_steps: Of the whole run.
-        step: From 0. Steps after the last one keep its factor.
     """
     step = min(step, total_steps - 1)
     if step < config.warmup_steps:

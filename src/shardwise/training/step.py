@@ -15,7 +15,7 @@ from shardwise import compat
 from shardwise.config.schema import KNOWN_AXES
 from shardwise.distributed.agreement import raise_together
 from shardwise.distributed.mesh import gradient_mesh
-from shardwise.errors import ConfigError, ShardError
+from shardwise.errors import ConfigError, ShardError, require_choice
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_tensor, sharded_axes
 from shardwise.sharding.registry import sharded_roots, sharded_state
@@ -81,17 +81,7 @@ def total_norm(
     p: float,
     stages: Iterable[dist.ProcessGroup] = (),
 ) -> torch.Tensor:
-    """The p-norm of all gradients as one vector, as a plain 0-d tensor.
-
-    Args:
-        gradients: By the mesh axes that they are sharded over.
-        dtype: To sum in.
-        p: Of the norm.
-        stages: Groups of ranks that hold other stages of the model.
-
-    Ranks:
-        Collective. One scalar all-reduce for each mesh axis of each spread, and for each group of stages.
-    """
+    """The p-norm of all gradients as one vector; collective, over the mesh axes of each, and the groups of `stages`."""
     total = torch.zeros((), device=_home_device(gradients), dtype=dtype)
     for (mesh, axes), grads in gradients.items():
         power = _power_sum(grads, p, total)
@@ -312,11 +302,7 @@ def clip_grad_norm_(
 
 
 def grad_norm(model: nn.Module) -> torch.Tensor:
-    """The 2-norm of all gradients, as `clip_grad_norm_` returns it, which are left as they are.
-
-    Ranks:
-        Collective, as `clip_grad_norm_` is.
-    """
+    """The 2-norm of all gradients, as `clip_grad_norm_` returns it, which are left as they are; collective."""
     with torch.no_grad():
         return _norm(_as_list(model), 2.0)
 
@@ -424,10 +410,4 @@ def _check_accumulation(micro_step: int, num_micro_steps: int, mode: str) -> Non
             why="micro-steps count from 0, and gradients are reduced on the last",
             fix=f"pass 0 to {num_micro_steps - 1}, as in range(num_micro_steps)",
         )
-    if mode not in get_args(AccumulationMode):
-        raise ConfigError(
-            f"mode is {mode!r}",
-            where="accumulate(mode)",
-            why="it says when gradients are communicated",
-            fix=f"pass one of {', '.join(get_args(AccumulationMode))}",
-        )
+    require_choice(mode, get_args(AccumulationMode), where="accumulate(mode=...)")

@@ -27,7 +27,7 @@ from shardwise.checkpointing.formats.sharded import (
     write_rank_file,
 )
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.storage.files import Place, join, names_in
+from shardwise.checkpointing.storage import Place, join, names_in
 from shardwise.errors import CheckpointError
 from tests.faults.kill_points import POINTS, watch
 from tests.sharded_checkpoints import write_checkpoint

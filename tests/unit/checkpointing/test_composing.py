@@ -1,4 +1,4 @@
-"""Stacking, joining and cutting stored tensors moves chunks; reading the outcome gives what torch would."""
+"""Stacking and joining stored tensors moves chunks; reading the outcome gives what torch would."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredTensor
 from shardwise.checkpointing.formats.safetensors import read_safetensors
-from shardwise.checkpointing.hugging_face import chunk_rows, concatenate, stack
+from shardwise.checkpointing.hugging_face import concatenate, stack
 from shardwise.checkpointing.reading import read_chunk
 
 
@@ -34,14 +34,6 @@ def test_concatenate(tmp_path: Path, dim: int):
     tensors = [torch.randn(3, 3) for _ in range(3)]
     contents, sources = stored(tmp_path, tensors)
     assert torch.equal(whole(contents, concatenate(sources, dim)), torch.cat(tensors, dim))
-
-
-@pytest.mark.parametrize(("rows", "num_chunks"), [(4, 2), (5, 2), (7, 3)])
-def test_chunk(tmp_path: Path, rows: int, num_chunks: int):
-    tensor = torch.randn(rows, 6, 5)
-    contents, (source,) = stored(tmp_path, [tensor])
-    for part, expected in zip(chunk_rows(source, num_chunks) or [], tensor.chunk(num_chunks), strict=True):
-        assert torch.equal(whole(contents, part), expected)
 
 
 def test_experts_one_by_one_become_one_tensor(tmp_path: Path):

@@ -140,7 +140,7 @@ def test_what_is_there_is_not_written_over(source_folder: Path, tmp_path: Path):
 
 
 def test_wrong_arguments_are_said_before_anything_is_read(tmp_path: Path):
-    with pytest.raises(ConfigError, match="'gguf' is not a format"):
+    with pytest.raises(ConfigError, match="format is 'gguf'"):
         convert_checkpoint(tmp_path, tmp_path / "out", "gguf")
     torch.save({"x": torch.ones(1)}, tmp_path / "x.pt")
     with pytest.raises(ConfigError, match="'int8' is not a floating-point dtype"):

@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.checkpointing.contents import ChunkSpec, Contents, StoredChunk, StoredTensor, chunks_of_range
 from shardwise.checkpointing.formats.fsdp1 import layout_of_model, needs_model, read_layout, unflatten
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.storage.memory import bytes_of
+from shardwise.checkpointing.storage import bytes_of
 from shardwise.errors import CheckpointError
 
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)

@@ -11,7 +11,7 @@ import torch
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredTensor
 from shardwise.checkpointing.formats.full import FullWriter, read_full, tensors_in
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of
+from shardwise.checkpointing.storage import BLOCK_BYTES, bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.planning.settings import dtype_name
 

@@ -4,15 +4,15 @@ import re
 
 import pytest
 
-from shardwise.checkpointing.matching import (
+from shardwise.checkpointing.names import (
     KeyReport,
     Mismatch,
+    canonical_name,
     describe_problems,
     match_names,
     rename_with,
     suggest,
 )
-from shardwise.checkpointing.state.names import canonical_name
 
 
 @pytest.mark.parametrize(

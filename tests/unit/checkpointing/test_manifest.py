@@ -9,7 +9,7 @@ import torch
 
 from shardwise.checkpointing.contents import ChunkSpec
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, read_manifest
-from shardwise.checkpointing.storage.memory import checksum, to_hex
+from shardwise.checkpointing.storage import checksum, to_hex
 from shardwise.errors import CheckpointError
 from tests.sharded_checkpoints import write_checkpoint
 

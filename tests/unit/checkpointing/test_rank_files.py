@@ -11,7 +11,7 @@ import torch
 from shardwise.checkpointing.contents import ChunkSpec
 from shardwise.checkpointing.formats.rank_files import find_series, read_rank_files
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.storage.files import names_in
+from shardwise.checkpointing.storage import names_in
 from shardwise.errors import CheckpointError
 
 

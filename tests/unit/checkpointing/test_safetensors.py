@@ -19,7 +19,7 @@ from shardwise.checkpointing.formats.safetensors import (
     read_safetensors,
 )
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum
+from shardwise.checkpointing.storage import BLOCK_BYTES, bytes_of, checksum
 from shardwise.errors import CheckpointError
 from shardwise.planning.settings import dtype_name
 

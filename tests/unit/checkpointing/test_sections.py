@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.formats.full import read_full
-from shardwise.checkpointing.state.names import only_model, with_our_names
+from shardwise.checkpointing.names import only_model, with_our_names
 from shardwise.errors import CheckpointError
 
 MODEL = {"a.weight": torch.ones(2, 2), "a.bias": torch.zeros(2)}

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from shardwise.checkpointing.formats.sharded import read_manifest
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.state.run import Run
+from shardwise.checkpointing.state import Run
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.progress import NoProgress
 from shardwise.units import format_bytes

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredTensor
+from shardwise.checkpointing.pickles.machine import TensorRef, read_torch_pickle
 from shardwise.checkpointing.pickles.torch_files import flatten_state, read_torch_file
-from shardwise.checkpointing.pickles.torch_objects import TensorRef, read_torch_pickle
 from shardwise.checkpointing.reading import read_chunk
 from shardwise.errors import CheckpointError
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from shardwise.checkpointing.contents import ChunkSpec
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.storage.memory import bytes_of
+from shardwise.checkpointing.storage import bytes_of
 from tests.stored_checkpoints import STORED, VALUES, tensors
 
 WRITERS = sorted(STORED.glob("torch-*"))

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.checkpointing.contents import ITEM_BYTES
-from shardwise.checkpointing.pickles.torch_files import is_torch_file
-from shardwise.checkpointing.pickles.zip_files import (
+from shardwise.checkpointing.pickles.torch_files import (
     ZipIndex,
     ZipStream,
     dumps,
+    is_torch_file,
     tensor_call,
     tensor_frame,
     value_stream,
 )
-from shardwise.checkpointing.storage.memory import bytes_of
+from shardwise.checkpointing.storage import bytes_of
 from shardwise.errors import CheckpointError
 
 SHAPES = [(), (1,), (3, 4), (0, 5), (2, 1, 3)]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from shardwise.checkpointing.state.run import mark_unusable, mark_usable
+from shardwise.checkpointing.state import mark_unusable, mark_usable
 from shardwise.checkpointing.weights import load_weights, save_weights
 from shardwise.errors import CheckpointError, ConfigError
 

@@ -13,9 +13,8 @@ import torch
 
 from shardwise.checkpointing.contents import ChunkSpec, LocalChunk
 from shardwise.checkpointing.formats.sharded import write_rank_file
-from shardwise.checkpointing.pickles.zip_files import value_stream
-from shardwise.checkpointing.storage.files import FileWriter
-from shardwise.checkpointing.storage.memory import bytes_of, checksum
+from shardwise.checkpointing.pickles.torch_files import value_stream
+from shardwise.checkpointing.storage import FileWriter, bytes_of, checksum
 from shardwise.errors import CheckpointError
 
 

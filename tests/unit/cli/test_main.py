@@ -88,7 +88,7 @@ def test_printed_config_is_the_run_with_reasons(tmp_path: Path):
         r"\n# 2 ranks: shard 2\nmesh:\n",
         r"\n# ├─ model.layers.0 … model.layers.\d",
         rf"\n  # {rows} sequences on each of 2 ranks, [\d.]+k tokens a step\n  batch_size: {2 * rows}\n",
-        r"\n  # starts afresh\n  resume: auto\n",
+        r"\n  # starts from scratch\n  resume: auto\n",
     ):
         assert re.search(reason, result.stdout), reason
     assert list(tmp_path.iterdir()) == [], "printing makes nothing"

@@ -241,7 +241,7 @@ def test_doctor_measures_every_size_that_ranks_can_share():
 
 
 def printed(environment: Environment, rows: list[Any], num_ranks: int) -> list[str]:
-    from shardwise.report.doctor import print_examination
+    from shardwise.report.terminal import print_examination
 
     with open(os.devnull, "w") as nowhere:
         console = Console(file=nowhere, width=120, record=True)

@@ -12,9 +12,8 @@ from rich.console import Console
 from shardwise.findings import Edit, Safety, Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod.migrate import MigratedFile, Migration
 from shardwise.linting.registry import all_rules
-from shardwise.report.migration import print_migration
 from shardwise.report.source import findings_github, findings_json, findings_sarif, print_findings
-from shardwise.report.terminal import progress_on
+from shardwise.report.terminal import print_migration, progress_on
 from tests.golden import same_as_kept
 
 TEXT = "import a\n\tx = f(1,\n      2,\n\n      3)\ny = [\n    1,\n    2,\n    3,\n    4,\n]\nlast"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.models.llama import SHAPES, Llama
-from shardwise.training import chunked_loss
+from shardwise.training import objective as chunked_loss
 from shardwise.training.objective import Objective, next_token_loss
 
 SHAPE = SHAPES["llama3-debug"]

@@ -12,7 +12,7 @@ import torch
 from shardwise.config.run import DataConfig
 from shardwise.errors import ConfigError
 from shardwise.training.data import Evaluation, open_evaluation
-from tests.unit.training.data_files import numbered, open_some, samples_in, write_lines
+from tests.unit.training.data_files import numbered, open_some, samples_in
 
 
 def evaluation(config: DataConfig, rank: int = 0, num_ranks: int = 1, batch_size: int = 4, **more) -> Evaluation:
@@ -81,11 +81,23 @@ def test_missing_held_out_data_is_named_by_its_setting(tmp_path: Path):
         evaluation(numbered(tmp_path, 20, evaluation=str(tmp_path / "no.bin")))
 
 
-def test_an_error_in_held_out_data_comes_out(tmp_path: Path):
-    source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}] * 12)
-    held_out = evaluation(DataConfig(source="python", evaluation=source, pack=False))
-    Path(source).write_text(Path(source).read_text().replace('{"text": "a"}', '{"text": "a"x', 7))
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1: not JSON"):
+class Broken:
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        if index == 7:
+            raise OSError("item 7 cannot be read")
+        return {"input_ids": torch.tensor([index])}
+
+
+def broken(config: DataConfig) -> Broken:
+    return Broken()
+
+
+def test_an_error_in_held_out_data_comes_out():
+    held_out = evaluation(DataConfig(source="python", evaluation=f"{__name__}:broken"))
+    with pytest.raises(OSError, match="item 7 cannot be read"):
         list(held_out)
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shardwise.config.run import DataConfig
-from shardwise.errors import CheckpointError, ConfigError, ShardError
+from shardwise.errors import CheckpointError, ShardError
 from shardwise.training.data.loader import Loader, Share, samples_at
-from tests.unit.training.data_files import numbered, open_some, samples_in, write_lines
+from tests.unit.training.data_files import numbered, open_some, samples_in
 
 
 def take(config: DataConfig, num_batches: int, **settings) -> list[list[int]]:
@@ -235,16 +235,3 @@ def test_closing_ends_the_threads_and_hands_out_nothing_more():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardwise-data")]
     with pytest.raises(ShardError, match="closed"):
         next(loader)
-
-
-def test_a_line_that_breaks_later_is_named(tmp_path: Path):
-    """Read one by one, lines are looked at again when their turn comes."""
-    source = write_lines(tmp_path / "a.jsonl", ['{"text": "aaaa"}'] * 6)
-    with open_some(DataConfig(source=source, pack=False, shuffle=False), batch_size=2) as loader:
-        content = bytearray(Path(source).read_bytes())
-        content[17 * 4] = ord("x")
-        with Path(source).open("r+b") as file:
-            file.write(content)
-        next(loader)
-        with pytest.raises(ConfigError, match=r"a\.jsonl:5: not JSON"):
-            [next(loader) for _ in range(2)]

@@ -102,7 +102,7 @@ def test_without_packing_each_document_is_a_row(pairs: list[tuple[str, str]], le
     for number, (prompt, response) in enumerate(pairs):
         tokens = [(token, number, False) for token in prompt.encode()]
         tokens += [(token, number, True) for token in (*response.encode(), END)]
-        if response or not with_text_file:  # read one by one, an empty document is an empty row
+        if response:
             rows.append(tokens[: length + 1])
     with TemporaryDirectory() as name:
         source = (write_lines(Path(name) / "a.jsonl", [{"prompt": p, "response": r} for p, r in pairs]),)
@@ -136,8 +136,8 @@ def test_documents_in_files_of_tokens_end_at_the_end_token(ids: list[int], lengt
         }
 
 
-def test_a_large_text_file_is_mapped_and_reads_as_a_small_one(tmp_path: Path):
-    """Above a megabyte the file itself is the memory; the token behind it lies elsewhere."""
+def test_a_large_text_file_reads_as_a_small_one(tmp_path: Path):
+    """Above a megabyte it is read in pieces."""
     text = b"0123456789abcdef" * (1 << 16)
     (tmp_path / "a.txt").write_bytes(text + b"tail")
     (tmp_path / "b.txt").write_bytes(b"next" * 20)

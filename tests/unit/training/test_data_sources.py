@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.training.data.records import find_sources, standard_library_files
+from shardwise.training.data.reading import find_sources, standard_library_files
 
 
 def found(source: str | tuple[str, ...], format: str = "auto") -> list[tuple[str, list[str]]]:

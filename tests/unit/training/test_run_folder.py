@@ -12,13 +12,13 @@ from shardwise.training.loop import deterministic_algorithms, seed_for, seed_ste
 from shardwise.training.run import resolved_yaml
 from shardwise.training.run_folder import (
     Training,
+    find_resumed,
     prepare_folder,
     refuse_other_model,
     remove_if_empty,
     with_folder,
     write_config,
 )
-from shardwise.training.saving import find_resumed
 
 DONE = Training(
     model="tutorial",

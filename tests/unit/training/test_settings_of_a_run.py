@@ -133,8 +133,8 @@ def test_reasons(tmp_path: Path, training: dict[str, Any], num_ranks: int, batch
     assert found["batch_size"] == batch
     assert found["micro_batch_size"] == micro
     assert found["steps"] == steps
-    assert found["resume"] == "starts afresh"
-    assert found["weights"] == "drawn anew, from the seed"
+    assert found["resume"] == "starts from scratch"
+    assert found["weights"] == "initialised from the seed"
     assert re.fullmatch(r"[\d.]+k parameters", found["model"])
     assert found["mesh"] == f"{num_ranks} ranks: shard {num_ranks}"
     assert found["device"] == "auto is cpu here"

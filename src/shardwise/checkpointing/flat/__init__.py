@@ -1,1 +1,1 @@
-"""FSDP1's flat parameters, taken apart into those that they were made of."""
+"""The path under which `record_flat_params` was first documented."""

@@ -8,14 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing import contents
+from shardwise.checkpointing import contents, storage
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredChunk, TorchStream, count_of, sizes_of
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, read_manifest
-from shardwise.checkpointing.pickles.machine import Record
-from shardwise.checkpointing.pickles.torch_files import OpaqueValue, TorchFile, TorchState, plain_value
-from shardwise.checkpointing.pickles.torch_objects import TensorRef, dtype_name, read_dcp_pickle, read_torch_pickle
-from shardwise.checkpointing.pickles.zip_files import ZipIndex
-from shardwise.checkpointing.storage import files
+from shardwise.checkpointing.pickles.machine import Record, TensorRef, dtype_name, read_dcp_pickle, read_torch_pickle
+from shardwise.checkpointing.pickles.torch_files import OpaqueValue, TorchFile, TorchState, ZipIndex, plain_value
 from shardwise.errors import CheckpointError
 
 _MAX_PICKLE_BYTES = 64 << 20
@@ -25,36 +22,26 @@ _Tensors = dict[str, tuple[str, tuple[int, ...], dict[ChunkSpec, TorchStream]]]
 
 def is_dcp(path: str | Path) -> bool:
     """Whether the folder is a Distributed Checkpoint, ours or torch's."""
-    folder = files.place(path)
-    return any(files.size_of(files.join(folder, name)) is not None for name in (MANIFEST_NAME, METADATA_NAME))
+    folder = storage.place(path)
+    return any(storage.size_of(storage.join(folder, name)) is not None for name in (MANIFEST_NAME, METADATA_NAME))
 
 
 def read_dcp(path: str | Path, subfolder: str = "") -> Contents:
-    """Read a Distributed Checkpoint folder as far as its index.
+    """Read a Distributed Checkpoint folder, or a `subfolder` (with `/` behind) of a folder, as far as its index.
 
     Values that are not plain data are left out and named in `details["left_out"]` with the reason.
-
-    Args:
-        path: The folder.
-        subfolder: The folder in it, with `/` behind, that is the checkpoint; files are named from `path` on.
-
-    Raises:
-        CheckpointError: A file is missing, damaged, or asks for what no checkpoint needs.
     """
-    folder = files.place(path)
-    if not subfolder and files.size_of(files.join(folder, MANIFEST_NAME)) is not None:
+    folder = storage.place(path)
+    if not subfolder and storage.size_of(storage.join(folder, MANIFEST_NAME)) is not None:
         return read_manifest(folder)
-    place = files.join(folder, subfolder + METADATA_NAME)
-    data = files.read_small(place, _MAX_METADATA_BYTES)
+    place = storage.join(folder, subfolder + METADATA_NAME)
+    data = storage.read_small(place, _MAX_METADATA_BYTES)
     metadata = read_dcp_pickle(data, where=str(place), max_bytes=_MAX_METADATA_BYTES)
-    try:
+    with storage.parsing(f"{METADATA_NAME} is damaged and cannot be read", place):
         if not isinstance(metadata, Record) or not metadata.name.endswith(".Metadata"):
             raise ValueError("it is a pickle of something else")
         stored, plain = _entries(metadata.fields, subfolder)
         structure = _structure(metadata.fields.get("planner_data"))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        why = f"a field is missing or not what it should be: {error}"
-        raise files.damaged(f"{METADATA_NAME} is damaged and cannot be read", place, why) from None
     with _Items(folder) as items:
         tensors = {
             name: contents.StoredTensor(
@@ -124,10 +111,10 @@ def _structure(planner_data: Any) -> dict[str, KeyPath]:
 class _Items(contextlib.ExitStack):
     """The items of a folder; its files stay open between them."""
 
-    def __init__(self, folder: files.Place) -> None:
+    def __init__(self, folder: storage.Place) -> None:
         super().__init__()
         self._folder = folder
-        self._readers: dict[str, tuple[files.FileReader, int]] = {}
+        self._readers: dict[str, tuple[storage.FileReader, int]] = {}
         self._trees: dict[bytes, Any] = {}  # tensors of one shape and dtype have the same pickle
 
     def values(self, stored: Mapping[str, TorchStream]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -152,18 +139,18 @@ class _Items(contextlib.ExitStack):
             raise self._damaged(stream, f"it does not hold the {dtype} of shape {spec.sizes} that is {stream.name}")
         offset, num_bytes = index.locate(f"data/{tree.storage.key}")
         storages = {tree.storage.key: (stream.offset + offset, num_bytes)}
-        file = TorchFile(files.join(self._folder, stream.file), TorchState(), storages, num_bytes)
+        file = TorchFile(storage.join(self._folder, stream.file), TorchState(), storages, num_bytes)
         chunk = file.chunk(tree, spec)
         return chunk if chunk.data is not None else replace(chunk, file=stream.file)
 
     def _open(self, stream: TorchStream) -> tuple[ZipIndex, bytes]:
         """The item's directory and its pickle."""
-        path = files.join(self._folder, stream.file)
+        path = storage.join(self._folder, stream.file)
         if stream.file not in self._readers:
-            files.check_name(stream.file, where=str(files.join(self._folder, METADATA_NAME)))
-            if (size := files.size_of(path)) is None:
-                raise files.damaged("a file of the checkpoint is missing", path, f"{METADATA_NAME} names it")
-            self._readers[stream.file] = (self.enter_context(files.FileReader(path)), size)
+            storage.check_name(stream.file, where=str(storage.join(self._folder, METADATA_NAME)))
+            if (size := storage.size_of(path)) is None:
+                raise storage.damaged("a file of the checkpoint is missing", path, f"{METADATA_NAME} names it")
+            self._readers[stream.file] = (self.enter_context(storage.FileReader(path)), size)
         reader, size = self._readers[stream.file]
         if (end := stream.offset + stream.num_bytes) > size:
             raise self._damaged(stream, f"it ends at byte {size:,}, but {stream.name} at {end:,}")
@@ -176,9 +163,9 @@ class _Items(contextlib.ExitStack):
 
     def _tree(self, stream: TorchStream, pickled: bytes) -> Any:
         if pickled not in self._trees:
-            where = f"{files.join(self._folder, stream.file)}, {stream.name}"
+            where = f"{storage.join(self._folder, stream.file)}, {stream.name}"
             self._trees[pickled] = read_torch_pickle(pickled, where=where)
         return self._trees[pickled]
 
     def _damaged(self, stream: TorchStream, why: str) -> CheckpointError:
-        return files.damaged("the checkpoint is damaged", files.join(self._folder, stream.file), why)
+        return storage.damaged("the checkpoint is damaged", storage.join(self._folder, stream.file), why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.formats import fsdp1
 from shardwise.checkpointing.formats.dcp import is_dcp, read_dcp
@@ -12,9 +13,8 @@ from shardwise.checkpointing.formats.full import is_bin_shards, read_bin_shards,
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES, find_series, read_rank_files
 from shardwise.checkpointing.formats.safetensors import is_safetensors, read_safetensors
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, committed_steps, step_folder
+from shardwise.checkpointing.names import with_our_names
 from shardwise.checkpointing.pickles.torch_files import is_torch_file
-from shardwise.checkpointing.state.names import with_our_names
-from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,21 +25,15 @@ _PARTS = (("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"), ("optimizer_0", "o
 """Of each part that accelerate saves of an FSDP run, the folder (SHARDED) and the file (FULL) that it may be."""
 
 
-def read_accelerate(folder: files.Place) -> Contents:
-    """Read the model and, where it is there, the optimizer.
-
-    Schedulers, random states and the like that lie beside them are not read.
-
-    Raises:
-        CheckpointError: A part is damaged, or asks for code to be run.
-    """
+def read_accelerate(folder: storage.Place) -> Contents:
+    """Read the model and, where it is there, the optimizer; nothing else that lies beside them."""
     merged = Contents(path=folder, format="fsdp1-full", tensors={})
     for sharded, full in _PARTS:
-        if files.size_of(files.join(folder, f"{sharded}/{METADATA_NAME}")) is not None:
+        if storage.size_of(storage.join(folder, f"{sharded}/{METADATA_NAME}")) is not None:
             part = read_dcp(folder, f"{sharded}/")
             merged = replace(merged, format="fsdp1-sharded")
-        elif files.size_of(files.join(folder, full)) is not None:
-            part = read_full(files.join(folder, full))
+        elif storage.size_of(storage.join(folder, full)) is not None:
+            part = read_full(storage.join(folder, full))
         else:
             continue
         named = with_our_names(part)
@@ -54,26 +48,17 @@ def read_accelerate(folder: files.Place) -> Contents:
     return merged
 
 
-def open_checkpoint(path: str | files.Place, *, model: nn.Module | None = None) -> Contents:
-    """Read a checkpoint of any format as far as its index.
+def open_checkpoint(path: str | storage.Place, *, model: nn.Module | None = None) -> Contents:
+    """Read a checkpoint of any format as far as its index, under the names it was saved with.
 
     Args:
         path: A folder (ours, a run's with several steps, torch's Distributed Checkpoint, Hugging Face's, one file a
             rank) or a file (safetensors, an index, `torch.save`).
         model: What it was saved from, where the files alone do not name the parameters: FSDP1's LOCAL state dicts and
             optimizers that number their parameters. On the meta device is enough.
-
-    Returns:
-        The contents, under the names it was saved with.
-
-    Raises:
-        CheckpointError: Nothing is there, it is of no known format, damaged, or asks for code to be run.
-
-    Ranks:
-        Local. Every rank may open the same checkpoint.
     """
-    place = files.place(path)
-    contents = _open_file(place) if files.size_of(place) is not None else _open_folder(place)
+    place = storage.place(path)
+    contents = _open_file(place) if storage.size_of(place) is not None else _open_folder(place)
     if not fsdp1.needs_model(contents):
         return contents
     layout = fsdp1.layout_of_model(model, contents) if model is not None else fsdp1.read_layout(contents.folder)
@@ -81,15 +66,7 @@ def open_checkpoint(path: str | files.Place, *, model: nn.Module | None = None) 
 
 
 def require_names(contents: Contents, *, optimizers: bool = True) -> None:
-    """Refuse contents whose parameters still have no names.
-
-    Args:
-        contents: From `open_checkpoint`.
-        optimizers: Those that number their parameters are refused, too.
-
-    Raises:
-        CheckpointError: With what to pass.
-    """
+    """Refuse contents whose parameters, or `optimizers` that number them, still have no names."""
     flat = len(fsdp1.flat_sizes(contents))
     if not flat and not (optimizers and fsdp1.needs_model(contents)):
         return
@@ -104,8 +81,8 @@ def require_names(contents: Contents, *, optimizers: bool = True) -> None:
     )
 
 
-def _open_file(place: files.Place) -> Contents:
-    folder, name = files.split(place)
+def _open_file(place: storage.Place) -> Contents:
+    folder, name = storage.split(place)
     if is_safetensors(place):
         return read_safetensors(place)
     if name.endswith(".bin.index.json"):
@@ -117,10 +94,10 @@ def _open_file(place: files.Place) -> Contents:
     raise _unknown(place, "the file is not a safetensors file, not an index of one, and not what torch.save writes")
 
 
-def _open_folder(place: files.Place) -> Contents:
-    names = files.names_in(place)
+def _open_folder(place: storage.Place) -> Contents:
+    names = storage.names_in(place)
     if not names:
-        what = "the folder is empty" if files.exists(place) else "there is no such file or folder"
+        what = "the folder is empty" if storage.exists(place) else "there is no such file or folder"
         raise CheckpointError(what, where=str(place), fix="check the path")
     if is_dcp(place):
         return read_dcp(place)
@@ -134,17 +111,17 @@ def _open_folder(place: files.Place) -> Contents:
         return read_bin_shards(place)
     torch_names = [name for name in names if name.endswith(TORCH_SUFFIXES)]
     if len(torch_names) == 1:
-        return read_full(files.join(place, torch_names[0]))
+        return read_full(storage.join(place, torch_names[0]))
     if find_series(place):
         return read_rank_files(place)
     if any(name.endswith(".distcp") for name in names):
         why = "`.metadata` is written last: the save was interrupted, or the file was not copied"
-        fix = files.COPY_AGAIN + " with its hidden files"
-        raise files.damaged("the folder has the data of a checkpoint but no index", place, why, fix)
+        fix = storage.COPY_AGAIN + " with its hidden files"
+        raise storage.damaged("the folder has the data of a checkpoint but no index", place, why, fix)
     raise _unknown(place, f"it holds {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
 
 
-def _unknown(place: files.Place, found: str) -> CheckpointError:
+def _unknown(place: storage.Place, found: str) -> CheckpointError:
     return CheckpointError(
         "this is not a checkpoint of a known format",
         where=str(place),

@@ -7,15 +7,17 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpointing import contents as checkpoint_contents
+from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ITEM_BYTES, Contents, KeyPath, StoredChunk, StoredTensor, sizes_of
-from shardwise.checkpointing.state.names import canonical_name
-from shardwise.checkpointing.storage import files
+from shardwise.checkpointing.names import canonical_name
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -68,15 +70,7 @@ class FlatLayout:
 
 
 def layout_of_model(model: nn.Module, contents: Contents) -> FlatLayout:
-    """Find out the layout of a LOCAL checkpoint from the model it was saved from.
-
-    Args:
-        model: Built as it was before FSDP1 wrapped it; on the meta device is enough.
-        contents: As `read_rank_files` gives it.
-
-    Raises:
-        CheckpointError: The flat parameters are not those of this model.
-    """
+    """The layout of a LOCAL checkpoint, from the model as it was before FSDP1 wrapped it; on meta is enough."""
     stored = flat_sizes(contents)
     modules = {canonical_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     if unknown := [name for name in stored if name not in modules]:
@@ -101,26 +95,18 @@ def layout_of_model(model: nn.Module, contents: Contents) -> FlatLayout:
     return FlatLayout(units, shapes, ties)
 
 
-def read_layout(folder: files.Place) -> FlatLayout | None:
-    """The layout that `describe_flat_params` recorded beside the checkpoint, if it is there.
-
-    Raises:
-        CheckpointError: It is damaged.
-    """
-    place = files.join(folder, LAYOUT_FILE)
-    if files.size_of(place) is None:
+def read_layout(folder: storage.Place) -> FlatLayout | None:
+    """The layout that `record_flat_params` wrote beside the checkpoint, if it is there."""
+    place = storage.join(folder, LAYOUT_FILE)
+    if storage.size_of(place) is None:
         return None
-    try:
-        recorded = json.loads(files.read_small(place, _MAX_LAYOUT_BYTES))
+    with storage.parsing(f"{LAYOUT_FILE} cannot be read", place, "record it again, or pass the model"):
+        recorded = json.loads(storage.read_small(place, _MAX_LAYOUT_BYTES))
         units = {unit["module"]: _recorded_unit(unit) for unit in recorded["units"]}
         optimizer = recorded.get("optimizer")
         shapes = {str(entry["name"]): sizes_of(entry["shape"]) for entry in recorded["params"]}
         ties = {str(name): str(stored) for name, stored in recorded.get("ties", {}).items()}
         return FlatLayout(units, shapes, ties, None if optimizer is None else tuple(map(str, optimizer)))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{LAYOUT_FILE} cannot be read", where=str(place), why=str(error), fix="record it again, or pass the model"
-        ) from None
 
 
 def flat_sizes(contents: Contents) -> dict[str, int]:
@@ -219,15 +205,7 @@ def needs_model(contents: Contents) -> bool:
 def unflatten(contents: Contents, layout: FlatLayout) -> Contents:
     """Give every parameter, and its optimizer state, its own name and shape.
 
-    An optimizer whose numbers cannot be told apart keeps them; `details["unnamed"]` then says why, for those who need
-    its names: who loads weights does not.
-
-    Args:
-        contents: With flat parameters, or numbered optimizer state, or both.
-        layout: From `layout_of_model` or `read_layout`.
-
-    Raises:
-        CheckpointError: The flat parameters are not those of the layout.
+    An optimizer whose numbers cannot be told apart keeps them; `details["unnamed"]` then says why.
     """
     tensors: dict[str, StoredTensor] = {}
     values, details = dict(contents.values), dict(contents.details)
@@ -379,3 +357,54 @@ def _wrong(contents: Contents, why: str) -> CheckpointError:
         why=why,
         fix="pass the model as it was when the checkpoint was saved, before FSDP wrapped it",
     )
+
+
+def record_flat_params(model: nn.Module, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> Path:
+    """Write `fsdp1_layout.json` beside a LOCAL checkpoint, so that it can be converted without the model.
+
+    Args:
+        model: Wrapped in FSDP1's `FullyShardedDataParallel`.
+        folder: Where the ranks' files are.
+        optimizer: Made after wrapping; tells which parameter has which number in its state.
+
+    Returns:
+        The file.
+
+    Ranks:
+        Local: call it on rank 0; all ranks have the same layout.
+    """
+    path = Path(folder) / LAYOUT_FILE
+    path.write_text(json.dumps(describe_flat_params(model, optimizer), indent=1))
+    return path
+
+
+def describe_flat_params(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """What `record_flat_params` writes: every flat parameter, what is in it, and the optimizer's order."""
+    from shardwise import compat
+
+    units, ties = [], {}
+    names: dict[int, str] = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
+    for wrapped, flat_param in compat.fsdp1_flat_params(model):
+        module = canonical_name(wrapped)
+        names[id(flat_param)] = module
+        entries = [
+            {"name": _join(module, name), "shape": list(shape), "start": start}
+            for name, shape, start in compat.flat_param_entries(flat_param)
+        ]
+        ties |= {_join(module, also): _join(module, stored) for also, stored in compat.flat_param_ties(flat_param)}
+        units.append({"module": module, "numel": compat.flat_param_numel(flat_param), "params": entries})
+    if not units:
+        raise CheckpointError(
+            "the model has no flat parameters",
+            why="only what FSDP1's FullyShardedDataParallel wraps has them",
+            fix="pass the wrapped model",
+        )
+    params = [{"name": entry["name"], "shape": entry["shape"]} for unit in units for entry in unit["params"]]
+    layout: dict[str, Any] = {"units": units, "params": params, "ties": ties}
+    if optimizer is not None:
+        layout["optimizer"] = [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
+    return layout
+
+
+def _join(module: str, name: str) -> str:
+    return canonical_name(f"{module}.{name}" if module else name)

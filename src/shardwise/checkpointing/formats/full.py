@@ -8,13 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor, TorchStream
 from shardwise.checkpointing.formats.safetensors import Chunks, append_tensor, read_index, refuse_overwrite
 from shardwise.checkpointing.formats.values import decode_value
-from shardwise.checkpointing.pickles.torch_files import RECORD, checksum_record, read_torch_file
-from shardwise.checkpointing.pickles.torch_objects import TensorRef
-from shardwise.checkpointing.pickles.zip_files import ZipStream, dumps, tensor_call
-from shardwise.checkpointing.storage import files
+from shardwise.checkpointing.pickles.machine import TensorRef
+from shardwise.checkpointing.pickles.torch_files import (
+    RECORD,
+    ZipStream,
+    checksum_record,
+    dumps,
+    read_torch_file,
+    tensor_call,
+)
 from shardwise.errors import CheckpointError
 
 NOTES = "__shardwise__"
@@ -42,23 +48,16 @@ def plain_values(encoded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_notes(contents: Contents) -> Contents:
-    """Put the notes back among the values, where the sharded format has them; files of others are as they are.
-
-    Raises:
-        CheckpointError: The notes are damaged.
-    """
+    """Put the notes back among the values, where the sharded format has them; files of others are as they are."""
     if NOTES not in contents.values:
         return contents
-    try:
+    with storage.parsing("the notes of the file cannot be read", f"{contents.path}: {NOTES}"):
         notes = json.loads(contents.values[NOTES])
         values = {str(name): decode_value(note) for name, note in notes["values"].items()}
         structure = {str(name): tuple(path) for name, path in notes["structure"].items()}
         step, world_size = notes["step"], notes["world_size"]
         if not all(number is None or type(number) is int for number in (step, world_size)):
             raise TypeError("step and world_size must be integers or null")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        where, why = f"{contents.path}: {NOTES}", f"{type(error).__name__}: {error}"
-        raise files.damaged("the notes of the file cannot be read", where, why) from None
     inside = tuple(f"{name}." for name in values)
     kept = {name: value for name, value in contents.values.items() if name != NOTES and not name.startswith(inside)}
     paths = {name: path for name, path in contents.structure.items() if name in kept or name in contents.tensors}
@@ -88,19 +87,8 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, bytes)
 
 
-def read_full(path: str | files.Place) -> Contents:
-    """Read a `torch.save` file of nested dictionaries into contents.
-
-    Args:
-        path: A state dict, or a dictionary of such (`{"model": ..., "optimizer": ..., "meta": ...}`).
-
-    Returns:
-        The contents; nested keys are joined by dots, as Distributed Checkpoint does.
-
-    Raises:
-        CheckpointError: The file is damaged, of the format before torch 1.6, would run code, or holds only one
-            rank's part.
-    """
+def read_full(path: str | storage.Place) -> Contents:
+    """Read a `torch.save` file of a state dict, or of nested dictionaries, whose keys are joined by dots."""
     file = read_torch_file(path)
     tensors = {}
     for name, reference in file.state.tensors.items():
@@ -114,7 +102,7 @@ def read_full(path: str | files.Place) -> Contents:
         chunk = file.chunk(reference, ChunkSpec.whole(reference.shape))
         tensors[name] = StoredTensor(name, reference.dtype, reference.shape, (chunk,))
     contents = Contents(
-        path=files.split(file.place)[0] if isinstance(file.place, str) else file.place,  # a URL does not tell
+        path=storage.split(file.place)[0] if isinstance(file.place, str) else file.place,  # a URL does not tell
         format="full",
         tensors=tensors,
         values=file.state.values,
@@ -130,11 +118,8 @@ def read_full(path: str | files.Place) -> Contents:
 class FullWriter:
     """Writes a `torch.save` file, which appears when it is whole and on the disk.
 
-    Args:
-        path: The file.
-        tree: What `torch.load` will return: nested dictionaries, lists and plain values, with a `StoredTensor` in
-            place of each tensor. The same `StoredTensor` object in two places makes two names of one tensor.
-        overwrite: Replace a file that is there already.
+    `tree` is what `torch.load` will return, with a `StoredTensor` in place of each tensor; the same object in two
+    places makes two names of one tensor.
     """
 
     def __init__(self, path: Path, tree: Mapping[str, Any], *, overwrite: bool = False) -> None:
@@ -152,7 +137,7 @@ class FullWriter:
         keys = {id(tensor): str(index) for index, tensor in enumerate(self.order)}
         pickled = dumps(_as_calls(self._tree, keys))
         stream, checksums = ZipStream(), {}
-        with files.replace_file(self._path) as file:
+        with storage.replace_file(self._path) as file:
             file.append(stream.opening(pickled))
             for tensor in self.order:
                 key = keys[id(tensor)]
@@ -183,33 +168,26 @@ def _as_calls(tree: Any, keys: Mapping[int, str]) -> Any:
 _INDEX_SUFFIX = ".bin.index.json"
 
 
-def is_bin_shards(folder: files.Place) -> bool:
+def is_bin_shards(folder: storage.Place) -> bool:
     """Whether a folder has an index of `.bin` files."""
-    return any(name.endswith(_INDEX_SUFFIX) for name in files.names_in(folder))
+    return any(name.endswith(_INDEX_SUFFIX) for name in storage.names_in(folder))
 
 
-def read_bin_shards(path: files.Place) -> Contents:
-    """Read the shards that an index names.
-
-    Args:
-        path: The index, or the folder that has it.
-
-    Raises:
-        CheckpointError: The index is damaged or points outside its folder, a file is missing or damaged.
-    """
-    folder, name = files.split(path)
+def read_bin_shards(path: storage.Place) -> Contents:
+    """Read the `.bin` shards that an index, or the one in a folder, names."""
+    folder, name = storage.split(path)
     if not name.endswith(_INDEX_SUFFIX):
-        folder, name = path, next(name for name in files.names_in(path) if name.endswith(_INDEX_SUFFIX))
-    index = files.join(folder, name)
+        folder, name = path, next(name for name in storage.names_in(path) if name.endswith(_INDEX_SUFFIX))
+    index = storage.join(folder, name)
     weight_map = read_index(index)
     tensors: dict[str, StoredTensor] = {}
     file_bytes: dict[str, int] = {}
     for file in dict.fromkeys(weight_map.values()):
-        contents = read_full(files.join(folder, file))
+        contents = read_full(storage.join(folder, file))
         tensors |= {name: tensor for name, tensor in contents.tensors.items() if weight_map.get(name) == file}
         file_bytes |= contents.file_bytes
     if missing := [name for name in weight_map if name not in tensors]:
         why = f"{missing[0]} is not in {weight_map[missing[0]]}, where the index puts it"
-        raise files.damaged("the index is damaged", index, why)
+        raise storage.damaged("the index is damaged", index, why)
     streams = tuple(TorchStream(file, 0, size) for file, size in file_bytes.items())
     return Contents(path=folder, format="full", tensors=tensors, file_bytes=file_bytes, streams=streams)

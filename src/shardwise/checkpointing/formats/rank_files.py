@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredChunk, StoredTensor, TorchStream
 from shardwise.checkpointing.formats.fsdp1 import FLAT_PARAM
+from shardwise.checkpointing.pickles.machine import DTensorRef, ShardedRef, TensorRef
 from shardwise.checkpointing.pickles.torch_files import Ref, TorchFile, is_torch_file, read_torch_file
-from shardwise.checkpointing.pickles.torch_objects import DTensorRef, ShardedRef, TensorRef
-from shardwise.checkpointing.storage import files
 from shardwise.errors import CheckpointError
 
 DIGITS = re.compile(r"\d+")
@@ -20,25 +20,21 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _WORLD_SIZE = re.compile(r"(?:of|world_size|ws)[-_]?(\d+)")
 
 
-def find_series(folder: files.Place) -> list[list[str]]:
-    """The sets of per-rank files in a folder: names that differ in nothing but the rank's number, by rank.
-
-    Raises:
-        CheckpointError: A rank's file is missing, or there are several checkpoints in the folder.
-    """
+def find_series(folder: storage.Place) -> list[list[str]]:
+    """The sets of per-rank files in a folder: names that differ in nothing but the rank's number, by rank."""
     groups: dict[str, list[str]] = {}
-    for name in files.names_in(folder):
+    for name in storage.names_in(folder):
         if name.endswith(TORCH_SUFFIXES) and DIGITS.search(name):
             groups.setdefault(_template(name), []).append(name)
     series = [_in_order(folder, names) for names in groups.values()]
-    return [names for names in series if len(names) > 1 or is_torch_file(files.join(folder, names[0]))]
+    return [names for names in series if len(names) > 1 or is_torch_file(storage.join(folder, names[0]))]
 
 
 def _template(name: str) -> str:
     return DIGITS.sub("#", name)
 
 
-def _not_together(place: files.Place, why: str) -> CheckpointError:
+def _not_together(place: storage.Place, why: str) -> CheckpointError:
     return CheckpointError(
         "the files of the ranks do not belong together",
         where=str(place),
@@ -47,7 +43,7 @@ def _not_together(place: files.Place, why: str) -> CheckpointError:
     )
 
 
-def _in_order(folder: files.Place, names: list[str]) -> list[str]:
+def _in_order(folder: storage.Place, names: list[str]) -> list[str]:
     """The files by rank: the one number in which their names differ counts the ranks."""
     template = _template(names[0])
     numbers = {name: tuple(map(int, DIGITS.findall(name))) for name in names}
@@ -153,18 +149,11 @@ def _spec_of_dtensor(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> 
     return ChunkSpec(tuple(starts), tuple(sizes))
 
 
-def read_rank_files(folder: files.Place) -> Contents:
-    """Put the files of all ranks together.
+def read_rank_files(folder: storage.Place) -> Contents:
+    """Put the files of all ranks together; a rank may have several (a model's and an optimizer's).
 
-    Args:
-        folder: Holds one file a rank, or several (a model's and an optimizer's).
-
-    Returns:
-        The contents; the format is `fsdp1-local` where tensors are flat parameters, which need the model's
-        definition to be told apart (see `fsdp1.py`), else `fsdp1-sharded`.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, or the files do not belong together.
+    The format is `fsdp1-local` where tensors are flat parameters, which need the model's definition, or a recorded
+    layout, to be told apart; else `fsdp1-sharded`.
     """
     found = find_series(folder)
     if not found:
@@ -181,7 +170,7 @@ def read_rank_files(folder: files.Place) -> Contents:
     starts: dict[str | int, int | None] = {}  # where in its flat parameter each parameter starts, where files show it
     is_local = False
     for series in found:
-        ranks = [read_torch_file(files.join(folder, name)) for name in series]
+        ranks = [read_torch_file(storage.join(folder, name)) for name in series]
         _check_alike(ranks)
         file_bytes |= {file.name: file.num_bytes for file in ranks}
         first, root = ranks[0].state, _root_of(ranks[0].state.structure)

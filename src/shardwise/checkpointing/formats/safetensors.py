@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing import contents
+from shardwise.checkpointing import contents, storage
 from shardwise.checkpointing.contents import DTYPES, ITEM_BYTES, Contents, StoredChunk, StoredTensor, sizes_of
-from shardwise.checkpointing.storage import files
-from shardwise.checkpointing.storage.memory import BLOCK_BYTES, checksum, from_hex, to_hex
 from shardwise.errors import CheckpointError
 
 _DTYPES = {name: dtype for dtype, (_, name, _) in DTYPES.items() if name}
@@ -29,7 +27,7 @@ _WEIGHT_SUFFIXES = (".safetensors", INDEX_SUFFIX)
 _METADATA_KEY, _HEADER_CHECKSUM_KEY = "shardwise", "shardwise.header"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _BLANK = "0" * 16
-_GET_AGAIN = "get the file again from where it came from, or write it anew"
+_GET_AGAIN = "get the file again from where it came from, or write it again"
 _MISSING = "a file of the checkpoint is missing"
 
 
@@ -43,39 +41,29 @@ class _Header:
     block_bytes: int
 
 
-def is_safetensors(path: str | files.Place) -> bool:
+def is_safetensors(path: str | storage.Place) -> bool:
     """Whether `path` looks like this format: by name only, nothing is opened."""
-    place = files.place(path)
-    return any(name.endswith(_WEIGHT_SUFFIXES) for name in (files.split(place)[1], *files.names_in(place)))
+    place = storage.place(path)
+    return any(name.endswith(_WEIGHT_SUFFIXES) for name in (storage.split(place)[1], *storage.names_in(place)))
 
 
-def read_safetensors(path: str | files.Place) -> Contents:
-    """Read the headers of a file, of an index and its files, or of the weights in a folder.
-
-    Args:
-        path: `x.safetensors`, `x.safetensors.index.json`, or a folder with one of the two.
-
-    Returns:
-        The contents; names are bare.
-
-    Raises:
-        CheckpointError: Naming the file that is missing, damaged, or not what the index says.
-    """
-    place = files.place(path)
-    folder, name = files.split(place)
+def read_safetensors(path: str | storage.Place) -> Contents:
+    """Read the headers of a file, of an index and its files, or of the weights in a folder."""
+    place = storage.place(path)
+    folder, name = storage.split(place)
     if not name.endswith(_WEIGHT_SUFFIXES):
         folder = place
         chosen = _choose(folder)
     else:
         chosen = [name]
-    index = read_index(files.join(folder, chosen[0])) if chosen[0].endswith(INDEX_SUFFIX) else None
+    index = read_index(storage.join(folder, chosen[0])) if chosen[0].endswith(INDEX_SUFFIX) else None
     read = {file: _read_header(folder, file) for file in (chosen if index is None else dict.fromkeys(index.values()))}
     return _joined(place, folder, read, index)
 
 
-def _choose(folder: files.Place) -> list[str]:
+def _choose(folder: storage.Place) -> list[str]:
     """The files of a folder that are its weights, or their index."""
-    names = files.names_in(folder)
+    names = storage.names_in(folder)
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     plain = [name for name in names if name.endswith(".safetensors")]
     for name in ("model.safetensors", "diffusion_pytorch_model.safetensors"):
@@ -91,7 +79,7 @@ def _choose(folder: files.Place) -> list[str]:
         if not missing:
             return plain
         name = f"{shards[0][1]}-{missing[0]:05d}-of-{shards[0][3]}.safetensors"
-        raise _broken(files.join(folder, name), _MISSING, "the others of its set are there")
+        raise _broken(storage.join(folder, name), _MISSING, "the others of its set are there")
     raise CheckpointError(
         f"cannot tell which of {len(plain)} safetensors files and {len(indexes)} indexes are the weights",
         where=str(folder),
@@ -100,25 +88,19 @@ def _choose(folder: files.Place) -> list[str]:
     )
 
 
-def read_index(path: files.Place) -> dict[str, str]:
-    """Tensor name to file name, as an index of Hugging Face gives them.
-
-    Raises:
-        CheckpointError: It is damaged, or points outside its folder.
-    """
-    try:
-        weight_map = json.loads(files.read_small(path, _MAX_INDEX_BYTES))["weight_map"]
+def read_index(path: storage.Place) -> dict[str, str]:
+    """Tensor name to file name, as an index of Hugging Face gives them."""
+    with storage.parsing("the index cannot be read", path, _GET_AGAIN):
+        weight_map = json.loads(storage.read_small(path, _MAX_INDEX_BYTES))["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise TypeError("weight_map is not an object of strings")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _broken(path, "the index cannot be read", f"{type(error).__name__}: {error}") from None
     for file in dict.fromkeys(weight_map.values()):
-        files.check_name(file, where=str(path))
+        storage.check_name(file, where=str(path))
     return weight_map
 
 
 def _joined(
-    place: files.Place, folder: files.Place, read: Mapping[str, _Header], index: Mapping[str, str] | None
+    place: storage.Place, folder: storage.Place, read: Mapping[str, _Header], index: Mapping[str, str] | None
 ) -> Contents:
     tensors: dict[str, StoredTensor] = {}
     for file, header in read.items():
@@ -127,12 +109,12 @@ def _joined(
                 continue  # a copy; the index says which one counts
             if name in tensors:
                 why = f"{name!r} is also in {tensors[name].chunks[0].file or 'another file'}"
-                raise _broken(files.join(folder, file), "two files hold the same tensor", why)
+                raise _broken(storage.join(folder, file), "two files hold the same tensor", why)
             tensors[name] = tensor
     for name, file in (index or {}).items():
         if name not in tensors:
             why = f"the index says that it holds {name!r}"
-            raise _broken(files.join(folder, file), "a tensor is not in its file", why)
+            raise _broken(storage.join(folder, file), "a tensor is not in its file", why)
     block_bytes = {header.block_bytes for header in read.values() if header.block_bytes}
     if len(block_bytes) > 1:
         raise _broken(place, "files with checksums over blocks of different sizes", f"{sorted(block_bytes)} bytes")
@@ -145,22 +127,19 @@ def _joined(
     )
 
 
-def _read_header(folder: files.Place, name: str) -> _Header:
-    path = files.join(folder, name)
-    size = files.size_of(path)
+def _read_header(folder: storage.Place, name: str) -> _Header:
+    path = storage.join(folder, name)
+    size = storage.size_of(path)
     if size is None:
         raise _broken(path, _MISSING, "the index or the folder's set of files names it")
-    with files.FileReader(path) as reader:
+    with storage.FileReader(path) as reader:
         length = int.from_bytes(reader.read(0, min(8, size)), "little")
         if size < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
             why = f"it has {size:,} bytes and claims a header of {length:,}"
             raise _broken(path, "this is not a safetensors file, or it was cut short", why)
         data = reader.read(8, length)
-    try:
+    with storage.parsing("the header is damaged", path, _GET_AGAIN):
         return _parse(name, data, size)
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        what = error.args[0] if isinstance(error, ValueError) and error.args else f"{type(error).__name__}: {error}"
-        raise _broken(path, "the header is damaged", str(what)[:500]) from None
 
 
 def _parse(file: str, data: bytes, size: int) -> _Header:
@@ -194,7 +173,7 @@ def _tensor(file: str, name: str, entry: Any, data_start: int, checksums: str) -
     start, end = sizes_of(entry["data_offsets"])
     if end - start != math.prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"{name!r} of shape {list(shape)} and {dtype} has {end - start:,} bytes")
-    chunk = StoredChunk(contents.ChunkSpec.whole(shape), file, data_start + start, from_hex(checksums))
+    chunk = StoredChunk(contents.ChunkSpec.whole(shape), file, data_start + start, storage.from_hex(checksums))
     return StoredTensor(name, dtype, shape, (chunk,))
 
 
@@ -206,7 +185,7 @@ def _checksums(data: bytes, metadata: Mapping[str, str]) -> tuple[int, dict[str,
     if stored is None:
         return 0, {}
     blank = data.replace(stored.encode(), _BLANK.encode(), 1)
-    if len(stored) != 16 or f"{checksum(blank):016x}" != stored:
+    if len(stored) != 16 or f"{storage.checksum(blank):016x}" != stored:
         raise ValueError("it does not have its checksum")
     ours = json.loads(metadata[_METADATA_KEY])
     block_bytes, checksums = ours["block_bytes"], ours["xxh3"]
@@ -218,12 +197,12 @@ def _checksums(data: bytes, metadata: Mapping[str, str]) -> tuple[int, dict[str,
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands in it twice")
+        raise ValueError("a name occurs in it twice")
     return found
 
 
-def _broken(path: files.Place, what: str, why: str) -> CheckpointError:
-    return files.damaged(what, path, why, _GET_AGAIN)
+def _broken(path: storage.Place, what: str, why: str) -> CheckpointError:
+    return storage.damaged(what, path, why, _GET_AGAIN)
 
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -233,7 +212,7 @@ Chunks = Iterator[tuple[StoredTensor, memoryview]]
 _ALIGNMENT = 64
 
 
-def append_tensor(file: files.FileWriter, info: StoredTensor, chunks: Chunks) -> tuple[int, ...]:
+def append_tensor(file: storage.FileWriter, info: StoredTensor, chunks: Chunks) -> tuple[int, ...]:
     """Write the next tensor of `chunks`, which must be `info`; return the checksums of its blocks."""
 
     def parts() -> Iterator[memoryview]:
@@ -250,16 +229,7 @@ def append_tensor(file: files.FileWriter, info: StoredTensor, chunks: Chunks) ->
 
 
 class SafetensorsWriter:
-    """Writes one file, or a folder of shards, which appears when it is whole and on the disk.
-
-    Args:
-        path: A file if it ends in `.safetensors`, else a folder that becomes a Hugging Face one.
-        tensors: All tensors that will come.
-        max_shard_bytes: Of tensors in one file, as far as one tensor allows; None: all in one. Folders only.
-        stem: What the files in a folder are called: `<stem>.safetensors`.
-        sidecars: Small files to write beside the weights in a folder, such as `config.json`.
-        overwrite: Replace weights that are there already.
-    """
+    """Writes a file, or a Hugging Face folder of shards and `sidecars`, which appears when it is whole and synced."""
 
     def __init__(
         self,
@@ -311,7 +281,7 @@ class SafetensorsWriter:
         """Write the tensors' bytes, which come in the order of `order`; call it on one rank."""
         self.check()
         if self._is_file:
-            with files.replace_file(self._path) as file:
+            with storage.replace_file(self._path) as file:
                 _write_file(file, self._shards[0], chunks)
             return
         count, small = len(self._shards), dict(self._sidecars)
@@ -326,28 +296,28 @@ class SafetensorsWriter:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             small[self._stem + INDEX_SUFFIX] = json.dumps(index, indent=2).encode() + b"\n"
         partial = self._path.with_name(f".{self._path.name}.partial")
-        with files.removed_on_error(partial):
-            files.make_folder(partial)
+        with storage.removed_on_error(partial):
+            storage.make_folder(partial)
             for name, shard in zip(names, self._shards, strict=True):
-                with files.FileWriter(partial / name) as file:
+                with storage.FileWriter(partial / name) as file:
                     _write_file(file, shard, chunks)
                     file.sync()
             for name, data in small.items():
-                files.write_small(partial / name, data)
+                storage.write_small(partial / name, data)
             _publish_folder(partial, self._path, {*names, *small})
 
 
-def _write_file(file: files.FileWriter, tensors: Sequence[StoredTensor], chunks: Chunks) -> None:
-    blanks = {tensor.name: _BLANK * -(-tensor.num_bytes // BLOCK_BYTES) for tensor in tensors}
+def _write_file(file: storage.FileWriter, tensors: Sequence[StoredTensor], chunks: Chunks) -> None:
+    blanks = {tensor.name: _BLANK * -(-tensor.num_bytes // storage.BLOCK_BYTES) for tensor in tensors}
     file.append(_header(tensors, blanks))
-    header = _header(tensors, {tensor.name: to_hex(append_tensor(file, tensor, chunks)) for tensor in tensors})
-    header = header.replace(f'"{_BLANK}"'.encode(), f'"{checksum(header[8:]):016x}"'.encode(), 1)
+    header = _header(tensors, {tensor.name: storage.to_hex(append_tensor(file, tensor, chunks)) for tensor in tensors})
+    header = header.replace(f'"{_BLANK}"'.encode(), f'"{storage.checksum(header[8:]):016x}"'.encode(), 1)
     file.rewrite_start(header)
 
 
 def _header(tensors: Sequence[StoredTensor], digests: Mapping[str, str]) -> bytes:
     """Of the same length whether the checksums are known or not."""
-    ours = json.dumps({"block_bytes": BLOCK_BYTES, "xxh3": digests}, separators=(",", ":"))
+    ours = json.dumps({"block_bytes": storage.BLOCK_BYTES, "xxh3": digests}, separators=(",", ":"))
     header: dict[str, object] = {"__metadata__": {"format": "pt", _HEADER_CHECKSUM_KEY: _BLANK, _METADATA_KEY: ours}}
     end = 0
     for tensor in tensors:
@@ -367,8 +337,8 @@ def _header(tensors: Sequence[StoredTensor], digests: Mapping[str, str]) -> byte
 
 def refuse_overwrite(path: Path, overwrite: bool, *, is_file: bool) -> None:
     """Refuse a path that cannot hold weights, as a file or as a folder, or that has some already."""
-    files.make_folder(path.parent)
-    with files.os_errors("write into the folder", path.parent):
+    storage.make_folder(path.parent)
+    with storage.os_errors("write into the folder", path.parent):
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     if path.exists() and path.is_dir() == is_file:
@@ -376,7 +346,7 @@ def refuse_overwrite(path: Path, overwrite: bool, *, is_file: bool) -> None:
         fix = "name a file, as in weights.pt or weights.safetensors" if is_file else "name a folder"
         raise CheckpointError(what, where=str(path), fix=fix)
     there = [path.name] if is_file and path.exists() else []
-    there += [name for name in files.names_in(path) if name.endswith(_WEIGHT_SUFFIXES)]
+    there += [name for name in storage.names_in(path) if name.endswith(_WEIGHT_SUFFIXES)]
     if there and not overwrite:
         raise CheckpointError(
             f"{there[0]} is there already",
@@ -389,16 +359,16 @@ def refuse_overwrite(path: Path, overwrite: bool, *, is_file: bool) -> None:
 def _publish_folder(partial: Path, target: Path, written: Iterable[str]) -> None:
     """Let the partial folder take the place of `target`, keeping what else is in there (a tokenizer, say)."""
     retired = partial.with_name(partial.name + ".old")
-    with files.os_errors("rename the folder", target):
+    with storage.os_errors("rename the folder", target):
         for item in target.iterdir() if target.exists() else ():
             if item.name not in written and not item.name.endswith(_WEIGHT_SUFFIXES):
                 _carry_over(item, partial / item.name)
-        files.sync_folder(partial)
+        storage.sync_folder(partial)
         if target.exists():
             os.rename(target, retired)
         os.rename(partial, target)
-    files.sync_folder(target.parent)
-    files.remove_tree(retired)
+    storage.sync_folder(target.parent)
+    storage.remove_tree(retired)
 
 
 def _carry_over(source: Path, target: Path) -> None:
@@ -408,4 +378,4 @@ def _carry_over(source: Path, target: Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
     for item in (target, *target.rglob("*")):
         if not item.is_symlink():
-            files.sync_folder(item)  # or file: whatever has the name
+            storage.sync_folder(item)  # or file: whatever has the name

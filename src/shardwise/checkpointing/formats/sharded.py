@@ -14,11 +14,10 @@ from typing import Any
 import xxhash
 
 from shardwise.checkpointing import contents as checkpoint_contents
+from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, LocalChunk, StoredTensor, TorchStream
 from shardwise.checkpointing.formats.values import decode_value
-from shardwise.checkpointing.pickles import zip_files
-from shardwise.checkpointing.storage import files
-from shardwise.checkpointing.storage.memory import BLOCK_BYTES, bytes_of, checksum, counting, from_hex, to_hex
+from shardwise.checkpointing.pickles import torch_files
 from shardwise.errors import CheckpointError, raise_listed
 from shardwise.progress import Progress
 
@@ -54,9 +53,9 @@ def value_streams(encoded: Mapping[str, Any]) -> dict[str, bytes]:
     streams = {}
     for name, value in encoded.items():
         try:
-            streams[name] = zip_files.value_stream(decode_value(value))
+            streams[name] = torch_files.value_stream(decode_value(value))
         except (CheckpointError, TypeError, ImportError):
-            streams[name] = zip_files.value_stream(value)
+            streams[name] = torch_files.value_stream(value)
     return streams
 
 
@@ -66,36 +65,25 @@ def file_name(rank: int) -> str:
 
 
 def write_rank_file(
-    path: files.Place,
+    path: storage.Place,
     items: Iterable[LocalChunk],
     values: Mapping[str, bytes] | None = None,
     *,
     fsync: bool = True,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int = storage.BLOCK_BYTES,
     total: int = 0,
     progress: Progress | None = None,
 ) -> FileRecord:
-    """Write a new file with these tensors and values.
+    """Write a new file in the partial folder with these tensors, and values from `value_streams`.
 
-    Args:
-        path: In the partial folder; must not be there yet.
-        items: In the order in which they shall lie in the file. May be a generator that makes each item's memory
-            when its turn comes; the memory must be its own.
-        values: Plain values by name, from `value_streams`.
-        fsync: Return only when the disk has the file.
-        block_bytes: Bytes under one checksum.
-        total: Bytes of all items, for the progress; needed where `items` is a generator.
-        progress: Is told the bytes as they are written.
-
-    Returns:
-        What `commit_checkpoint` needs to know about the file. A file that could not be finished stays.
+    `items` may be a generator that makes each item's memory when its turn comes; then `total` is the bytes of all.
     """
     if isinstance(items, Sequence):
         total = sum(_checked(item).num_bytes for item in items)
-    file, frame = files.split(path)[1], xxhash.xxh3_64()
+    file, frame = storage.split(path)[1], xxhash.xxh3_64()
     tensors: list[tuple[StoredTensor, TorchStream]] = []
     streams: list[TorchStream] = []
-    with files.FileWriter(path) as writer:
+    with storage.FileWriter(path) as writer:
 
         def put(data: bytes) -> None:
             frame.update(data)
@@ -104,10 +92,10 @@ def write_rank_file(
         for name, stream in (values or {}).items():
             streams.append(TorchStream(file, writer.num_bytes, len(stream), name))
             put(stream)
-        with counting(progress, total, "writing") as count:
+        with storage.counting(progress, total, "writing") as count:
             for item in items:
-                start, data = writer.num_bytes, bytes_of(_checked(item).memory)
-                head, tail = zip_files.tensor_frame(item.dtype, item.spec.sizes, start=start)
+                start, data = writer.num_bytes, storage.bytes_of(_checked(item).memory)
+                head, tail = torch_files.tensor_frame(item.dtype, item.spec.sizes, start=start)
                 put(head)
                 offset = writer.num_bytes
                 checksums = writer.append_blocks(_counted(data, count), block_bytes)
@@ -133,7 +121,7 @@ def _counted(data: memoryview, count: Callable[[int], None]) -> Iterator[memoryv
 
 def _checked(item: LocalChunk) -> LocalChunk:
     is_inside = item.spec.lies_in(item.shape) and item.dtype in checkpoint_contents.ITEM_BYTES
-    if not is_inside or len(bytes_of(item.memory)) != item.num_bytes:
+    if not is_inside or len(storage.bytes_of(item.memory)) != item.num_bytes:
         raise CheckpointError(
             f"cannot store {item.name}: {item.dtype} of shape {item.shape}, part {item.spec}",
             why="the part must lie in the tensor and fill its memory, and the dtype be one of torch's plain ones",
@@ -185,49 +173,47 @@ def torch_metadata(records: Sequence[FileRecord], header: Header) -> bytes:
     state = {
         "state_dict_metadata": entries,
         "planner_data": {name: tuple(header.structure.get(name, (name,))) for name in entries},
-        "storage_data": zip_files.Pairs(tuple(places)),
+        "storage_data": torch_files.Pairs(tuple(places)),
         "storage_meta": None,
         "version": _DCP_VERSION,
     }
-    return zip_files.dumps(_instance("Metadata", state))
+    return torch_files.dumps(_instance("Metadata", state))
 
 
-def _tensor_entry(parts: list[StoredTensor]) -> zip_files.Instance:
+def _tensor_entry(parts: list[StoredTensor]) -> torch_files.Instance:
     specs = [part.chunks[0].spec for part in parts]
     chunks = [
         _instance("ChunkStorageMetadata", {"offsets": _size(spec.starts), "sizes": _size(spec.sizes)}) for spec in specs
     ]
     # What TensorProperties.__getstate__ gives: dtype, layout, requires_grad, memory format, pinned.
-    layout = zip_files.Call(zip_files.known_global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory_format = zip_files.Call(zip_files.known_global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-    properties = (zip_files.known_global("torch", parts[0].dtype), layout, False, memory_format, False)
+    layout = torch_files.Call(torch_files.known_global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = torch_files.Call(torch_files.known_global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    properties = (torch_files.known_global("torch", parts[0].dtype), layout, False, memory_format, False)
     state = {"properties": _instance("TensorProperties", properties), "size": _size(parts[0].shape), "chunks": chunks}
     return _instance("TensorStorageMetadata", state)
 
 
-def _place(stream: TorchStream) -> zip_files.Instance:
-    kind = zip_files.known_global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    return zip_files.Instance(kind, {"relative_path": stream.file, "offset": stream.offset, "length": stream.num_bytes})
+def _place(stream: TorchStream) -> torch_files.Instance:
+    kind = torch_files.known_global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    return torch_files.Instance(
+        kind, {"relative_path": stream.file, "offset": stream.offset, "length": stream.num_bytes}
+    )
 
 
-def _size(sizes: tuple[int, ...]) -> zip_files.Call:
-    return zip_files.Call(zip_files.known_global("torch", "Size"), (tuple(sizes),))
+def _size(sizes: tuple[int, ...]) -> torch_files.Call:
+    return torch_files.Call(torch_files.known_global("torch", "Size"), (tuple(sizes),))
 
 
-def _instance(name: str, state: Any) -> zip_files.Instance:
-    return zip_files.Instance(zip_files.known_global(_METADATA, name), state)
+def _instance(name: str, state: Any) -> torch_files.Instance:
+    return torch_files.Instance(torch_files.known_global(_METADATA, name), state)
 
 
-def manifest_bytes(folder: files.Place, records: Sequence[FileRecord], header: Header, metadata: bytes) -> bytes:
-    """The manifest, whose first line holds the checksum of all that follows.
-
-    Raises:
-        CheckpointError: What the ranks wrote is not the whole state, each element once.
-    """
+def manifest_bytes(folder: storage.Place, records: Sequence[FileRecord], header: Header, metadata: bytes) -> bytes:
+    """The manifest, whose first line holds the checksum of all that follows; raises unless it holds the whole state."""
     parts = parts_by_name(records)
-    block_bytes = {record.block_bytes for record in records} or {BLOCK_BYTES}
+    block_bytes = {record.block_bytes for record in records} or {storage.BLOCK_BYTES}
     written = {record.file: (record.num_bytes, record.frame) for record in records}
-    written[METADATA_NAME] = (len(metadata), checksum(metadata))
+    written[METADATA_NAME] = (len(metadata), storage.checksum(metadata))
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -235,7 +221,7 @@ def manifest_bytes(folder: files.Place, records: Sequence[FileRecord], header: H
         "world_size": header.world_size,
         "block_bytes": min(block_bytes),
         "details": dict(header.details),
-        "files": {file: {"bytes": size, "frame": to_hex([frame])} for file, (size, frame) in written.items()},
+        "files": {file: {"bytes": size, "frame": storage.to_hex([frame])} for file, (size, frame) in written.items()},
         "values": dict(header.values),
         "aliases": dict(header.aliases),
         "structure": {name: list(path) for name, path in header.structure.items()},
@@ -256,7 +242,7 @@ def manifest_bytes(folder: files.Place, records: Sequence[FileRecord], header: H
     )
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     rest = text.removeprefix("{").encode("utf-8", "surrogatepass") + b"\n"
-    return b'{"checksum": "' + to_hex([checksum(rest)]).encode() + b'",\n' + rest
+    return b'{"checksum": "' + storage.to_hex([storage.checksum(rest)]).encode() + b'",\n' + rest
 
 
 def _problems(contents: Contents) -> list[str]:
@@ -268,18 +254,14 @@ def _problems(contents: Contents) -> list[str]:
     ]
 
 
-def read_manifest(folder: files.Place) -> Contents:
-    """Read a checkpoint's manifest, every field checked.
-
-    Raises:
-        CheckpointError: It is missing, damaged, or written by a later version.
-    """
-    path = files.join(folder, MANIFEST_NAME)
-    data = files.read_small(path, _MAX_BYTES)
+def read_manifest(folder: storage.Place) -> Contents:
+    """Read a checkpoint's manifest, every field checked."""
+    path = storage.join(folder, MANIFEST_NAME)
+    data = storage.read_small(path, _MAX_BYTES)
     line = _FIRST_LINE.match(data)
-    if line is None or to_hex([checksum(memoryview(data)[line.end() :])]).encode() != line.group(1):
-        raise files.damaged(_DAMAGED, path, "its checksum is not that of its bytes")
-    with files.parsing(_DAMAGED, path):
+    if line is None or storage.to_hex([storage.checksum(memoryview(data)[line.end() :])]).encode() != line.group(1):
+        raise storage.damaged(_DAMAGED, path, "its checksum is not that of its bytes")
+    with storage.parsing(_DAMAGED, path):
         return _parsed(folder, json.loads(b"{" + data[line.end() :]))
 
 
@@ -291,7 +273,7 @@ def _entry(parts: list[StoredTensor]) -> dict[str, Any]:
             "offset": chunk.offset,
             "starts": list(chunk.spec.starts),
             "sizes": list(chunk.spec.sizes),
-            "checksums": to_hex(chunk.checksums),
+            "checksums": storage.to_hex(chunk.checksums),
         }
         for part in parts
         for chunk in part.chunks
@@ -299,9 +281,9 @@ def _entry(parts: list[StoredTensor]) -> dict[str, Any]:
     return {"dtype": parts[0].dtype, "shape": list(parts[0].shape), "pieces": chunks}
 
 
-def _parsed(folder: files.Place, body: Any) -> Contents:
+def _parsed(folder: storage.Place, body: Any) -> Contents:
     """The contents that a manifest describes, every field checked."""
-    where = str(files.join(folder, MANIFEST_NAME))
+    where = str(storage.join(folder, MANIFEST_NAME))
     if body["format"] != FORMAT or body["version"] != VERSION:
         raise CheckpointError(
             f"the checkpoint has format {body['format']} version {body['version']}",
@@ -312,7 +294,7 @@ def _parsed(folder: files.Place, body: Any) -> Contents:
     if (block_bytes := checkpoint_contents.count_of(body["block_bytes"])) == 0:
         raise ValueError("block_bytes is 0")
     file_bytes = {
-        files.check_name(name, where=where): checkpoint_contents.count_of(entry["bytes"])
+        storage.check_name(name, where=where): checkpoint_contents.count_of(entry["bytes"])
         for name, entry in body["files"].items()
     }
     tensors = {name: _tensor(name, entry, file_bytes, block_bytes) for name, entry in body["tensors"].items()}
@@ -321,7 +303,7 @@ def _parsed(folder: files.Place, body: Any) -> Contents:
     step, world_size = (
         None if body[key] is None else checkpoint_contents.count_of(body[key]) for key in ("step", "world_size")
     )
-    frames = {name: from_hex(entry["frame"])[0] for name, entry in body["files"].items()}
+    frames = {name: storage.from_hex(entry["frame"])[0] for name, entry in body["files"].items()}
     return Contents(
         path=folder,
         format="sharded",
@@ -342,7 +324,7 @@ def _tensor(name: str, entry: Any, file_bytes: Mapping[str, int], block_bytes: i
     for part in entry["pieces"]:
         spec, sums = (
             ChunkSpec(checkpoint_contents.sizes_of(part["starts"]), checkpoint_contents.sizes_of(part["sizes"])),
-            from_hex(part["checksums"]),
+            storage.from_hex(part["checksums"]),
         )
         offset, num_bytes = checkpoint_contents.count_of(part["offset"]), spec.numel * item_bytes
         if not spec.lies_in(shape):
@@ -368,103 +350,90 @@ def _path(parts: Any) -> KeyPath:
     return tuple(parts)
 
 
-def step_folder(root: str | files.Place, step: int) -> files.Place:
+def step_folder(root: str | storage.Place, step: int) -> storage.Place:
     """Where the checkpoint of a step lies under `root`."""
-    return files.join(files.place(root), f"step-{step:08d}")
+    return storage.join(storage.place(root), f"step-{step:08d}")
 
 
-def partial_of(folder: files.Place) -> files.Place:
+def partial_of(folder: storage.Place) -> storage.Place:
     """Where a checkpoint is written before it is committed; in an object store its own place."""
     return folder if isinstance(folder, str) else folder.with_name(folder.name + _PARTIAL)
 
 
-def begin_checkpoint(folder: files.Place) -> files.Place:
-    """Make and return the partial folder, empty, for a checkpoint that shall be called `folder`; on rank 0."""
-    if is_committed(folder) or (isinstance(folder, Path) and files.exists(folder)):
+def begin_checkpoint(folder: storage.Place) -> storage.Place:
+    """Make and return the partial folder, empty, for a checkpoint that will be called `folder`; on rank 0."""
+    if is_committed(folder) or (isinstance(folder, Path) and storage.exists(folder)):
         raise CheckpointError(
-            f"there is a checkpoint called {files.split(folder)[1]} already",
+            f"there is a checkpoint called {storage.split(folder)[1]} already",
             where=str(folder),
             why="a committed checkpoint is never written over",
             fix="save under another step or into another folder, or remove this one",
         )
     partial = partial_of(folder)
-    files.remove_tree(partial)  # left over from a save that was interrupted
-    files.make_folder(partial)
+    storage.remove_tree(partial)  # left over from a save that was interrupted
+    storage.make_folder(partial)
     return partial
 
 
 def commit_checkpoint(
-    folder: files.Place, records: Iterable[FileRecord], header: Header, *, fsync: bool = True
+    folder: storage.Place, records: Iterable[FileRecord], header: Header, *, fsync: bool = True
 ) -> None:
-    """Make what the ranks have written a checkpoint: metadata, manifest, sync, rename.
-
-    Args:
-        folder: Its final place; the ranks' files are in `partial_of(folder)`.
-        records: What each rank wrote.
-        header: What the manifest says besides.
-        fsync: Return only when the disk has it all.
-
-    Raises:
-        CheckpointError: A tensor is not stored whole and once, or the system refuses; nothing is committed then.
-
-    Ranks:
-        Rank 0, when all have written.
-    """
+    """Make what the ranks wrote in `partial_of(folder)` a checkpoint: metadata, manifest, sync, rename; on rank 0."""
     records = sorted(records, key=lambda record: record.file)
     partial = partial_of(folder)
     metadata = torch_metadata(records, header)
     manifest = manifest_bytes(folder, records, header, metadata)
-    files.write_small(files.join(partial, METADATA_NAME), metadata, fsync=fsync)
-    files.write_small(files.join(partial, MANIFEST_NAME), manifest, fsync=fsync)
+    storage.write_small(storage.join(partial, METADATA_NAME), metadata, fsync=fsync)
+    storage.write_small(storage.join(partial, MANIFEST_NAME), manifest, fsync=fsync)
     if isinstance(folder, str) or isinstance(partial, str):
         return
     if fsync:
-        files.sync_folder(partial)
-    with files.os_errors("give the checkpoint its name", folder):
+        storage.sync_folder(partial)
+    with storage.os_errors("give the checkpoint its name", folder):
         os.rename(partial, folder)
     if fsync:
-        files.sync_folder(folder.parent)
+        storage.sync_folder(folder.parent)
         with contextlib.suppress(CheckpointError):  # the first save may have made the run's folder, in one not ours
-            files.sync_folder(folder.parent.parent)
+            storage.sync_folder(folder.parent.parent)
 
 
-def is_committed(folder: files.Place) -> bool:
+def is_committed(folder: storage.Place) -> bool:
     """Whether a complete checkpoint of ours lies there."""
-    if files.split(folder)[1].endswith((_PARTIAL, _REMOVING)):
+    if storage.split(folder)[1].endswith((_PARTIAL, _REMOVING)):
         return False
-    return files.size_of(files.join(folder, MANIFEST_NAME)) is not None
+    return storage.size_of(storage.join(folder, MANIFEST_NAME)) is not None
 
 
-def committed_steps(root: str | files.Place) -> list[int]:
+def committed_steps(root: str | storage.Place) -> list[int]:
     """The steps of all committed checkpoints under `root`, in ascending order."""
-    root = files.place(root)
-    steps = [int(match.group(1)) for name in files.names_in(root) if (match := _STEP.fullmatch(name))]
+    root = storage.place(root)
+    steps = [int(match.group(1)) for name in storage.names_in(root) if (match := _STEP.fullmatch(name))]
     return sorted(step for step in steps if is_committed(step_folder(root, step)))
 
 
-def remove_checkpoint(folder: files.Place) -> None:
+def remove_checkpoint(folder: storage.Place) -> None:
     """Remove a checkpoint so that it is never seen half removed; on rank 0."""
     if isinstance(folder, str):
-        files.remove_tree(files.join(folder, MANIFEST_NAME))
-        files.remove_tree(folder)
+        storage.remove_tree(storage.join(folder, MANIFEST_NAME))
+        storage.remove_tree(folder)
     else:
         retired = folder.with_name(folder.name + _REMOVING)
-        files.remove_tree(retired)
-        with files.os_errors("remove the checkpoint", folder), contextlib.suppress(FileNotFoundError):
+        storage.remove_tree(retired)
+        with storage.os_errors("remove the checkpoint", folder), contextlib.suppress(FileNotFoundError):
             os.rename(folder, retired)
-        files.remove_tree(retired)
+        storage.remove_tree(retired)
 
 
-def sweep(root: str | files.Place) -> list[files.Place]:
+def sweep(root: str | storage.Place) -> list[storage.Place]:
     """Remove, and return, what interrupted saves and removals left under `root`; on rank 0, while nobody saves."""
-    root = files.place(root)
+    root = storage.place(root)
     leftovers = []
-    for name in files.names_in(root):
+    for name in storage.names_in(root):
         bare = name.removesuffix(_PARTIAL).removesuffix(_REMOVING)
         if _STEP.fullmatch(bare) is None:
             continue
-        if bare != name or (isinstance(root, str) and not is_committed(files.join(root, name))):
-            leftovers.append(files.join(root, name))
+        if bare != name or (isinstance(root, str) and not is_committed(storage.join(root, name))):
+            leftovers.append(storage.join(root, name))
     for leftover in leftovers:
-        files.remove_tree(leftover)
+        storage.remove_tree(leftover)
     return leftovers

@@ -17,16 +17,7 @@ _SPECIAL_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode_value(value: object, where: str = "") -> Any:
-    """`value` in terms of JSON.
-
-    Args:
-        value: None, booleans, numbers, text, bytes, lists, tuples, sets, mappings of these; NumPy's and torch's
-            small values (dtypes, devices, shapes, arrays). Tensors are not values.
-        where: The name of the value in the checkpoint, for the error.
-
-    Raises:
-        CheckpointError: It holds an object of another type, such as a function.
-    """
+    """`value` in terms of JSON; refused unless it is plain, or a small value of NumPy or torch."""
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -56,11 +47,7 @@ def encode_value(value: object, where: str = "") -> Any:
 
 
 def decode_value(encoded: Any) -> Any:
-    """What `encode_value` was given.
-
-    Raises:
-        CheckpointError: It is not an encoding of anything.
-    """
+    """What `encode_value` was given."""
     if isinstance(encoded, list):
         return [decode_value(item) for item in encoded]
     if not isinstance(encoded, dict):

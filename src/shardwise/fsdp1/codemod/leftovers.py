@@ -116,7 +116,7 @@ def _report_internals(draft: FileDraft) -> None:
         elif isinstance(node, ast.Call) and is_private(context, node.func):
             private = draft.source(node.func)
         if private:
-            fix = "remove what uses it, or write it anew on DTensor"
+            fix = "remove what uses it, or write it again on DTensor"
             _leave(draft, "SW127", node, f"{private} is private to FSDP1", fix)
         for names, code, message, fix in _OF_MODELS:
             if not isinstance(node, ast.Attribute) or node.attr not in names or node in draft.taken:

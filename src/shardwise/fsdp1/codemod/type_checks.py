@@ -113,7 +113,7 @@ def _rewrite_modules(draft: FileDraft, call: ast.Call) -> None:
         draft.undecided(CODE, call, message, fix)
     elif any(one in INTERNAL for one in _used_of_each(draft, call)):
         message = "fsdp_modules is left alone: the loop over it works on what only FSDP1's models have"
-        draft.undecided(CODE, call, message, "leave the loop out for FSDP2's models, or write it anew for them")
+        draft.undecided(CODE, call, message, "leave the loop out for FSDP2's models, or write it again for them")
     else:
         model, name = draft.source(call.args[0]), draft.name("FSDPModule")
         draft.replace(call, f"[module for module in {model}.modules() if isinstance(module, {name})]")

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.config.load import check_ranges
 from shardwise.config.run import DataConfig
 from shardwise.errors import CheckpointError, ConfigError, ShardError, raise_listed
-from shardwise.progress import NoProgress, Progress
+from shardwise.progress import Progress
 from shardwise.training.data.reading import open_samples
 from shardwise.training.data.samples import IGNORED, Batch, Samples, Tokenizer
 
@@ -173,11 +173,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last batch before `state_dict`, on any number of ranks.
-
-        Raises:
-            CheckpointError: The state is of other data or another order.
-        """
+        """Continue after the last batch before `state_dict`, on any number of ranks; refused for other data."""
         now, then = _identity(self.state_dict()), _identity(state)
         raise_listed(
             [
@@ -327,9 +323,8 @@ def open_data(
 ) -> Loader:
     """Open the training data.
 
-    Text and, where they are packed, JSONL and datasets are tokenised here, once, into a compact array on every rank;
-    bytes of large text files, and files of tokens, are mapped and not read. For more than a few GB of text and a
-    tokenizer of its own, files of tokens are the better source.
+    Text, JSONL and datasets are tokenised here, once, into a compact array on every rank; files of tokens are mapped
+    and not read. For more than a few GB of text they are the better source.
 
     Args:
         config: The data.
@@ -339,7 +334,7 @@ def open_data(
         seed: Of the order.
         vocab_size: Vocabulary size of the model; None: not checked.
         device: Device of the batches.
-        progress: Receives files and records that are tokenised.
+        progress: Receives each file that is tokenised.
 
     Raises:
         ConfigError: The data is missing, empty, unreadable, too short, or does not fit the model or the ranks.
@@ -349,9 +344,7 @@ def open_data(
         Local. Errors of files that only one machine has are raised there only: see `raise_together`.
     """
     check_ranges(config, "data")
-    samples, tokenizer, identity = open_samples(
-        config, config.source, "data.source", vocab_size, progress or NoProgress()
-    )
+    samples, tokenizer, identity = open_samples(config, config.source, "data.source", vocab_size, progress)
     check_batch(batch_size, num_ranks)  # after problems of the data, which a run reports beside it
     num_samples = samples.num_samples - _num_held_out(config, samples)
     share = Share(batch_size=batch_size, rank=rank, num_ranks=num_ranks, device=device)
@@ -377,7 +370,7 @@ def open_evaluation(
         samples = training.samples
     else:
         setting, names = ("source", config.source) if config.evaluation is None else ("evaluation", config.evaluation)
-        samples, _, _ = open_samples(config, names, f"data.{setting}", vocab_size, NoProgress())
+        samples, _, _ = open_samples(config, names, f"data.{setting}", vocab_size)
     first = samples.num_samples - _num_held_out(config, samples) if config.evaluation is None else 0
     held_out = Evaluation(samples, first, Share(**share), workers=min(1, config.workers))
     if not len(held_out):

@@ -1,26 +1,258 @@
-"""Read, tokenize and pack a data source into samples."""
+"""Find, read, tokenize and pack a data source into samples."""
 
 from __future__ import annotations
 
+import glob
+import hashlib
+import json
+import os
+import re
+import sys
+import sysconfig
 from array import array
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.config.run import DataConfig
-from shardwise.errors import ConfigError, raise_listed
+from shardwise.errors import ConfigError, import_optional, raise_listed
 from shardwise.models.load import find_callable
-from shardwise.progress import Progress
-from shardwise.training.data import records
+from shardwise.progress import NoProgress, Progress
 from shardwise.training.data import samples as sampling
-from shardwise.training.data.records import DataSource, Documents, JsonLines, Records, find_sources, refuse_unreadable
-from shardwise.training.data.samples import Bytes, Rows, Samples, StreamSamples, Tokenizer, TokenStream, open_tokenizer
+from shardwise.training.data.samples import (
+    Bytes,
+    Document,
+    Records,
+    Rows,
+    Samples,
+    StreamSamples,
+    Tokenizer,
+    TokenStream,
+    open_tokenizer,
+)
+
+
+def parse_line(line: bytes) -> Any:
+    """The value of a line; a ValueError says briefly why it cannot be read."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} (column {error.colno})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason} (byte {error.start})") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def refuse_unreadable(problems: Sequence[str]) -> None:
+    """Raise if some records cannot be read as documents."""
+    raise_listed(
+        problems,
+        "{num} record(s) of the data cannot be read",
+        why="each line of JSONL is one JSON object; the text is in data.text_field, or in data.prompt_field and "
+        "data.response_field",
+        fix="mend or remove these lines, or set the names of the fields",
+    )
+
+
+def to_document(record: Any, config: DataConfig) -> Document:
+    """The text of a record; a ValueError says what is wrong with it."""
+    if isinstance(record, str):
+        return Document("", _clean(record))
+    if not isinstance(record, Mapping):
+        raise ValueError(f"a {type(record).__name__}, not an object with fields")
+    if config.prompt_field in record and config.response_field in record:
+        return Document(*(_clean(_text(record, name)) for name in (config.prompt_field, config.response_field)))
+    if config.text_field in record:
+        return Document("", _clean(_text(record, config.text_field)))
+    fields = ", ".join(map(str, record)) or "none"
+    wanted = f"{config.text_field!r}, nor {config.prompt_field!r} with {config.response_field!r}"
+    raise ValueError(f"no field {wanted}; its fields: {fields}")
+
+
+def read_documents(
+    source: DataSource, items: Records | None, config: DataConfig, problems: list[str]
+) -> Iterator[Document]:
+    """The documents of JSONL files, of saved datasets, or of what a callable returned (`items`), in order.
+
+    Those that cannot be read are added to `problems`, each with its place.
+    """
+    for place, record in _lines(source.files) if source.format == "jsonl" else _items(source, items):
+        try:
+            yield to_document(parse_line(record) if source.format == "jsonl" else record, config)
+        except ValueError as error:
+            problems.append(f"{place}: {error}")
+
+
+def _lines(files: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+    """`file:line`, as an editor counts, and every line that is not blank."""
+    for file in files:
+        with file.open("rb") as opened:
+            yield from ((f"{file}:{number}", line) for number, line in enumerate(opened, 1) if line.strip())
+
+
+def _items(source: DataSource, items: Records | None) -> Iterator[tuple[str, Any]]:
+    parts = [(source.callable, items)] if items is not None else [(str(f), open_dataset(f)) for f in source.files]
+    for name, records in parts:
+        yield from ((f"{name}[{index}]", records[index]) for index in range(len(records)))
+
+
+def open_dataset(folder: Path) -> Records:
+    """A folder written by `Dataset.save_to_disk`; a ConfigError says that it holds several splits."""
+    datasets = import_optional(
+        "datasets",
+        where=str(folder),
+        why="the folder was written by that library",
+        fix="pip install datasets, or export the data as JSONL",
+    )
+    found = datasets.load_from_disk(str(folder))
+    if isinstance(found, datasets.DatasetDict):
+        names = [str(name) for name in found]
+        raise ConfigError(
+            f"{folder} holds several splits: {', '.join(names)}",
+            where="data.source",
+            why="one of them is trained on",
+            fix=f"set data.source = {folder / names[0]}",
+        )
+    return found
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether `datasets` wrote this folder."""
+    return (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    value = record[name]
+    if not isinstance(value, str):
+        raise ValueError(f"field {name!r} holds a {type(value).__name__}, not a string")
+    return value
+
+
+def _clean(text: str) -> str:
+    r"""JSON can spell half of a surrogate pair ("\ud83d"), which no UTF-8 can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
+    return text
+
+
+Format = Literal["text", "jsonl", "tokens", "dataset", "callable"]
+_CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_BY_SUFFIX: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".bin": "tokens"}
+_SUFFIXES = {"jsonl": (".jsonl", ".ndjson"), "tokens": (".bin",)}
+_EDGE_BYTES = 1 << 16
+
+# Tests, character tables, generated files and installed packages.
+_LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data", "ensurepip", "config"}
+_LEFT_OUT |= {"site-packages", "dist-packages", "__pycache__", "__phello__"}
+_LEFT_OUT |= {"locale.py", "entities.py", "sitecustomize.py", "usercustomize.py"}
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """Files of one format, in the order in which they are read."""
+
+    format: Format
+    files: tuple[Path, ...]
+    callable: str = ""
+    """`module:callable`, where that is the source."""
+
+    @property
+    def digest(self) -> str:
+        """Hash of the sizes, first and last bytes of the files, which identifies the data without reading all of it."""
+        digest = hashlib.sha256(self.callable.encode())
+        for file in self.files:
+            for part in [file] if file.is_file() else sorted(file.glob("*.arrow")):
+                with part.open("rb") as opened:
+                    size = part.stat().st_size
+                    head = opened.read(_EDGE_BYTES)
+                    opened.seek(max(0, size - _EDGE_BYTES))
+                    digest.update(hashlib.sha256(b"%d\0" % size + head + opened.read()).digest())
+        return digest.hexdigest()[:16]
+
+
+def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "data.source") -> list[DataSource]:
+    """The files behind each name, sorted; adjacent sources of one format are merged."""
+    names = (source,) if isinstance(source, str) else source
+    problems = [] if names else ["an empty list"]
+    found: list[DataSource] = []
+    for name in names:
+        matches = _find(name, format)
+        if not matches:
+            reason = "no file matches" if glob.has_magic(name) else "there is no such file"
+            reason = "the folder holds no files of the format" if Path(name).is_dir() else reason
+            reason = "this Python has its standard library without sources" if name == "python" else reason
+            problems.append(f"{name}: {reason}")
+        for match in matches:
+            if found and found[-1].format == match.format != "callable":
+                found[-1] = DataSource(match.format, found[-1].files + match.files)
+            else:
+                found.append(match)
+    raise_listed(
+        problems,
+        "{num} name(s) in " + where + " stand for no data",
+        why="a name is `python`, a file, a folder, a glob or `module:callable`",
+        fix=f"mend the paths, which are taken from the folder {Path.cwd()}",
+    )
+    formats = sorted({source.format for source in found})
+    is_alone = {"tokens", "callable"}.intersection(formats)
+    if (is_alone and len(formats) > 1) or sum(source.format == "callable" for source in found) > 1:
+        raise ConfigError(
+            f"{where} mixes {' and '.join(formats)}" if len(formats) > 1 else f"{where} names several callables",
+            where=where,
+            why="tokens and callables are a source of their own; text, JSONL and datasets can be mixed",
+            fix="name one kind, or set data.format if a name misleads",
+        )
+    return found
+
+
+def standard_library_files() -> list[Path]:
+    """The modules of Python's standard library, without tests and tables, in the order of a hash of their names."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT and not name.startswith("config-")]
+        own = (name for name in names if name.endswith(".py") and name not in _LEFT_OUT)
+        files += [Path(parent, name) for name in own if not name.startswith("_sysconfigdata")]
+    return sorted(files, key=lambda file: hashlib.sha256(file.relative_to(folder).as_posix().encode()).digest())
+
+
+def _find(name: str, format: str) -> list[DataSource]:
+    if name == "python" and format in ("auto", "text"):
+        files = tuple(standard_library_files())
+        return [DataSource("text", files)] if files else []
+    path = Path(name).expanduser()
+    if format == "callable" or (format == "auto" and _CALLABLE.fullmatch(name) and not path.exists()):
+        return [DataSource("callable", (), name)]
+    if path.is_dir():
+        if format in ("auto", "dataset") and is_dataset(path):
+            return [DataSource("dataset", (path,))]
+        paths = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path))
+        suffixes = _SUFFIXES.get(format)
+        paths = [file for file in paths if not suffixes or file.suffix in suffixes]
+    elif path.exists():
+        paths = [path]
+    else:
+        paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        paths = [match for match in paths if match.is_file() or is_dataset(match)]
+    found = []
+    for file in paths:
+        by_name = "dataset" if file.is_dir() else _BY_SUFFIX.get(file.suffix, "text")
+        found.append(DataSource(by_name if format == "auto" else format, (file,)))  # pyrefly: ignore[bad-argument-type]
+    return found
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
 
 _CHUNK_TOKENS = 1 << 24
 _CHUNK_DOCUMENTS = 1 << 16
@@ -65,10 +297,11 @@ def whole_documents(stream: TokenStream, length: int) -> tuple[Rows, int]:
 
 
 def one_document(stream: TokenStream, length: int) -> tuple[Rows, int]:
-    """Each row is one document, truncated or padded."""
+    """Each row is one document, truncated or padded; it is a ConfigError if prompts fill all rows."""
     starts = find_starts(stream)
-    ends = F.pad(starts[1:], (0, 1), value=stream.num_tokens)
-    lengths = (ends - starts).clamp(max=length + 1)
+    lengths = (F.pad(starts[1:], (0, 1), value=stream.num_tokens) - starts).clamp(max=length + 1)
+    if len(starts) and stream.prompt_lengths is not None and not (stream.prompt_lengths < lengths).any():
+        raise no_room(length)
     return lambda indices: (starts[indices], lengths[indices]), len(starts)
 
 
@@ -117,13 +350,10 @@ _WINDOW_TOKENS = 1 << 16
 def open_token_files(
     files: Sequence[Path], dtype_name: str, tokenizer: Tokenizer, vocab_size: int | None
 ) -> tuple[TokenStream, Tokenizer | None]:
-    """Map files of plain token ids, in this machine's byte order, one after the other.
+    """Map files of plain token ids, in this machine's byte order, one after the other; with the tokenizer, if it fits.
 
-    Of large files only parts are checked here; `StreamSamples` checks what it hands out.
-
-    Returns:
-        The stream, and the tokenizer if it can have made these tokens. (`bytes` is what a config says that says
-        nothing; tokens beyond it were made by another, and then nothing is known of where documents end.)
+    Of large files only parts are checked here; `StreamSamples` checks what it hands out. (`bytes` is what a config says
+    that says nothing; tokens beyond it were made by another, and then nothing is known of where documents end.)
     """
     dtype = getattr(torch, dtype_name)
     sizes = {file: file.stat().st_size for file in files}
@@ -158,26 +388,23 @@ def open_token_files(
 
 
 _BLOCK_TOKENS = 1 << 22
-_MAP_BYTES = 1 << 20  # smaller files are read
 _PIECE_CHARS = 1 << 20
 _PIECES_TOGETHER = 8
 _NUM_TOGETHER = 512
-_DTYPES = {"B": torch.uint8, "H": torch.uint16, "i": torch.int32}
 
 
 class Spool:
-    """Turns documents into a token stream; `progress` receives every document or file."""
+    """Turns documents into a token stream, of two or four bytes a token."""
 
-    def __init__(self, tokenizer: Tokenizer, progress: Progress) -> None:
-        self._tokenizer, self._progress = tokenizer, progress
-        self._is_bytes = isinstance(tokenizer, Bytes)
-        self._code = "B" if self._is_bytes else "H" if tokenizer.vocab_size <= 1 << 16 else "i"
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._code, self._dtype = ("H", torch.uint16) if tokenizer.vocab_size <= 1 << 16 else ("i", torch.int32)
         self._block = array(self._code)
         self._segments: list[Tensor] = []
         self._num_tokens = 0
         self._starts, self._prompt_lengths = array("q"), array("q")
 
-    def add_files(self, files: Sequence[Path]) -> None:
+    def add_files(self, files: Sequence[Path], progress: Progress) -> None:
         """Each file is a document; a ConfigError lists those that are not text."""
         problems = []
         for file in files:
@@ -185,7 +412,7 @@ class Spool:
                 self._add_file(file)
             except ValueError as error:
                 problems.append(f"{file}: {error}")
-            self._progress.advance()
+            progress.advance()
         raise_listed(
             problems,
             "{num} file(s) of the data are not text",
@@ -193,19 +420,12 @@ class Spool:
             fix="name only text files, as in data.source = 'folder/**/*.txt', or set data.format",
         )
 
-    def add_documents(self, documents: Documents) -> None:
-        """Each record is a document; a ConfigError lists those that cannot be read."""
-        problems: list[str] = []
-        readable = documents.read_all(problems)
-        while batch := list(islice(readable, _NUM_TOGETHER)):
+    def add_documents(self, documents: Iterator[Document]) -> None:
+        """Add those that have a text beside their prompt."""
+        while batch := list(islice(documents, _NUM_TOGETHER)):
             for prompt, text in sampling.encode_documents(self._tokenizer, batch):
                 if text:
-                    self._begin(len(prompt))
-                    self._extend(prompt)
-                    self._extend(text)
-                    self._end()
-            self._progress.advance(len(batch))
-        refuse_unreadable(problems)
+                    self._add([prompt, text], len(prompt))
 
     def stream(self) -> TokenStream:
         """The stream of everything that was added."""
@@ -216,80 +436,63 @@ class Spool:
             starts=_tensor(self._starts),
             end_id=self._tokenizer.end_id,
             prompt_lengths=prompt_lengths if bool(prompt_lengths.any()) else None,
-            fill_ends=self._is_bytes,
         )
 
     def _add_file(self, file: Path) -> None:
-        size = file.stat().st_size
-        if size == 0:
+        if file.stat().st_size == 0:
             return
         with file.open("rb") as opened:
             if b"\0" in opened.read(8192):
                 raise ValueError("it has zero bytes")
-        self._begin(0)
-        if not self._is_bytes:
-            for tokens in self._pieces(file):
-                self._extend(tokens)
-        elif size < _MAP_BYTES:
-            self._extend(file.read_bytes())
-        else:
-            self._close_block()
-            self._segments.append(torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8))
-            self._num_tokens += size
-        self._end()
+        self._add(self._pieces(file), 0)
 
     def _pieces(self, file: Path) -> Iterator[Sequence[int]]:
         """Tokens of a text that may be larger than memory, split at line ends where possible."""
+        if isinstance(self._tokenizer, Bytes):  # any text, whatever its encoding
+            with file.open("rb") as raw:
+                yield from iter(lambda: raw.read(_PIECE_CHARS), b"")
+            return
         with file.open(encoding="utf-8", newline="") as opened:
             pieces = iter(lambda: opened.read(_PIECE_CHARS) + opened.readline(_PIECE_CHARS), "")
             yield from self._tokenizer.encode_all(list(islice(pieces, 1)))
             while together := list(islice(pieces, _PIECES_TOGETHER)):
                 yield from self._tokenizer.encode_all(together, starts=False)
 
-    def _begin(self, prompt_length: int) -> None:
+    def _add(self, parts: Iterable[Sequence[int]], prompt_length: int) -> None:
+        """Add a document in parts, and the token that ends it."""
         self._starts.append(self._num_tokens)
         self._prompt_lengths.append(prompt_length)
-
-    def _extend(self, tokens: Sequence[int]) -> None:
-        if isinstance(tokens, bytes):
-            self._block.frombytes(tokens)
-        else:
-            self._block.extend(tokens)
-        self._num_tokens += len(tokens)
-        if len(self._block) >= _BLOCK_TOKENS:
-            self._close_block()
-
-    def _end(self) -> None:
-        if self._tokenizer.end_id is not None:
-            self._block.append(0 if self._is_bytes else self._tokenizer.end_id)
-            self._num_tokens += 1
+        end = [] if self._tokenizer.end_id is None else [[self._tokenizer.end_id]]
+        for tokens in chain(parts, end):
+            if isinstance(tokens, bytes):  # a codec makes 16 bits of each byte, far faster than a loop
+                self._block.frombytes(tokens.decode("latin-1").encode(f"utf-16-{sys.byteorder[0]}e"))
+            else:
+                self._block.extend(tokens)
+            self._num_tokens += len(tokens)
+            if len(self._block) >= _BLOCK_TOKENS:
+                self._close_block()
 
     def _close_block(self) -> None:
         if self._block:
-            self._segments.append(torch.frombuffer(self._block, dtype=_DTYPES[self._code]))
+            self._segments.append(torch.frombuffer(self._block, dtype=self._dtype))
             self._block = array(self._code)
 
 
-_NUM_CHECKED = 10_000
-_NUM_TOKENISED = 100
-
-
 def open_samples(
-    config: DataConfig, names: str | tuple[str, ...], where: str, vocab_size: int | None, progress: Progress
+    config: DataConfig,
+    names: str | tuple[str, ...],
+    where: str,
+    vocab_size: int | None,
+    progress: Progress | None = None,
 ) -> tuple[Samples, Tokenizer | None, dict[str, Any]]:
     """Find, read and number the samples of `names`, which the setting `where` holds.
 
-    Returns:
-        The samples; the tokenizer that made the tokens, where it is known; and the identity of the data, by setting.
-
-    Raises:
-        ConfigError: The data is missing, empty, unreadable, too short, or does not fit the model.
-        EnvironmentProblem: It needs a library that is not installed.
+    With them come the tokenizer that made the tokens, where it is known, and the identity of the data, by setting.
     """
     sources = find_sources(names, config.format, where=where)
     tokenizer = open_tokenizer(config.tokenizer)
     try:
-        samples, tokenizer = _make_samples(config, sources, tokenizer, vocab_size, progress)
+        samples, tokenizer = _make_samples(config, sources, tokenizer, vocab_size, progress or NoProgress())
         digest = "+".join(source.digest for source in sources)
     except OSError as error:
         raise ConfigError(
@@ -318,33 +521,17 @@ def _make_samples(
     if items is not None and not _is_document(items, config):
         return sampling.ReadySamples(items, sources[0].callable, vocab_size), None
     sampling.check_vocabulary(tokenizer, config.tokenizer, vocab_size)
-    return _text_samples(config, sources, items, tokenizer, progress), tokenizer
-
-
-def _text_samples(
-    config: DataConfig, sources: list[DataSource], items: Records | None, tokenizer: Tokenizer, progress: Progress
-) -> Samples:
-    parts = {id(source): _documents(source, items, config) for source in sources if source.format != "text"}
-    if not config.pack and len(parts) == len(sources) == 1:
-        documents = parts[id(sources[0])]
-        problems: list[str] = []
-        deque(documents.read_all(problems, _some(len(documents), _NUM_CHECKED)), maxlen=0)
-        refuse_unreadable(problems)
-        samples = sampling.DocumentSamples(documents, tokenizer, config.sequence_length)
-        few = _some(len(documents), _NUM_TOKENISED)
-        if few and not any(bool((samples.batch(torch.tensor([i]))["labels"] != sampling.IGNORED).any()) for i in few):
-            raise no_room(config.sequence_length)
-        return samples
-    spool = Spool(tokenizer, progress)
-    total = sum(len(parts[id(source)]) if id(source) in parts else len(source.files) for source in sources)
-    progress.start(total, "reading the data")
+    spool, problems = Spool(tokenizer), []
+    progress.start(sum(max(1, len(source.files)) for source in sources), "reading the data")
     for source in sources:
         if source.format == "text":
-            spool.add_files(source.files)
+            spool.add_files(source.files, progress)
         else:
-            spool.add_documents(parts[id(source)])
+            spool.add_documents(read_documents(source, items, config, problems))
+            progress.advance(max(1, len(source.files)))
     progress.finish()
-    return _stream_samples(config, spool.stream())
+    refuse_unreadable(problems)
+    return _stream_samples(config, spool.stream()), tokenizer
 
 
 def _stream_samples(config: DataConfig, stream: TokenStream, vocab_size: int | None = None) -> StreamSamples:
@@ -352,13 +539,6 @@ def _stream_samples(config: DataConfig, stream: TokenStream, vocab_size: int | N
     rows, num_samples = place(stream, config.sequence_length)
     apart = config.pack and config.keep_apart
     return StreamSamples(stream, rows, num_samples, length=config.sequence_length, apart=apart, vocab_size=vocab_size)
-
-
-def _documents(source: DataSource, items: Records | None, config: DataConfig) -> Documents:
-    if items is not None:
-        return Documents([(source.callable, items)], config)
-    opener = JsonLines if source.format == "jsonl" else records.open_dataset
-    return Documents([(str(file), opener(file)) for file in source.files], config)
 
 
 def _call(name: str, config: DataConfig) -> Records:
@@ -382,7 +562,7 @@ def _is_document(items: Records, config: DataConfig) -> bool:
     if isinstance(first, Mapping) and not any(isinstance(value, str) for value in first.values()):
         return False
     try:
-        records.to_document(first, config)
+        to_document(first, config)
     except ValueError as error:
         raise ConfigError(
             f"the first item is neither a text nor a sample: {error}",
@@ -391,11 +571,6 @@ def _is_document(items: Records, config: DataConfig) -> bool:
             fix="set data.text_field, or data.prompt_field and data.response_field, to the names in the items",
         ) from None
     return True
-
-
-def _some(num: int, most: int) -> range:
-    """About `most` of range(num), evenly spread."""
-    return range(0, num, max(1, num // most))
 
 
 def _refuse_empty(samples: Samples, config: DataConfig, where: str) -> None:

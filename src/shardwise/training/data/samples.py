@@ -16,7 +16,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.errors import ConfigError, import_optional
-from shardwise.training.data.records import Document, Documents, Records
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text; the prompt is excluded from the loss."""
+
+    prompt: str
+    text: str
+
+
+Records = Any
+"""Anything with a length and items; an item is a text or a mapping with one."""
 
 
 @dataclass(eq=False)
@@ -32,42 +43,29 @@ class TokenStream:
     """The token that ends a document."""
     prompt_lengths: Tensor | None = None
     """Number of prompt tokens of each document, which are excluded from the loss; None: no prompts."""
-    fill_ends: bool = False
-    """The last token of each document is `end_id`, whatever the segments hold (a byte cannot hold 256)."""
 
     def __post_init__(self) -> None:
         self._offsets = [0, *accumulate(len(segment) for segment in self.segments)]
         self.num_tokens = self._offsets[-1]
-        # With the end of the last document.
-        self._borders = None if self.starts is None else F.pad(self.starts, (0, 1), value=self.num_tokens)
-        self.starts = None if self._borders is None else self._borders[:-1]
 
     def window(self, firsts: Tensor, length: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Rows that begin at `firsts`; beyond the end of the stream they hold zeros.
+        """Rows of tokens that begin at `firsts`; which begin a document inside a row, and which belong to a prompt.
 
-        Returns:
-            The tokens, int64 (rows, length); which of them begin a document inside a row; and which belong
-            to a prompt. None: none does.
+        Beyond the end of the stream they hold zeros.
         """
         tokens = torch.stack([self._stretch(first, length) for first in firsts.tolist()]).to(torch.int64)
-        if self._borders is None:
-            if self.end_id is None:
-                return tokens, None, None
-            return tokens, F.pad(tokens[:, :-1] == self.end_id, (1, 0)), None
-        # One column more: the last token ends its document if the next begins another.
-        document, is_start = self._documents(self._borders, firsts, length + 1)
-        if is_start is not None and self.fill_ends:
-            tokens.masked_fill_(is_start[:, 1:], self.end_id or 0)
+        if self.starts is None:
+            return tokens, None if self.end_id is None else F.pad(tokens[:, :-1] == self.end_id, (1, 0)), None
+        document, is_start = _documents(self.starts, firsts, length)
         is_prompt = None
-        if self.prompt_lengths is not None and self.starts is not None:
-            number = document[:, None] if is_start is None else document[:, None] + is_start[:, :-1].cumsum(1)
-            number = number.clamp(max=len(self.starts) - 1)
+        if self.prompt_lengths is not None:
+            number = document[:, None] if is_start is None else document[:, None] + is_start.cumsum(1)
             place = firsts[:, None] + torch.arange(length) - self.starts[number]
             is_prompt = place < self.prompt_lengths[number]
-        return tokens, None if is_start is None else is_start[:, :-1], is_prompt
+        return tokens, is_start, is_prompt
 
     def piece(self, first: int, length: int) -> Tensor:
-        """Tokens as stored, without `fill_ends`; for checks."""
+        """Tokens as stored; for checks."""
         return self._stretch(first, min(length, self.num_tokens - first)).to(torch.int64)
 
     def _stretch(self, first: int, length: int) -> Tensor:
@@ -84,18 +82,19 @@ class TokenStream:
             return parts[0]
         return torch.cat([*parts, torch.zeros(missing, dtype=parts[0].dtype)])
 
-    def _documents(self, borders: Tensor, firsts: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-        """The document in which each row begins, and where other documents begin in the row."""
-        after = torch.searchsorted(borders, firsts, right=True)
-        counts = torch.searchsorted(borders, firsts + length) - after
-        if not counts.any():
-            return after - 1, None
-        rows = torch.repeat_interleave(counts)
-        skipped = counts.cumsum(0) - counts
-        numbers = torch.arange(len(rows)) - skipped[rows] + after[rows]
-        is_start = torch.zeros(len(firsts), length, dtype=torch.bool)
-        is_start[rows, borders[numbers] - firsts[rows]] = True
-        return after - 1, is_start
+
+def _documents(starts: Tensor, firsts: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
+    """The document in which each row begins, and where other documents begin in the row."""
+    after = torch.searchsorted(starts, firsts, right=True)
+    counts = torch.searchsorted(starts, firsts + length) - after
+    if not counts.any():
+        return after - 1, None
+    rows = torch.repeat_interleave(counts)
+    skipped = counts.cumsum(0) - counts
+    numbers = torch.arange(len(rows)) - skipped[rows] + after[rows]
+    is_start = torch.zeros(len(firsts), length, dtype=torch.bool)
+    is_start[rows, starts[numbers] - firsts[rows]] = True
+    return after - 1, is_start
 
 
 _FILE = "tokenizer.json"
@@ -269,32 +268,6 @@ class StreamSamples:
         return {"document_ids": is_start.cumsum(1, dtype=torch.int32), "position_ids": columns - begins}
 
 
-@dataclass(eq=False)
-class DocumentSamples:
-    """One document per row, truncated or padded; tokenised on demand."""
-
-    documents: Documents
-    tokenizer: Tokenizer
-    length: int
-
-    @property
-    def num_samples(self) -> int:
-        """Number of documents."""
-        return len(self.documents)
-
-    def batch(self, indices: Tensor) -> Batch:
-        """These documents as rows; a ConfigError says which cannot be read."""
-        documents = [self.documents[index] for index in indices.tolist()]
-        end = self.tokenizer.end_id
-        tokens = torch.full((len(documents), self.length + 1), end or 0)
-        labels = torch.full_like(tokens, IGNORED)
-        for row, (prompt, text) in enumerate(encode_documents(self.tokenizer, documents)):
-            ids = [*prompt, *text, *([] if end is None else [end])][: self.length + 1]
-            tokens[row, : len(ids)] = torch.tensor(ids)
-            labels[row, len(prompt) : len(ids)] = tokens[row, len(prompt) : len(ids)]
-        return {"input_ids": tokens[:, :-1].contiguous(), "labels": labels[:, 1:].contiguous()}
-
-
 def encode_documents(
     tokenizer: Tokenizer, documents: Sequence[Document]
 ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
@@ -306,13 +279,7 @@ def encode_documents(
 
 
 class ReadySamples:
-    """Items that a `module:callable` made: mappings of tensors, put together row by row.
-
-    Args:
-        items: Has a length and items; where it has `collate(items) -> mapping of tensors`, that makes the batch.
-        name: Of the callable, for errors.
-        vocab_size: Refuse token ids from here on.
-    """
+    """Items that a `module:callable` made: mappings of tensors, put together row by row, or by its `collate(items)`."""
 
     def __init__(self, items: Records, name: str, vocab_size: int | None) -> None:
         self.num_samples = len(items)
@@ -341,7 +308,7 @@ class ReadySamples:
             ) from error
 
 
-Samples = StreamSamples | DocumentSamples | ReadySamples
+Samples = StreamSamples | ReadySamples
 """Samples by index; thread-safe."""
 
 

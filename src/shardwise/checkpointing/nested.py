@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from shardwise.checkpointing.contents import KeyPath
 from shardwise.checkpointing.formats.values import decode_value, encode_value
 from shardwise.errors import CheckpointError
-from shardwise.models.random_state import random_state, set_random_state
+from shardwise.models.random_state import random_state, seed_everything, set_random_state
 
 LAYOUT = "__layout__"
 """Under `<object>.__layout__` stands how the names of an object fit together."""
@@ -40,11 +38,7 @@ class FlatState:
     """What the manifest says of the run besides; JSON."""
 
     def add(self, path: KeyPath, value: Any, *, unchanged_until_step: bool = False) -> str:
-        """Add a tensor or an encoded value; return its name.
-
-        Raises:
-            CheckpointError: The name is taken.
-        """
+        """Add a tensor or an encoded value under a name that is not taken yet; return the name."""
         name = dotted(path)
         if name in self.paths:
             raise CheckpointError(
@@ -75,19 +69,9 @@ def dotted(path: KeyPath) -> str:
 def flatten(
     nested: object, path: KeyPath, into: FlatState | None = None, *, unchanged_until_step: bool = False
 ) -> tuple[FlatState, Any]:
-    """Take `nested` apart.
+    """The parts of dictionaries, lists and tuples of tensors and plain values, and their layout for `unflatten`.
 
-    Args:
-        nested: Dictionaries, lists and tuples of tensors and plain values.
-        path: Under which it stands in the checkpoint, as in `("ema",)`.
-        into: Is added to; default: a new one.
-        steady: Only an optimizer step changes its tensors.
-
-    Returns:
-        Its parts, and its layout for `unflatten`.
-
-    Raises:
-        CheckpointError: It holds something else, or two things under one name.
+    They are added to `into` where that is given.
     """
     flat = FlatState() if into is None else into
 
@@ -125,10 +109,7 @@ def unflatten(layout: Any, found: Mapping[str, Any]) -> Any:
 
 
 def put_together(parts: Mapping[KeyPath, Any]) -> Any:
-    """A nested value from its leaves by path; numbers are places in lists.
-
-    For checkpoints that carry no layout: those of torch itself.
-    """
+    """A nested value from its leaves by path, for checkpoints without a layout; numbers are list indices."""
     if set(parts) == {()}:
         return parts[()]
     children: dict[str | int, dict[KeyPath, Any]] = {}
@@ -164,11 +145,7 @@ def encoded_random_state() -> dict[str, torch.Tensor]:
 
 
 def set_encoded_random_state(states: Mapping[str, torch.Tensor]) -> None:
-    """Put states back, as far as this process has the generators.
-
-    Raises:
-        CheckpointError: A state is not one of its generator.
-    """
+    """Put states back, as far as this process has the generators."""
     for name, state in states.items():
         try:
             set_random_state({name: _from_bytes(state) if name in ("python", "numpy") else state})
@@ -181,23 +158,11 @@ def set_encoded_random_state(states: Mapping[str, torch.Tensor]) -> None:
             ) from error
 
 
-def derived_state(states: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """States for a rank that none was saved for: drawn from another rank's, different for every rank.
-
-    Nothing but the given states and the number decide them, so resuming twice gives the same run.
-    """
+def seed_from_state(states: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Seed the generators of a rank that no state was saved for: from another rank's, the same whenever it resumes."""
     generator = torch.Generator()
     generator.set_state(states["torch"])
-    seed = int(torch.randint(0, 2**62, (), generator=generator)) ^ (rank * 0x9E3779B97F4A7C15 % 2**62)
-    generator.manual_seed(seed)
-    derived = {"torch": generator.get_state(), "python": _as_bytes(random.Random(seed).getstate())}
-    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        derived["numpy"] = _as_bytes(numpy.random.RandomState(seed % 2**32).get_state(legacy=False))
-    if "cuda" in states and torch.cuda.is_available():
-        on_device = torch.Generator("cuda")
-        on_device.manual_seed(seed)
-        derived["cuda"] = on_device.get_state()
-    return derived
+    seed_everything(int(torch.randint(0, 2**62, (), generator=generator)) ^ (rank * 0x9E3779B97F4A7C15 % 2**62))
 
 
 def _as_bytes(value: object) -> torch.Tensor:

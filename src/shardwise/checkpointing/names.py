@@ -1,19 +1,236 @@
-"""Match the model's names with the checkpoint's."""
+"""Names of tensors: the model's without what wrappers add, a checkpoint's sections, and which belongs to which."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shardwise.checkpointing.contents import Contents, StoredTensor
-from shardwise.checkpointing.state.names import MODEL_SECTIONS, PARALLEL_PREFIX, canonical_name
-from shardwise.checkpointing.state.slices import ModelTensor, model_tensors, non_persistent_names
+from shardwise import compat
+from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor
 from shardwise.errors import CheckpointError, listed, nearest
+from shardwise.planning.settings import dtype_name
+from shardwise.sharding import inventory
 from shardwise.sharding.adapters import adapter_keys
+from shardwise.sharding.full_params import reshard
 from shardwise.sharding.registry import names_elsewhere
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
+"""Parts that torch.compile, activation checkpointing, FSDP1 and Lightning put into names, wherever they wrap."""
+PARALLEL_PREFIX = "module."
+"""What DistributedDataParallel puts in front of all names. Further inside, a module may really be called so."""
+MODEL_SECTIONS = ("model.", "state_dict.", "model_state_dict.", "module.")
+"""Where the weights are in a file that holds more than weights, as in `{"model": ..., "optimizer": ...}`."""
+
+
+def canonical_name(name: str) -> str:
+    """`name` without the parts that wrappers put into it; `module.` in front is another matter, see `match_names`."""
+    if "_" not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+_MODEL_NAMES = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "params")
+_STEP_NAMES = ("step", "global_step", "iteration", "iter")
+
+
+def find_sections(contents: Contents) -> tuple[KeyPath | None, tuple[KeyPath, ...]]:
+    """The path to the one model's tensors (None: no model, or several) and those to the optimizers' states.
+
+    They are found by their shape, and by the usual names where that leaves a choice.
+    """
+    paths = {name: _path(contents, name) for name in (*contents.tensors, *contents.values)}
+    optimizers = tuple(
+        dict.fromkeys(path[: path.index("param_groups")] for path in paths.values() if "param_groups" in path[:-1])
+    )
+    states = [(*root, "state") for root in optimizers]
+    roots = {
+        paths[name][:-1]
+        for name in contents.tensors
+        if paths[name][0] not in ("rng", "per_rank") and not any(paths[name][: len(root)] == root for root in states)
+    }
+    named = [root for root in roots if len(root) == 1 and root[0] in _MODEL_NAMES]
+    if len(roots) == 1 or len(named) == 1:
+        return next(iter(roots)) if len(roots) == 1 else named[0], optimizers
+    return () if () in roots and not named else None, optimizers
+
+
+def with_our_names(contents: Contents) -> Contents:
+    """The same contents under `model.` and `optim.`, without what wrappers put into names.
+
+    Loose values (`epoch`) go under `extra.`; a checkpoint that already has our names keeps them.
+    """
+    if contents.format == "sharded" or contents.details.get("has_our_names"):
+        return contents
+    model, optimizers = find_sections(contents)
+    paths = [_path(contents, name) for name in contents.tensors]
+    bare = [str(path[-1]) for path in paths if path[:-1] == model]
+    strip = bool(bare) and all(name.startswith(PARALLEL_PREFIX) for name in bare)  # by DistributedDataParallel
+    tensors: dict[str, StoredTensor] = {}
+    values: dict[str, Any] = {}
+    structure: dict[str, KeyPath] = {}
+    step = contents.step
+    for name in (*contents.tensors, *contents.values):
+        path = _path(contents, name)
+        renamed = _our_path(path, model, optimizers, strip, is_tensor=name in contents.tensors)
+        new = ".".join(map(str, renamed))
+        if new in structure:
+            raise CheckpointError(
+                f"{name} would be called {new}, which is taken",
+                where=str(contents.path),
+                why="names lose what wrappers put into them, and two of them are then the same",
+                fix="save the models or optimizers in dictionaries of their own",
+            )
+        structure[new] = renamed
+        if name in contents.tensors:
+            tensors[new] = replace(contents.tensors[name], name=new)
+        else:
+            values[new] = value = contents.values[name]
+            if renamed[0] == "optim" and renamed[-1] in ("params", "param_names") and isinstance(value, list):
+                values[new] = [_our_name(entry, strip) if isinstance(entry, str) else entry for entry in value]
+            if step is None and path[-1] in _STEP_NAMES and len(path) <= 2 and type(values[new]) is int:
+                step = values[new]
+    return replace(contents, tensors=tensors, values=values, structure=structure, step=step)
+
+
+def only_model(contents: Contents) -> Contents:
+    """Just the model's tensors, under bare names, of contents with our names that hold one model."""
+    paths = {name: _path(contents, name) for name in contents.tensors if _path(contents, name)[0] == "model"}
+    if not paths or any(len(path) != 2 for path in paths.values()):
+        models = sorted({str(path[1]) for path in paths.values() if len(path) > 2})
+        raise CheckpointError(
+            f"the checkpoint holds {len(models)} models: {', '.join(models)}" if models else "there is no model in it",
+            where=str(contents.path),
+            why="a file of weights holds one model",
+            fix="convert to dcp or full instead, which hold all of them",
+        )
+    tensors = {str(path[1]): replace(contents.tensors[name], name=str(path[1])) for name, path in paths.items()}
+    structure: dict[str, KeyPath] = {name: (name,) for name in tensors}
+    return replace(contents, tensors=tensors, values={}, structure=structure)
+
+
+def _path(contents: Contents, name: str) -> KeyPath:
+    return contents.structure.get(name, (name,))
+
+
+def _our_path(
+    path: KeyPath, model: KeyPath | None, optimizers: Sequence[KeyPath], strip: bool, *, is_tensor: bool
+) -> KeyPath:
+    for root in optimizers:
+        rest = path[len(root) :]
+        if path[: len(root)] == root and rest and rest[0] in ("state", "param_groups"):
+            if rest[0] == "state" and len(rest) == 3:
+                rest = ("state", _our_name(str(rest[1]), strip), rest[2])
+            several = root[1:] if root[:1] == ("optim",) else root
+            return ("optim", *rest) if len(optimizers) == 1 else ("optim", *several, *rest)
+    if is_tensor and model is not None and path[:-1] == model:
+        return ("model", _our_name(str(path[-1]), strip))
+    if len(path) == 1 and not is_tensor:
+        return ("extra", path[0])
+    return path
+
+
+def _our_name(name: str, strip: bool) -> str:
+    name = canonical_name(name)
+    return name.removeprefix(PARALLEL_PREFIX) if strip else name
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """One tensor of a model's state dict."""
+
+    name: str
+    """Canonical: without what torch.compile, activation checkpointing or DistributedDataParallel put into it."""
+    aliases: tuple[str, ...]
+    """Its other canonical names, where it is tied."""
+    tensor: torch.Tensor
+    """As registered: a DTensor where it is sharded."""
+    is_parameter: bool
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is a parameter that is not trained."""
+        return self.is_parameter and not self.tensor.requires_grad
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All its names, the first one first."""
+        return (self.name, *self.aliases)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> str:
+        """As `contents.ITEM_BYTES` names it."""
+        return dtype_name(self.tensor.dtype)
+
+
+def model_tensors(model: nn.Module) -> list[ModelTensor]:
+    """Every parameter and persistent buffer of the model once, in the order of its state dict; reshards it first."""
+    reshard(model)
+    found: dict[object, tuple[torch.Tensor, bool, list[str]]] = {}
+    for name, tensor in named_state(model):
+        _, _, names = found.setdefault(_identity(tensor), (tensor, isinstance(tensor, nn.Parameter), []))
+        names.append(name)
+    return [
+        ModelTensor(names[0], tuple(dict.fromkeys(names[1:])), tensor, is_parameter)
+        for tensor, is_parameter, names in found.values()
+    ]
+
+
+def named_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Canonical name and tensor of everything that the model's state dict holds, tied tensors under each name."""
+    return [
+        (canonical_name(f"{path}.{name}" if path else name), tensor)
+        for path, module in _unwrapped(model).named_modules(remove_duplicate=False)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and name not in compat.non_persistent_buffers(module)
+    ]
+
+
+def non_persistent_names(model: nn.Module) -> set[str]:
+    """Canonical names of the buffers that no state dict holds: the model computes them itself."""
+    return {
+        canonical_name(f"{path}.{name}" if path else name)
+        for path, module in _unwrapped(model).named_modules(remove_duplicate=False)
+        for name in compat.non_persistent_buffers(module)
+    }
+
+
+def local_chunks(tensor: torch.Tensor) -> list[tuple[ChunkSpec, torch.Tensor]]:
+    """This rank's chunks of a tensor, each with its memory; see `inventory.local_chunks`."""
+    memory = inventory.local_tensor(tensor)
+    if not isinstance(tensor, DTensor):
+        return [(ChunkSpec.whole(tuple(tensor.shape)), memory)] if tensor.numel() else []
+    chunks = inventory.local_chunks(tensor)
+    if len(chunks) == 1:
+        return [(ChunkSpec(chunks[0].starts, chunks[0].sizes), memory)]
+    return [
+        (ChunkSpec(chunk.starts, chunk.sizes), memory[inventory.slices_of(chunk.position, chunk.sizes)])
+        for chunk in chunks
+    ]
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """Equal for two names of one tensor: the same object, or the same view of the same memory."""
+    has_storage = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.numel() and tensor.device.type != "meta"
+    if not has_storage:
+        return id(tensor)
+    return compat.storage_id(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module, under DistributedDataParallel too."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
 
 Rename = Mapping["str | re.Pattern[str]", "str | None"] | Callable[[str], "str | None"]
 """Stored name to model name, None to leave it out: a function; or a mapping from a whole name, a leading part of one
@@ -118,16 +335,9 @@ def rename_with(rename: Rename) -> Callable[[str], str | None]:
 def match_names(
     names: Iterable[str], stored: Collection[str], *, prefixes: Sequence[str] = ("", PARALLEL_PREFIX)
 ) -> tuple[dict[str, str], list[str], str]:
-    """Find the stored name of each of a model's names.
+    """Stored names by the model's; stored names that belong to none; and the prefix of the stored names.
 
-    Args:
-        names: Canonical names of the model.
-        stored: Names in the checkpoint, with whatever wrappers put into them.
-        prefixes: What may stand in front of all stored names, or of all the model's. The one under which most
-            names match is taken, the earlier of equals.
-
-    Returns:
-        Stored names by the model's names; those that belong to no name of the model; and the prefix of stored names.
+    Of `prefixes`, which may stand before all stored names or all the model's, the one under which most match is taken.
     """
     wanted = dict.fromkeys(names)
     canonical: dict[str, str] = {}
@@ -160,11 +370,7 @@ class Matched:
     """Missing names that the model itself says may be missing."""
 
     def refuse(self, contents: Contents, strict: bool) -> None:
-        """Refuse what does not fit well enough.
-
-        Raises:
-            CheckpointError: Listing all that does not fit.
-        """
+        """Raise a CheckpointError that lists what does not fit, unless it fits well enough."""
         report = self.report
         missing = [name for name in report.missing if name not in self.tolerated] if strict else []
         unexpected = report.unexpected if strict else ()
@@ -187,11 +393,7 @@ class Matched:
 
 
 def rename_contents(contents: Contents, rename: Rename) -> Contents:
-    """The contents under the names that `rename` gives; `details["renamed_away"]` lists those that it maps to None.
-
-    Raises:
-        CheckpointError: Two tensors get the same name.
-    """
+    """The contents under the names that `rename` gives; `details["renamed_away"]` lists those that it maps to None."""
     apply = rename_with(rename)
     tensors: dict[str, StoredTensor] = {}
     renamed_away = []
@@ -212,16 +414,7 @@ def rename_contents(contents: Contents, rename: Rename) -> Contents:
 
 
 def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] | None = None) -> Matched:
-    """Compare names, shapes and dtypes; nothing is read or written.
-
-    Args:
-        model: Sharded or not.
-        contents: The weights, under the model's names as far as that is known.
-        tensors: The model's, where they are known already.
-
-    Ranks:
-        Local. The outcome is the same on every rank that has the same model and files.
-    """
+    """Compare names, shapes and dtypes of a model and a checkpoint; nothing is read or written."""
     tensors = model_tensors(model) if tensors is None else tensors
     names = [name for tensor in tensors for name in tensor.names]
     sections = MODEL_SECTIONS if contents.format != "safetensors" else ()

@@ -1,1 +1,0 @@
-"""Bytes on disks and in object stores, and their checksums."""
