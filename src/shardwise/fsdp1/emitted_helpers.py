@@ -518,7 +518,7 @@ def _on_first_rank(model, offload=False):
     state, is_first = {}, True
     for key, value in get_model_state_dict(model).items():
         if isinstance(value, DTensor):
-            is_first = value.device_mesh.get_coordinate()[-1] == 0  # of (shard) or (replicate, shard)
+            is_first = value.device_mesh.get_local_rank(value.device_mesh.ndim - 1) == 0  # the last axis shards
             value = value.to(value.device_mesh.device_type).full_tensor()
         if is_first:
             state[key] = _on_cpu(value) if offload else value

@@ -102,8 +102,9 @@ class Evaluator:
                     ast.AnnAssign(target=target, value=ast.expr() as value)
                     | ast.AugAssign(target=target, value=value)
                     | ast.NamedExpr(target=target, value=value)
-                    | ast.withitem(context_expr=value, optional_vars=ast.expr() as target)
                 ):
+                    self._bind(target, self.values(value))
+                case ast.withitem(context_expr=value, optional_vars=ast.expr() as target):
                     self._bind(target, self.values(value))
                 case ast.For(target=target, iter=iterable) | ast.AsyncFor(target=target, iter=iterable):
                     self._bind(target, self._items(self.values(iterable), node))
@@ -117,7 +118,7 @@ class Evaluator:
                 case ast.arguments(defaults=defaults):
                     positional = [*node.posonlyargs, *node.args]
                     pairs = [*zip(reversed(positional), reversed(defaults), strict=False)]
-                    pairs += zip(node.kwonlyargs, node.kw_defaults, strict=True)
+                    pairs += [(one, made) for one, made in zip(node.kwonlyargs, node.kw_defaults, strict=True) if made]
                     for parameter, default in pairs:
                         if self.flow.matters(self.values(default)):
                             self._hand(self, parameter, self.values(default))
@@ -465,7 +466,8 @@ class Evaluator:
             columns = [self._items(self.values(one), call) for one in given]
             return frozenset({self._pairs(call, (NOTHING, columns[0]) if name == "enumerate" else columns)})
         if name == "map" and len(given) > 1:
-            made, items = ObjectRef(call), [("", self._items(self.values(one), call)) for one in given[1:]]
+            made = ObjectRef(call)
+            items: _Given = [("", self._items(self.values(one), call)) for one in given[1:]]
             results = _union(self._enter(call, one, items) for one in self._functions(first))
             self.flow.store(made, _ITEM, results, call)
             return frozenset({made})
@@ -594,7 +596,7 @@ class Evaluator:
         file = self.flow.activate(context)
         if isinstance(target, ast.ClassDef):
             return frozenset({self._make(call, context, target, given)})
-        self.flow.enter(self, call, target)
+        self.flow.enter(self, call, target)  # pyrefly: ignore
         arguments, num_bound = target.args, int(owner is not None)
         positional = [*arguments.posonlyargs, *arguments.args][num_bound:]
         by_name = {one.arg: one for one in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}

@@ -237,7 +237,7 @@ def _is_given_model(wrap: Wrap, function: Function) -> bool:
 def may_come_late(wrap: Wrap) -> bool:
     """Whether a caller that is not given may have built the optimizer already, whose parameters FSDP1 kept."""
     function = wrap.context.enclosing_function(wrap.call)
-    if not _keeps_parameters(wrap.call) or function is None or wrap.has_stars or not _is_given_model(wrap, function):
+    if not _keeps_parameters(wrap.call) or function is None or not _is_given_model(wrap, function):
         return False
     names = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     return not wrap.draft.sharded.flow.sites_of(function) and not any(map(_NAMED.search, names))
@@ -335,8 +335,10 @@ def _is_optimizers_name(name: str) -> bool:
 
 def _makes_own(file: Sharded, call: ast.Call) -> bool:
     """Whether a call makes an optimizer of a class of the program."""
-    found = file.program.definition(file.context, call.func)
-    return found is not None and isinstance(found[1], ast.ClassDef) and is_optimizer(file.program, *found)
+    match file.program.definition(file.context, call.func):
+        case context, ast.ClassDef() as made:
+            return is_optimizer(file.program, context, made)
+    return False
 
 
 def _are_related(one: ObjectRef, other: ObjectRef) -> bool:

@@ -288,7 +288,7 @@ def _rewrite_setting(draft: FileDraft, call: ast.Call, handled: set[ast.AST], na
                 raise Blocked(f"the arguments of {name} cannot be told apart", "write them out")
             if name == "state_dict_type" and block is None:
                 raise Blocked("the context is stored, not entered here", _BY_HAND)
-            if not governed and not _is_for_nothing(draft, call, block):
+            if not governed and not (block is not None and _is_for_nothing(draft, call, block)):
                 raise Blocked("the state dict is taken elsewhere", _BY_HAND)
             _refuse_leaks(context, call, block)
             for one in governed:
@@ -323,7 +323,7 @@ def _governed(context: FileContext, call: ast.Call, block: ast.With | None) -> l
     ]
 
 
-def _is_for_nothing(draft: FileDraft, call: ast.Call, block: ast.With | None) -> bool:
+def _is_for_nothing(draft: FileDraft, call: ast.Call, block: ast.With) -> bool:
     """Whether a block takes no state dict but those of optimizers, which FSDP1's setting does not touch."""
     context = draft.context
     inside = [one for one in context.calls if block in context.ancestors(one) and one is not call]

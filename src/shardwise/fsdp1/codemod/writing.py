@@ -215,15 +215,16 @@ def _write_as_told(wrap: Wrap) -> None:
 
 
 def _report_optimizers(wrap: Wrap, places: list[str]) -> None:
-    if places:
+    is_late = may_come_late(wrap)
+    if places or (is_late and wrap.has_stars):
+        optimizer = f"the optimizer of {places[0]}" if places else "an optimizer built before"
         wrap.draft.reported(
             "SW128",
             wrap.call,
-            f"the optimizer of {places[0]} is pointed at the new parameters at the first forward or step, "
-            "as use_orig_params did",
+            f"{optimizer} is pointed at the new parameters at the first forward or step, as use_orig_params did",
             "build it after this line; until then its groups hold the old parameters, without gradients",
         )
-    elif may_come_late(wrap):
+    elif is_late:
         wrap.draft.reported(
             "SW128",
             wrap.call,
