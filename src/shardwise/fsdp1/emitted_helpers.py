@@ -468,6 +468,7 @@ def _reshard(model):
     for one in model.modules():
         if isinstance(one, FSDPModule):
             one.reshard()
+    return model
 
 
 @contextlib.contextmanager
@@ -561,7 +562,7 @@ def _optimizer_state(model, optimizer, kind, config=None):
     offload, rank0_only = getattr(config, "offload_to_cpu", True), getattr(config, "rank0_only", False)
 
     def get(options):
-        return get_optimizer_state_dict(model, optimizer, options=options)
+        return get_optimizer_state_dict(_reshard(model), optimizer, options=options)
 
     return _get_state_dict(get, kind, offload, rank0_only)
 

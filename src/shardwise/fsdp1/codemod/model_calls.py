@@ -172,6 +172,8 @@ FULL_PARAMS_CODE = "SW124"
 _PARAMETERS = ("module", "recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
 _FORWARD = {"forward", "generate", "sample", "encode", "decode", "predict", "inference", "infer", "evaluate"}
 _FORWARD |= {"generate_text", "chat", "beam_search", "greedy_search"}
+_PART = re.compile(r"model|net|unet|vae|encoder|decoder|backbone|transformer|\w*(head|norm|proj|projector|embed\w*)")
+"""Names of modules inside a model, which run when they are called."""
 
 
 def rewrite_full_params(draft: FileDraft) -> None:
@@ -246,6 +248,7 @@ def _runs(body: list[ast.stmt], model: str) -> bool:
     for name in (ast.unparse(call.func) for call in calls):
         owner, _, method = name.rpartition(".")
         is_own = owner.startswith(model.split(".")[0]) and method in _FORWARD
+        is_own |= name.startswith(f"{model}.") and (name.endswith("]") or _PART.fullmatch(method) is not None)
         if name in (model, f"{model}.module") or is_own or method in ("generate", "sample"):
             return True
     return False
@@ -487,9 +490,12 @@ def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
         match one:
             case ast.Call(func=ast.Attribute(attr="parameters" | "named_parameters", value=model)):
                 models.append(model)
+    read = (node for one in iterated(loop) for node in ast.walk(one))
+    if any(isinstance(node, ast.Attribute) and node.attr == "state" for node in read) and _counts(loop):
+        _report_states(draft, loop)
     if not any(map(draft.holds, models)):
         return
-    if any(isinstance(one, ast.Attribute) and one.attr in ("numel", "nelement") for one in ast.walk(loop)):
+    if _counts(loop):
         draft.reported(
             NUMBERS_CODE,
             loop,
@@ -501,6 +507,17 @@ def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
     if any(map(_is_norm, ast.walk(loop))):
         message = "the norm of a sharded gradient is over all ranks now, and a DTensor"
         draft.reported(NUMBERS_CODE, loop, message, "take .full_tensor() of it, and do not add it up over ranks again")
+
+
+def _counts(loop: ast.AST) -> bool:
+    return any(isinstance(one, ast.Attribute) and one.attr in ("numel", "nelement") for one in ast.walk(loop))
+
+
+def _report_states(draft: FileDraft, loop: ast.AST) -> None:
+    """A loop over an optimizer's state, in a file that wraps models."""
+    if draft.sharded.constructors:
+        message = "numel() of an optimizer's state counts the whole of it now; with FSDP1 it counted this rank's part"
+        draft.reported(NUMBERS_CODE, loop, message, "count value.to_local() where the value is a DTensor")
 
 
 def _report_reduction(draft: FileDraft, branch: ast.If) -> None:

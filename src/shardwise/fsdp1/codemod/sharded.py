@@ -65,12 +65,31 @@ class Sharded(Evaluator):
             match one.whole.site:
                 case ast.arg() as parameter if parameter in self.context.parents:
                     function = self.context.parents[self.context.parents[parameter]]
-                    if not self.flow.sites_of(function):  # pyrefly: ignore
-                        return True
+                    sites = self.flow.sites_of(function)  # pyrefly: ignore
+                    if all(caller.context.enclosing_function(site) is function for site, caller in sites):
+                        return True  # `super().__init__()` is no caller
                 case ast.ClassDef() if len(one.path) == 1:
                     if not any(self.flow.stored_as(owner, one.path[0]) for owner in self.flow.owners(one.whole)):
                         return True
         return False
+
+    def is_handed_away(self, call: ast.Call) -> bool:
+        """Whether a wrapped model, or a function that wraps one, goes to a function that comes from who knows where."""
+        match call.func:
+            case ast.Name() | ast.Attribute(value=ast.Name(id="self")) if self.is_unknown(call.func):
+                return any(self.holds_part(one) or self._makes_wrapped(one) for one in given_to(call))
+        return False
+
+    def _makes_wrapped(self, node: ast.expr) -> bool:
+        """Whether a function of the program that returns wrapped models."""
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                made = [one for _, one in self._methods_of(self.context.enclosing_class(node), name)]
+            case ast.Name():
+                made = [one for _, one in filter(None, [self.program.function(self.context, node)])]
+            case _:
+                made = []
+        return any(is_of_wrapped(value) for one in made for value in self.flow.look_up(one))
 
     def has_own(self, node: ast.expr, method: str) -> bool:
         """Whether an expression may be an object whose class, of the program, has this method."""
@@ -135,6 +154,8 @@ class Sharded(Evaluator):
         """The expressions that only a type check or a function of FSDP's class takes for wrapped models."""
         self.forget()
         context, told = self.context, list[tuple[ast.AST, ast.expr]]()
+        if not self.constructors and "fully_shard(" in context.text:
+            return told  # rewritten already; what is left of FSDP1 here tells nothing
         for call in context.calls:
             owner, _, method = fsdp_name(context, call.func).partition(".")
             is_static = owner == _CLASS and method in STATIC

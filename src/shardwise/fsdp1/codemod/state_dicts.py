@@ -32,7 +32,7 @@ from shardwise.fsdp1.codemod.state_calls import (
     write_load_model,
     write_load_optimizer,
 )
-from shardwise.source.syntax import FileContext, argument_of, given_to
+from shardwise.source.syntax import FileContext, argument_of, given_to, last_name
 
 _GETS = {
     "optim_state_dict": ("model", "optim", "optim_state_dict", "group"),
@@ -131,8 +131,23 @@ def _rewrite_get(
         gather = Gather(FULL, offload=True, rank0_only=rank0 is None or bool(rank0.value))
     elif name == "sharded_optim_state_dict":
         gather = Gather(SHARDED)
-    arguments = [draft.source(given["model"]), draft.source(given["optim"])]
-    draft.replace(call, write_get(draft, "optimizer", arguments, gather))
+    model = draft.source(given["model"])
+    if gather.is_known and not _takes_state_before(draft.context, call, model):
+        model = f"{draft.helper('_reshard')}({model})"  # whose parameters an evaluation may have left unsharded
+    draft.replace(call, write_get(draft, "optimizer", [model, draft.source(given["optim"])], gather))
+
+
+def _takes_state_before(context: FileContext, call: ast.Call, model: str) -> bool:
+    """Whether the model's own state dict is taken before on every way to a call, which reshards the model."""
+    home, around = context.enclosing_function(call), set(context.ancestors(call))
+    for one in context.calls:
+        parent = context.parents[context.statement(one)]
+        is_before = (one.lineno, one.col_offset) < (call.lineno, call.col_offset)
+        is_always = parent in around and not isinstance(parent, ast.If | ast.Try)
+        is_same = context.source(one.func) == f"{model}.state_dict" and context.enclosing_function(one) is home
+        if is_same and is_before and is_always:
+            return True
+    return False
 
 
 def _rewrite_load(
@@ -412,7 +427,14 @@ def _model_call(draft: FileDraft, call: ast.Call, gather: Gather, *, sure: bool)
     if call.func.attr == "state_dict":
         if call.args or call.keywords:
             raise Blocked("state_dict() has arguments", "take the whole state dict, then choose from it", call)
+        if "torch.compile(" in draft.context.text:
+            message = "names in the state dict no longer begin with _orig_mod., which torch.compile adds and FSDP1 kept"
+            draft.reported(PLAIN_CODE, call, message, "strip the prefix from files that were saved before")
         return write_get(draft, "model", [model], gather) if sure else f"{draft.helper('_whole_state')}({model})"
+    if gather.kind == SHARDED and not _fills_state(draft.context, call):
+        message = "files of FSDP1's sharded state dicts hold ShardedTensors, which FSDP2 does not load"
+        fix = "save them again after the rewrite; or convert them: `shardwise ckpt convert`"
+        draft.reported(STATE_CODE, call, message, fix)
     given = given_by_name(call, _LOAD_PARAMETERS)
     if set(given) - set(_LOAD_PARAMETERS) or "state_dict" not in given or len(call.args) > 2:
         raise Blocked("load_state_dict() has arguments without a counterpart", "leave them out", call)
@@ -424,6 +446,13 @@ def _model_call(draft: FileDraft, call: ast.Call, gather: Gather, *, sure: bool)
 
 
 _LOAD_PARAMETERS = ("state_dict", "strict")
+
+
+def _fills_state(context: FileContext, load: ast.Call) -> bool:
+    """Whether the same function takes a state dict before, for torch.distributed.checkpoint to fill."""
+    home = context.enclosing_function(load)
+    taken = [one for one in context.calls if last_name(one.func) == "state_dict" and one.lineno < load.lineno]
+    return any(context.enclosing_function(one) is home for one in taken)
 
 
 def _rewrite_plain(draft: FileDraft, call: ast.Call) -> None:
