@@ -129,3 +129,78 @@ OPTIMIZERS = {
 def test_an_optimizer_of_before_is_never_left_with_the_old_parameters(name: str):
     text, findings = migrate(OPTIMIZERS[name])
     assert "SW128" in [one.code for one in findings], text
+
+
+TOLD = {
+    "wrapper_given_away": (
+        "class Run:\n    def __init__(self, work):\n        super().__init__()\n        self.work = work\n"
+        "    def wrap(self, model):\n        return FSDP(model)\n    def go(self):\n        self.work(self.wrap)\n",
+        "work is not known here",
+    ),
+    "optimizer_state_counted": (
+        "model = FSDP(build())\nopt = AdamW(model.parameters())\n"
+        "size = sum(v.numel() for state in opt.state.values() for v in state.values() if torch.is_tensor(v))\n",
+        "numel() of an optimizer's state counts the whole",
+    ),
+    "sharded_file": (
+        "from torch.distributed.fsdp import StateDictType\n\nmodel = FSDP(build())\n"
+        "with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):\n"
+        "    model.load_state_dict(torch.load(f'{rank}.pt'))\n",
+        "hold ShardedTensors",
+    ),
+    "compiled": (
+        "model = FSDP(torch.compile(build()))\nstate = model.state_dict()\n",
+        "no longer begin with _orig_mod.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_is_different_and_stays_is_told(name: str):
+    body, said = TOLD[name]
+    text, findings = migrate(body)
+    assert [one for one in findings if said in one.message], text
+
+
+def test_a_sharded_state_that_is_filled_first_is_no_file_of_fsdp1():
+    body, said = TOLD["sharded_file"]
+    body = body.replace(
+        "    model.load", "    state = {'model': model.state_dict()}\n    dcp.load(state)\n    model.load"
+    )
+    assert not [one for one in migrate(body)[1] if said in one.message]
+
+
+def test_parts_that_run_while_parameters_are_summoned_gather_by_themselves():
+    head = "model = FSDP(build())\nwith FSDP.summon_full_params(model):\n    "
+    assert "with _unsharded(model)" in migrate(head + "out = model.encoder(batch)\n")[0]
+    assert "with _unsharded(model)" in migrate(head + "out = model.layers[0](batch)\n")[0]
+    assert "with _full_params(model" in migrate(head + "model.save_pretrained(path)\n")[0]
+
+
+@pytest.mark.parametrize("before", ["", "state = model.state_dict()\n", "if cond:\n    state = model.state_dict()\n"])
+def test_an_optimizers_state_is_taken_of_the_shards(before: str):
+    """An evaluation leaves the root unsharded, and get_optimizer_state_dict raises KeyError; state_dict() reshards."""
+    text, _ = migrate(
+        f"model = FSDP(build())\nopt = AdamW(model.parameters())\n{before}FSDP.optim_state_dict(model, opt)\n"
+    )
+    is_taken_anyway = before.startswith("state")
+    assert ("get_optimizer_state_dict(_reshard(model), opt" in text) is not is_taken_anyway
+
+
+def test_what_a_rewritten_file_has_left_of_fsdp1_changes_no_earlier_load():
+    body = "from torch.distributed.fsdp import StateDictType\n\nmodel = GPT(config)\nmodel.load_state_dict(saved)\n"
+    body += "if ddp:\n    model = FSDP(model, use_orig_params=True, cpu_offload=offload)\nif rank == 0:\n"
+    body += "    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):\n        state = model.state_dict()\n"
+    text, _ = migrate(body)
+    program = Program({"main.py": text})
+    assert rewrite(program.file("main.py"), program, "torch")[0] == text
+
+
+def test_a_model_built_by_the_sizes_of_a_wrapped_one_is_a_plain_one():
+    model = "class Net:\n    def __init__(self, params, hidden):\n        self.params, self.hidden = params, hidden\n"
+    train = IMPORTS + "from net import Net\nfrom export import export\nmodel = FSDP(Net({}, 2))\nexport(model)\n"
+    export = "from net import Net\n\n\ndef export(model):\n"
+    export += "    return Net(model.params, model.layers[0].weight.shape[0])\n"
+    sample = "from net import Net\nfrom export import export\nmodel = Net({}, 1)\nmodel.load_state_dict(saved)\n"
+    program = Program({"net.py": model, "train.py": train, "export.py": export, "sample.py": sample})
+    assert rewrite(program.file("sample.py"), program, "torch")[0] == sample
