@@ -19,13 +19,21 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
+_DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 1, "first_k_dense_replace": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4,
+}  # fmt: skip
+
+
 def _transformers(name: str, **options: Any) -> nn.Module:
     import transformers
 
-    config = getattr(transformers, f"{name}Config")(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, vocab_size=VOCAB, max_position_embeddings=64, use_cache=False, **options,
-    )  # fmt: skip
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "max_position_embeddings": 64, "use_cache": False,
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**sizes | options)
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
@@ -36,6 +44,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "hf_llama": lambda: _transformers("Llama"),
     "hf_qwen3": lambda: _transformers("Qwen3"),
     "hf_mixtral": lambda: _transformers("Mixtral", num_local_experts=4),
+    "hf_deepseek": lambda: _transformers("DeepseekV3", **_DEEPSEEK),
     "hf_mistral": lambda: _transformers("Mistral", sliding_window=12),
 }
 

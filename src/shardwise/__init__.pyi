@@ -29,6 +29,7 @@ from shardwise.diagnosing.guard import explained as explained
 from shardwise.diagnosing.guard import guard as guard
 from shardwise.diagnosing.parity import parity as parity
 from shardwise.diagnosing.parity_criteria import Parity as Parity
+from shardwise.distributed.mesh import draw_mesh as draw_mesh
 from shardwise.distributed.mesh import init_distributed as init_distributed
 from shardwise.errors import CheckpointError as CheckpointError
 from shardwise.errors import ConfigError as ConfigError

@@ -238,10 +238,8 @@ def _operator_without_strategy(_: Path) -> None:
 
 
 @provokes("SW563")
-def _adafactor(_: Path) -> None:
-    model = sharded()
-    model(torch.ones(2, 4)).sum().backward()
-    torch.optim.Adafactor(model.parameters()).step()
+def _norm_in_place(_: Path) -> None:
+    torch.linalg.vector_norm(distribute_tensor(torch.ones(4, 4), mesh(), [Shard(0)]), dim=0).add_(1)
 
 
 @provokes("SW571")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.distributed.mesh import make_mesh
 from shardwise.errors import ShardwiseError
 from shardwise.models.load import load_model
 from shardwise.sharding.adapters import adapter_keys
@@ -168,6 +169,25 @@ def _stored_bytes(tensor: Tensor) -> int:
 @ranks(2)
 def test_qlora_is_equal_to_the_same_base_on_one_process(rank: int, tmp_path: Path):
     check_qlora(rank, 2, tmp_path, lambda: load_model("llama3-debug", device="cpu"))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@ranks(2)
+def test_qlora_on_replicas_that_share_nothing(rank: int, offload: bool):
+    """With one shard, as on one GPU, FSDP2 copies the first tensor of a quantised weight only."""
+    torch.manual_seed(0)
+    build = lambda: load_model("llama3-debug", device="cpu")  # noqa: E731
+    model = sw.add_lora(build(), sw.LoraConfig(rank=RANK, quantize="nf4"))
+    reference = sw.add_lora(build(), sw.LoraConfig(rank=RANK))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = parameter.dequantize() if isinstance(parameter, NF4Tensor) else parameter
+            reference.get_parameter(name).copy_(values)
+    mesh = make_mesh(sw.MeshConfig(replicate=2, shard=1, device="cpu"))
+    sw.shard(model, sw.ShardConfig(offload=offload), mesh=mesh)
+    train(reference, optimizer_of(reference), range(2))
+    train(model, optimizer_of(model), range(2), rank, 2)
+    assert_equal(by_peft_key(model), by_peft_key(reference), **CLOSE)
 
 
 @ranks(2)

@@ -163,3 +163,92 @@ def test_models_of_the_zoo_have_the_gradients_they_have_without_recomputing(rank
 def test_a_sharded_model_is_refused(rank: int) -> None:
     with pytest.raises(sw.ShardError, match="comes too late: the model is already sharded"):
         sw.checkpoint_activations(sw.shard(build()))
+
+
+class MarkedBlock(nn.Module):
+    """Marks a region that is kept, and draws random numbers in it and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM), nn.Dropout(0.3)
+        self.calls = 0
+
+    def expand(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.dropout(torch.tanh(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        remat = pytest.importorskip("torch_remat")
+        hidden = remat.region(self.expand, "expand", recompute=False)(x)
+        remat.recompute_needs_tensor(hidden)
+        return x + self.dropout(torch.tanh(self.down(hidden)))
+
+
+def marked() -> Stack:
+    model = build()
+    torch.manual_seed(1)
+    model.blocks = nn.ModuleList(MarkedBlock() for _ in range(3))
+    return model
+
+
+@ranks(2)
+def test_marked_regions_are_not_recomputed(rank: int) -> None:
+    pytest.importorskip("torch_remat")
+    expected = step(sw.shard(marked()), rank)
+    for policy, num_calls in (("regions", 1), ("full", 2)):
+        model: Any = sw.shard(sw.checkpoint_activations(marked(), policy))
+        assert_same(step(model, rank), expected)
+        assert [block.calls for block in model.blocks] == [num_calls] * 3, policy
+
+
+class NestedBlock(PostNormBlock):
+    """Recomputes a part of itself, as models that checkpoint their own do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@ranks(2)
+def test_blocks_that_recompute_themselves(rank: int, policy: Any) -> None:
+    def nested() -> Stack:
+        model = build()
+        for block in model.blocks:
+            block.__class__ = NestedBlock
+        return model
+
+    expected = step(sw.shard(build()), rank)
+    assert_same(step(sw.shard(nested()), rank), expected)
+    assert_same(step(sw.shard(sw.checkpoint_activations(nested(), policy)), rank), expected)
+
+
+class CastBlock(PostNormBlock):
+    """Computes in bfloat16 of its own accord."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@ranks(2)
+def test_autocast_inside_and_outside_is_recomputed_alike(rank: int, policy: Any) -> None:
+    """Backward runs outside of it; what is recomputed there must not be in another dtype."""
+
+    def cast_step(model: nn.Module, outside: bool) -> dict[str, Tensor]:
+        model.zero_grad()
+        torch.manual_seed(100 + rank)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+            loss = model(batch(rank)).float().square().mean()
+        loss.backward()
+        return full_gradients(model)
+
+    for outside in (True, False):
+        models = [build() for _ in range(2)]
+        for block in [block for model in models for block in model.blocks] if not outside else ():
+            block.__class__ = CastBlock
+        plain, recomputed = sw.shard(models[0]), sw.shard(sw.checkpoint_activations(models[1], policy))
+        expected = cast_step(plain, outside)
+        assert_same(cast_step(recomputed, outside), expected, rtol=0, atol=0)
+        whole = step(sw.shard(build()), rank)
+        assert any(not torch.equal(expected[name], whole[name]) for name in whole), "nothing was cast"

@@ -48,6 +48,17 @@ def test_gradients_equal_those_of_uncompiled_blocks(rank: int, backend: str, pol
 
 
 @ranks(2)
+def test_a_memory_budget_changes_no_gradient(rank: int) -> None:
+    torch.compiler.reset()
+    plain = sw.shard(build().eval())
+    with pytest.raises(sw.ConfigError, match=r"activations is 0\.3, and blocks are not compiled"):
+        sw.shard(build(), sw.ShardConfig(activations=0.3))
+    model = sw.checkpoint_activations(build().eval(), 0.3)
+    model = sw.shard(sw.compile_blocks(model, backend="aot_eager_decomp_partition"))
+    assert_same(step(model, rank), step(plain, rank))
+
+
+@ranks(2)
 def test_the_optimizer_trains_compiled_blocks(rank: int) -> None:
     torch.compiler.reset()
     ends = []

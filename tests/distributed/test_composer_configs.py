@@ -324,14 +324,15 @@ def test_settings_in_two_places_are_refused(rank: int, config: Any, names: str) 
 def test_what_cannot_be_carried_out_is_refused_by_name_all_at_once(rank: int) -> None:
     fsdp = FSDPConfig(te_checkpoint_wrapper=True, te_shard_fp8_weight=True, process_group="node", shardin_strategy=1)
     fsdp.activation_checkpointing = "yes"  # pyrefly: ignore[bad-assignment]
-    tp = TPConfig(tensor_parallel_degree=2)
+    tp = TPConfig(tensor_parallel_degree=0, layer_plan={"head": object()})
     model = tiny()
     config = {"precision": "amp_fp8", "parallelism_config": ParallelismConfig(fsdp=fsdp, tp=tp)}
-    with pytest.raises(sw.ConfigError, match=r"^7 problems") as raised:
+    with pytest.raises(sw.ConfigError, match=r"^8 problems") as raised:
         prepared(config, model)
     found = {line.partition(": ")[0] for line in raised.value.where.splitlines()}
     assert found == {
         "te_checkpoint_wrapper", "te_shard_fp8_weight", "process_group", "shardin_strategy",
         "activation_checkpointing", "precision", "parallelism_config.tp.tensor_parallel_degree",
+        "parallelism_config.tp.layer_plan.head",
     }  # fmt: skip
     assert not isinstance(model, FSDPModule)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.config.schema import ContextConfig, MeshConfig, ShardConfig
-from shardwise.distributed.mesh import data_parallel_rank, make_mesh
+from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, make_mesh
 from shardwise.errors import ConfigError, ShardError
 from shardwise.sharding.context_attention import split_sequences
 from shardwise.training.step import accumulate, clip_grad_norm_, mean_over_ranks, token_mean
@@ -27,7 +27,7 @@ def train_parallel(
     """Losses, gradient norms and final parameters of a run on `mesh`."""
     model = sw.shard(model, config, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    num_rows = batches[0]["input_ids"].shape[0] // (mesh.size() // mesh["context"].size())
+    num_rows = batches[0]["input_ids"].shape[0] // data_parallel_mesh(mesh).size()
     first = data_parallel_rank(mesh) * num_rows
     losses, norms = [], []
     for batch in batches:

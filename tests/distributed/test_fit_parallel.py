@@ -17,7 +17,7 @@ from shardwise.config.run import (
     ScheduleConfig,
     TrainingConfig,
 )
-from shardwise.config.schema import MeshConfig, PipelineConfig, ShardConfig
+from shardwise.config.schema import LoraConfig, MeshConfig, PipelineConfig, ShardConfig
 from shardwise.models.llama import SHAPES, Llama
 from tests.distributed.fit_runs import changed, fit_on, losses
 
@@ -56,6 +56,32 @@ def test_context_and_pipeline_runs_learn_what_one_process_does(tmp_path: Path):
     expected = fit_on(1, run_of(tmp_path, "alone"))
     compare(fit_on(2, run_of(tmp_path, "context", mesh={"shard": 1, "context": 2})), expected)
     compare(fit_on(2, run_of(tmp_path, "pipeline", mesh={"shard": 1, "pipeline": 2})), expected)
+
+
+def test_what_a_pipeline_cannot_do_is_refused_before_it_starts(tmp_path: Path):
+    for checkpoint in ({"format": "full"}, {"export": True}):
+        config = run_of(tmp_path, "refused", mesh={"shard": 1, "pipeline": 2}, checkpoint=checkpoint)
+        with pytest.raises(pytest.fail.Exception, match=r"no rank of a pipeline gathers the weights of all stages"):
+            fit_on(2, config)
+
+
+@pytest.mark.slow
+def test_stages_beside_divided_sequences_learn_what_one_process_does(tmp_path: Path):
+    expected = fit_on(1, run_of(tmp_path, "alone"))
+    compare(fit_on(4, run_of(tmp_path, "both", mesh={"shard": 1, "context": 2, "pipeline": 2})), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["muon", "lora"])
+def test_optimizers_with_groups_of_their_own_and_adapters_resume_on_other_meshes(tmp_path: Path, kind: str):
+    """Stages have parameters of different kinds, hence different groups."""
+    sections: dict[str, Any] = {"optimizer": {"name": "muon"}} if kind == "muon" else {"lora": LoraConfig(rank=4)}
+    meshes: list[dict[str, int]] = [{"shard": 4}, {"shard": 2, "pipeline": 2}, {"shard": 2, "context": 2}]
+    for step, mesh in enumerate(meshes, start=1):
+        config = run_of(tmp_path, "moved", training={"steps": 2 * step}, mesh=mesh, **sections)
+        fit_on(4, config)
+    # From the mesh that the run began on: a pipeline draws other adapters.
+    compare(losses(config), fit_on(4, run_of(tmp_path, "stayed", training={"steps": 6}, mesh=meshes[0], **sections)))
 
 
 @pytest.mark.slow

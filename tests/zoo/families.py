@@ -94,6 +94,7 @@ _LIMITS: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"^num_frames$|frames_per_clip"), 4),
     (re.compile(r"codebook_size$|num_embeddings$"), 64),
     (re.compile(r"max_source_positions"), 32),
+    (re.compile(r"mamba_chunk_size"), 16),
 )
 _WIDTH = re.compile(
     r"(size|sizes|dim|dims|width|widths|inner|ff|ffn|rank|embd|hidden|channels?|planes|filters|features|section|mlp|"

@@ -332,7 +332,7 @@ def _add_other_stages(found: FlatState, model: nn.Module) -> None:
     for values, paths, aliases in stages:
         _merge_groups(groups, values, paths)
         found.aliases = aliases | found.aliases
-        found.paths = paths | found.paths
+        found.paths = {name: path for name, path in (paths | found.paths).items() if _GROUPS not in path}
         for name, value in values.items():
             if _GROUPS in paths[name]:
                 found.values.pop(name, None)

@@ -209,13 +209,7 @@ def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]
     refuse_suffix(path, format, 'format="torch"')
     refuse_remote(path)
     refuse_unusable(model)
-    if others := names_elsewhere(model):
-        raise CheckpointError(
-            f"{type(model).__name__} is a stage of a pipeline",
-            where=f"save_weights, {len(others)} tensors of other stages",
-            why="weights are gathered over the ranks that share a model, and each stage is a model of its own",
-            fix='save with Checkpointer, then shardwise.convert_checkpoint(checkpoint, path, format="safetensors")',
-        )
+    refuse_stage(model)
     tensors = model_tensors(model)
     if format == "peft":
         peft_config(model)  # raises without adapters
@@ -229,6 +223,17 @@ def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]
             fix="shardwise.materialize(model), or shardwise.load_weights(model, path)",
         )
     return tensors
+
+
+def refuse_stage(model: nn.Module) -> None:
+    """Raise for a stage of a pipeline: one file holds what the ranks of one stage gather."""
+    if others := names_elsewhere(model):
+        raise CheckpointError(
+            f"{type(model).__name__} is a stage of a pipeline",
+            where=f"{len(others)} tensors of other stages",
+            why="weights are gathered over the ranks that share a model, and each stage is a model of its own",
+            fix='save with Checkpointer, then shardwise.convert_checkpoint(checkpoint, path, format="safetensors")',
+        )
 
 
 def refuse_remote(path: str | Path) -> None:
@@ -385,6 +390,7 @@ def save_full(
     run = Run(model, optimizers, objects)
     mesh = _mesh(run)
     run_on_all(lambda: refuse_remote(path), mesh, CheckpointError)
+    run_on_all(lambda: [refuse_stage(each) for each in run.models.values()], mesh, CheckpointError)
     tree, tensors = run_on_all(lambda: _as_tree(run.collect(extra=extra)), mesh, CheckpointError)
     stream_gathered(FullWriter(Path(path), tree, overwrite=overwrite), tensors, mesh, progress)
 

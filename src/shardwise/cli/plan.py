@@ -66,6 +66,7 @@ def plan(
 
     is_run = model.endswith(_RUN_FILES)
     config = load(RunConfig, Path(model) if is_run else {"model": model}, settings or ())
+    from shardwise.distributed.mesh import draw_mesh
     from shardwise.planning.plan import render_group
     from shardwise.planning.planner import plan as plan_model
     from shardwise.training.run import plan_run
@@ -79,8 +80,11 @@ def plan(
     group = None if explain is None else _find(made, explain)
     if format is Format.JSON:
         typer.echo(made.to_json() if group is None else json.dumps(asdict(group), sort_keys=True))
+    elif group is not None:
+        typer.echo(render_group(made, group))
     else:
-        typer.echo(str(made) if group is None else render_group(made, group))
+        drawn = draw_mesh(mesh)
+        typer.echo(f"{made}\n{drawn}" if drawn.count("\n") > 1 else str(made))  # several axes
 
 
 def _mesh(mesh: MeshConfig, nproc: int | None, gpus: int | None) -> MeshConfig:
@@ -108,10 +112,10 @@ def _mesh(mesh: MeshConfig, nproc: int | None, gpus: int | None) -> MeshConfig:
 
 
 def _build(config: RunConfig) -> nn.Module:
-    from shardwise.models.load import load_model
+    from shardwise.training.run import load_run_model
 
     try:
-        return load_model(config.model, options=config.model_options)
+        return load_run_model(config)
     except ShardwiseError:
         raise
     except Exception as error:

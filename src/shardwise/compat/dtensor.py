@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
@@ -144,3 +144,26 @@ def watch_data(
 
     get_and_set: Any = property(get_data, set_data)
     setattr(kind, "data", get_and_set)  # noqa: B010 - type checkers know it as an attribute of instances
+
+
+def reduce_in_place(tensor: DTensor) -> None:
+    """Let a DTensor that is still to be reduced hold the whole on every rank."""
+    whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+    tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+
+
+def answer_operator(operator: Any, answer: Callable[[Callable[[], Any], Any, Any], Any]) -> None:
+    """Let `answer(plain, args, kwargs)` run an operator on DTensors; `plain()` runs it as torch does."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyrefly: ignore[bad-assignment]
+
+    def handle(operator: Any, args: Any, kwargs: Any) -> Any:
+        def plain() -> Any:
+            handlers.pop(operator)
+            try:
+                return operator(*args, **kwargs)
+            finally:
+                handlers[operator] = handle
+
+        return answer(plain, args, kwargs)
+
+    handlers[operator] = handle

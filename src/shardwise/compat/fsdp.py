@@ -151,9 +151,17 @@ def around_unsharded(
     `before_unshard` is called while the shards are registered on the modules, `after_unshard` once the parameters are
     unsharded, `before_reshard` before those are freed.
     """
-    to_unsharded = group._to_unsharded
+    to_unsharded, wait_for_unshard = group._to_unsharded, group.wait_for_unshard
+
+    def wait() -> None:
+        wait_for_unshard()
+        if vars(group).pop(_SHOWS_SHARDS, False):
+            before_unshard(group)
+            for fsdp_param in group.fsdp_params:
+                fsdp_param.to_unsharded()
 
     def unshard() -> None:
+        vars(group).pop(_SHOWS_SHARDS, None)
         if group.is_sharded:
             before_unshard(group)
         to_unsharded()
@@ -161,15 +169,26 @@ def around_unsharded(
 
     def calling_first(reshard: Callable[[], None]) -> Callable[[], None]:
         def call() -> None:
+            vars(group).pop(_SHOWS_SHARDS, None)
             if not (group.is_sharded or group.is_sharded_post_forward):
                 before_reshard(group)
             reshard()
 
         return call
 
-    group._to_unsharded = unshard
+    group._to_unsharded, group.wait_for_unshard = unshard, wait
     group._to_sharded = calling_first(group._to_sharded)
     group._to_sharded_post_forward = calling_first(group._to_sharded_post_forward)
+
+
+_SHOWS_SHARDS = "shardwise_shows_shards"
+
+
+def show_shards(group: Any) -> None:
+    """Register the shards on the modules, though the parameters stay unsharded until they are waited for again."""
+    vars(group)[_SHOWS_SHARDS] = True
+    for fsdp_param in group.fsdp_params:
+        fsdp_param._setattr_on_modules(fsdp_param.sharded_param)
 
 
 def before_reset(group: Any, check: Callable[[Any], None]) -> None:

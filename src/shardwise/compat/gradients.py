@@ -200,6 +200,13 @@ class _PostBackward(torch.autograd.Function):
         return tangents
 
 
+def edges_before(node: Any, output: int) -> list[tuple[Any, int]]:
+    """The autograd nodes, each with one of its outputs, that an output of a node was computed from."""
+    edges = list(node.next_functions)
+    # This one passes tensors through that have nothing to do with each other.
+    return edges[output : output + 1] if node.name().endswith("PostBackwardBackward") else edges
+
+
 @contextlib.contextmanager
 def gradient_sync(model: nn.Module, *, reduce: bool, all_reduce: bool, is_last: bool) -> Iterator[None]:
     """Set FSDP2's accumulation switches in the whole tree, and put back what was there on leaving."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+from shardwise.compat.dtensor import preserved_version
 from shardwise.compat.fsdp import param_groups
 
 _foreach_reduce = _fsdp_param_group.foreach_reduce
@@ -22,13 +23,13 @@ _NUM_RESULTS = len(typing.get_args(typing.get_type_hints(_foreach_reduce)["retur
 def cast_instead_of_copies(model: nn.Module) -> None:
     """Let the groups of the tree that have one rank, and nothing special about their parameters, do without copies."""
     for group in param_groups(model):
-        if _num_ranks(group) == 1 and not any(map(_is_special, group.fsdp_params)):
+        if group.mesh_info.shard_mesh_size == 1 and any(map(_has_extension, group.fsdp_params)):
+            group.wait_for_unshard = functools.partial(_copy_extensions, group, group.wait_for_unshard)
+        elif group.mesh_info.mesh.size() == 1 and not any(record.offload_to_cpu for record in group.fsdp_params):
             group.wait_for_unshard = functools.partial(_unshard, group, group.wait_for_unshard)
             for record in group.fsdp_params:
                 record._shardwise_group = group
             _fsdp_param_group.foreach_reduce = _reduce
-        elif group.mesh_info.shard_mesh_size == 1 and any(map(_is_extension, group.fsdp_params)):
-            group.wait_for_unshard = functools.partial(_unshard_extensions, group, group.wait_for_unshard)
 
 
 def keep_gradient_dtype(model: nn.Module) -> bool:
@@ -45,16 +46,21 @@ def keep_gradient_dtype(model: nn.Module) -> bool:
     return True
 
 
-def _num_ranks(group: Any) -> int:
-    return group.mesh_info.mesh.size()
-
-
-def _is_special(record: Any) -> bool:
-    return record.offload_to_cpu or _is_extension(record)
-
-
-def _is_extension(record: Any) -> bool:
+def _has_extension(record: Any) -> bool:
     return hasattr(record._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
+def _copy_extensions(group: Any, wait_for_unshard: Callable[[], None]) -> None:
+    """Copy all tensors that a parameter of a subclass is made of; with one shard, torch copies the first only."""
+    for record in filter(_has_extension, group.fsdp_params if group._all_gather_result is not None else ()):
+        parts = record.all_gather_inputs
+        sizes, dtypes = [part.numel() for part in parts], [part.dtype for part in parts]
+        record.init_all_gather_outputs(sizes, dtypes, 1, group.device)
+        for output, part in zip(record.all_gather_outputs[1:], parts[1:], strict=True):
+            output.untyped_storage().resize_(output.nbytes)
+            with preserved_version(output):
+                output.copy_(part)
+    wait_for_unshard()
 
 
 def _unshard(group: Any, wait_for_unshard: Callable[[], None]) -> None:
@@ -71,19 +77,6 @@ def _unshard(group: Any, wait_for_unshard: Callable[[], None]) -> None:
     finally:
         for record, dtype in dtypes:
             record.param_dtype = dtype
-
-
-def _unshard_extensions(group: Any, wait_for_unshard: Callable[[], None]) -> None:
-    """Fill the outputs that torch leaves out: on an axis of one rank it copies the first input of a subclass only."""
-    for record in group.fsdp_params if group._all_gather_result is not None else ():
-        if _is_extension(record) and len(inputs := record.all_gather_inputs) > 1:
-            sizes, dtypes = [each.numel() for each in inputs], [each.dtype for each in inputs]
-            record.init_all_gather_outputs(sizes, dtypes, 1, group.device)
-            for output, each in zip(record.all_gather_outputs[1:], inputs[1:], strict=True):
-                output.untyped_storage().resize_(output.nbytes)
-                with torch.autograd._unsafe_preserve_version_counter(output):
-                    output.copy_(each)
-    wait_for_unshard()
 
 
 @torch.no_grad()

@@ -17,6 +17,11 @@ def can_compile(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
+def memory_budget(budget: float) -> AbstractContextManager[None]:
+    """What is compiled inside keeps this part of the activations that it would keep for backward."""
+    return importlib.import_module("torch._functorch.config").patch("activation_memory_budget", budget)
+
+
 def sequence_number() -> int:
     """Autograd's clock: operations recorded from now on have this number or a higher one."""
     return torch.autograd._get_sequence_nr()
@@ -64,6 +69,11 @@ def watch_operators(seen: Callable[[str, list[torch.Tensor]], None]) -> Any:
             return func(*args, **(kwargs or {}))
 
     return WatchedOperators()
+
+
+def without_torch_functions() -> AbstractContextManager[Any]:
+    """Within the block, no class of tensors overrides torch's functions."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def pin_host_memory(address: int, num_bytes: int) -> bool:

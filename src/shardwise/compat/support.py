@@ -21,13 +21,14 @@ NEEDED: dict[str, str] = {
     f"{_FSDP2}._fsdp_param:FSDPParam": "sharded_param _unsharded_param reset_sharded_param "
     "padded_sharded_param_size mp_policy= unsharded_accumulated_grad? to_accumulated_grad_if_needed? "
     "reduce_dtype? param_dtype _sharded_param_data _sharded_local_tensor sharded_size "
-    "init_all_gather_outputs to_sharded_dtensor "
+    "init_all_gather_outputs all_gather_inputs to_sharded_dtensor "
     "offload_to_cpu device mesh_info _module_info _orig_size all_gather_outputs= _unsharded_inner_tensors= "
-    "_post_load_hook_handle all_gather_inputs",
+    "_post_load_hook_handle _setattr_on_modules to_unsharded",
     f"{_FSDP2}._fsdp_param:ParamModuleInfo": "module param_name shared_modules shared_param_names",
     f"{_FSDP2}._fsdp_param_group:FSDPParamGroup": "fsdp_params mesh_info device device_handle "
     "comm_ctx reduce_grads all_reduce_grads reshard "
-    "is_sharded is_sharded_post_forward unshard wait_for_unshard post_backward _to_sharded= _to_unsharded= "
+    "is_sharded is_sharded_post_forward unshard wait_for_unshard post_backward _to_sharded= "
+    "_to_unsharded= "
     "_to_sharded_post_forward= _init_mp_dtypes _record_post_forward "
     "_training_state= _register_post_backward_hook _partial_reduce_output= _all_gather_result _all_gather_comm "
     "_reduce_scatter_comm _partial_reduce_output_layout? reduce_scatter_unused_params? finalize_backward? "
@@ -54,7 +55,8 @@ NEEDED: dict[str, str] = {
     "torch.distributed.device_mesh:DeviceMesh": "_concatenate _flatten",
     "torch.distributed.distributed_c10d": "_get_default_store",
     "torch._C._distributed_c10d:Store": "clone",
-    "torch.distributed.tensor:DTensor": "_spec _local_tensor",
+    "torch.distributed.tensor:DTensor": "_spec _local_tensor _op_dispatcher",
+    "torch.distributed.tensor._dispatch:OpDispatcher": "_custom_op_handlers",
     "torch.distributed.tensor:Shard": "_split_tensor",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta",
     "torch.amp:GradScaler": "_unscale_grads_",
@@ -65,11 +67,13 @@ NEEDED: dict[str, str] = {
     "torch.autograd.graph:Node": "_sequence_nr",
     "torch:Tensor": "_base _backward_hooks _post_accumulate_grad_hooks _in_backward_optimizers?",
     "torch:UntypedStorage": "_cdata",
-    "torch._C": "_current_graph_task_id _will_engine_execute_node _storage_Use_Count _distributed_c10d",
+    "torch._C": "_current_graph_task_id _will_engine_execute_node _storage_Use_Count _distributed_c10d "
+    "DisableTorchFunctionSubclass",
     "torch._C._distributed_c10d": "_dump_fr_trace? _dump_nccl_trace?",
     "torch._C:TensorBase": "data",
     "torch": "_C _amp_foreach_non_finite_check_and_unscale_",
     "torch.nn:Module": "_parameters _non_persistent_buffers_set",
+    "torch._functorch.config": "activation_memory_budget patch",
     "torch._subclasses.fake_tensor": "FakeTensorMode log",
     "torch.utils._foreach_utils": "_get_fused_kernels_supported_devices",
     "torch.utils._python_dispatch": "TorchDispatchMode _get_current_dispatch_mode _pop_mode_temporarily",

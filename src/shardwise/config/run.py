@@ -3,12 +3,20 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge
 
-from shardwise.config.schema import Fraction, LoraConfig, MeshConfig, NonNegativeInt, PositiveInt, ShardConfig, Strict
+from shardwise.config.schema import (
+    Fraction,
+    LoraConfig,
+    MeshConfig,
+    NonNegativeInt,
+    PositiveInt,
+    ShardConfig,
+    Strict,
+    UnitFloat,
+)
 
 NonNegativeFloat = Annotated[float, Ge(0)]
-UnitFloat = Annotated[float, Interval(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

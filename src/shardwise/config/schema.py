@@ -22,6 +22,7 @@ PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Interval(ge=0, lt=1)]
+UnitFloat = Annotated[float, Interval(ge=0, le=1)]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
 ROOT_PATTERN = "(root)"  # what a plan calls the root's own group
@@ -185,12 +186,15 @@ class TensorConfig(Strict):
 
     plan: Mapping[str, str] = field(default_factory=dict)
     """Module FQN pattern to style, as in `"*.q_proj": "colwise"`; the last match wins. Modules that no pattern matches
-    are left to the automatic plan."""
+    are left to the automatic plan. Styles: `colwise`, `rowwise`, `colwise_gather_output`, `rowwise_split_input`,
+    `embedding`, `replicate`, `sequence`, `experts`, `off`."""
     sequence: Literal["auto"] | bool = "auto"
     """Sequence parallelism: norms and residuals hold a part of each sequence. `auto`: where the plan of the model has
     it."""
     loss_parallel: Literal["auto"] | bool = "auto"
     """Keep logits divided over the vocabulary up to the loss. `auto`: where the loss is computed in the model."""
+    verify: bool = True
+    """Compare the first forward with one in which layers hand each other whole tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,10 +294,10 @@ class ShardConfig(Strict):
     """Explicit prefetching."""
     overrides: tuple[GroupOverride, ...] = ()
     """Per-pattern settings; the last match wins."""
-    activations: Literal["auto", "keep", "full", "selective", "offload", "every_n"] = "auto"
+    activations: Literal["auto", "keep", "full", "selective", "offload", "every_n", "regions"] | UnitFloat = "auto"
     """What `checkpoint_activations` recomputes in backward instead of keeping; `keep` recomputes nothing. `auto` is
     `keep`; in `shardwise train` on GPUs it becomes `selective`, then `offload`, then `full`, while a single sequence
-    does not fit."""
+    does not fit. A number is a memory budget: the part of its activations that a compiled block keeps."""
     compile: Literal["auto"] | bool = "auto"
     """Compile each repeated block, as `compile_blocks` does. `auto`: in `shardwise train` on GPUs, nowhere else."""
     shard_dim: Literal["auto", "first"] = "auto"

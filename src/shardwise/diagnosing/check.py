@@ -25,6 +25,8 @@ from shardwise.findings import Finding, Severity
 from shardwise.planning.plan import Plan
 from shardwise.sharding.inventory import fingerprint, local_tensor
 from shardwise.sharding.registry import sharded_state
+from shardwise.sharding.repointing import why_unsupported
+from shardwise.sharding.tensor_parallel import tensor_of
 from shardwise.units import format_bytes
 
 _LARGE = 4.0
@@ -112,6 +114,11 @@ _FINDINGS: dict[str, tuple[Severity, str, str]] = {
         "{num} parameters are in two parameter groups or optimizers: each step changes them twice",
         "put each parameter in one group",
     ),
+    "SW424": (
+        Severity.ERROR,
+        "{optimizer} cannot step sharded parameters: {why}",
+        "use AdamW, Adam, SGD, Muon or another of the list in docs/composition.md, optimizers",
+    ),
     "SW431": (
         Severity.WARNING,
         "a buffer differs between ranks{more}",
@@ -147,6 +154,11 @@ _FINDINGS: dict[str, tuple[Severity, str, str]] = {
         "an optimizer's groups are others on rank {rank} than on rank 0: each rank steps its shard with its own "
         "options",
         "build the groups in one order on every rank, from a list and not from a set",
+    ),
+    "SW438": (
+        Severity.ERROR,
+        "ranks {one} and {other} share the matrix products of a batch, and were given different ones",
+        "give each rank the batch of its data-parallel rank: ranks along the tensor axis have the same",
     ),
 }
 
@@ -299,7 +311,7 @@ def _tied_by_config(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def held_parameters(subject: Subject) -> Iterator[Finding]:
-    """SW421, SW422, SW423: tensors that are not the model's, parameters in no optimizer, parameters in two."""
+    """SW421 to SW424: tensors that are not the model's, parameters in no optimizer or in two, unfit optimizers."""
     held: Counter[int] = Counter()
     for optimizer in subject.optimizers:
         keys = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
@@ -307,6 +319,8 @@ def held_parameters(subject: Subject) -> Iterator[Finding]:
         if foreign := sum(key not in subject.names for key in keys):
             name = type(optimizer).__name__
             yield _finding("SW421", name, optimizer=name, num=foreign)
+        if why := why_unsupported(optimizer):
+            yield _finding("SW424", type(optimizer).__name__, optimizer=type(optimizer).__name__, why=why)
     if subject.optimizers:
         trained = {name: parameter for name, parameter in subject.parameters.items() if parameter.requires_grad}
         yield from _about("SW422", [name for name, parameter in trained.items() if id(parameter) not in held])
@@ -333,13 +347,13 @@ def offload_backend(subject: Subject) -> Iterator[Finding]:
 
 
 def across_ranks(subject: Subject) -> Iterator[Finding]:
-    """SW431, SW432, SW433, SW435, SW437: what differs between ranks, and devices that they share."""
+    """SW431, SW432, SW433, SW435, SW437, SW438: what differs between ranks, and devices that they share."""
     mesh = subject.mesh
     if mesh is None or mesh.size() == 1:
         return
     plain = {n: p for n, p in subject.parameters.items() if not isinstance(p, DTensor) and not p.is_meta}
     name_of = {id(parameter): name for name, parameter in subject.parameters.items()}
-    facts = {
+    facts: dict[str, Any] = {
         "device": _device(mesh.device_type),
         "buffers": {name: int(fingerprint(b)) for name, b in subject.model.named_buffers() if not b.is_meta},
         "plain": {name: int(fingerprint(p)) for name, p in plain.items()},
@@ -349,7 +363,11 @@ def across_ranks(subject: Subject) -> Iterator[Finding]:
             for optimizer in subject.optimizers
         ],
     }
+    tensors = tensor_of(subject.model)
+    if tensors is not None and tensors.digest is not None:
+        facts["inputs"] = (dist.get_process_group_ranks(tensors.axis.get_group()), int(tensors.digest))
     gathered = gather_over_mesh(mesh, facts)
+    yield from _inputs([(rank, *each["inputs"]) for rank, each in enumerate(gathered) if "inputs" in each])
     devices = [each["device"] for each in gathered]
     for device, count in Counter(devices).items():
         if device and count > 1:
@@ -363,6 +381,15 @@ def across_ranks(subject: Subject) -> Iterator[Finding]:
     yield from _optimizer_groups([each["groups"] for each in gathered])
 
 
+def _inputs(told: list[tuple[int, list[int], int]]) -> Iterator[Finding]:
+    first: dict[int, tuple[int, int]] = {}
+    for rank, group, digest in told:
+        seen = first.setdefault(group[0], (digest, rank))
+        if seen[0] != digest:
+            yield _finding("SW438", f"rank {rank}", one=seen[1], other=rank)
+            return
+
+
 def _device(device_type: str) -> str:
     if device_type != "cuda" or not torch.cuda.is_available():
         return ""
@@ -371,14 +398,15 @@ def _device(device_type: str) -> str:
 
 
 def _replica_digests(subject: Subject) -> dict[str, int]:
-    """Fingerprints of shards of which other ranks hold copies (HSDP), by their place along the other axes."""
+    """Fingerprints of shards of which other ranks hold copies (HSDP, tensor axis), by their place on other axes."""
     digests = {}
     for name, parameter in subject.parameters.items():
-        if not isinstance(parameter, DTensor) or parameter.is_meta or parameter.device_mesh.ndim < 2:
+        if not isinstance(parameter, DTensor) or parameter.is_meta:
             continue
         coordinate = parameter.device_mesh.get_coordinate()
         copies = [isinstance(placement, Replicate) for placement in parameter.placements]
-        if coordinate is not None and any(copies):
+        is_elsewhere = subject.mesh is not None and subject.mesh.size() > parameter.device_mesh.size()
+        if coordinate is not None and (any(copies) or is_elsewhere):
             place = [str(part) for part, copied in zip(coordinate, copies, strict=True) if not copied]
             digests[f"{name} [{','.join(place)}]"] = int(fingerprint(parameter.to_local()))
     return digests

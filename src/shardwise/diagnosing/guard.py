@@ -22,6 +22,7 @@ from shardwise.sharding.error_notes import annotate
 from shardwise.sharding.forward_hooks import KeptUnsharded, wanting_gradient
 from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
 from shardwise.sharding.registry import on_recover, sharded_state
+from shardwise.sharding.tensor_parallel import tensor_of
 from shardwise.sharding.watching import Watch, watch
 
 
@@ -120,6 +121,8 @@ class Guard:
         self._stop()
         if (model := self._model()) is not None:
             model.__dict__.pop(_ATTRIBUTE, None)
+            if (tensors := tensor_of(model)) is not None:
+                tensors.checks_all_inputs = False
         for tracer in self.tracers if kind is None else ():
             if tracer.found_at_end is not None:
                 raise tracer.found_at_end
@@ -150,7 +153,8 @@ def guard(
     models that were sharded by hand. Before each all-gather, reduce-scatter and optimizer step a rank writes down what
     it is about to do, where the other ranks can read it, and compares with its neighbours. A rank that took another
     branch raises before it starts the wrong collective; a rank that waits for one that diverged, died or left the loop
-    raises too, and one that waits for a late rank reports it after `patience`. Close it, and nothing is compared.
+    raises too, and one that waits for a late rank reports it after `patience`. Close it, and nothing is compared. With
+    tensor parallelism the inputs of each forward are compared between the ranks that share them, not only of some.
 
     Args:
         model: Sharded by shardwise or by hand.
@@ -184,4 +188,6 @@ def guard(
     if _ATTRIBUTE not in model.__dict__:
         watching = watch(model, patience=patience, machine=machine, report=report)
         model.__dict__[_ATTRIBUTE] = Guard(model, watching)
+        if (tensors := tensor_of(model)) is not None:
+            tensors.checks_all_inputs = True
     return model.__dict__[_ATTRIBUTE]

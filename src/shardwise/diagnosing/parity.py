@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
@@ -16,15 +17,17 @@ from shardwise.config.schema import ShardConfig
 from shardwise.diagnosing import parity_criteria as criteria
 from shardwise.diagnosing.parity_criteria import Deviation, Difference, Gap, Parity, Quantity, Tolerance, measure
 from shardwise.distributed.agreement import agree_on, gather_over_mesh
-from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, default_mesh
+from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, default_mesh, sub_mesh
 from shardwise.errors import ConfigError
 from shardwise.models.nested_tensors import cast_inputs, find_tensors
 from shardwise.models.random_state import kept_random_state, seed_everything
 from shardwise.planning.plan import Plan
 from shardwise.sharding.apply import shard
+from shardwise.sharding.context_attention import split_sequences
 from shardwise.sharding.inventory import fingerprint, local_part, local_tensor
 from shardwise.sharding.materialize import materialize
-from shardwise.sharding.registry import sharded_state
+from shardwise.sharding.pipeline import num_microbatches, pipeline
+from shardwise.sharding.registry import names_elsewhere, sharded_state
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 
@@ -41,15 +44,17 @@ class Task:
     num_ranks: int
     device: torch.device
 
-    def loss_of(self, model: nn.Module, rank: int, step: int) -> Tensor:
-        """Loss of `rank`'s batch of `step`, drawing the same random numbers each time it is asked."""
+    def batch_of(self, rank: int, step: int) -> Any:
+        """`rank`'s batch of `step`, the same each time it is asked for; dropout then draws the same numbers too."""
         unique = self.seed + 1 + step * self.num_ranks + rank
         seed_everything(unique)
         batch = self.make_batch(rank, step, unique)
-        if self.device.type != "cpu":
-            batch = cast_inputs(batch, device=self.device)
-        seed_everything(unique)  # however much the batch drew, dropout starts from the same state
-        loss = self.loss(model, batch)
+        seed_everything(unique)  # however much the batch drew
+        return batch if self.device.type == "cpu" else cast_inputs(batch, device=self.device)
+
+    def loss_of(self, model: nn.Module, rank: int, step: int, batch: Any = None) -> Tensor:
+        """Loss of `rank`'s batch of `step`, or of its part of that batch."""
+        loss = self.loss(model, self.batch_of(rank, step) if batch is None else batch)
         if not loss.requires_grad:
             raise ConfigError(
                 "the loss depends on no trainable parameter",
@@ -271,6 +276,8 @@ class RunComparison:
     reference: ReferenceRun
     model: nn.Module
     optimizer: Optimizer
+    train: Callable[[int], float]
+    """Runs forward and backward of a step; returns the loss of this rank's batch."""
     tolerance: Tolerance
     mesh: DeviceMesh
     worst: dict[Quantity, Deviation] = field(default_factory=dict)
@@ -286,17 +293,17 @@ class RunComparison:
         """Compare weights and ties before the first step."""
         theirs = dict(self.reference.model.named_parameters())
         self._compare("weight", 0, self._parameters(), theirs)
-        tied, ours = ties(self.reference.model), ties(self.model)
-        broken = {name: Gap(math.inf, math.inf, None, None) for name in tied if tied[name] != ours.get(name)}
+        tied, ours, others = ties(self.reference.model), ties(self.model), names_elsewhere(self.model)
+        here = {name: tuple(each for each in tied[name] if each not in others) for name in tied if name not in others}
+        wrong = [name for name, names in here.items() if names != ours.get(name, (name,))]
+        broken = {name: Gap(math.inf, math.inf, None, None) for name in wrong}
         self._judge("tie", 0, broken, len(tied))
 
     def step(self, step: int) -> None:
         """One step of both runs. Collective."""
         before = {name: p.detach().clone() for name, p in self.reference.model.named_parameters()}
         expected = self.reference.step(step)
-        loss = self.reference.task.loss_of(self.model, self.reference.rank, step)
-        loss.backward()
-        self.losses.append(float(loss.detach()))
+        self.losses.append(self.train(step))
         self.reference_losses.append(sum(expected.losses) / len(expected.losses))
         ours, theirs = torch.tensor([self.losses[-1], expected.losses[self.reference.rank]], dtype=torch.float64)
         scale = max(abs(value) for value in expected.losses)
@@ -319,7 +326,7 @@ class RunComparison:
         changes = (criteria.largest(p.detach() - before[name]) for name, p in self.reference.model.named_parameters())
         update = max(changes, default=0.0)
         for name, theirs in expected.gradients.items():
-            mine, part = own_part(ours[name], theirs)
+            mine, part = own_part(ours.get(name), theirs)
             if mine is not None and part is not None and mine.shape == part.shape:
                 self.slack[name] = self.slack.get(name, 0.0) + criteria.step_slack(mine, part, update)
 
@@ -340,7 +347,10 @@ class RunComparison:
         gaps, slack = {}, self.slack if quantity == "parameter" else {}
         # Running statistics move with the parameters before them.
         usual_slack = torch.tensor(self.drift) if quantity == "buffer" else None
+        others = names_elsewhere(self.model)
         for name, value in theirs.items():
+            if name in others:
+                continue
             scale = max(floor, criteria.largest(value))
             mine, part = own_part(ours.get(name), value)
             gaps[name] = measure(mine, part, self.tolerance.at(step), floor=scale, slack=slack.get(name, usual_slack))
@@ -441,6 +451,9 @@ def parity(
     rank, as they are in training, and dropout may stay on. What a module keeps outside parameters and
     buffers is shared between the batches in the one process, and must not matter.
 
+    On a mesh with a context or a pipeline axis a batch is a mapping, of which a rank runs a part of each sequence, or
+    micro-batches of rows: its loss must be the mean of the losses of such parts, and dropout must be off.
+
     Args:
         build_model: Called twice after the same seeding; may build on the meta device.
         make_batch: Takes `rank`, `step`, `seed` by these names; or nothing; or one seed; or rank and step.
@@ -470,24 +483,68 @@ def parity(
     if steps < 1:
         raise ConfigError(f"steps is {steps}", where="parity(steps=...)", why="nothing runs", fix="steps=1 or more")
     make_batch, loss_of = bind_batch(make_batch), bind_loss(loss)
-    mesh = mesh or default_mesh()
-    ranks = data_parallel_mesh(mesh)
+    mesh, config = mesh or default_mesh(), config or ShardConfig()
+    ranks, rank = data_parallel_mesh(mesh), data_parallel_rank(mesh)
     target = torch.device(device or mesh.device_type)
     task = Task(make_batch=make_batch, loss=loss_of, seed=seed, num_ranks=ranks.size(), device=target)
     make_optimizer = optimizer or (lambda parameters: AdamW(parameters, lr=1e-3))
     with kept_random_state(target):
         unsharded, model = _build_twice(build_model, seed, target)
-        model = _materialized(shard(model, config, mesh=mesh), seed)
+        model, train = _sharded(model, config, mesh, task, rank)
         state = sharded_state(model)
         assert state is not None
         _upcast(unsharded, state.plan)
-        reference = ReferenceRun(unsharded, make_optimizer(unsharded.parameters()), task, data_parallel_rank(mesh))
+        reference = ReferenceRun(unsharded, make_optimizer(unsharded.parameters()), task, rank)
         accuracy = criteria.tolerance_for(state.plan, tolerance)
-        comparison = RunComparison(reference, model, make_optimizer(model.parameters()), accuracy, ranks)
+        comparison = RunComparison(reference, model, make_optimizer(model.parameters()), train, accuracy, mesh)
         comparison.compare_start()
         for step in range(steps):
             comparison.step(step)
     return _verdict(comparison, state.plan)
+
+
+def _sharded(
+    model: nn.Module, config: ShardConfig, mesh: DeviceMesh, task: Task, rank: int
+) -> tuple[nn.Module, Callable[[int], float]]:
+    """The sharded model, or this rank's stages of it, and what runs forward and backward of a step."""
+    context, is_piped = sub_mesh(mesh, ("context",)), sub_mesh(mesh, ("pipeline",)) is not None
+
+    def batch_of(step: int) -> Any:
+        batch = task.batch_of(rank, step)
+        if (context is not None or is_piped) and not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"make_batch returns a {type(batch).__name__}",
+                where="parity(make_batch=...)",
+                why="sequences are divided over the context axis, and rows over the stages of a pipeline, by name",
+                fix="return a dict of the model's keyword arguments",
+            )
+        return batch if context is None else split_sequences(batch, mesh=mesh, balanced=config.context.balanced)
+
+    if is_piped:
+        whole, first = _materialized(model, task.seed), batch_of(0)
+        pipe = pipeline(whole, config, mesh=mesh, loss=task.loss, example_inputs=first)
+        number = num_microbatches(config.pipeline, pipe.num_ranks, next(iter(first.values())).shape[0])
+        model = pipe.model
+
+        def backward(step: int) -> Tensor:
+            return pipe.forward_and_backward(batch_of(step), 1 / number)[0]
+
+    else:
+        model = _materialized(shard(model, config, mesh=mesh), task.seed)
+
+        def backward(step: int) -> Tensor:
+            loss = task.loss_of(model, rank, step, batch_of(step))
+            loss.backward()
+            return loss.detach()
+
+    def train(step: int) -> float:
+        loss = backward(step).clone()
+        if context is not None:
+            dist.all_reduce(loss, group=context.get_group())
+            loss /= context.size()
+        return float(loss)
+
+    return model, train
 
 
 def _build_twice(build_model: Callable[[], nn.Module], seed: int, device: torch.device) -> tuple[nn.Module, nn.Module]:

@@ -116,6 +116,14 @@ def gather_over_mesh(mesh: DeviceMesh | None, value: T) -> list[T]:
     return [value] if mesh is None else gather_objects(value, group=mesh)
 
 
+def flag_device(group: dist.ProcessGroup | None) -> torch.device:
+    """CPU if the backend can send from it: asking a GPU for a flag would wait for all work queued there."""
+    backends = dist.get_backend_config(group)
+    if "cpu:" in str(backends) and "cpu:nccl" not in str(backends):
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+
 def is_first(mesh: DeviceMesh | None) -> bool:
     """Whether this rank is the mesh's first."""
     coordinate = mesh.get_coordinate() if mesh is not None else []

@@ -76,6 +76,45 @@ def mesh_axes(mesh: DeviceMesh | MeshConfig | None) -> tuple[dict[str, int], str
     return {name: size for name, size in sizes.items() if name != "pipeline"}, device
 
 
+_SHARED = {
+    "pipeline": "stages of one model, for one batch",
+    "replicate": "copies of the same shards, batches of their own",
+    "shard": "shards of the same parameters, batches of their own",
+    "expert": "experts of the same layers, batches of their own",
+    "context": "parts of the same sequences",
+    "tensor": "parts of the same matrix products, for one batch",
+}
+"""What the ranks along each axis hold."""
+_MAX_DRAWN = 4
+
+
+def draw_mesh(mesh: DeviceMesh | MeshConfig) -> str:
+    """The ranks that form a group along each axis of a mesh, and what they hold; one line for each axis.
+
+    Args:
+        mesh: From `init_distributed`; or a config with all its sizes, for ranks that do not exist yet.
+
+    Ranks:
+        Local. The same on every rank.
+    """
+    if isinstance(mesh, MeshConfig):
+        sizes, device = mesh.sizes(mesh.num_ranks), mesh_axes(mesh)[1]
+        ranks, places = torch.arange(mesh.num_ranks).view(*sizes.values()), list(sizes)
+    else:
+        sizes, device = axis_sizes(mesh), mesh.device_type
+        ranks, meanings = mesh.mesh, {name: meaning for meaning, name in axis_names(mesh).items()}
+        places = [meanings.get(name, "") for name in mesh.mesh_dim_names or ("",)]
+    drawn = {axis: size for axis, size in sizes.items() if size > 1}
+    count = f"{ranks.numel()} rank{'s' if ranks.numel() > 1 else ''}"
+    lines = [f"{count}: {' x '.join(f'{axis} {size}' for axis, size in sizes.items())} ({device})"]
+    for axis, size in drawn.items():
+        groups = ranks.movedim(places.index(axis), -1).reshape(-1, size).tolist()
+        texts = [" ".join(map(str, group)) if size <= 4 else f"{group[0]} {group[1]} … {group[-1]}" for group in groups]
+        more = f" | … {len(groups)} groups" if len(groups) > _MAX_DRAWN else ""
+        lines.append(f"  {axis:<{max(map(len, drawn))}}  {' | '.join(texts[:_MAX_DRAWN])}{more}: {_SHARED[axis]}")
+    return "\n".join(lines)
+
+
 _LATEST = "latest"
 _MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
 """By process group: its meshes by device and sizes, since each new mesh makes process groups; and the latest one."""
@@ -92,7 +131,7 @@ def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600
         timeout_s: How long a collective may wait for the slowest rank.
 
     Returns:
-        A mesh with the axis `shard` and those of more than one rank; `print(mesh)` shows them.
+        A mesh with the axis `shard` and those of more than one rank; `print(draw_mesh(mesh))` shows its ranks.
 
     Raises:
         ConfigError: The axes do not multiply to the number of ranks.
@@ -170,10 +209,19 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def data_parallel_rank(mesh: DeviceMesh) -> int:
     """This rank's number among those that have batches of their own."""
-    ranks, rank = data_parallel_mesh(mesh), 0
-    for axis in range(ranks.ndim):
-        rank = rank * ranks.size(axis) + ranks.get_local_rank(axis)
-    return rank
+    return _position(data_parallel_mesh(mesh))
+
+
+def random_stream(mesh: DeviceMesh) -> int:
+    """This rank's number among those that draw random numbers of their own (dropout): other tokens, or other layers."""
+    return _position(_present(sub_mesh(mesh, (meaning for meaning in AXES if meaning != "tensor"))))
+
+
+def _position(mesh: DeviceMesh) -> int:
+    position = 0
+    for axis in range(mesh.ndim):
+        position = position * mesh.size(axis) + mesh.get_local_rank(axis)
+    return position
 
 
 def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -250,6 +250,12 @@ class Llama(nn.Module):
     """A decoder and its output matrix."""
 
     decoder_class: Callable[[Any], Decoder] = Decoder
+    tensor_plan: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("*.q_proj", "*.k_proj", "*.v_proj", "*.gate_proj", "*.up_proj"), "colwise"),
+        **dict.fromkeys(("*.o_proj", "*.down_proj"), "rowwise"),
+        **dict.fromkeys(("*.input_layernorm", "*.post_attention_layernorm"), "sequence"),
+    }
+    """How tensor parallelism divides it, as in `TensorConfig.plan`; embeddings and the output matrix by rows."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

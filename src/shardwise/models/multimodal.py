@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -318,6 +319,14 @@ class Context:
 
 class Multimodal(nn.Module):
     """Reads, sees and draws."""
+
+    tensor_plan: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("*.q_proj.*", "*.k_proj.*", "*.v_proj.*", "*.gate_proj", "*.up_proj", "*.fc1"), "colwise"),
+        **dict.fromkeys(("*.o_proj.*", "*.down_proj", "*.fc2"), "rowwise"),
+        "*.qkv": "colwise_gather_output",  # three projections in one
+        "*.out_proj": "rowwise_split_input",
+    }
+    """How tensor parallelism divides it, as in `TensorConfig.plan`."""
 
     def __init__(self, config: MultimodalConfig) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,15 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """Token and position vectors, blocks, a norm and the output matrix."""
+
+    tensor_plan: ClassVar[dict[str, str]] = {
+        "*.query_key_value": "colwise_gather_output",  # three projections in one
+        "*.attention.output": "rowwise_split_input",
+        "*.widen": "colwise",
+        "*.narrow": "rowwise",
+        **dict.fromkeys(("*.attention_norm", "*.feed_forward_norm"), "sequence"),
+    }
+    """How tensor parallelism divides it, as in `TensorConfig.plan`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()

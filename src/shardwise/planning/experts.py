@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.planning.calls import Calls
 from shardwise.planning.groups import GroupCandidate, Node, Tree, is_read_outside, unknown_pattern, why_kept_unsharded
-from shardwise.planning.plan import ParallelModule
+from shardwise.planning.plan import ParallelModule, Plan
 
 _ARGUMENTS = (
     ("hidden_states", "top_k_index", "top_k_weights"),
@@ -33,12 +33,12 @@ def find_experts(
     """The modules that `num_ranks` ranks divide, each a group of its own; and these with those left as they are.
 
     Raises:
-        PlanError: There are none, a named one cannot be divided, or the number of experts does not divide.
+        PlanError: A named one cannot be divided, or the number of experts does not divide.
     """
     named = _named(tree, patterns)
     candidates, entries = [], []
-    for node in named or [node for node in tree.root.walk() if _looks_like_experts(node)]:
-        problem = _problem(node, tree, calls)
+    for node in named or [node for node in tree.root.walk() if looks_like_experts(node)]:
+        problem = why_not_divided(node, tree, calls)
         if problem and named:
             raise PlanError(
                 f"{node.fqn!r} ({node.class_name}) is named in expert.modules, but {problem}",
@@ -58,8 +58,6 @@ def find_experts(
         candidates += [GroupCandidate((part,), "part", inside, kept_unsharded=True) for part in parts]
         kept = bool(why_kept_unsharded((node,), calls))
         candidates.append(GroupCandidate((node,), "experts", f"experts of a layer: {how}", kept_unsharded=kept))
-    if not candidates:
-        raise _none_found(tree, entries, num_ranks)
     _check_divisible([each.nodes[0] for each in candidates if each.kind == "experts"], num_ranks)
     return candidates, entries
 
@@ -74,7 +72,7 @@ def _named(tree: Tree, patterns: tuple[str, ...]) -> list[Node]:
     return list(nodes)
 
 
-def _looks_like_experts(node: Node) -> bool:
+def looks_like_experts(node: Node) -> bool:
     """Whether its forward has the arguments, or it is a list of modules that is called experts."""
     if isinstance(node.module, nn.ModuleList):
         return "expert" in node.fqn.rpartition(".")[2] and len({type(child.module) for child in node.children}) == 1
@@ -93,7 +91,7 @@ def num_experts_of(node: Node) -> int:
     return int(getattr(node.module, "num_experts", 0))
 
 
-def _problem(node: Node, tree: Tree, calls: Calls) -> str:
+def why_not_divided(node: Node, tree: Tree, calls: Calls) -> str:
     """Why a module cannot be divided; empty where it can."""
     module, num_experts = node.module, getattr(node.module, "num_experts", None)
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
@@ -129,13 +127,20 @@ def _problem(node: Node, tree: Tree, calls: Calls) -> str:
     return ""
 
 
-def _none_found(tree: Tree, entries: list[ParallelModule], num_ranks: int) -> PlanError:
-    first = entries[0] if entries else None
+def refuse_without_experts(plan: Plan) -> None:
+    """Raise where the mesh has an expert axis and no module is divided over it.
+
+    Raises:
+        PlanError: With the reason why the first module that looks like experts is not.
+    """
+    if (num_ranks := dict(plan.axes).get("expert", 1)) == 1 or any(module.how for module in plan.expert_parallel):
+        return
+    first = next(iter(plan.expert_parallel), None)
     why = (
         "no module has the interface of experts" if first is None else f"{first.fqn}: {first.reason.partition(';')[0]}"
     )
-    return PlanError(
-        f"the mesh axis 'expert' has {num_ranks} ranks, but {type(tree.root.module).__name__} has no experts to divide",
+    raise PlanError(
+        f"the mesh axis 'expert' has {num_ranks} ranks, but {plan.model} has no experts to divide",
         where="mesh.expert" if first is None else first.fqn,
         why=why,
         fix="set mesh.expert = 1, as in MeshConfig(shard=...), or write the experts of a layer as one module with "

@@ -204,6 +204,26 @@ def by_node(candidates: Iterable[GroupCandidate]) -> dict[Node, GroupCandidate]:
     return {node: candidate for candidate in candidates for node in candidate.nodes}
 
 
+def blocks_around(candidates: Iterable[GroupCandidate]) -> list[str]:
+    """The repeated blocks that groups are, or are in: elements of lists, and classes that repeat."""
+    found: dict[str, None] = {}
+    for node in (node for candidate in candidates if not candidate.is_root for node in candidate.nodes):
+        runs = [each for each in node.upwards if each.is_composite and _is_element(each)]
+        alike = [each for each in runs if each.parent is not None and _are_alike(each.parent.children)]
+        block = next(iter((*alike, *runs, node)))
+        if block.is_composite:
+            found[block.fqn] = None
+    return list(found)
+
+
+def _is_element(node: Node) -> bool:
+    return node.parent is not None and isinstance(node.parent.module, _RUNS)
+
+
+def _are_alike(nodes: list[Node]) -> bool:
+    return len({type(node.module) for node in nodes} | {nn.Sequential}) == 2
+
+
 def find_candidates(tree: Tree, calls: Calls) -> list[GroupCandidate]:
     """Groups for a model about which the user said nothing; the root takes what is left.
 

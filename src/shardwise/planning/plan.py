@@ -288,12 +288,14 @@ def parallel_parts(plan: Plan) -> list[tuple[str, tuple[ParallelModule, ...]]]:
 
 def _parallel_rows(title: str, modules: Iterable[ParallelModule]) -> list[list[str]]:
     """One row for all modules that are treated alike for the same reason."""
-    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    alike: dict[tuple[str, str], list[ParallelModule]] = defaultdict(list)
     for module in modules:
-        alike[module.how, _unnumbered(module.reason)].append(module.fqn or ROOT_PATTERN)
+        alike[module.how, _unnumbered(module.reason)].append(module)
     rows = []
-    for (how, reason), fqns in alike.items():
-        shown = listed([_pattern(names) for names in numbered_alike(fqns)], _MAX_NAMES)
+    for (how, _), members in alike.items():
+        names = numbered_alike(module.fqn or ROOT_PATTERN for module in members)
+        reason = _pattern([module.reason for module in members])
+        shown = listed([_pattern(fqns) for fqns in names], _MAX_NAMES)
         rows.append([f"{title}: {', '.join(shown)}  {how or 'left as it is'}", *([reason] if reason else [])])
     return rows
 

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,33 +23,41 @@ from shardwise.config.schema import (
     PrefetchConfig,
     ShardConfig,
 )
-from shardwise.distributed.mesh import mesh_axes
+from shardwise.distributed.mesh import axis_sizes, mesh_axes, tensor_mesh
 from shardwise.errors import PlanError
 from shardwise.planning import groups as grouping
 from shardwise.planning import settings
 from shardwise.planning.assignment import Assignment, assign, find_tensors, split_by_override, storage_splits
 from shardwise.planning.calls import Calls, is_within
-from shardwise.planning.experts import find_experts
+from shardwise.planning.experts import find_experts, refuse_without_experts
 from shardwise.planning.float8 import choose_float8
 from shardwise.planning.groups import GroupCandidate, Node, Tree, by_node, find_candidates, ignored_keys, is_explicit
 from shardwise.planning.plan import Group, ParallelModule, Plan, PlannedParameter
 from shardwise.planning.settings import FLOATING, Compute, check_config, choose_compute, dtype_name, group_settings
 from shardwise.planning.source.facts import read_calls
+from shardwise.planning.tensor import DIVIDED, choose_tensor, tensor_splits
 from shardwise.planning.tracing import trace_calls
 
 
-def refuse_sharded(model: nn.Module) -> None:
+def refuse_sharded(model: nn.Module, mesh: DeviceMesh | MeshConfig | None = None) -> None:
     """Raise when the model, a part of it, or a model around it has been sharded before.
+
+    Parameters that `parallelize_module` has divided over the tensor axis, before anything was sharded, are fine.
+
+    Args:
+        model: Any module.
+        mesh: That it is to be sharded over.
 
     Raises:
         PlanError: With which module, and whether the order was top-down.
     """
     sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    late = "; tensor parallelism comes before it: shard() does both, over a mesh with a tensor axis"
     if "" in sharded:
         raise PlanError(
             f"the model ({type(model).__name__}) is already sharded",
             why="sharding replaces every parameter; a second time there is nothing left to replace",
-            fix="call shard() once, on the unsharded model",
+            fix="call shard() once, on the unsharded model" + late * ("tensor" in mesh_axes(mesh)[0]),
         )
     if sharded:
         raise PlanError(
@@ -57,16 +66,27 @@ def refuse_sharded(model: nn.Module) -> None:
             why="shard() decides all groups of a model at once, children first",
             fix="pass the unsharded model and name the groups with block_patterns or block_classes",
         )
-    spread = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    divided = {name: p.device_mesh for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    spread = next((name for name, axis in divided.items() if not _is_tensor_axis(axis, mesh)), None)
     if spread is not None:
         raise PlanError(
             f"{spread!r} is a DTensor already, though its module is not a group",
             where=spread,
-            why="parallelize_module (tensor parallelism) distributed it, or a model around this one was sharded first: "
-            "groups are made children first, never top-down; shard() distributes plain tensors only",
-            fix="after parallelize_module, call fully_shard with the data-parallel axis of the mesh yourself, or "
-            "leave it out; of nested models, shard the outermost only",
+            why="a model around this one was sharded first: groups are made children first, never top-down; or it was "
+            "divided over other ranks than those of the mesh's tensor axis",
+            fix="of nested models, shard the outermost only; after parallelize_module over the tensor axis of a mesh, "
+            "pass that mesh",
         )
+
+
+def _is_tensor_axis(axis: DeviceMesh, mesh: DeviceMesh | MeshConfig | None) -> bool:
+    """Whether parameters that lie on `axis` can be sharded over the rest of `mesh`."""
+    if not isinstance(mesh, DeviceMesh):
+        return axis.ndim == 1 and axis.size() == mesh_axes(mesh)[0].get("tensor", axis.size())
+    tensors = tensor_mesh(mesh)
+    if tensors is not None:
+        return axis == tensors
+    return axis.ndim == 1 and len(set(axis.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())) == 1
 
 
 def refuse_unsupported(model: nn.Module) -> None:
@@ -144,7 +164,13 @@ def plan(
     Ranks:
         Local. No communication.
     """
-    return make_plan(model, config or ShardConfig(), mesh, example_inputs, capability=device_capability())
+    made = make_plan(model, config or ShardConfig(), mesh, example_inputs, capability=device_capability())
+    refuse_without_experts(made)
+    sizes = {} if mesh is None else mesh.sizes(mesh.num_ranks) if isinstance(mesh, MeshConfig) else axis_sizes(mesh)
+    if (num_stages := sizes.get("pipeline", 1)) > 1:
+        note = f"{num_stages} pipeline stages: a rank holds the groups of its stages, about 1/{num_stages} of these"
+        made = replace(made, reasons=(*made.reasons, note))
+    return made
 
 
 def device_capability() -> tuple[int, int] | None:
@@ -160,29 +186,12 @@ def make_plan(
     *,
     capability: tuple[int, int] | None,
 ) -> Plan:
-    """`plan()` with the hardware's capability given."""
-    refuse_sharded(model)
+    """`plan()` with the hardware's capability given; also of a pipeline stage, which may have no experts."""
+    refuse_sharded(model, mesh)
     refuse_unsupported(model)
     axes, device = mesh_axes(mesh)
-    refuse_axes(axes)
     check_config(config, axes)
     return Draft(model, config, axes, device, find_calls(model, example_inputs)).plan(capability)
-
-
-def refuse_axes(axes: dict[str, int]) -> None:
-    """Raise for mesh axes that nothing is done along yet.
-
-    Raises:
-        PlanError: With the axis.
-    """
-    for axis, size in axes.items():
-        if axis == "tensor":
-            raise PlanError(
-                f"the mesh axis {axis!r} has {size} ranks: {axis} parallelism is not supported yet",
-                where=f"mesh.{axis}",
-                why="weights along it would diverge without an error",
-                fix=f"give these ranks to shard: set mesh.{axis} = 1, as in MeshConfig(shard=...)",
-            )
 
 
 def refuse_context(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
@@ -305,6 +314,7 @@ class Draft:
         self.upcast: dict[int, str] = {}
         self.splits: dict[int, tuple[tuple[str, int, int], ...]] = {}
         self.experts, self.expert_parallel = self._find_experts() if axes.get("expert", 1) > 1 else ([], [])
+        self.tensor_parallel: tuple[ParallelModule, ...] = ()
         self.covered = [
             (
                 override,
@@ -389,6 +399,7 @@ class Draft:
     def plan(self, capability: tuple[int, int] | None) -> Plan:
         """Decide everything, for hardware of this CUDA compute capability."""
         assignment = self._assignment()
+        self._divide_tensors(assignment)
         compute = choose_compute(self.config.precision, self.device, capability, self._storage_dtypes())
         self._group_modules = frozenset(node.fqn for node in by_node(assignment.candidates))
         groups = [
@@ -409,11 +420,31 @@ class Draft:
             outer_modules=self._outer_modules(groups),
             track_unused=any(group.reduce_unused for group in groups),
             float8=self._float8(groups, capability),
+            tensor_parallel=self.tensor_parallel,
             expert_parallel=tuple(self.expert_parallel),
             context_parallel=self._context_parallel(groups),
             reasons=(compute.reason, *self.calls.notes),
             warnings=tuple(self._warnings(groups)),
         )
+
+    def _divide_tensors(self, assignment: Assignment) -> None:
+        """Choose what is divided over the tensor axis; what the user has divided stays as it is."""
+        num_ranks, modules = self.axes.get("tensor", 1), dict(self.model.named_modules())
+        divided = {name for name, parameter in self.model.named_parameters() if isinstance(parameter, DTensor)}
+        if divided:
+            names = {name.rpartition(".")[0] for name in divided}
+            why = "parallelize_module was called on it before"
+            chosen = [ParallelModule(fqn=name, how=DIVIDED, reason=why) for name in modules if name in names]
+            self.tensor_parallel = tuple(chosen)
+        elif num_ranks > 1:
+            blocks = grouping.blocks_around(assignment.candidates)
+            self.tensor_parallel = choose_tensor(
+                self.model, self.config.tensor, self.tree, self.calls, blocks, num_ranks
+            )
+        splits = tensor_splits(self.tensor_parallel, modules, num_ranks)
+        for key, tensor in enumerate(self.tensors):
+            if name := next((name for name in tensor.names if name in splits), None):
+                self.splits[key] = splits[name]
 
     def _context_parallel(self, groups: list[Group]) -> tuple[ParallelModule, ...]:
         """The blocks whose attention sees whole sequences."""
@@ -605,6 +636,11 @@ class Draft:
             )
         if len(groups) == 1 and self.config.group_by != "root" and not groups[0].modules[0] and len(self.tensors) > 1:
             warnings.append("a single group: all parameters are unsharded at once. Name blocks with block_patterns")
+        if _is_untied(self.model):
+            warnings.append(
+                "parallelize_module has untied the output matrix from the embedding: each would get a part of the "
+                "gradient. Tie them again before sharding: output.weight = embedding.weight"
+            )
         return warnings
 
 
@@ -617,3 +653,14 @@ def _is_only_beside_repeats(node: Node) -> bool:
 
 def _covered(match: Node, override: GroupOverride) -> Iterable[Node]:
     return [match] if override.pattern == ROOT_PATTERN else match.walk()
+
+
+def _is_untied(model: nn.Module) -> bool:
+    """Whether a transformers model with one table for its tokens holds two, as DTensors."""
+    tables = set()
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        for which in ("input", "output"):
+            with suppress(NotImplementedError, AttributeError):  # raised by models that have none
+                weight = getattr(model, f"get_{which}_embeddings")().weight
+                tables |= {id(weight)} if isinstance(weight, DTensor) else set()
+    return len(tables) > 1

@@ -119,7 +119,7 @@ def check_config(config: ShardConfig, axes: dict[str, int]) -> None:
     """Refuse settings that cannot hold on this mesh.
 
     Raises:
-        PlanError: An int `reshard_after_forward` that does not divide the shard axis.
+        PlanError: An int `reshard_after_forward` that does not divide the shard axis, or with a tensor axis.
         ConfigError: A negative prefetch.
     """
     num_shards = math.prod(axes.get(axis, 1) for axis in SHARD_AXES)
@@ -128,6 +128,13 @@ def check_config(config: ShardConfig, axes: dict[str, int]) -> None:
     for where, value in asked:
         if value is None or isinstance(value, bool):
             continue
+        if "tensor" in axes:
+            raise PlanError(
+                f"reshard_after_forward = {value} does not go with a tensor axis",
+                where=where,
+                why="torch cannot keep parameters over fewer ranks that are divided over another axis too",
+                fix="choose True or False",
+            )
         if value < 2 or num_shards % value:
             factors = [n for n in range(2, num_shards + 1) if num_shards % n == 0]
             raise PlanError(

@@ -35,6 +35,21 @@ class StagePlan:
         return self.index == self.num_stages - 1
 
 
+def refuse_tensor_axis(sizes: Mapping[str, int]) -> None:
+    """Raise where a mesh has both a pipeline and a tensor axis.
+
+    Raises:
+        PlanError: It has.
+    """
+    if sizes.get("pipeline", 1) > 1 and sizes.get("tensor", 1) > 1:
+        raise PlanError(
+            f"the mesh has both a pipeline ({sizes['pipeline']} stages) and a tensor axis ({sizes['tensor']} ranks)",
+            where="mesh.pipeline, mesh.tensor",
+            why="what divides layers is read from the code of whole models, of which a stage has a part",
+            fix="set mesh.tensor = 1 and give its ranks to shard, or mesh.pipeline = 1",
+        )
+
+
 def plan_stages(
     model: nn.Module, blocks: Mapping[str, nn.Module], num_stages: int, run: Callable[[Any], object], inputs: Any
 ) -> list[StagePlan]:

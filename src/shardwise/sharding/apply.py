@@ -1,5 +1,6 @@
 """shard(): carry a plan out. Decides nothing."""
 
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -16,16 +17,24 @@ from torch.optim import Optimizer
 
 from shardwise import compat
 from shardwise.config.schema import ShardConfig
-from shardwise.distributed.agreement import agree_on, run_on_all
-from shardwise.distributed.mesh import default_mesh, expert_mesh, fsdp_mesh, gradient_mesh, mesh_axes, model_mesh
+from shardwise.distributed.agreement import agree_on, gather_objects, run_on_all
+from shardwise.distributed.mesh import (
+    default_mesh,
+    expert_mesh,
+    fsdp_mesh,
+    gradient_mesh,
+    mesh_axes,
+    model_mesh,
+    sub_mesh,
+)
 from shardwise.errors import PlanError, ShardError
 from shardwise.planning.calls import is_within
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.planner import plan as make_plan
 from shardwise.planning.planner import refuse_sharded
 from shardwise.planning.settings import dtype_name
-from shardwise.sharding.blocks import checkpoint_activations, compile_blocks
-from shardwise.sharding.context_parallel import apply_context_parallel, hook_context_parallel
+from shardwise.sharding.blocks import checkpoint_activations, compile_blocks, refuse_budget
+from shardwise.sharding.context_parallel import apply_context_parallel, replace_root_forward
 from shardwise.sharding.expert_parallel import divide_experts
 from shardwise.sharding.float8 import GatheredScales, convert_linears, import_torchao
 from shardwise.sharding.forward_hooks import Casts, ForwardHooks, PartsForwardHooks, Replicated, RootForwardHooks
@@ -39,9 +48,11 @@ from shardwise.sharding.gradients import (
 )
 from shardwise.sharding.graph_calls import watch_backward
 from shardwise.sharding.inventory import class_name, unwrapped_name
+from shardwise.sharding.operators import mend_operators
 from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, on_recover, remember
 from shardwise.sharding.repointing import around_steps, remember_parameters, repoint, watch_optimizers
+from shardwise.sharding.tensor_parallel import apply_tensor_parallel, hook_tensor_parallel
 from shardwise.sharding.watching import watch_by_default
 
 _SAMPLES = 64
@@ -54,7 +65,7 @@ def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         PlanError: Already sharded, other parameters, or other mesh sizes.
     """
-    refuse_sharded(model)
+    refuse_sharded(model, mesh)
     sizes = mesh_axes(mesh)[0]
     if _wide(sizes) != _wide(dict(plan.axes)):
         raise PlanError(
@@ -85,11 +96,14 @@ def _wide(sizes: dict[str, int]) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 
-def agree_on_plan_and_weights(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
+def agree_on_plan_and_weights(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> str:
     """Raise on every rank, showing the difference, unless all ranks hold the same plan and the same weights.
 
     Weights are judged by a sample of each parameter. Each rank keeps its slice of its own copy, so ranks that were
     initialised differently would silently train a patchwork.
+
+    Returns:
+        Names of the parameters with what is sampled of each.
 
     Ranks:
         Collective.
@@ -101,6 +115,7 @@ def agree_on_plan_and_weights(plan: Plan, model: nn.Module, mesh: DeviceMesh) ->
     )
     agree_on(plan.to_json(indent=1), "the sharding plan", group=mesh)
     agree_on(weights, "the model's weights", fix=fix, group=mesh)
+    return weights
 
 
 def _fingerprint(parameter: torch.Tensor) -> str:
@@ -179,7 +194,7 @@ def shard(
         Collective. Call on every rank of `mesh`.
     """
     compat.check_torch()
-    mesh = model_mesh(mesh or default_mesh())
+    stages, mesh = sub_mesh(mesh := mesh or default_mesh(), ("pipeline",)), model_mesh(mesh)
     optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
     if plan is None:
         plan = run_on_all(lambda: make_plan(model, config, mesh=mesh, example_inputs=example_inputs), mesh)
@@ -187,7 +202,15 @@ def shard(
         check_fits(plan, model, mesh)
     if plan.float8:
         import_torchao()  # before anything is changed
-    agree_on_plan_and_weights(plan, model, mesh)
+    if config is not None:
+        refuse_budget(config.activations, compiles=config.compile is True)
+    weights = agree_on_plan_and_weights(plan, model, mesh)
+    if stages is not None and len(set(gather_objects(weights, group=stages.get_group()))) == 1:
+        warnings.warn(
+            f"the {stages.size()} ranks along the pipeline axis hold the same {plan.model}: nothing averages their "
+            "gradients. shardwise.pipeline(model, ...) divides a model into stages",
+            stacklevel=2,
+        )
     remembered = remember_parameters(model, optimizers)
     replaced = dict(model.named_parameters())
     _prepare_storage(model, plan)  # ties
@@ -202,6 +225,9 @@ def shard(
         checkpoint_activations(model, config.activations, config=plan)
     if config is not None and config.compile is True:
         compile_blocks(model, config=plan)
+    if plan.tensor_parallel:
+        apply_tensor_parallel(model, plan.tensor_parallel, mesh)
+        _tie(model, plan)
     if plan.context_parallel:
         apply_context_parallel(model, plan.context_parallel, mesh)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -210,7 +236,8 @@ def shard(
         _shard_group(group, modules, model, fsdp_mesh(mesh, group.shard_axes), aside)
     for parameter_group in compat.param_groups(model):
         ParameterHooks(parameter_group)
-    for root in [group.modules[0] for group in plan.groups if group.kind == "root"]:
+    roots = [group.modules[0] for group in plan.groups if group.kind == "root"]
+    for root in roots:
         _wire(_below(root, plan), modules, mesh)
     remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
@@ -219,24 +246,32 @@ def shard(
             carry_over(old, new)
     watch_optimizers(model, dict.fromkeys(replaced.values()))
     watch_writes(model)
+    mend_operators()
     step_in_backward(model)
     watch_zero_grad()
     watch_by_default(model)
-    hook_context_parallel(model)
+    replace_root_forward(model)
+    hook_tensor_parallel(model, [modules[root] for root in roots])
     return model
 
 
 def _prepare_storage(model: nn.Module, plan: Plan) -> None:
     """Give every parameter the storage the plan states: one object per tie, row-major, upcast where asked."""
+    _tie(model, plan)
     for planned in plan.parameters:
         parameter = model.get_parameter(planned.fqn)
-        for alias in planned.aliases:
-            owner, _, name = alias.rpartition(".")
-            model.get_submodule(owner)._parameters[name] = parameter
         if planned.make_contiguous:
             parameter.data = parameter.data.contiguous()
         if planned.upcast_from:
             parameter.data = parameter.data.to(getattr(torch, planned.dtype))
+
+
+def _tie(model: nn.Module, plan: Plan) -> None:
+    """Let all names of a parameter stand for one object."""
+    for planned in plan.parameters:
+        for alias in planned.aliases:
+            owner, _, name = alias.rpartition(".")
+            model.get_submodule(owner)._parameters[name] = model.get_parameter(planned.fqn)
 
 
 def _shard_group(

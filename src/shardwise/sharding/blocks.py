@@ -14,8 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shardwise import compat
 from shardwise.config.schema import ShardConfig
-from shardwise.errors import ConfigError, ShardError
+from shardwise.errors import ConfigError, ShardError, import_optional
+from shardwise.models.random_state import random_state, set_random_state
 from shardwise.planning.groups import outermost_blocks
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
@@ -198,9 +200,9 @@ def replace_innermost(module: nn.Module, make: Callable[[Callable[..., Any]], Re
 
 
 M = TypeVar("M", bound=nn.Module)
-Mode = Literal["full", "selective", "offload", "none"]
+Mode = Literal["full", "selective", "offload", "regions", "none"]
 
-_POLICIES = ("full", "selective", "offload", "every_n", "none")
+_POLICIES = ("full", "selective", "offload", "every_n", "regions", "none")
 # Matrix products, attention and convolutions: nearly all of a block's arithmetic, and few of its saved bytes.
 _COSTLY = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm",
@@ -211,7 +213,9 @@ _COSTLY = (
 
 def checkpoint_activations(
     model: M,
-    policy: Literal["full", "selective", "offload", "every_n", "none"] | Callable[[str, nn.Module], Any] = "full",
+    policy: Literal["full", "selective", "offload", "every_n", "regions", "none"]
+    | float
+    | Callable[[str, nn.Module], Any] = "full",
     *,
     every: int = 2,
     saved_ops: Collection[Any] = (),
@@ -230,9 +234,11 @@ def checkpoint_activations(
         model: Not sharded yet.
         policy: `full` recomputes every block and keeps its inputs only; `selective` keeps the results of
             matrix products, attention and convolutions, and recomputes the rest; `offload` does the same, and
-            every other block keeps them in host memory; `every_n` recomputes one block in `every`; `none` undoes
-            it. Or a function of name and module that returns one of `full`, `selective`, `offload` (in host
-            memory) and `none`, or a bool.
+            every other block keeps them in host memory; `every_n` recomputes one block in `every`; `regions`
+            recomputes all but what the model marks with `torch_remat.region(..., recompute=False)`; `none` undoes
+            it. A number from 0 to 1 is a memory budget for blocks that `compile_blocks` compiles next: the part
+            of what they would keep, chosen operation by operation so that the least is recomputed. Or a function
+            of name and module that returns one of these, or a bool.
         every: For `every_n`.
         saved_ops: For `selective`: the operators (`torch.ops.aten.mm.default`) whose results are kept, in
             place of the default ones.
@@ -241,17 +247,18 @@ def checkpoint_activations(
 
     Raises:
         ConfigError: An unknown policy, or `every` below 1.
+        EnvironmentProblem: `regions`, and torch_remat is not installed.
         ShardError: The model is sharded or compiled already, or has no blocks.
 
     Ranks:
         Local. Choose alike on every rank.
     """
     where = "checkpoint_activations: "
-    if not callable(policy) and policy not in _POLICIES:
+    if not callable(policy) and not _is_budget(policy) and policy not in _POLICIES:
         raise ConfigError(
             f"the policy is {policy!r}",
             where=where + "policy",
-            why=f"the known ones are {', '.join(_POLICIES)}",
+            why=f"the known ones are {', '.join(_POLICIES)}, and numbers from 0 to 1",
             fix="choose one of them, or pass a function of name and module",
         )
     if every < 1:
@@ -266,7 +273,7 @@ def checkpoint_activations(
 
 def change_activations(
     blocks: Mapping[str, nn.Module],
-    modes: Iterable[Mode],
+    modes: Iterable[Mode | float],
     *,
     saved_ops: Collection[Any] = (),
     preserve_rng: bool = True,
@@ -298,10 +305,27 @@ def change_activations(
             module.forward = replaced.__wrapped__
             if getattr(module.forward, "__func__", None) is type(module).forward:
                 del module.forward
-        if mode != "none":
+        if isinstance(mode, float):
+            module.forward = BudgetedForward(module.forward, mode)
+        elif mode != "none":
             module.forward = CheckpointedForward(module, mode, saved_ops, preserve_rng=preserve_rng)
         if offload or mode == "offload":
             module.forward = OffloadedForward(module, activations)
+
+
+def refuse_budget(activations: str | float, *, compiles: bool) -> None:
+    """Raise where a memory budget is set, and no compiler chooses what is kept.
+
+    Raises:
+        ConfigError: It is.
+    """
+    if isinstance(activations, float) and not compiles:
+        raise ConfigError(
+            f"activations is {activations:g}, and blocks are not compiled",
+            where="shard.activations, shard.compile",
+            why="torch's compiler chooses the operations whose results fit into a memory budget",
+            fix="set shard.compile = true, or shard.activations = selective",
+        )
 
 
 class AdaptiveActivations:
@@ -388,6 +412,7 @@ class CheckpointedForward(ReplacedForward):
         """Recompute in this way from the next call on."""
         self.mode = mode
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng}
+        self.regions = import_remat() if mode == "regions" else None
         if mode in ("selective", "offload"):
             # torch.compile follows exactly this form.
             kept = partial(_keep, self.saved_ops or _costly_ops())
@@ -400,6 +425,9 @@ class CheckpointedForward(ReplacedForward):
         if is_kept or not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
         args, kwargs = without_cache(self.names, self.layer, args, kwargs)
+        if self.regions is not None and not self.compiles_inside:
+            hooks = (_RandomNumbers(),) if self.preserve_rng and not torch.compiler.is_compiling() else ()
+            return self.regions.checkpoint(recompute_state_hooks=hooks)(self.__wrapped__)(*args, **kwargs)
         options: dict[str, Any] = self.options
         if not torch.compiler.is_compiling() and self.buffers:
             options = options | {"context_fn": self._contexts}
@@ -412,6 +440,53 @@ class CheckpointedForward(ReplacedForward):
             return around_first, around_again
         first, again = self.options["context_fn"]()
         return _both(around_first, first), _both(around_again, again)
+
+
+def import_remat() -> Any:
+    """The library whose regions a model marks.
+
+    Raises:
+        EnvironmentProblem: It is not installed.
+    """
+    return import_optional(
+        "torch_remat",
+        where="activations",
+        why="it recomputes a block but for the regions that it marks",
+        fix='pip install "shardwise[remat]", or choose selective',
+    )
+
+
+class _RandomNumbers:
+    """Draws again what was drawn, in a recomputation that leaves regions out."""
+
+    def snapshot(self) -> Any:
+        """The state of the generators."""
+        return random_state()
+
+    def restore(self, state: Any) -> None:
+        """Draw from there on."""
+        set_random_state(state)
+
+
+class BudgetedForward(ReplacedForward):
+    """A block's forward that is compiled to keep a part of its activations.
+
+    Args:
+        forward: What the module had.
+        budget: From 0, as if the block were recomputed in full, to 1, which is what a compiler keeps by default.
+    """
+
+    compiles_inside = True
+
+    def __init__(self, forward: Callable[..., Any], budget: float) -> None:
+        super().__init__(forward)
+        self.budget = budget
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block; where it is compiled now, within the budget."""
+        refuse_budget(self.budget, compiles=getattr(self.__wrapped__, "is_compiled", False))
+        with compat.memory_budget(self.budget):
+            return self.__wrapped__(*args, **kwargs)
 
 
 class OffloadedForward(ReplacedForward):
@@ -452,7 +527,13 @@ def _costly_ops() -> frozenset[Any]:
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
-def _mode(policy: Any, every: int, index: int, num_blocks: int, name: str, module: nn.Module) -> Mode:
+def _is_budget(policy: Any) -> bool:
+    return isinstance(policy, float | int) and not isinstance(policy, bool) and 0 <= policy <= 1
+
+
+def _mode(policy: Any, every: int, index: int, num_blocks: int, name: str, module: nn.Module) -> Mode | float:
+    if _is_budget(policy):
+        return float(policy)
     if policy == "every_n":
         return "full" if index % every == 0 else "none"
     if policy == "offload":
@@ -462,13 +543,13 @@ def _mode(policy: Any, every: int, index: int, num_blocks: int, name: str, modul
     answer = policy(name, module)
     if answer is None or isinstance(answer, bool):
         return "full" if answer else "none"
-    if answer in ("full", "selective", "offload", "none"):
-        return answer
+    if _is_budget(answer) or answer in ("full", "selective", "offload", "regions", "none"):
+        return float(answer) if _is_budget(answer) else answer
     raise ConfigError(
         f"the policy answers {answer!r} for {name!r}",
         where=f"policy({name!r}, {type(module).__name__})",
-        why="a block is recomputed in full, selectively (and kept in host memory) or not at all",
-        fix='return True, False, "full", "selective", "offload" or "none"',
+        why="a block is recomputed in full, selectively (and kept in host memory), but for regions, or not at all",
+        fix='return True, False, "full", "selective", "offload", "regions", "none" or a budget from 0 to 1',
     )
 
 
@@ -502,6 +583,18 @@ def compile_blocks(model: M, *, config: ShardConfig | Plan | None = None, **comp
         else:
             module.forward = CompiledForward(module.forward, compile_options)
     return model
+
+
+def compile_inside_recomputation(module: nn.Module) -> None:
+    """Let a block that is compiled and recomputed as a whole recompute what is compiled, not the other way round.
+
+    torch (2.13) fails to compile the recomputation of DTensors: it takes their mesh for a tensor to keep.
+    """
+    compiled, recomputed, *_ = (*replacements(module), None, None)
+    is_compiled = isinstance(compiled, CompiledForward)
+    if is_compiled and isinstance(recomputed, CheckpointedForward) and recomputed.mode == "full":
+        compiled.__wrapped__, recomputed.__wrapped__ = recomputed.__wrapped__, compiled
+        module.forward = recomputed
 
 
 class CompiledForward(ReplacedForward):

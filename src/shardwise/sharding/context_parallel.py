@@ -10,7 +10,7 @@ import functools
 import inspect
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +28,7 @@ from shardwise.models.random_state import kept_random_state
 from shardwise.planning.plan import ParallelModule
 from shardwise.sharding.blocks import ReplacedForward, replace_innermost, replacements
 from shardwise.sharding.context_attention import SequenceLayout, WholeSequenceAttention, WrongAttention, tokens_of
+from shardwise.sharding.pipeline_stage import Passing, StageEnd
 
 _STATE = "_shardwise_context"  # in the module's own dict
 
@@ -59,6 +60,9 @@ class ContextParallel:
         """Modules and names of functions that are replaced while a block runs."""
         self.is_on = True
         self.must_verify = "verify" in how
+        self.is_verifying = False
+        self.passing: Passing | None = None
+        """Of the pipeline stage that the model is."""
         self.signature = inspect.signature(model.forward)
 
     def takes(self, name: str) -> bool:
@@ -66,23 +70,11 @@ class ContextParallel:
         parameters = self.signature.parameters
         return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Give the model's forward the positions, masks and documents of its part of the sequence."""
-        ContextParallel.running_part = None
-        if not self.is_on:
-            return None
+    def arguments(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """The arguments of a call by name."""
         bound = self.signature.bind_partial(*args, **kwargs)
         rest = bound.arguments.pop(_rest_name(self.signature), {})
-        arguments = {**bound.arguments, **rest}
-        if self.must_verify and not compat.are_collectives_local():
-            self.must_verify = False
-            verify(self, arguments)
-        part = ContextParallel.running_part = SequencePart(self, arguments)
-        return (), part.arguments
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The forward has ended, by a return or by an exception."""
-        ContextParallel.running_part = None
+        return {**bound.arguments, **rest}
 
 
 def _rest_name(signature: inspect.Signature) -> str:
@@ -107,11 +99,36 @@ def apply_context_parallel(model: nn.Module, planned: Sequence[ParallelModule], 
         _watch_transformers_masks()
 
 
-def hook_context_parallel(model: nn.Module) -> None:
-    """Prepare the inputs of each forward of a context-parallel model; after sharding, so that it comes first."""
+def replace_root_forward(model: nn.Module) -> None:
+    """Prepare the inputs of each forward of a context-parallel model; after sharding, which replaces it too."""
     if (state := context_of(model)) is not None:
-        model.register_forward_pre_hook(state.enter, prepend=True, with_kwargs=True)
-        model.register_forward_hook(state.leave, always_call=True)
+        model.forward = PartForward(state, model.forward)
+
+
+class PartForward(ReplacedForward):
+    """The model's forward with the positions, masks and documents of its part of the sequence."""
+
+    def __init__(self, state: ContextParallel, forward: Callable[..., Any]) -> None:
+        super().__init__(forward)
+        self.state = state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on this rank's part of each sequence."""
+        state = self.state
+        if not state.is_on:
+            return self.__wrapped__(*args, **kwargs)
+        given = state.arguments(args, kwargs)
+        if state.must_verify and not compat.are_collectives_local():
+            state.must_verify, state.is_verifying = False, True
+            try:
+                verify(state, self, given)
+            finally:
+                state.is_verifying = False
+        ContextParallel.running_part = part = SequencePart(state, given)
+        try:
+            return self.__wrapped__(**part.arguments)
+        finally:
+            ContextParallel.running_part = None
 
 
 def context_of(model: nn.Module) -> ContextParallel | None:
@@ -311,7 +328,7 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 
 
 @torch.no_grad()
-def verify(state: ContextParallel, given: Mapping[str, Any]) -> None:
+def verify(state: ContextParallel, forward: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Compare a short prefix of the first row with and without context parallelism, block by block.
 
     A module that mixes positions by anything but attention (a convolution, a recurrence, attention written out) sees
@@ -319,7 +336,8 @@ def verify(state: ContextParallel, given: Mapping[str, Any]) -> None:
 
     Args:
         state: The model's.
-        given: What the model was called with, by name.
+        forward: The model's.
+        given: What it was called with, by name.
 
     Raises:
         ShardError: The ranks were not given parts of a sequence, or a block differs; on all ranks.
@@ -342,10 +360,16 @@ def verify(state: ContextParallel, given: Mapping[str, Any]) -> None:
             before = functools.partial(comparison.before, name)
             stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(functools.partial(comparison.after, name)).remove)
-        with whole_sequences(state.model):
-            state.model(**whole)
+        if (passing := state.passing) is not None and passing.hidden is not None:
+            stack.callback(setattr, passing, "hidden", passing.hidden)
+            passing.hidden = _prefix(state, passing.hidden, length, prefix)
+        with whole_sequences(state.model), suppress(StageEnd):
+            forward(**whole)
         comparison.is_recorded = True
-        state.model(**change_tensors(whole, comparison.rows))
+        if passing is not None and passing.hidden is not None:
+            passing.hidden = comparison.rows(passing.hidden)
+        with suppress(StageEnd):
+            forward(**change_tensors(whole, comparison.rows))
     for buffer, value in buffers:
         buffer.copy_(value)
     found = gather_objects(comparison.num_different, group=state.group)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardwise.errors import ShardError
 from shardwise.models.grouped_experts import SortedByExpert
@@ -30,12 +30,17 @@ def divide_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     Ranks:
         Local; from now on calling the module is collective over the axis.
     """
+    divide_parameters(module, mesh)
+    module.forward = DispatchingForward(module, mesh)  # pyrefly: ignore[bad-assignment]
+
+
+def divide_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep this rank's part of dimension 0 of a module's own parameters, as DTensors over `mesh`."""
     num_ranks, rank = mesh.size(), mesh.get_local_rank()
     for name, parameter in list(module.named_parameters(recurse=False)):
         local = parameter.detach().chunk(num_ranks)[rank].clone()
         divided = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
         setattr(module, name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
-    module.forward = DispatchingForward(module, mesh)  # pyrefly: ignore[bad-assignment]
 
 
 class DispatchingForward:
@@ -88,23 +93,55 @@ class DispatchingForward:
         if num_rows == 0:  # a row of weight 0, so that backward finds its way to the exchanges and the parameters
             rows, weights = (torch.cat([each, each.new_zeros(1, each.shape[1])]) for each in (rows, weights))
             index = index.new_zeros(1, 1)
-        with self._local_experts(num_experts):
+        with self._local_experts(num_experts, 1 / self.mesh.size()):
             return self.__wrapped__(rows, index, weights)[:num_rows]
 
     @contextmanager
-    def _local_experts(self, num_experts: int) -> Iterator[None]:
+    def _local_experts(self, num_experts: int, gradient_scale: float) -> Iterator[None]:
         """Let the module see this rank's experts as plain tensors, and their number."""
-        attributes, num_ranks = self.module.__dict__, self.mesh.size()
+        attributes = self.module.__dict__
         parameters = {name: each for name, each in self.module._parameters.items() if isinstance(each, DTensor)}
         try:
             for name, parameter in parameters.items():  # hides the parameter, which stays registered
-                attributes[name] = _ScaledGradient.apply(parameter.to_local(), 1 / num_ranks)
+                attributes[name] = _ScaledGradient.apply(parameter.to_local(), gradient_scale)
             attributes["num_experts"] = num_experts
             yield
         finally:
             for name in parameters:
                 attributes.pop(name, None)
             attributes["num_experts"] = self.num_experts
+
+
+class SelectingForward(DispatchingForward):
+    """The forward of a module with some of a layer's experts where all ranks have the same tokens.
+
+    Each rank computes the pairs of a token and an expert of its own, and the results are added up.
+    """
+
+    @torch.compiler.disable(reason="how many pairs are this rank's is known when they are counted")
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As the module's own forward.
+
+        Ranks:
+            Collective over the tensor axis, and so is the backward. Waits for the device once.
+        """
+        hidden, weights = (self._same_on_all(each) for each in (hidden_states, top_k_weights))
+        num_local = self.num_experts // self.mesh.size()
+        index = top_k_index - self.mesh.get_local_rank() * num_local
+        rows, places = ((index >= 0) & (index < num_local)).nonzero(as_tuple=True)
+        numbers, shares = index[rows, places], weights[rows, places]
+        if rows.numel() == 0:  # a pair of weight 0, so that backward finds its way to the parameters
+            rows, numbers, shares = rows.new_zeros(1), rows.new_zeros(1), weights[:1, 0] * 0
+        with self._local_experts(num_local, 1.0):
+            made = self.__wrapped__(hidden[rows], numbers.unsqueeze(-1), shares.unsqueeze(-1))
+        mixed = torch.zeros_like(hidden).index_add(0, rows, made.to(hidden.dtype))
+        return DTensor.from_local(mixed, self.mesh, [Partial()], run_check=False).full_tensor()
+
+    def _same_on_all(self, tensor: Tensor) -> Tensor:
+        """A tensor that all ranks have, of which each uses a part: its gradient is the sum of theirs."""
+        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False).to_local(
+            grad_placements=[Partial()]
+        )
 
 
 class _ScaledGradient(torch.autograd.Function):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from shardwise import compat
 from shardwise.models.nested_tensors import CastArguments, cast_floating, change_tensors, find_tensors
 from shardwise.sharding.error_notes import annotate
 from shardwise.sharding.graph_calls import GroupCall, graph_calls
-from shardwise.sharding.parameter_writes import LocalValue, keep_assigned
+from shardwise.sharding.outside import OutsideUse
+from shardwise.sharding.parameter_writes import LocalValue, is_of_group, keep_assigned
 from shardwise.sharding.registry import recover
 
 
@@ -103,6 +104,16 @@ class CallOfGroup:
         compat.pre_backward(self.module)
 
 
+def without_parameters(output: Any) -> Any:
+    """The output with copies of the parameters, and of views of them, that are in it: they are freed now."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        base = compat.base_of_view(tensor)
+        return tensor.clone() if is_of_group(tensor if base is None else base) else tensor
+
+    return change_tensors(output, copied)
+
+
 def differentiable(output: Any) -> list[torch.Tensor]:
     """Every tensor in an output that backward can start from, also in plain objects."""
     if not torch.is_grad_enabled():
@@ -156,7 +167,7 @@ class PartsForwardHooks:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._current = self._calls[module]
-        is_recomputing = compat.is_recomputing(module)
+        is_recomputing, output = compat.is_recomputing(module), without_parameters(output)
         if not is_recomputing:
             self._waiting.discard(module)
         if is_recomputing or not self._waiting:
@@ -174,6 +185,10 @@ class Replicated:
 
     def __bool__(self) -> bool:
         return bool(self._places)
+
+    def __iter__(self) -> Iterator[Any]:
+        """What is registered now."""
+        return (module._parameters.get(name) for module, name, _ in self._places)
 
     def add(self, places: Iterable[tuple[nn.Module, str]], mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
         """Turn the parameter registered at `places` into a replicated DTensor, under all its names."""
@@ -287,7 +302,7 @@ class ForwardHooks:
     def leave(self, args: Any, output: Any) -> Any:
         """Reshard after an outermost call; returns the output to hand on."""
         self.depth = 0
-        output = compat.leave_forward(self.module, args, output)
+        output = compat.leave_forward(self.module, args, without_parameters(output))
         self.after(output)
         return self._call.leave(output)
 
@@ -339,6 +354,7 @@ class RootForwardHooks(ForwardHooks):
         """`branches`: the data of a rank decide which groups run."""
         super().__init__(module, module, casts)
         self.kept, self.parts, self.replicated, self.branches = KeptUnsharded(kept), tuple(parts), replicated, branches
+        self.outside = OutsideUse(compat.param_groups(module), replicated)
         if replicated:
             # Activation checkpointing runs forward code again, in backward.
             compat.on_backward_start(module, replicated.expose_local_again)
@@ -348,6 +364,9 @@ class RootForwardHooks(ForwardHooks):
         """Start clean; unshard the root and what is kept for the whole pass."""
         if compat.was_left_midway(self.module):
             recover(self.module)  # an earlier backward raised
+        self.outside.end()
+        if not compat.in_backward():
+            self.outside.reshard_used()
         self.replicated.expose_local()
         if self.branches and torch.is_grad_enabled():
             # A group reduces its gradients when its inputs' are known, or last of all if they need none. Which it is
@@ -368,6 +387,8 @@ class RootForwardHooks(ForwardHooks):
             # copies: an optimizer built now would train those, and a step would leave them stale.
             for group in compat.groups_of(self.module):
                 compat.reshard_group(group)
+        if not compat.in_backward():
+            self.outside.begin()
 
     def failed(self) -> None:
         """Forget the step, so that the next one works."""

@@ -34,6 +34,8 @@ class Translation:
     strategy: str | None = None
     replicate: int | None = None
     shard: int | None = None
+    degrees: dict[str, int] = field(default_factory=dict)
+    """Sizes of the other mesh axes."""
     named_precision: str | None = None
     """PURE, DEFAULT or FULL: what it means depends on the trainer's precision, or else on the device."""
     trainer_precision: str | None = None
@@ -222,7 +224,7 @@ def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
         model: To name the modules and parameters that a setting may hold as objects.
     """
     translation, native = Translation(), {}
-    settings = _find_settings(translation, config)
+    settings = _find_settings(translation, config, model)
     for key, value in settings.items():
         if key in _OWN and not (key == "precision" and not isinstance(value, Mapping | PrecisionConfig)):
             native[key] = value
@@ -242,7 +244,7 @@ def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
     return translation
 
 
-def _find_settings(translation: Translation, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _find_settings(translation: Translation, config: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
     """The FSDP settings of a run file, with the trainer's precision; the config itself where it is not one."""
     places = list(_places(config, "", None))
     if not places:
@@ -250,7 +252,7 @@ def _find_settings(translation: Translation, config: Mapping[str, Any]) -> Mappi
     given = [place for place in places if place[1] is not None]
     for path, value, _ in given:
         if path.rpartition(".")[2] in _TENSOR_PARALLEL:
-            _tensor_parallel(translation, path, value)
+            _tensor_parallel(translation, path, value, model)
     fsdp = [place for place in given if place[0].rpartition(".")[2] not in _TENSOR_PARALLEL]
     beside = [key for key in sorted(config, key=str) if key in _KNOWN]
     beside = [key for key in beside if key not in ("precision", "verbose")]  # trainers have these too
@@ -282,13 +284,42 @@ def _places(values: Mapping[str, Any], prefix: str, precision: Any) -> Iterator[
             yield from _places(inner, f"{path}.", precision)
 
 
-def _tensor_parallel(translation: Translation, path: str, value: Any) -> None:
-    degree = (fields_of(value) or {}).get("tensor_parallel_degree", 1)
-    if degree == 1:
+def _tensor_parallel(translation: Translation, path: str, value: Any, model: nn.Module) -> None:
+    """Composer's `TPConfig`: the degree, and torch's styles by module."""
+    given = fields_of(value) or {}
+    for key, setting in given.items():
+        where = f"{path}.{key}"
+        if key == "tensor_parallel_degree":
+            _degree(translation, where, setting, model)
+        elif key == "layer_plan" and setting:
+            plan = {pattern: _style(translation, f"{where}.{pattern}", style) for pattern, style in setting.items()}
+            translation.put(where, "tensor", {"plan": {pattern: style for pattern, style in plan.items() if style}})
+        elif key == "strategy":
+            translation.note(where, "what is divided is read from the model; tensor.plan changes it")
+        elif key not in ("device_mesh", "layer_plan") or setting:
+            translation.problem(where, f"is {setting!r}", "give tensor_parallel_degree, and layer_plan if need be")
+    if translation.degrees.get("tensor", 1) == 1:
         translation.note(path, "tensor_parallel_degree is 1: nothing to do")
-    else:
-        what = f"is {degree!r}, and shardwise only shards and replicates"
-        translation.problem(f"{path}.tensor_parallel_degree", what, "set it to 1, or leave it out")
+
+
+def _style(translation: Translation, where: str, style: Any) -> str | None:
+    """The name of a style, or what torch's style of the same kind is called."""
+    if isinstance(style, str):
+        return style
+    inputs, outputs = (getattr(style, f"{end}_layouts", None) for end in ("input", "output"))
+    is_whole = [bool(layouts) and layouts[0].is_replicate() for layouts in (inputs, outputs)]
+    match type(style).__name__:
+        case "ColwiseParallel":
+            return "colwise_gather_output" if is_whole[1] else "colwise"
+        case "RowwiseParallel":
+            return "rowwise_split_input" if is_whole[0] else "rowwise"
+        case "SequenceParallel":
+            return "sequence"
+        case "PrepareModuleInput" | "PrepareModuleOutput" | "PrepareModuleInputOutput":
+            translation.note(where, "not needed: layers take and give what the code around them expects")
+        case name:
+            translation.problem(where, f"is a {name}", "give colwise, rowwise, sequence, or another of tensor.plan")
+    return None
 
 
 def _check_own(translation: Translation, native: dict[str, Any]) -> None:
@@ -331,14 +362,16 @@ def _strategy(translation: Translation, key: str, value: Any, model: nn.Module) 
 
 
 def _degree(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-    field = "shard" if "shard" in key else "replicate"
-    if value is None or (value == -1 and field == "shard"):
+    axis = key.rpartition(".")[2].removeprefix("data_parallel_").removesuffix("_degree").removesuffix("_parallel")
+    if value is None or (value == -1 and axis == "shard"):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        fix = "give a number of ranks" + (", or -1" if field == "shard" else "")
+        fix = "give a number of ranks" + (", or -1" if axis == "shard" else "")
         translation.problem(key, f"is {value!r}", fix)
+    elif axis in ("shard", "replicate"):
+        setattr(translation, axis, value)
     else:
-        setattr(translation, field, value)
+        translation.degrees[axis] = value
 
 
 def _mesh(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
@@ -441,6 +474,9 @@ _READERS: dict[str, KeyReader] = {
     "sharding_strategy": _strategy,
     "data_parallel_shard_degree": _degree,
     "data_parallel_replicate_degree": _degree,
+    "tensor_parallel_degree": _degree,
+    "expert_parallel_degree": _degree,
+    "context_parallel_degree": _degree,
     "device_mesh": _mesh,
     "_device_mesh": _mesh,
     "mesh": _mesh,

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import compat
 from shardwise.errors import ShardError
 from shardwise.sharding.inventory import class_name
+from shardwise.sharding.outside import OutsideUse, WholeValue, end_outside_use
 from shardwise.sharding.parameter_writes import is_of_group
 
 _MOST_CALLS = 2**18
@@ -132,12 +133,14 @@ class GraphCalls:
         """Look at a backward that is about to run from `outputs`; returns whether `after_backward` shall be called.
 
         Raises:
-            ShardError: It asks for gradients of sharded parameters, or its graph shall be recorded, though it
-                accumulates into parameters of a sharded model.
+            ShardError: It asks for gradients of sharded parameters; or it accumulates into parameters of a sharded
+                model, and runs inside a forward, or its graph shall be recorded.
         """
-        if not self.calls or compat.in_backward():
+        if not self.calls:
             return False
         self._roots = [edge.grad_fn if isinstance(edge, torch.Tensor) else edge.node for edge in outputs]
+        if self._open and accumulates:
+            _refuse_backward_inside(self._open)
         if any(isinstance(each, torch.Tensor) and is_of_group(each) for each in inputs) and (met := self._calls_met()):
             _refuse_gradients_of_parameters(met)
         if any(isinstance(output, DTensor) for output in outputs):
@@ -231,10 +234,12 @@ class GraphCalls:
                 if spread[node]:  # its gradient may be in the works of a reduction
                     node.register_prehook(lambda _: compat.wait_for_reduced_gradients(groups))
             elif node not in spread:
-                spread[node] = any(spread[child] for child in children)
-                for child in children if spread[node] else ():
-                    if not spread[child]:
-                        child.register_prehook(_plain_gradients)
+                plain = [child for child in children if not spread[child]]
+                spread[node] = len(plain) < len(children) and not isinstance(node, WholeValue._backward_cls)
+                if spread[node] and plain and node.name() not in _ADDS:
+                    _refuse_product(node)
+                for child in plain if spread[node] else ():
+                    child.register_prehook(_plain_gradients)
 
     def _is_in_call(self, node: Any) -> bool:
         """Whether a call made the node; those inside it are of no interest."""
@@ -281,6 +286,19 @@ class GraphCalls:
                 todo += [(child, number) for child, _ in node.next_functions if child is not None]
 
 
+_ADDS = ("AddBackward0", "SubBackward0", "RsubBackward1", "StackBackward0", "CatBackward0")
+
+
+def _refuse_product(node: Any) -> None:
+    raise ShardError(
+        f"a term over sharded parameters was combined with what the model returned ({node.name()})",
+        where="the loss",
+        why="the term was computed before the forward, as a DTensor: it can be added to a loss, but in a product this "
+        "rank's value counts for all ranks",
+        fix="compute the term after the forward, or in it",
+    )
+
+
 def _plain_gradients(gradients: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(each.full_tensor() if isinstance(each, DTensor) else each for each in gradients)
 
@@ -297,6 +315,16 @@ def _refuse_gradients_of_parameters(calls: Iterable[GroupCall]) -> None:
 
 def _first_module(calls: Iterable[GroupCall]) -> str:
     return next((class_name(module) for call in calls if (module := call.module()) is not None), "")
+
+
+def _refuse_backward_inside(calls: Iterable[GroupCall]) -> None:
+    raise ShardError(
+        "backward() inside the forward of a sharded model",
+        where=_first_module(calls),
+        why="a backward ends by resharding the whole model, which the forward still needs",
+        fix="return the losses, and call backward() on their sum after the forward; in it, "
+        "torch.autograd.grad(loss, activations) works",
+    )
 
 
 def _refuse_create_graph(calls: Iterable[GroupCall]) -> None:
@@ -325,8 +353,21 @@ def graph_calls() -> GraphCalls:
 @functools.cache
 def watch_backward() -> None:
     """Look at every backward of this process before it runs."""
+    ended: list[OutsideUse] = []
+    is_followed = False
 
     def before(outputs: Sequence[Any], inputs: Sequence[Any], create_graph: bool, accumulates: bool) -> bool:
-        return graph_calls().before_backward(outputs, inputs, create_graph, accumulates)
+        nonlocal is_followed
+        if compat.in_backward():
+            return False
+        ended[:] = end_outside_use()
+        is_followed = graph_calls().before_backward(outputs, inputs, create_graph, accumulates)
+        return is_followed or bool(ended)
 
-    compat.watch_backward(before, lambda: graph_calls().after_backward())
+    def after() -> None:
+        if is_followed:
+            graph_calls().after_backward()
+        while ended:
+            ended.pop().begin_again()
+
+    compat.watch_backward(before, after)

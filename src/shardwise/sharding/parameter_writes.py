@@ -18,6 +18,17 @@ _VERSION = "_shardwise_version"
 """On an unsharded parameter: its version when it was unsharded; -1: its `.data` was handed out since."""
 
 
+class ShardUses:
+    """How often shards were used while a group may still be unsharded: they may have been written to."""
+
+    count = 0
+
+    @classmethod
+    def add(cls, _: torch.Tensor) -> None:
+        """One more."""
+        cls.count += 1
+
+
 def watch_writes(model: nn.Module) -> None:
     """Keep what is written to the model's parameters, sharded or unsharded; repeatable.
 
@@ -32,7 +43,7 @@ def watch_writes(model: nn.Module) -> None:
     for group in compat.param_groups(model):
         if _MARK not in vars(group):
             vars(group)[_MARK] = True
-            compat.around_unsharded(group, _refuse_replaced, _note_versions, _write_back)
+            compat.around_unsharded(group, _refuse_replaced, _note_versions, write_back)
             compat.before_reset(group, _check_adopted)
 
 
@@ -48,7 +59,7 @@ def is_of_group(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _watch_data() -> None:
-    compat.watch_data(DTensor, lambda tensor: None, _assign_sharded)
+    compat.watch_data(DTensor, ShardUses.add, _assign_sharded)
     compat.watch_data(nn.Parameter, _hand_out, _assign_unsharded)
 
 
@@ -81,8 +92,8 @@ def _note_versions(group: Any) -> None:
             parameter.__dict__[_VERSION] = parameter._version
 
 
-def _write_back(group: Any) -> None:
-    """Copy what was written into unsharded parameters to the shards, before the former are freed."""
+def write_back(group: Any) -> None:
+    """Copy what was written into unsharded parameters to the shards, before the former are freed or hidden."""
     is_written = False
     for parameter, sharded in zip(compat.unsharded_parameters(group), compat.sharded_parameters(group), strict=True):
         if parameter.__dict__.get(_VERSION, 0) != (0 if parameter.is_inference() else parameter._version):
@@ -90,6 +101,7 @@ def _write_back(group: Any) -> None:
             is_written = True
     if is_written:
         compat.wait_before_unshard(group)
+        _note_versions(group)
 
 
 @torch.no_grad()
@@ -126,6 +138,7 @@ def _assign_unsharded(parameter: nn.Parameter, value: torch.Tensor) -> bool:
 
 def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
     """Copy the values in place; False leaves it to torch, where it is not ours and of another kind."""
+    ShardUses.add(tensor)
     if is_watched(tensor):
         _refuse_other_kind(tensor, value)
     elif isinstance(tensor, nn.Parameter):

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,24 +18,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from shardwise.config.schema import PipelineConfig, ShardConfig
-from shardwise.distributed.agreement import gather_objects, raise_together, run_on_all
-from shardwise.distributed.mesh import default_mesh, gradient_mesh, model_mesh, sub_mesh
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.config.schema import ROOT_PATTERN, ExpertConfig, Float8Config, PipelineConfig, ShardConfig
+from shardwise.distributed.agreement import agree_on, flag_device, gather_objects, raise_together, run_on_all
+from shardwise.distributed.mesh import axis_sizes, default_mesh, gradient_mesh, model_mesh, sub_mesh
+from shardwise.errors import ConfigError
 from shardwise.models.modes import evaluation_mode
 from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.models.random_state import kept_random_state
-from shardwise.planning.groups import is_explicit, outermost_blocks
+from shardwise.planning.groups import is_explicit, name_matcher, outermost_blocks
 from shardwise.planning.plan import ParallelModule, Plan
-from shardwise.planning.planner import plan as make_plan
-from shardwise.planning.stages import StagePlan, not_a_sequence, plan_stages
+from shardwise.planning.planner import device_capability, make_plan, plan
+from shardwise.planning.stages import StagePlan, not_a_sequence, plan_stages, refuse_tensor_axis
 from shardwise.sharding.apply import shard
+from shardwise.sharding.context_parallel import context_of
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.pipeline_stage import Loss, Passing, StageForward, copy_with, make_stand_ins
 from shardwise.sharding.registry import PipelineRanks, describe, sharded_state
 
 Batch = Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class Pipeline:
         """In the last batch."""
         self._ties = ties
         self._schedule: Any = None
-        self._shape: tuple[int, ...] | None = None
+        self._shape: tuple[int | None, ...] | None = None
 
     @property
     def num_stages(self) -> int:
@@ -153,9 +154,35 @@ class Pipeline:
             Collective. The same on every rank of a pipeline.
         """
         self._prepare(batch)
-        losses: list[Tensor] = []
+        return self._told(self._forward(_split(batch, self.num_microbatches)))
+
+    @torch.no_grad()
+    def compute(self, batch: Batch, function: Callable[[nn.Module, Any], Tensor]) -> Tensor:
+        """What `function(model, batch)` returns on the last stage, where it runs in place of the loss.
+
+        Args:
+            batch: All of it is one micro-batch; the same on every rank of a pipeline.
+            function: Calls the model once.
+
+        Ranks:
+            Collective. The same on every rank of a pipeline, in CPU memory.
+        """
+        before = self.parts[0].forward.loss
+        for part in self.parts:
+            part.forward.loss = function
+        try:
+            self._prepare(batch, 1)
+            made = self._forward([dict(batch)])
+        finally:
+            for part in self.parts:
+                part.forward.loss = before
+        told = gather_objects(made[0].cpu() if made else None, group=self.group)
+        return next(each for each in told if each is not None)
+
+    def _forward(self, micro: list[dict[str, Tensor]]) -> list[Tensor]:
+        """Run all stages on some micro-batches; returns what the last one returns, on its rank."""
+        made: list[Tensor] = []
         sends: list[tuple[dist.Work | None, Tensor]] = []
-        micro = _split(batch, self.num_microbatches)
         for part in self.parts:
             part.forward.scale, part.forward.num_tokens = 1.0, []
             index = part.stage.index
@@ -165,7 +192,7 @@ class Pipeline:
                     dist.recv(tensor, group=self.group, group_src=(index - 1) % self.num_ranks)
                 sent = part.model(*received, **rows)
                 if part.stage.is_last:
-                    losses.append(sent)
+                    made.append(sent)
                     continue
                 for tensor in sent:
                     peer = (index + 1) % self.num_ranks
@@ -175,7 +202,7 @@ class Pipeline:
                 work.wait()
         for part in self.parts:
             reshard(part.model)
-        return self._told(losses)
+        return made
 
     def _told(self, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The sum of the last stage's losses, and of its tokens, on every rank of the pipeline."""
@@ -201,33 +228,58 @@ class Pipeline:
         hidden, *extras = part.passing.shapes()
         return [hidden, *extras * len(part.forward.blocks)]
 
-    def _prepare(self, batch: Batch) -> None:
-        """Learn from the first batch what goes between stages; make the schedule for it.
+    def _prepare(self, batch: Batch, count: int | None = None) -> None:
+        """Learn from the first batch of a shape what goes between stages; make the schedule for it.
+
+        Args:
+            batch: This rank's rows.
+            count: Number of micro-batches that run without a schedule; None: those of a training step.
 
         Ranks:
-            Collective, for the first batch of a shape.
+            Collective.
         """
-        shape = tuple(next(iter(batch.values())).shape)
-        if shape == self._shape:
+        num_rows, *rest = next(iter(batch.values())).shape
+        if not self._is_new(shape := (count, num_rows, *rest)):
             return
-        count = partial(num_microbatches, self.config, self.num_ranks, shape[0])
-        self.num_microbatches = run_on_all(count, self.mesh)
-        rows = _split(batch, self.num_microbatches)[0]
-        is_first = self.parts[0].stage.is_first
-        described = _observe(self.parts[0], rows) if is_first else None
+        is_step = count is None
+        count = count or run_on_all(lambda: num_microbatches(self.config, self.num_ranks, num_rows), self.mesh)
+        agree_on(str(count), "the number of micro-batches", fix="give every rank as many rows", group=self.mesh)
+        self.num_microbatches = count
+        rows = _split(batch, count)[0]
+        described = self._on_own_ranks(lambda: _observe(self.parts[0], rows) if self.parts[0].stage.is_first else None)
         told = next(each for each in gather_objects(described, group=self.group) if each is not None)
-        error = told if isinstance(told, ShardwiseError) else None
-        raise_together(error, group=self.mesh)
-        assert not isinstance(told, ShardwiseError)
         for part in self.parts:
             part.passing.block_output, part.passing.unit_outputs = told
-            try:
-                _check_chain(part, rows, [torch.zeros_like(each, device=self.device) for each in self._inputs(part)])
-            except ShardwiseError as caught:
-                error = caught
-        raise_together(error, group=self.mesh)
+        self._on_own_ranks(lambda: [_check_chain(part, rows, self._received(part)) for part in self.parts])
         self._send_tied_parameters()
-        self._schedule, self._shape = self._make_schedule(), shape
+        self._schedule, self._shape = self._make_schedule() if is_step else None, shape
+
+    def _is_new(self, shape: tuple[int | None, ...]) -> bool:
+        """Whether a batch of any rank has another shape than the last one.
+
+        Ranks:
+            Collective.
+        """
+        is_new = torch.tensor(int(shape != self._shape), device=flag_device(self.group))
+        for axis in range(self.mesh.ndim):
+            dist.all_reduce(is_new, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+        return bool(is_new)
+
+    def _on_own_ranks(self, work: Callable[[], T]) -> T | None:
+        """Run what communicates within a stage; if it fails on one, raise on all ranks."""
+        made, error = None, None
+        try:
+            made = work()
+        except Exception as caught:
+            error = caught
+        raise_together(error, group=self.mesh)
+        return made
+
+    def _received(self, part: Part) -> list[Tensor]:
+        """Random numbers in place of what a stage receives; others on each rank, as parts of one sequence are."""
+        generator = torch.Generator().manual_seed(self.mesh.get_rank())
+        shapes = self._inputs(part)
+        return [torch.randn(each.shape, generator=generator).to(each.dtype).to(self.device) for each in shapes]
 
     def _make_schedule(self) -> Any:
         stages: list[Any] = [
@@ -318,8 +370,11 @@ def num_microbatches(config: PipelineConfig, num_ranks: int, num_rows: int) -> i
     return chosen
 
 
-def _observe(part: Part, rows: Batch) -> tuple[Any, dict[str, Any]] | ShardwiseError:
+def _observe(part: Part, rows: Batch) -> tuple[Any, dict[str, Any]]:
     """What the first stage's blocks, and the modules before them, return; run without gradients.
+
+    Raises:
+        PlanError: A block returns no hidden states.
 
     Ranks:
         Collective over the ranks of the first stage.
@@ -336,7 +391,7 @@ def _observe(part: Part, rows: Batch) -> tuple[Any, dict[str, Any]] | ShardwiseE
     returned = [outputs[name] for name in part.stage.blocks]
     tensors = find_tensors(returned[0])
     if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
-        return not_a_sequence(part.stage.blocks[0], "returns no hidden states, or tensors that have no gradients")
+        raise not_a_sequence(part.stage.blocks[0], "returns no hidden states, or tensors that have no gradients")
     return returned[0], {name: outputs[name] for name in part.stage.units if name in outputs}
 
 
@@ -350,7 +405,7 @@ def _check_chain(part: Part, rows: Batch, received: list[Tensor]) -> None:
 
     def check(name: str) -> Callable[..., None]:
         def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
-            hidden = before[-1] if before else part.passing.hidden
+            hidden = part.passing.hidden if name == part.stage.blocks[0] else before[-1]
             if hidden is not None and not any(each is hidden for each in find_tensors((args, kwargs))):
                 raise not_a_sequence(name, "does not get the hidden states of the block before as they are")
 
@@ -409,6 +464,7 @@ def pipeline(
         Collective. Call on every rank of `mesh`.
     """
     config, mesh = config or ShardConfig(), mesh or default_mesh()
+    refuse_tensor_axis(axis_sizes(mesh))
     axis = sub_mesh(mesh, ("pipeline",))
     num_ranks = 1 if axis is None else axis.size()
     stages, whole = run_on_all(lambda: _plan(model, config, mesh, num_ranks, loss, example_inputs), mesh)
@@ -419,18 +475,24 @@ def pipeline(
     ties = find_ties(model, stages)
     parts: list[Part] = []
     present: dict[str, nn.Module] = {}
-    for stage in stages[rank::num_ranks]:
-        passing = Passing()
-        kept = {name: model.get_submodule(name) for name in (*stage.blocks, *stage.units)}
-        stand_ins = make_stand_ins(model, stage, blocks, units, passing)
-        part = copy_with(model, stand_ins | kept)
-        planned = _plan_of_part(part, config, mesh, whole, stage)
-        shard(part, config, mesh=mesh, plan=planned)
+    mine = stages[rank::num_ranks]
+    passing = {stage: Passing() for stage in mine}
+    stand_ins = {stage: make_stand_ins(model, stage, blocks, units, passing[stage]) for stage in mine}
+    kept = {stage: {name: model.get_submodule(name) for name in (*stage.blocks, *stage.units)} for stage in mine}
+    models = [copy_with(model, stand_ins[stage] | kept[stage]) for stage in mine]
+    # All plans before anything is sharded: what is wrong with one stage is raised on the ranks of all.
+    plans = run_on_all(
+        lambda: [_plan_of_part(*each, config, mesh, whole) for each in zip(models, mine, strict=True)], mesh
+    )
+    for stage, part, planned in zip(mine, models, plans, strict=True):
+        shard(part, config, mesh=model_mesh(mesh), plan=planned)
+        if (context := context_of(part)) is not None:
+            context.passing = passing[stage]
         upto = blocks[: blocks.index(stage.blocks[-1]) + 1]
-        forward = part.forward = StageForward(part, stage, passing, loss, upto)
-        parts.append(Part(stage, part, passing, forward))
-        tied = {name: module for name, module in stand_ins.items() if next(module.parameters(), None) is not None}
-        present = stand_ins | present | tied | kept
+        forward = part.forward = StageForward(part, stage, passing[stage], loss, upto)
+        parts.append(Part(stage, part, passing[stage], forward))
+        tied = {name: each for name, each in stand_ins[stage].items() if next(each.parameters(), None) is not None}
+        present = stand_ins[stage] | present | tied | kept[stage]
     peers = [
         (name, (last if stage == first else first) % num_ranks)
         for name, (first, last) in ties.items()
@@ -467,24 +529,46 @@ def _plan(
         )
     num_stages = num_ranks * config.pipeline.stages_per_rank
     num_parts = num_microbatches(config.pipeline, num_ranks, next(iter(batch.values())).shape[0])
-    whole = make_plan(model, config, mesh=model_mesh(mesh))
+    whole = plan(model, config, mesh=model_mesh(mesh))
     blocks = outermost_blocks(model, whole.groups)
     micro = _split(batch, num_parts)[0]
     return plan_stages(model, blocks, num_stages, lambda fake: loss(model, fake), micro), whole
 
 
-def _plan_of_part(part: nn.Module, config: ShardConfig, mesh: DeviceMesh, whole: Plan, stage: StagePlan) -> Plan:
+def _plan_of_part(part: nn.Module, stage: StagePlan, config: ShardConfig, mesh: DeviceMesh, whole: Plan) -> Plan:
     """The plan of one stage: the groups that the whole model would have."""
+    modules = dict(part.named_modules())
     if not is_explicit(config):
-        present = {name for name, module in part.named_modules() if next(module.parameters(), None) is not None}
         single = [group.modules[0] for group in whole.groups if len(group.modules) == 1]
-        names = [name for name in single if name and name in present]
-        config = replace(config, block_patterns=tuple(names))
-    planned = make_plan(part, config, mesh=model_mesh(mesh))
+        named = [name for name in single if name and name in modules and any(True for _ in modules[name].parameters())]
+        config = replace(config, block_patterns=tuple(named))
+    config = _settings_of_part(part, config, whole)
+    planned = make_plan(part, config, model_mesh(mesh), None, capability=device_capability())
     how = f"stage {stage.index} of {stage.num_stages}, {config.pipeline.schedule}"
     reason = "blocks are divided evenly; what runs before and after them is on the first and the last stage"
     entries = tuple(ParallelModule(fqn=name, how=how, reason=reason) for name in (*stage.blocks, *stage.units))
-    return replace(planned, pipeline=entries)
+    return replace(planned, pipeline=entries, float8=tuple(each for each in whole.float8 if each.fqn in modules))
+
+
+def _settings_of_part(part: nn.Module, config: ShardConfig, whole: Plan) -> ShardConfig:
+    """The config without patterns that match modules of other stages only; the plan of the whole has checked them."""
+    modules = dict(part.named_modules())
+    classes = {type(module).__name__ for module in modules.values()}
+    names = [*modules, *(name for name, _ in part.named_parameters(remove_duplicate=False)), ROOT_PATTERN]
+
+    def present(patterns: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(each for each in patterns if each in classes or any(map(name_matcher(each), names)))
+
+    experts = tuple(each.fqn for each in whole.expert_parallel if each.how and each.fqn in modules)
+    return replace(
+        config,
+        block_patterns=present(config.block_patterns),
+        block_classes=present(config.block_classes),
+        ignored=present(config.ignored),
+        overrides=tuple(each for each in config.overrides if present((each.pattern,))),
+        expert=ExpertConfig(modules=experts),
+        float8=Float8Config(),  # decided for the whole model
+    )
 
 
 def find_ties(model: nn.Module, stages: list[StagePlan]) -> dict[str, tuple[int, int]]:

@@ -46,12 +46,17 @@ class StageEnd(Exception):
     """The last block of the stage has run."""
 
 
+def _plain_attributes(block: nn.Module) -> dict[str, Any]:
+    """What code around a block may read of it; not a forward that recomputes or compiles the block itself."""
+    return {key: value for key, value in vars(block).items() if not key.startswith("_") and key != "forward"}
+
+
 class EarlierBlock(nn.Module):
     """Stands for a block of an earlier stage, with its plain attributes."""
 
     def __init__(self, block: nn.Module, name: str, passing: Passing) -> None:
         super().__init__()
-        vars(self).update({key: value for key, value in vars(block).items() if not key.startswith("_")})
+        vars(self).update(_plain_attributes(block))
         self.name, self.passing = name, passing
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +69,7 @@ class LaterBlock(nn.Module):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        vars(self).update({key: value for key, value in vars(block).items() if not key.startswith("_")})
+        vars(self).update(_plain_attributes(block))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """End the stage."""
@@ -88,8 +93,14 @@ class AbsentUnit(nn.Module):
             raise not_a_sequence(self.name, "runs on a stage that does not hold it")
         hidden = self.passing.hidden
         assert hidden is not None
-        zero = hidden.new_zeros(())
-        return change_tensors(self.passing.unit_outputs[self.name], lambda t: zero.to(t.dtype).expand(t.shape))
+        zero, usual = hidden.new_zeros(()), self.passing.shapes()[0].shape
+
+        def zeros(tensor: Tensor) -> Tensor:
+            is_like_hidden = tensor.shape[:2] == usual[:2]  # fewer rows and tokens are run to look at a stage
+            shape = (*hidden.shape[:2], *tensor.shape[2:]) if is_like_hidden else tensor.shape
+            return zero.to(tensor.dtype).expand(shape)
+
+        return change_tensors(self.passing.unit_outputs[self.name], zeros)
 
 
 def make_stand_ins(

@@ -1,5 +1,6 @@
 """prepare_fully_shard(): Composer's one call, on any config its users have."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
@@ -250,10 +251,15 @@ def _find_mesh(translation: Translation) -> DeviceMesh:
         mesh = given
     sizes = axis_sizes(mesh)
     replicate, shard = sizes.get("replicate", 1), sizes["shard"]
-    for name, asked, size in (("replicate", translation.replicate, replicate), ("shard", translation.shard, shard)):
-        if asked is not None and asked != size:
-            what = f"is {asked}, but the mesh has {size}"
-            translation.problem(f"data_parallel_{name}_degree", what, "leave it out, or pass another mesh")
+    asked = [
+        ("data_parallel_replicate", translation.replicate, replicate),
+        ("data_parallel_shard", translation.shard, shard),
+    ]
+    asked += [(f"{axis}_parallel", degree, sizes.get(axis, 1)) for axis, degree in translation.degrees.items()]
+    for name, degree, size in asked:
+        if degree is not None and degree != size:
+            what = f"is {degree}, but the mesh has {size}"
+            translation.problem(f"{name}_degree", what, "leave it out, or pass another mesh")
     what = fix = ""
     if strategy in HYBRID and given is not None and "replicate" not in sizes and translation.replicate != 1:
         what = f"{strategy} needs a mesh with a replicate axis"
@@ -271,24 +277,27 @@ def _find_mesh(translation: Translation) -> DeviceMesh:
 def _mesh_of_degrees(translation: Translation, run_mesh: DeviceMesh) -> DeviceMesh:
     """The run's mesh, unless the degrees or the strategy ask for another."""
     replicate, shard, strategy = translation.replicate, translation.shard, translation.strategy
-    num_ranks = dist.get_world_size()
+    degrees = {axis: size for axis, size in translation.degrees.items() if size > 1}
+    is_met = all(axis_sizes(run_mesh).get(axis, 1) == size for axis, size in degrees.items())
+    num_ranks = dist.get_world_size() // math.prod(degrees.values())
     if strategy == "NO_SHARD":
         shard = 1
         translation.note("sharding_strategy", f"NO_SHARD: {num_ranks} replicas, each with all parameters")
     elif strategy in HYBRID and replicate is None and shard is None and run_mesh.ndim == 1:
         shard = ranks_per_machine()
-        if shard is None:
+        if shard is None or shard % math.prod(degrees.values()):
             what = f"{strategy} without degrees needs the same number of consecutive ranks on every machine"
             translation.problem("sharding_strategy", what, "set data_parallel_replicate_degree, the number of copies")
             return run_mesh
+        shard //= math.prod(degrees.values())
         over = f"{num_ranks // shard} machines of {shard}" if shard < num_ranks else f"one machine of {shard}"
         translation.note("sharding_strategy", f"{strategy}: replicated over {over} ranks, which share one copy")
-    if replicate is None and shard is None:
+    if replicate is None and shard is None and is_met:
         return run_mesh
     if replicate is None and strategy in (*HYBRID, "NO_SHARD"):
         replicate = max(num_ranks // (shard or 1), 1)
     device: Any = run_mesh.device_type
-    return make_mesh(MeshConfig(replicate=replicate or 1, shard=shard, device=device))
+    return make_mesh(MeshConfig(replicate=replicate or 1, shard=shard, device=device, **degrees))
 
 
 def _complete(translation: Translation, model: nn.Module, mesh: DeviceMesh) -> ShardConfig:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -17,6 +17,7 @@ from shardwise import compat
 from shardwise.errors import ShardError, ShardwiseError
 from shardwise.models.nested_tensors import find_tensors
 from shardwise.sharding.inventory import class_name, local_part, unwrapped_name
+from shardwise.sharding.outside import end_outside_use
 from shardwise.sharding.registry import sharded_roots, sharded_state
 
 _FOLLOWING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -113,6 +114,7 @@ def _call(callbacks: dict[object, Callable[[Optimizer], None]], optimizer: Optim
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    end_outside_use()
     lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
     known = (_num_watched, len(sharded_roots()), lists)
     examined, groups = _EXAMINED.get(optimizer, (None, []))
@@ -209,8 +211,65 @@ def _examine(optimizer: Optimizer) -> list[weakref.ref[Any]]:
                 owned.append(weakref.ref(group))
         _refuse_added(optimizer, held, root)
     if owned:
+        refuse_unsupported(optimizer)
         follow_names(optimizer)
     return owned
+
+
+_UNSUPPORTED = {
+    "Adafactor": "it factors moments over rows and columns, which DTensor cannot do in place",
+    "Rprop": "it writes through masks that are plain tensors",
+    "SparseAdam": "it takes sparse gradients, and FSDP2 reduces dense ones",
+    "AdamW4bit": "its 4-bit state cannot be a DTensor",
+    "Adam4bit": "its 4-bit state cannot be a DTensor",
+    "AdamWFp8": "its float8 state cannot be a DTensor",
+    "AdamFp8": "its float8 state cannot be a DTensor",
+}
+"""Optimizers of torch and torchao that fail on sharded parameters, and why; tests/distributed/test_optimizers.py."""
+_NOT_FUSED = ("SGD", "Adagrad")
+_EVEN = {
+    "LBFGS": "it joins all parameters into one vector",
+    "AdamW8bit": "its kernel is compiled for shards of one size",
+    "Adam8bit": "its kernel is compiled for shards of one size",
+}
+"""Those that fail where a parameter does not divide evenly over the ranks."""
+
+
+def why_unsupported(optimizer: Optimizer) -> str:
+    """Why an optimizer cannot step sharded parameters; empty where nothing is known against it."""
+    kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] in ("torch", "torchao")]
+    spread = [parameter for parameter in _held(optimizer) if isinstance(parameter, DTensor)]
+    for name in [kind.__name__ for kind in kinds] if spread else ():
+        if name in _UNSUPPORTED:
+            return _UNSUPPORTED[name]
+        if name in _NOT_FUSED and any(group.get("fused") for group in optimizer.param_groups):
+            return "its fused kernel does not know DTensors; leave fused out"
+        if name in _EVEN and (uneven := next(filter(_is_uneven, spread), None)) is not None:
+            return f"{_EVEN[name]}, and {tuple(uneven.shape)} does not divide evenly over the ranks"
+    return ""
+
+
+def refuse_unsupported(optimizer: Optimizer) -> None:
+    """Raise for an optimizer that would fail, or hang, in the middle of its first step.
+
+    Raises:
+        ShardError: With the reason, on every rank.
+    """
+    if why := why_unsupported(optimizer):
+        raise ShardError(
+            f"{type(optimizer).__name__} cannot step sharded parameters",
+            where=f"{type(optimizer).__name__}.step()",
+            why=why,
+            fix="use AdamW, Adam, SGD, Muon or another of the list in docs/composition.md, optimizers",
+        )
+
+
+def _is_uneven(parameter: DTensor) -> bool:
+    sizes: dict[int, int] = {}
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            sizes[placement.dim] = sizes.get(placement.dim, 1) * parameter.device_mesh.size(axis)
+    return any(parameter.shape[dim] % size for dim, size in sizes.items())
 
 
 def _refuse_added(optimizer: Optimizer, held: set[int], root: nn.Module) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.distributed.agreement import on_rank_zero
@@ -15,6 +16,7 @@ from shardwise.models.configs import max_length
 from shardwise.models.modes import evaluation_mode
 from shardwise.sharding.context_parallel import whole_sequences
 from shardwise.sharding.full_params import reshard
+from shardwise.sharding.pipeline import Pipeline
 from shardwise.training.objective import logits_of
 
 _NO_LIMIT = 1 << 30
@@ -22,7 +24,7 @@ _NO_LIMIT = 1 << 30
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     prompt_ids: Tensor,
     max_new_tokens: int,
     *,
@@ -34,7 +36,8 @@ def generate(
     """Continue a prompt token by token.
 
     Args:
-        model: Takes token ids (rows, length), returns logits or an output that holds `logits`. Sharded or not.
+        model: Takes token ids (rows, length), returns logits or an output that holds `logits`. Sharded or not, or a
+            pipeline.
         prompt_ids: One prompt (length), or several of one length (rows, length). Rank 0's counts.
         max_new_tokens: How far to go on.
         temperature: Below 1 prefers likely tokens; 0 always takes the likeliest.
@@ -54,16 +57,23 @@ def generate(
         numbers that training draws are untouched.
     """
     _check(prompt_ids, temperature)
+    pipe, model = (model, model.model) if isinstance(model, Pipeline) else (None, model)
     device = _device(model)
     prompt = on_rank_zero(lambda: prompt_ids.detach().cpu())
     ids = prompt.reshape(-1, prompt.shape[-1])
     generator = torch.Generator().manual_seed(seed)
     ended = torch.zeros(len(ids), dtype=torch.bool)
     window = min(max_length(model) or _NO_LIMIT, window or _NO_LIMIT)
-    with evaluation_mode(model), whole_sequences(model), contextlib.ExitStack() as leaving:
+    if pipe is not None:
+        window = min(window, prompt.shape[-1] + max_new_tokens)
+    with evaluation_mode(model), contextlib.ExitStack() as leaving:
+        for part in [model] if pipe is None else [part.model for part in pipe.parts]:
+            leaving.enter_context(whole_sequences(part))
         leaving.callback(reshard, model)
         for _ in range(max_new_tokens):
-            logits = logits_of(model(ids[:, -window:].to(device)), where="generate(model)")[:, -1].float().cpu()
+            seen = ids[:, -window:].to(device)
+            logits = _last_logits(model, seen) if pipe is None else _piped_logits(pipe, seen, window)
+            logits = logits.float().cpu()
             if temperature == 0:
                 drawn = logits.argmax(-1)
             else:
@@ -77,6 +87,18 @@ def generate(
             if ended.all():
                 break
     return ids.reshape(*prompt.shape[:-1], -1).to(device)
+
+
+def _last_logits(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = logits_of(model(ids), where="generate(model)")
+    return (logits.full_tensor() if isinstance(logits, DTensor) else logits)[:, -1]
+
+
+def _piped_logits(pipe: Pipeline, ids: Tensor, window: int) -> Tensor:
+    """Of the last token, from sequences of one length: what comes after it changes nothing in a causal model."""
+    last = ids.shape[1] - 1
+    padded = nn.functional.pad(ids, (0, window - ids.shape[1]))
+    return pipe.compute({"ids": padded}, lambda model, batch: logits_of(model(batch["ids"]))[:, last].float())
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -226,12 +226,14 @@ def finish(run: TrainingRun, stop: StopRequest) -> Training:
 def generate_sample(run: TrainingRun) -> str | None:
     """The model's continuation of `training.sample`, if there is one and the model produces text; collective."""
     text, tokenizer = run.config.training.sample, run.loader.tokenizer
-    if text is None or tokenizer is None or run.pipeline is not None:  # no rank runs all stages
+    if text is None or tokenizer is None:
         return None
     prompt, config = torch.tensor(tokenizer.encode(text), dtype=torch.int64), run.config
     window = config.data.sequence_length  # longer contexts were not seen in training
     try:
-        ids = generate(run.model, prompt, config.training.sample_tokens, seed=config.seed, window=window)
+        ids = generate(
+            run.pipeline or run.model, prompt, config.training.sample_tokens, seed=config.seed, window=window
+        )
     except ConfigError:  # not a language model; the run itself is complete
         return None
     return tokenizer.decode(ids.tolist())

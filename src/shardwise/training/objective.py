@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -28,7 +29,7 @@ from shardwise.models.load import find_callable
 from shardwise.training.data import Loader
 from shardwise.training.data.samples import IGNORED, Batch
 from shardwise.training.metrics import StepReading
-from shardwise.training.microbatching import undo, volatile_state
+from shardwise.training.microbatching import is_out_of_memory, undo, volatile_state
 from shardwise.training.step import lockstep
 
 _CHUNK_NUMEL = 2**28
@@ -40,7 +41,8 @@ def output_matrix(model: nn.Module) -> nn.Linear | None:
     """The module that turns hidden states into logits, if it is a plain matrix."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else getattr(model, "lm_head", None)
-    return head if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward else None
+    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
+    return head if is_plain else None
 
 
 class ChunkedLoss:
@@ -76,11 +78,48 @@ class ChunkedLoss:
 
     def _forward(self, hidden: Tensor) -> Tensor:
         weight, bias = self._head.weight, self._head.bias
-        if hidden.shape[:-1] != self._labels.shape or isinstance(weight, DTensor) or self._stand_in is not None:
+        if hidden.shape[:-1] != self._labels.shape or self._stand_in is not None:
             self._stand_in = None
             return F.linear(hidden, weight, bias)
-        self._stand_in = _ChunkedCrossEntropy.apply(hidden, weight, bias, self._labels)
+        vocabulary = None
+        if isinstance(weight, DTensor) and isinstance(hidden, DTensor):
+            # Divided over the tensor axis by rows: each rank has some of the logits, and a part of the hidden
+            # states' gradient.
+            vocabulary = Vocabulary(weight)
+            hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
+            bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        self._stand_in = _ChunkedCrossEntropy.apply(hidden, weight, bias, self._labels, vocabulary)
         return self._stand_in
+
+
+class Vocabulary:
+    """The rows of an output matrix that this rank has.
+
+    Args:
+        weight: Divided by rows over a mesh of one axis, evenly.
+    """
+
+    def __init__(self, weight: DTensor) -> None:
+        self.size, self._group = weight.shape[0], weight.device_mesh.get_group()
+        self._first = weight.device_mesh.get_local_rank() * weight.to_local().shape[0]
+
+    def cross_entropy_and_gradient(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_cross_entropy_and_gradient`, of this rank's logits; the gradient is theirs.
+
+        Ranks:
+            Collective. Two all-reduces, of one and of two numbers a row.
+        """
+        wide = logits.to(torch.promote_types(torch.float32, logits.dtype))
+        is_learnt, local = (targets != IGNORED)[:, None], (targets - self._first)[:, None]
+        is_wanted = torch.arange(logits.shape[-1], device=logits.device) == local
+        largest = wide.amax(-1, keepdim=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        sums = torch.stack([torch.exp(wide - largest).sum(-1), wide.where(is_wanted, 0.0).sum(-1)])
+        dist.all_reduce(sums, group=self._group)
+        normaliser = sums[0].log()[:, None] + largest
+        loss = torch.where(is_learnt, normaliser - sums[1][:, None], 0.0).sum()
+        gradient = torch.where(is_learnt, torch.exp(wide - normaliser) - is_wanted.to(wide.dtype), 0.0)
+        return loss, gradient.to(logits.dtype)
 
 
 class _FirstElement(torch.autograd.Function):
@@ -98,7 +137,9 @@ class _FirstElement(torch.autograd.Function):
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: Vocabulary | None
+    ) -> Tensor:
         rows, targets = hidden.detach().flatten(0, -2), labels.flatten().long()
         wide = torch.promote_types(torch.float32, hidden.dtype)
         needs = ctx.needs_input_grad
@@ -109,8 +150,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         num_rows = max(_MIN_CHUNK_ROWS, _CHUNK_NUMEL // weight.shape[0])
         num_chunks = max(1, -(-rows.shape[0] // num_rows))
         first = 0
+        differentiate = vocabulary.cross_entropy_and_gradient if vocabulary else _cross_entropy(hidden.device.type)
         for some, wanted in zip(rows.chunk(num_chunks), targets.chunk(num_chunks), strict=True):
-            loss, gradient = _cross_entropy(hidden.device.type)(F.linear(some, weight, bias), wanted)
+            loss, gradient = differentiate(F.linear(some, weight, bias), wanted)
             total += loss
             if grad_hidden is not None:
                 _matmul(gradient, weight, grad_hidden[first : first + len(some)])
@@ -121,7 +163,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             first += len(some)
         ctx.gradients, ctx.dtypes = (grad_hidden, grad_weight, grad_bias), (hidden.dtype, weight.dtype)
         ctx.shape = hidden.shape
-        return total.expand(*labels.shape, weight.shape[0])
+        return total.expand(*labels.shape, vocabulary.size if vocabulary else weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyrefly: ignore[bad-override]
@@ -132,6 +174,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if hidden is None else hidden.to(ctx.dtypes[0]).view(ctx.shape),
             None if weight is None else weight.to(ctx.dtypes[1]),
             None if bias is None else bias.to(ctx.dtypes[1]),
+            None,
             None,
         )
 
@@ -224,16 +267,19 @@ class Objective:
         self, model: nn.Module, labels: Tensor, args: tuple[Tensor, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         if self._head is not None:
-            before = None if self._is_tried else volatile_state(model)
-            chunked = ChunkedLoss(self._head, labels)
-            with chunked.computed():
-                output = model(*args, **kwargs)
-            loss, self._is_tried = chunked.of(logits_of(output)), True
+            is_tried, self._is_tried = self._is_tried, True
+            before = None if is_tried else volatile_state(model)
+            loss, chunked = None, ChunkedLoss(self._head, labels)
+            try:
+                with chunked.computed():
+                    loss = chunked.of(logits_of(model(*args, **kwargs)))
+            except RuntimeError as error:  # a stand-in for logits cannot be written in place
+                if is_tried or is_out_of_memory(error):
+                    raise
             if loss is not None:
                 return loss
             self._head = None  # the model does more with its logits than return them
             if before is not None:
-                del output
                 undo(model, before)
         return next_token_loss(logits_of(model(*args, **kwargs)), labels)
 

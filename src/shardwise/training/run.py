@@ -32,10 +32,11 @@ from shardwise.models.load import load_model
 from shardwise.models.moe import ExpertBias
 from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
+from shardwise.planning.stages import refuse_tensor_axis
 from shardwise.progress import Progress
 from shardwise.sharding.adapters import add_lora
 from shardwise.sharding.apply import shard
-from shardwise.sharding.blocks import AdaptiveActivations, checkpoint_activations, compile_blocks
+from shardwise.sharding.blocks import AdaptiveActivations, checkpoint_activations, compile_blocks, refuse_budget
 from shardwise.sharding.context_attention import SequenceLayout, split_sequences
 from shardwise.sharding.materialize import materialize
 from shardwise.sharding.pipeline import Pipeline, num_microbatches, pipeline
@@ -157,18 +158,21 @@ def plan_run(model: nn.Module, config: ShardConfig, mesh: DeviceMesh | MeshConfi
 def prepare_blocks(
     model: nn.Module, config: ShardConfig, made: Plan, device: torch.device
 ) -> AdaptiveActivations | None:
-    """Compile the blocks of a model that is not sharded yet, and let them recompute; `auto` is what is fastest."""
-    adaptive = None
+    """Compile the blocks of a model that is not sharded yet, and let them recompute; `auto` is what is fastest.
+
+    Returns:
+        What is kept for backward, where memory decides about it.
+    """
+    adaptive, compiles = None, compat.can_compile(device) if config.compile == "auto" else config.compile
+    refuse_budget(config.activations, compiles=compiles)
     if config.activations == "auto":
         with suppress(ShardError):  # it has no blocks
             if device.type == "cuda":
                 adaptive = AdaptiveActivations(model, made)
     elif config.activations != "keep":
         checkpoint_activations(model, config.activations, config=made)
-    if config.compile is True:
-        compile_blocks(model, config=made)
-    elif config.compile == "auto" and compat.can_compile(device):
-        with suppress(ShardError):
+    if compiles:
+        with suppress(ShardError) if config.compile == "auto" else nullcontext():
             compile_blocks(model, config=made)
     return adaptive
 
@@ -259,7 +263,7 @@ def examine(
     attempt(lambda: check_batch(config.training.batch_size, num_data_ranks))
     attempt(lambda: check_weights(config))
     attempt(lambda: check_parallel(config, num_data_ranks))
-    examined.model = model = attempt(lambda: _load_model(config))
+    examined.model = model = attempt(lambda: load_run_model(config))
     if model is not None:
         examined.objective = attempt(lambda: Objective(model, config.training.objective))
         if mesh is not None:
@@ -270,7 +274,8 @@ def examine(
     return examined
 
 
-def _load_model(config: RunConfig) -> nn.Module:
+def load_run_model(config: RunConfig) -> nn.Module:
+    """The model of a run on the meta device, with its adapters."""
     model = load_model(config.model, options=config.model_options)
     return model if config.lora is None else add_lora(model, config.lora)
 
@@ -281,14 +286,19 @@ def check_parallel(config: RunConfig, num_data_ranks: int) -> None:
     if mesh.context > 1:
         SequenceLayout(mesh.context, 0, shard_config.context.balanced).positions(config.data.sequence_length)
     if mesh.pipeline > 1:
+        refuse_tensor_axis({"pipeline": mesh.pipeline, "tensor": mesh.tensor})
         num_microbatches(shard_config.pipeline, mesh.pipeline, config.training.batch_size // num_data_ranks)
-        if config.checkpoint.export:
-            raise ConfigError(
-                "checkpoint.export is true, with a pipeline",
-                where="checkpoint.export",
-                why="no rank of a pipeline gathers the weights of all stages",
-                fix="set checkpoint.export = false, and convert the last checkpoint: shardwise ckpt convert",
-            )
+        for setting, value, other in (
+            ("export", config.checkpoint.export, "false"),
+            ("format", config.checkpoint.format == "full", "sharded"),
+        ):
+            if value:
+                raise ConfigError(
+                    f"checkpoint.{setting} is {getattr(config.checkpoint, setting)}, with a pipeline",
+                    where=f"checkpoint.{setting}",
+                    why="no rank of a pipeline gathers the weights of all stages",
+                    fix=f"set checkpoint.{setting} = {other}, and convert the last checkpoint: shardwise ckpt convert",
+                )
 
 
 def _examine_folder(examined: Examined, starts: bool) -> None:
@@ -380,10 +390,13 @@ class TrainingRun:
         return split_sequences(batch, mesh=self.mesh, balanced=self.config.shard.context.balanced)
 
     def loss_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The summed loss of a batch without gradients, and its tokens; collective."""
-        if self.pipeline is not None:
-            return self.pipeline.evaluate(batch)
-        return self.objective(self.model, self.part_of(batch))
+        """The summed loss of a batch without gradients, and its tokens.
+
+        Ranks:
+            Collective.
+        """
+        batch = self.part_of(batch)
+        return self.objective(self.model, batch) if self.pipeline is None else self.pipeline.evaluate(batch)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside the block, the moving average replaces the weights, if there is one."""
@@ -395,9 +408,7 @@ class TrainingRun:
         mesh = problems.attempt(lambda: meshes.init_distributed(config.mesh))
         self.rank = meshes.data_parallel_rank(mesh) if mesh is not None else 0
         """Data-parallel rank."""
-        context = meshes.sub_mesh(mesh, ("context",)) if mesh is not None else None
-        self.random_stream = self.rank if context is None else self.rank * context.size() + context.get_local_rank()
-        """Ranks that hold different tokens draw different random numbers."""
+        self.random_stream = meshes.random_stream(mesh) if mesh is not None else 0
         self.num_data_ranks = meshes.data_parallel_mesh(mesh).size() if mesh is not None else 1
         is_first = (dist.get_rank() if dist.is_initialized() else read_launch().rank) == 0
         examined = examine(config, mesh, self.num_data_ranks, problems, starts=True, is_first=is_first)
@@ -433,7 +444,7 @@ class TrainingRun:
 
     def _open_pipeline(self) -> Pipeline:
         """Divide the model into stages, by the first batch of the data."""
-        batch = run_on_all(lambda: next(self.loader))
+        batch = run_on_all(lambda: self.part_of(next(self.loader)))
         self.loader.skip(-1)
         # Blocks are prepared already.
         config = replace(self.config.shard, activations="keep", compile=False)

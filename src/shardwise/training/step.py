@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.config.schema import KNOWN_AXES
-from shardwise.distributed.agreement import raise_together
+from shardwise.distributed.agreement import flag_device, raise_together
 from shardwise.distributed.mesh import gradient_mesh
 from shardwise.errors import ConfigError, ShardError, require_choice
 from shardwise.sharding.full_params import reshard
@@ -176,7 +176,7 @@ def lockstep(loader: Iterable[Batch], *, group: dist.ProcessGroup | None = None)
         yield from loader
         return
     batches = iter(loader)
-    device = _flag_device(group)
+    device = flag_device(group)
 
     def fetch() -> tuple[Batch | None, Exception | None, torch.Tensor, dist.Work | None]:
         batch, error, status = None, None, _HAS_BATCH
@@ -201,14 +201,6 @@ def lockstep(loader: Iterable[Batch], *, group: dist.ProcessGroup | None = None)
         del batch
     if status == _HAS_FAILED:
         raise_together(error, group=group)
-
-
-def _flag_device(group: dist.ProcessGroup | None) -> torch.device:
-    """CPU if the backend can send from it: asking a GPU for the flag would wait for all work queued there."""
-    backends = dist.get_backend_config(group)
-    if "cpu:" in str(backends) and "cpu:nccl" not in str(backends):
-        return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator() or "cpu")
 
 
 AccumulationMode = Literal["comm", "memory", "hsdp"]

@@ -78,6 +78,20 @@ def test_hybrid_sharding_shows():
     assert "over replicate 2 x shard 3 " in lines_of("llama3-debug", *hybrid, "--set", "mesh.shard=3")[0]
 
 
+def test_several_axes_are_drawn_below_the_plan():
+    settings = ("--set", "mesh.context=2", "--set", "mesh.pipeline=2")
+    lines = lines_of("llama3-debug", "--gpus", "8", *settings)
+    mesh = sw.MeshConfig(shard=2, context=2, pipeline=2, device="cuda")
+    assert lines[-4:] == sw.draw_mesh(mesh).splitlines()
+    assert any("2 pipeline stages: a rank holds the groups of its stages" in line for line in lines)
+    assert "sequences are divided over 2 ranks; keys" in lines[-5]
+
+
+def test_adapters_are_part_of_the_plan():
+    lines = lines_of("llama3-debug", "--nproc", "2", "--set", "lora.quantize=nf4")
+    assert lines[-1].endswith("NF4Tensor: 4.5 bits an element")
+
+
 def test_run_file_gives_model_mesh_and_sharding(tmp_path: Path):
     (tmp_path / "run.yaml").write_text(
         "model: tutorial\nmodel_options: {num_layers: 3}\nmesh: {replicate: 2}\nshard: {reshard_after_forward: false}\n"
@@ -91,7 +105,7 @@ def test_run_file_gives_model_mesh_and_sharding(tmp_path: Path):
 
 
 def test_large_models_take_one_line_a_kind_of_group():
-    lines = lines_of("llama3-405b", "--gpus", "512", "--set", "mesh.replicate=4")
+    lines = lines_of("llama3-405b", "--gpus", "512", "--set", "mesh.replicate=4")[:-3]  # the drawing of the ranks
     assert len(lines) <= 12
     assert any(
         line.startswith("├─ model.layers.0 … model.layers.125  126 groups, each 3.19B parameters") for line in lines

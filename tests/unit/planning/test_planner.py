@@ -177,12 +177,6 @@ def test_example_inputs_give_the_same_groups_as_the_source():
     ]
 
 
-def test_mesh_settings_with_a_tensor_axis_are_refused():
-    with pytest.raises(PlanError, match="the mesh axis 'tensor' has 4 ranks"):
-        plan(make(), mesh=MeshConfig(shard=2, tensor=4))
-    assert plan(make(), mesh=MeshConfig(shard=2, tensor=1, device="cpu")) == plan(make(), mesh=TWO_RANKS)
-
-
 def test_what_cannot_be_sharded_is_refused_with_its_name():
     lazy = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8))
     with pytest.raises(PlanError, match=r"1 \(LazyLinear\) has parameters without a shape yet"):

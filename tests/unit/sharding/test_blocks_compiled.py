@@ -70,6 +70,43 @@ def test_recomputed_blocks_compile_and_draw_the_same_random_numbers(policy: Any,
         torch.testing.assert_close(gradient, expected[name])
 
 
+def kept_bytes(model: nn.Module) -> int:
+    """What a forward keeps for backward, parameters left out."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens())
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(size for address, size in kept.items() if address not in own)
+
+
+def test_a_memory_budget_says_how_much_is_kept():
+    """Operation by operation: more than recomputed blocks, less than compiled ones, and the same gradients."""
+    expected, sizes = gradients(transformer().eval()), []
+    for policy in (1.0, 0.6, 0.3, 0, "full"):
+        torch.compiler.reset()
+        model = sw.checkpoint_activations(transformer().eval(), policy)  # pyrefly: ignore[bad-argument-type]
+        sw.compile_blocks(model, backend="aot_eager_decomp_partition")
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(gradient, expected[name])
+        sizes.append(kept_bytes(model))
+    assert sorted(sizes[:4], reverse=True) == sizes[:4]
+    assert len(set(sizes[:4])) == 4
+    assert sizes[3] <= 1.1 * sizes[4]
+
+
+def test_a_memory_budget_needs_a_compiler():
+    model = sw.checkpoint_activations(transformer(), 0.5)
+    with pytest.raises(sw.ConfigError, match=r"activations is 0\.5, and blocks are not compiled"):
+        model(tokens())
+    with pytest.raises(sw.ConfigError, match=r"the policy is 1\.5"):
+        sw.checkpoint_activations(transformer(), 1.5)
+
+
 def test_a_second_call_changes_the_options_and_compiles_no_deeper():
     first, second = Counting(), Counting()
     model = sw.compile_blocks(sw.compile_blocks(transformer(), backend=first), backend=second)

@@ -29,6 +29,24 @@ class Capped(Llama):
         return 5.0 * torch.tanh(super().forward(*args, **kwargs) / 5.0)
 
 
+class Scaled(Llama):
+    """Writes its logits in place, which a stand-in without memory does not allow."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs).mul_(0.5)
+
+
+class Replaced(Llama):
+    """Its output matrix has a forward of its own, as wrappers of other libraries give it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.lm_head.forward = self.doubled
+
+    def doubled(self, input: Tensor) -> Tensor:
+        return 2 * nn.functional.linear(input, self.lm_head.weight)
+
+
 class Sliced(Llama):
     """Returns some of its logits twice."""
 
@@ -62,7 +80,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chunked_loss, "_MIN_CHUNK_ROWS", 1)
 
 
-@pytest.mark.parametrize("kind", [Llama, WithBias, Capped, Sliced, Drawing])
+@pytest.mark.parametrize("kind", [Llama, WithBias, Capped, Scaled, Replaced, Sliced, Drawing])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_loss_and_gradients_are_those_of_whole_logits(kind: type[Llama], dtype: torch.dtype):
     torch.manual_seed(0)

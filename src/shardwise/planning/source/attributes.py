@@ -28,7 +28,10 @@ def load(value: Value, name: str, frame: Frame) -> Value:
     """`value.name`."""
     found = [_load_atom(atom, name, value, frame) for atom in value.atoms]
     if value.may_be_unknown or not found:
-        found.append(_load_open(value, name))
+        if name in _SIZES:
+            frame.note_size_read(value)
+        made = _load_open(value, name)
+        found.append(frame.after(name, made, value) if name in _STILL_TENSORS else made)
     result = v.join(found)
     return result.selected_by(value)
 
@@ -189,8 +192,8 @@ def walk(value: Value, frame: Frame) -> LoopItems:
     """One turn of a loop over the value, standing for all of them."""
     walks = [_walk_atom(atom, value, frame) for atom in value.atoms]
     if value.may_be_unknown or not walks:
-        source = min(value.source, Origin.TENSOR_VALUE)
-        walks.append(LoopItems(v.PLAIN.replace(source=source), None, value.source == Origin.DYNAMIC))
+        made = frame.after("[number]", v.PLAIN.replace(source=min(value.source, Origin.TENSOR_VALUE)), value)
+        walks.append(LoopItems(made, None, value.source == Origin.DYNAMIC))
     element = v.join(one.element for one in walks)
     counts = {one.count for one in walks}
     return LoopItems(
@@ -221,7 +224,8 @@ def item(value: Value, index: Value, frame: Frame) -> Value:
     """`value[index]`."""
     found = [_item_of(atom, index, frame) for atom in value.atoms]
     if value.may_be_unknown or not found:
-        found.append(v.PLAIN.replace(source=_indexed(value, index), loops=value.loops))
+        made = v.PLAIN.replace(source=_indexed(value, index), loops=value.loops)
+        found.append(frame.after("[number]" if type(index.constant()) is int else "[]", made, value))
     result = v.join(found)
     # A name looked up by a number from the data is itself up to the data: `experts[names[best]]`.
     source = max(result.source, index.source) if index.source >= Origin.TENSOR_VALUE else result.source
@@ -348,7 +352,7 @@ _CONTENT = {
 # The lengths of what they return are arguments, and may come from the data: `tokens.split(counts.tolist())`.
 _INTO_PARTS = {"split", "split_with_sizes", "tensor_split", "unsafe_split", "hsplit", "vsplit"}
 _TO_LENGTH = {"narrow", "repeat_interleave"}
-_SIZE_METHODS = {"size", "numel", "dim", "nelement", "ndimension", "element_size", "stride", "__len__"}
+SIZE_METHODS = {"size", "numel", "dim", "nelement", "ndimension", "element_size", "stride", "__len__"}
 # A value nobody knows, on which such a method is called, is a tensor: no container or string has it.
 _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")} - {
     name for kind in (dict, list, str, set, torch.nn.Module) for name in dir(kind)
@@ -386,13 +390,13 @@ def torch_result(name: str, arguments: Arguments) -> Value:
 def method_reads_content(name: str) -> bool:
     """Whether calling `tensor.name(...)` computes with the tensor."""
     shape_only = ("is_", "new_", "get_device", "requires_grad", "register_")
-    return name not in _SIZE_METHODS and not name.startswith(shape_only)
+    return name not in SIZE_METHODS and not name.startswith(shape_only)
 
 
 def method_result(receiver: Value, name: str, arguments: Arguments) -> Value:
     """What a method of an unknown value returns, which is taken for a tensor if its name is a tensor's."""
     source, values = receiver.source, [receiver, *arguments.values()]
-    if name in _SIZE_METHODS:
+    if name in SIZE_METHODS:
         return v.opaque(receiver, source=Origin.TENSOR_VALUE if source == Origin.DYNAMIC else Origin.PLAIN)
     if source == Origin.PLAIN:
         return v.opaque(*values, source=min(max(value.source for value in values), Origin.ARGUMENT))

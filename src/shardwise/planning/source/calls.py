@@ -84,7 +84,9 @@ def _len(arguments: Arguments, frame: Frame) -> Value:
     count = attributes.walk(value, frame).count if value.atoms and not value.may_be_unknown else None
     if count is not None:
         return v.known(count)
-    return v.opaque(value, source=Origin.TENSOR_VALUE if value.source == Origin.DYNAMIC else Origin.PLAIN)
+    frame.note_size_read(value)
+    made = v.opaque(value, source=Origin.TENSOR_VALUE if value.source == Origin.DYNAMIC else Origin.PLAIN)
+    return made.replace(trail=frozenset())
 
 
 @v.handles(BUILTINS, range)
@@ -309,6 +311,8 @@ def _invoke_known(thing: Any, callee: Value, arguments: Arguments, frame: Frame)
 
 def call_module(module: nn.Module, callee: Value, arguments: Arguments, frame: Frame) -> Value:
     """`module(...)`; its forward is read apart, and here too when it is handed modules or parameters."""
+    if frame.analysis.flow is not None:
+        return frame.analysis.flow.call(module, callee, arguments, frame)
     frame.record_call(module, callee)
     if module not in frame.analysis.places:
         hand_over(arguments, frame)
@@ -381,7 +385,7 @@ def _invoke_torch(name: str, arguments: Arguments, frame: Frame) -> Value:
         return v.TENSOR
     if not (name.endswith("_like") or name.startswith(("is_", "get_", "set_", "has_torch_function"))):
         hand_over(arguments, frame)
-    return attributes.torch_result(name, arguments)
+    return frame.after(name, attributes.torch_result(name, arguments), *arguments.values(), sizes=arguments.flat())
 
 
 def hand_over(arguments: Arguments, frame: Frame, *, name: str = "") -> Value:
@@ -391,7 +395,7 @@ def hand_over(arguments: Arguments, frame: Frame, *, name: str = "") -> Value:
             _hand_over_one(value, Arguments(arguments.positional[position + 1 :], spread=True), frame)
         for value in arguments.keywords.values():
             _hand_over_one(value, Arguments(spread=True), frame)
-    return _unknown_result(arguments)
+    return frame.after(name or "a function that cannot be read", _unknown_result(arguments), *arguments.values())
 
 
 def _hand_over_one(value: Value, rest: Arguments, frame: Frame) -> None:
@@ -421,4 +425,5 @@ def _construct(cls: type, arguments: Arguments, frame: Frame) -> Value:
         for value in arguments.values():
             frame.consume(value)
         return v.TENSOR
-    return v.ARGUMENT if _top(arguments) or frame.is_interesting(arguments.values()) else v.PLAIN
+    made = v.ARGUMENT if _top(arguments) or frame.is_interesting(arguments.values()) else v.PLAIN
+    return frame.after("[number]", made, *arguments.values())

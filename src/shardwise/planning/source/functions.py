@@ -119,6 +119,18 @@ class Arguments:
         """All arguments, however they are given."""
         return [*self.positional, *self.keywords.values()]
 
+    def flat(self) -> list[Value]:
+        """All arguments; of tuples and lists, their items, of which the numbers come first that may be anywhere."""
+        found: list[Value] = []
+        for value in self.values():
+            atom = next(iter(value.atoms)) if len(value.atoms) == 1 else None
+            if isinstance(atom, v.Repeated):  # `(*x.shape[:-1], -1, 64)`
+                numbers = [inner.object for inner in atom.element.atoms if isinstance(inner, v.Known)]
+                found += [v.known(number) for number in sorted(n for n in numbers if type(n) is int)]
+            else:
+                found += atom.items if isinstance(atom, v.Sequence) else (value,)
+        return found
+
     def after(self, *first: Value) -> "Arguments":
         """The same arguments with these in front."""
         return Arguments([*first, *self.positional], dict(self.keywords), self.spread)
@@ -186,8 +198,11 @@ def start(function: Any, module: nn.Module, frame: Frame) -> Value | None:
         return None
     names = [*node.args.posonlyargs, *node.args.args]
     first = v.known(bound_to if bound_to is not None else module)
-    arguments = Arguments([first, *(_argument(name) for name in names[1:])], spread=True)
-    arguments.keywords = {name.arg: _argument(name) for name in node.args.kwonlyargs}
+    given = {name.arg: _argument(name) for name in (*names[1:], *node.args.kwonlyargs)}
+    if frame.analysis.flow is not None:
+        given = {name: each.replace(trail=v.from_source("argument", name)) for name, each in given.items()}
+    arguments = Arguments([first, *(given[name.arg] for name in names[1:])], spread=True)
+    arguments.keywords = {name.arg: given[name.arg] for name in node.args.kwonlyargs}
     return _run(node, arguments, frame.child(plain, module, {}), (node, id(module)))
 
 

@@ -12,6 +12,7 @@ import torch
 from shardwise.planning.source import attributes
 from shardwise.planning.source import values as v
 from shardwise.planning.source.calls import container_method, evaluate_arguments, hand_over, invoke
+from shardwise.planning.source.functions import Arguments
 from shardwise.planning.source.values import Frame, Origin, Value
 
 
@@ -161,6 +162,7 @@ def combine(left: Value, right: Value, op: ast.operator, frame: Frame) -> Value:
     if isinstance(op, ast.Add | ast.Mult) and (_is_list(left) or _is_list(right)):
         return _join_lists([value for value in (left, right) if _is_list(value)], frame)
     result = v.opaque(frame.consume(left), frame.consume(right))
+    result = frame.after("matmul", result, left, right) if isinstance(op, ast.MatMult) else result
     is_mask = isinstance(op, ast.BitAnd | ast.BitOr) or min(left.source, right.source) != Origin.TENSOR
     return result if is_mask or result.source != Origin.TENSOR_VALUE else result.replace(source=Origin.TENSOR)
 
@@ -302,7 +304,8 @@ def _call(node: ast.Call, frame: Frame) -> Value:
     if tensors:
         if attributes.method_reads_content(name):
             frame.consume(receiver.replace(atoms=tensors))
-        results.append(attributes.method_result(Value(may_be_unknown=True, source=Origin.TENSOR), name, arguments))
+        made = attributes.method_result(Value(may_be_unknown=True, source=Origin.TENSOR), name, arguments)
+        results.append(_after_method(made, receiver, name, arguments, frame))
     if rest.atoms:
         results.append(
             invoke(
@@ -314,8 +317,17 @@ def _call(node: ast.Call, frame: Frame) -> Value:
     if receiver.may_be_unknown or not receiver.atoms or tensors:
         if name not in _FROM_LIKENESS and not rest.atoms:
             hand_over(arguments, frame, name=name)
-        results.append(attributes.method_result(receiver, name, arguments))
+        made = attributes.method_result(receiver, name, arguments)
+        results.append(_after_method(made, receiver, name, arguments, frame))
     return v.join(results)
+
+
+def _after_method(result: Value, receiver: Value, name: str, arguments: Arguments, frame: Frame) -> Value:
+    """What a method of a tensor makes; asking for its size makes a number that was computed from nothing."""
+    if name in attributes.SIZE_METHODS:
+        frame.note_size_read(receiver)
+        return result.replace(trail=frozenset())
+    return frame.after(name, result, receiver, *arguments.values(), sizes=arguments.flat())
 
 
 def _grow(name: str, receiver: Value, how: str, values: list[Value], frame: Frame) -> Value:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -18,6 +18,28 @@ from shardwise.planning.calls import Places, Use, UseKind, is_holder
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _MOST_ATOMS = 20_000
 _ITEMS_TRIED = 16
+
+
+class Source(NamedTuple):
+    """Something that data come from."""
+
+    kind: Literal["module", "argument", "parameter"]
+    name: str
+    """Of a module with parameters or a parameter, its FQN."""
+
+
+class Operation(NamedTuple):
+    """Something that is done to data."""
+
+    name: str
+    sizes: tuple[int | None, ...]
+    """Its arguments, None where they are no known numbers."""
+    module: str
+    """FQN of the module whose code does it."""
+
+
+Trail = frozenset[tuple[Source, Operation | None]]
+"""Where a value comes from; a source is paired with each operation on the way from it, and with None."""
 
 
 class Origin(IntEnum):
@@ -131,6 +153,8 @@ class Value:
     """Which of the atoms it is depends on the data."""
     loops: frozenset[int] = frozenset()
     """The loops whose turn decides which of the atoms it is."""
+    trail: Trail = frozenset()
+    """Where it comes from; empty unless the analysis follows data."""
 
     def constant(self) -> Any:
         """The one real object it must be, or `Unknown`."""
@@ -157,6 +181,11 @@ class Value:
 
 def _object(leaf: "Known | Bound | Closure") -> Any:
     return leaf.object if isinstance(leaf, Known) else leaf.receiver.object if isinstance(leaf, Bound) else leaf
+
+
+def from_source(kind: Literal["module", "argument", "parameter"], name: str) -> Trail:
+    """Where a value comes from that was just read or made."""
+    return frozenset({(Source(kind, name), None)})
 
 
 class Unknown:
@@ -187,7 +216,15 @@ def opaque(*values: Value, source: Origin | None = None) -> Value:
         may_be_unknown=True,
         source=top,
         loops=frozenset().union(*(value.loops for value in values)),
+        trail=trail_of(*values),
     )
+
+
+def trail_of(*values: Value, depth: int = 4) -> Trail:
+    """What these values, and those inside them, were computed from and by."""
+    inner = [part for value in values for atom in value.atoms for part in inside(atom)] if depth else []
+    trail = frozenset[Any]().union(*(value.trail for value in values))
+    return trail | trail_of(*inner, depth=depth - 1) if inner else trail
 
 
 def join(values: Iterable[Value]) -> Value:
@@ -203,6 +240,7 @@ def join(values: Iterable[Value]) -> Value:
         source=max((value.source for value in distinct), default=Origin.PLAIN),
         data_dependent=any(value.data_dependent for value in distinct),
         loops=frozenset().union(*(value.loops for value in distinct)),
+        trail=frozenset[Any]().union(*(value.trail for value in distinct)),
     )
 
 
@@ -257,6 +295,8 @@ class Analysis:
         """Calls of modules and reads of parameters: nothing is computed without."""
         self.steps = 0
         self.num_loops = 0
+        self.flow: Any = None
+        """Follows data through modules (`flow.Flow`), where that is asked for."""
 
     def add(
         self, kind: UseKind, chain: Iterable[nn.Module], target: str, method: str = "forward", conditional: bool = False
@@ -347,7 +387,7 @@ class Frame:
         if handler is not None:
             return handler(node, self)
         parts = [self.evaluate(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-        return PLAIN.replace(source=max((part.source for part in parts), default=Origin.PLAIN))
+        return PLAIN.replace(source=max((part.source for part in parts), default=Origin.PLAIN), trail=trail_of(*parts))
 
     def execute(self, body: list[ast.stmt]) -> None:
         """Run statements until one of them leaves the block."""
@@ -407,14 +447,41 @@ class Frame:
         """The value goes into a computation: record the parameters in it, and forget which object it was."""
         for parameter in self._parameters(value):
             self.record_read(parameter)
-        return PLAIN.replace(source=value.source, loops=value.loops)
+        return PLAIN.replace(source=value.source, loops=value.loops, trail=self.trail(value))
+
+    def trail(self, *values: Value) -> Trail:
+        """What these were computed from and by, parameters among them counted; empty unless data are followed."""
+        if self.analysis.flow is None:
+            return frozenset()
+        read = [parameter for value in values for parameter in self._parameters(value)]
+        names = map(self.analysis.places.parameter_name, read)
+        return trail_of(*values) | {(Source("parameter", name), None) for name in names}
+
+    def note_size_read(self, value: Value) -> None:
+        """The size of a value is asked for in code of the innermost module."""
+        if self.analysis.flow is not None:
+            self.analysis.flow.sizes_read[self.analysis.places.name(self.chain[-1])] |= value.trail
+
+    def after(self, operation: str, result: Value, *values: Value, sizes: Iterable[Value] = ()) -> Value:
+        """`result`, computed by an operation from these values."""
+        if not (trail := self.trail(*values)):
+            return result
+        if operation == "cross_entropy":  # of the logits nothing is left
+            self.analysis.flow.in_loss |= trail
+            return result.replace(trail=frozenset())
+        known = (size.constant() for size in sizes)
+        numbers = tuple(size if type(size) is int else None for size in known)
+        done = Operation(operation, numbers, self.analysis.places.name(self.chain[-1]))
+        return result.replace(trail=trail | {(source, done) for source, _ in trail})
 
     def _parameters(self, value: Value) -> list[nn.Parameter]:
         has_parameter = self.analysis.places.has_parameter
         return [leaf.object for leaf in leaves(value) if isinstance(leaf, Known) and has_parameter(leaf.object)]
 
-    def is_interesting(self, arguments: Iterable[Value]) -> bool:
+    def is_interesting(self, arguments: list[Value]) -> bool:
         """Whether a function that gets these could call a module or read a parameter through them."""
+        if self.analysis.flow is not None and trail_of(*arguments):
+            return True
         return any(
             isinstance(leaf, Closure) or self._holds_modules(leaf) for value in arguments for leaf in leaves(value)
         )

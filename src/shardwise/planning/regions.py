@@ -1,0 +1,277 @@
+"""Where a block can be divided: pairs of linear layers, and modules that work on each position by itself.
+
+A region is everything between linear layers whose outputs meet in other linear layers. It is found by following data
+through the code of a block, never by names.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardwise.planning.calls import enclosing, is_within
+from shardwise.planning.source.flow import DataFlow
+from shardwise.planning.source.values import Operation, Source, Trail
+
+_ELEMENTWISE = {
+    "abs", "add", "any", "bfloat16", "clamp", "clip", "clone", "contiguous", "detach", "div", "double", "dropout",
+    "exp", "float", "half", "isinf", "isnan", "log", "masked_fill", "mul", "nan_to_num", "neg", "pow", "rsqrt", "sqrt",
+    "square", "sub", "to", "type", "type_as", "where", "Dropout", "Identity",
+    "celu", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish", "quick_gelu",
+    "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softsign", "swish", "tanh",
+    *(name for name in dir(nn.modules.activation) if "max" not in name and name not in ("GLU", "MultiheadAttention")),
+}  # fmt: skip
+"""Operations on each element by itself."""
+_RESHAPING = {"view", "reshape", "unflatten"}
+_HEADWISE = _ELEMENTWISE | _RESHAPING | {
+    "[]", "[number]", "a function that cannot be read", "arange", "baddbmm", "bmm", "cat", "chunk", "einsum", "expand",
+    "expand_as", "flatten", "flex_attention", "masked_fill_", "matmul", "mT", "movedim", "permute", "repeat",
+    "repeat_interleave", "scaled_dot_product_attention", "softmax", "Softmax", "split", "squeeze", "stack", "swapaxes",
+    "T", "transpose", "tril", "unbind", "unsqueeze", "update", "view_as",
+}  # fmt: skip
+"""Operations that attention is made of: once features are split into heads, they work on each head by itself."""
+_ON_PARTS = _ELEMENTWISE | {"[number]"}
+"""Operations that a part of the sequence can go through; the last takes an item of a tuple."""
+
+Sources = Mapping[str, dict[Source, set[Operation]]]
+"""Module, by FQN: where its input comes from, and by which operations."""
+
+
+def by_source(trail: Trail) -> dict[Source, set[Operation]]:
+    """The sources of a value, each with the operations on the way."""
+    found: dict[Source, set[Operation]] = defaultdict(set)
+    for source, operation in trail:
+        found[source] |= {operation} if operation is not None else set()
+    return found
+
+
+def is_linear(module: Any) -> bool:
+    """Whether the module is a plain matrix with a plain weight."""
+    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return is_plain and type(module.weight) is nn.Parameter
+
+
+@dataclass(slots=True)
+class Region:
+    """Linear layers whose outputs meet in others, without another module with matrices between them."""
+
+    given: dict[str, set[Operation]] = field(default_factory=lambda: defaultdict(set))
+    """The first layers, each with the operations on its output."""
+    takers: list[str] = field(default_factory=list)
+    """The layers that take the result."""
+    inside: list[str] = field(default_factory=list)
+    """Modules between them, with vectors of the size of a head: norms of queries and keys."""
+    biases: dict[str, set[Operation]] = field(default_factory=lambda: defaultdict(set))
+    """Embeddings whose output is used between them: a relative position bias has a column for each head."""
+    foreign: set[Source] = field(default_factory=set)
+    """Arguments and parameters that are used between them."""
+    heads: dict[str, int] = field(default_factory=dict)
+    """Number of heads of each of the first layers; empty where there are none."""
+    why_whole: str = ""
+    """Why what is between them must see all features."""
+
+    @property
+    def layers(self) -> list[str]:
+        """The layers that are divided together."""
+        return [*self.given, *self.biases, *self.takers]
+
+    @property
+    def owner(self) -> str:
+        """The innermost module around all of them."""
+        names = [*self.layers, *self.inside]
+        return next(name for name in enclosing(self.takers[0]) if all(is_within(each, name) for each in names))
+
+    @property
+    def reshapes(self) -> list[Operation]:
+        """The operations that split features into heads, or join them."""
+        return [each for operations in self.given.values() for each in operations if each.name in _RESHAPING]
+
+    def styles(self) -> dict[str, str]:
+        """What is done to each module of it."""
+        if self.why_whole:
+            whole = dict.fromkeys(self.given, "colwise_gather_output")
+            return whole | dict.fromkeys(self.takers, "rowwise_split_input")
+        parts = dict.fromkeys([*self.given, *self.biases], "colwise") | dict.fromkeys(self.inside, "replicate")
+        return parts | dict.fromkeys(self.takers, "rowwise")
+
+    def add(self, other: Region) -> None:
+        """Join a region that shares layers with this one."""
+        self.takers += other.takers
+        self.inside += [each for each in other.inside if each not in self.inside]
+        self.foreign |= other.foreign
+        for mine, theirs in ((self.given, other.given), (self.biases, other.biases)):
+            for name, operations in theirs.items():
+                mine[name] |= operations
+
+
+def find_regions(flow: DataFlow, modules: Mapping[str, Any]) -> list[Region]:
+    """The regions in what was read of a block.
+
+    Args:
+        flow: Of the block.
+        modules: Of the model, in its order.
+    """
+    sources = {name: by_source(trail) for name, trail in flow.inputs.items()}
+    regions: list[Region] = []
+    for name in (name for name in modules if name in sources and is_linear(modules[name])):
+        region = _trace_back(name, sources, modules)
+        taken = {each for other in regions for each in other.takers}
+        if region is None or region.given.keys() & taken:
+            continue
+        same = next((other for other in regions if other.given.keys() & region.given.keys()), None)
+        same.add(region) if same is not None else regions.append(region)
+    for region in regions:
+        region.given = {name: region.given[name] for name in modules if name in region.given}
+        region.why_whole = _why_whole(region, sources, flow, modules)
+    return regions
+
+
+def _trace_back(taker: str, sources: Sources, modules: Mapping[str, Any]) -> Region | None:
+    """The layers that a layer's input comes from; None where something else makes a part of it."""
+    region = Region(takers=[taker])
+    for source, operations in sources[taker].items():
+        if source.kind != "module":
+            region.foreign.add(source)
+        elif is_linear(modules[source.name]) and source.name != taker:
+            region.given[source.name] |= operations
+        elif isinstance(modules[source.name], nn.Embedding):
+            region.biases[source.name] |= operations
+        elif _is_headwise(source.name, sources, modules):
+            region.inside.append(source.name)
+            for inner, before in sources[source.name].items():
+                region.given[inner.name] |= before | operations
+        else:
+            return None
+    return region if region.given else None
+
+
+def _is_headwise(name: str, sources: Sources, modules: Mapping[str, Any]) -> bool:
+    """Whether a module has vectors of the size of a head only, and is given heads."""
+    sizes = {tuple(parameter.shape) for parameter in modules[name].parameters()}
+    for source, operations in sources.get(name, {}).items():
+        if source.kind != "module" or not is_linear(layer := modules[source.name]):
+            return False
+        heads = head_count(layer.out_features, operations)
+        if heads is None or sizes != {(layer.out_features // heads,)}:
+            return False
+    return bool(sources.get(name))
+
+
+def head_count(features: int, operations: Iterable[Operation]) -> int | None:
+    """Into how many heads features are split, by the sizes in the code; None where that is not clear."""
+    found = set()
+    for name, sizes, _ in operations:
+        last, before = (sizes[-1], sizes[-2]) if name in _RESHAPING and len(sizes) > 1 else (0, None)
+        if last is not None and 1 < last < features and features % last == 0:
+            found.add(features // last)
+        elif last in (None, -1) and before is not None and 1 < before <= features and features % before == 0:
+            found.add(before)
+    return found.pop() if len(found) == 1 else None
+
+
+def _why_whole(region: Region, sources: Sources, flow: DataFlow, modules: Mapping[str, Any]) -> str:
+    """Why what is between the layers cannot work on parts of the features; empty where it can. Finds the heads."""
+    features = {name: modules[name].out_features for name in region.given}
+    inputs = {modules[name].in_features for name in region.takers}
+    widest, first = max((size, name) for name, size in features.items())
+    if len(inputs) > 1 or widest > min(inputs):
+        return f"{short(first)} makes {widest} features for {min(inputs)} inputs: several projections in one"
+    for name in region.given:
+        users = [user for user, given in sources.items() if any(source.name == name for source in given)]
+        if odd := [user for user in users if user not in (*region.takers, *region.inside)]:
+            return f"{short(name)} is used by {short(odd[0])} too"
+    entering = {source for name in region.given for source in sources.get(name, ()) if source.kind == "argument"}
+    strange = [source.name for source in region.foreign if source.kind == "parameter" or source in entering]
+    names = {each.name for operations in (*region.given.values(), *region.biases.values()) for each in operations}
+    is_split = bool(names & (_RESHAPING | {"flatten"}))
+    if odd := sorted(names - (_HEADWISE if is_split else _ELEMENTWISE)):
+        return f"between them there is {odd[0]!r}, which may mix features"
+    heads = {name: head_count(size, region.given[name]) for name, size in features.items()} if is_split else {}
+    if unclear := [name for name, number in heads.items() if number is None]:
+        return f"into how many heads {short(unclear[0])} is split is not clear from the code"
+    region.heads = {name: number for name, number in heads.items() if number is not None}
+    strange += [name for name in region.biases if modules[name].embedding_dim != max(region.heads.values(), default=0)]
+    if not is_split:
+        strange += features.keys() & {source.name for source in by_source(flow.returned)}
+        strange += [] if set(features.values()) == inputs else [first]
+    return f"{short(min(strange))} is used between them" if strange else ""
+
+
+def short(name: str) -> str:
+    """The last part of an FQN."""
+    return name.rpartition(".")[2]
+
+
+class SequenceLayout:
+    """Which modules of a block work on a part of the sequence, and which get all of it.
+
+    Norms, and the code that adds to the residual, work on parts. A module in which layers are divided, and any other,
+    gathers its input and splits its output again.
+
+    Args:
+        flow: Of the block.
+        block: Its FQN.
+        regions: Of the model.
+        modules: Of the model.
+        styles: Of its modules.
+    """
+
+    def __init__(
+        self,
+        flow: DataFlow,
+        block: str,
+        regions: Iterable[Region],
+        modules: Mapping[str, nn.Module],
+        styles: Mapping[str, str],
+    ) -> None:
+        self.more: dict[str, list[str]] = defaultdict(list)
+        """What modules do besides."""
+        regions = [region for region in regions if is_within(region.takers[0], block)]
+        self._given = {name for region in regions for name in region.given}
+        self._between = self._given.union(*((*region.biases, *region.inside) for region in regions))
+        self._takers = {name for region in regions for name in region.takers if name in styles}
+        own = self._between | {name for region in regions for name in region.takers}
+        others = [name for name in flow.inputs if name not in own]
+        self.norms = [name for name in others if all(each.ndim == 1 for each in modules[name].parameters())]
+        around = (above for norm in self.norms for above in enclosing(norm) if is_within(above, block))
+        self._on_parts = {block, *around}
+        self._steps = [step for name in self.norms for step in flow.inputs[name]] + list(flow.returned)
+        self.problem = flow.problem or self._find_problem(flow)
+        parts: dict[str, list[str]] = defaultdict(list)
+        for name in flow.inputs if not self.problem else ():
+            if name not in self.norms:
+                outermost = [each for each in (name, *enclosing(name)) if is_within(each, block)]
+                parts[[each for each in outermost if each not in self._on_parts][-1]].append(name)
+        for part, layers in parts.items():
+            self._lay_out(part, layers)
+
+    def _find_problem(self, flow: DataFlow) -> str:
+        """What the code does that a part of the sequence would change; empty if nothing."""
+        for name in sorted(self._on_parts):
+            if flow.sizes_read.get(name):
+                return f"{name} reads the length of its input"
+        for source, done in sorted(self._steps, key=str):
+            if source.kind == "parameter":
+                return f"{source.name} is used outside a module of its own"
+            if done is not None and done.module in self._on_parts and done.name not in _ON_PARTS:
+                return f"in {done.module} there is {done.name!r}"
+        return ""
+
+    def _lay_out(self, part: str, layers: list[str]) -> None:
+        """What a module does to get the whole sequence, and to give back a part of it."""
+        steps = [(source.name, done) for source, done in self._steps if source.name in layers]
+        ends = {name for name, _ in steps} - self._between
+        within = {
+            done.name for name, done in steps if name in ends and done is not None and is_within(done.module, part)
+        }
+        if part in self._given or part not in self._between | self._takers:
+            self.more[part].append("whole sequence")
+        if ends <= self._takers and within <= _ON_PARTS:
+            for name in ends:
+                self.more[name].append("to sequence")
+        elif ends:
+            self.more[part].append("split output")

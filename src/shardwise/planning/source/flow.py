@@ -1,0 +1,173 @@
+"""How data flow between the modules of a block: what each module with parameters is given, and by which operations."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from torch import nn
+
+from shardwise.planning.calls import Places, has_parameters, is_opaque, is_within
+from shardwise.planning.source import statements
+from shardwise.planning.source.functions import Arguments, enter_function, find_node, start, underlying
+from shardwise.planning.source.values import (
+    TENSOR,
+    Analysis,
+    Frame,
+    TooComplex,
+    Trail,
+    Value,
+    from_source,
+    known,
+    trail_of,
+)
+
+HANDLERS = statements.v.HANDLERS
+"""Importing `statements` fills the table of the syntax nodes that frames can read."""
+
+
+class DataFlow(NamedTuple):
+    """What was found in the code of one module and of those inside it."""
+
+    inputs: dict[str, Trail]
+    """Module with parameters of its own, by FQN, in the order of the calls: what it is given."""
+    returned: Trail
+    """What is returned."""
+    sizes_read: dict[str, Trail]
+    """Module: of what its code reads the size."""
+    in_loss: Trail
+    """What a cross-entropy is computed of."""
+    problem: str = ""
+    """Why the code could not be followed to its end."""
+
+    def renamed(self, old: str, new: str) -> DataFlow:
+        """The same of a module of another name."""
+
+        def name(known: str) -> str:
+            return new + known.removeprefix(old) if is_within(known, old) else known
+
+        def trail(steps: Trail) -> Trail:
+            return frozenset(
+                (
+                    source if source.kind == "argument" else source._replace(name=name(source.name)),
+                    None if done is None else done._replace(module=name(done.module)),
+                )
+                for source, done in steps
+            )
+
+        inputs, sizes = ({name(k): trail(t) for k, t in table.items()} for table in (self.inputs, self.sizes_read))
+        return self._replace(
+            inputs=inputs, returned=trail(self.returned), sizes_read=sizes, in_loss=trail(self.in_loss)
+        )
+
+
+class Flow:
+    """Follows data through the modules that a module calls, down to those with parameters of their own.
+
+    Args:
+        leaves: Identities of modules that are not looked into.
+    """
+
+    def __init__(self, leaves: Collection[int]) -> None:
+        self._leaves = leaves
+        self.inputs: dict[str, Trail] = defaultdict(frozenset)
+        self.sizes_read: dict[str, Trail] = defaultdict(frozenset)
+        self.in_loss: Trail = frozenset()
+
+    def call(self, module: nn.Module, callee: Value, arguments: Arguments, frame: Frame) -> Value:
+        """`module(...)`: what it returns, and what that was computed from and by."""
+        places, values = frame.analysis.places, arguments.values()
+        if module in places and self._is_leaf(module):
+            name = places.name(module)
+            self.inputs[name] |= frame.trail(*values)
+            return TENSOR.replace(trail=from_source("module", name))
+        if type(module).forward is nn.Sequential.forward:
+            return self.call_in_turn(module, arguments.first(), frame)
+        if not type(module).__module__.startswith("torch.nn."):
+            forward = vars(module).get("forward") or inspect.getattr_static(type(module), "forward")
+            given, chain = arguments.after(known(module)), (*frame.chain, module)
+            result = enter_function(forward, given, frame, receiver=module, chain=chain, through=callee)
+            if result is not None:
+                return result
+        if has_parameters(module):
+            raise TooComplex(f"{type(module).__name__} has no source that can be read")
+        return frame.after(type(module).__name__, TENSOR, *values)
+
+    def call_in_turn(self, modules: nn.Module, value: Value, frame: Frame) -> Value:
+        """Call the modules in a Sequential one after the other."""
+        for module in modules.children():
+            value = self.call(module, known(module), Arguments([value]), frame)
+        return value
+
+    def _is_leaf(self, module: nn.Module) -> bool:
+        inside = any(has_parameters(child) for child in module.children())
+        return id(module) in self._leaves or is_opaque(module) or (has_parameters(module) and not inside)
+
+
+def read_flow(places: Places, name: str, leaves: Iterable[nn.Module] = ()) -> DataFlow:
+    """Follow data through one call of a module, from its source.
+
+    Args:
+        places: Of the model.
+        name: FQN of the module in it.
+        leaves: Modules that are not looked into.
+    """
+    module = places.modules[name]
+    analysis = Analysis(places)
+    flow = analysis.flow = Flow(set(map(id, leaves)))
+    frame = Frame(analysis, (module,), None, {}, receiver=module)
+    problem, returned = "", Trail()
+    try:
+        if type(module).forward is nn.Sequential.forward:
+            result = flow.call_in_turn(module, TENSOR.replace(trail=from_source("argument", "input")), frame)
+        else:
+            own = vars(module).get("forward")
+            result = start(own or inspect.getattr_static(type(module), "forward"), module, frame)
+        problem = "it has no source" if result is None else ""
+        returned = frozenset() if result is None else trail_of(result)
+    except Exception as error:  # whatever odd code does to the reader
+        problem = f"{type(error).__name__}: {error}"
+    return DataFlow(dict(flow.inputs), returned, dict(flow.sizes_read), flow.in_loss, problem)
+
+
+_SIZED = ("view", "reshape", "unflatten", "expand", "rearrange", "zeros", "ones", "empty", "full", "new_", "rand")
+
+
+def size_attributes(module: nn.Module, values: Collection[int]) -> tuple[list[str], bool]:
+    """The attributes of a module, of one of these values, that its code takes for sizes; and whether it divides by one.
+
+    A size is an argument of `view`, `zeros` and their like, an item of a tuple, or a number that is given a name; the
+    last of several is that of a head, not the number of heads.
+    """
+    held = {name for name, value in vars(module).items() if type(value) is int and value in values}
+    found, last, divides = set[str](), set[str](), False
+    methods = {name: method for kind in reversed(type(module).__mro__) for name, method in vars(kind).items()}
+    for name, method in methods.items() if held else ():
+        plain = underlying(method)[0] if name != "__init__" and callable(method) else None
+        node = find_node(plain) if plain is not None and not (plain.__module__ or "").startswith("torch.") else None
+        for inner in ast.walk(node) if node is not None else ():
+            if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Div | ast.FloorDiv | ast.Mod):
+                divides |= bool(_own_attributes(inner.right) & held)
+                continue
+            is_sizes = isinstance(inner, ast.Call) and _called_name(inner.func).startswith(_SIZED)
+            sizes = inner.args if is_sizes else inner.elts if isinstance(inner, ast.Tuple | ast.List) else []
+            if isinstance(inner, ast.Assign) and isinstance(inner.value, ast.Attribute):
+                found |= _own_attributes(inner.value)
+            if sizes and isinstance(sizes[-1], ast.Attribute):
+                last |= _own_attributes(sizes[-1])
+                sizes = sizes[:-1]
+            found |= set[str]().union(*map(_own_attributes, sizes))
+    return sorted((found - last) & held), divides
+
+
+def _called_name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _own_attributes(node: ast.AST) -> set[str]:
+    """The attributes of `self` in an expression."""
+    inner = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
+    return {each.attr for each in inner if isinstance(each.value, ast.Name) and each.value.id == "self"}

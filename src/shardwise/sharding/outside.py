@@ -1,0 +1,169 @@
+"""Sharded parameters in code outside the model: in a loss, a penalty, an average of weights.
+
+From the end of a forward to the next backward, step or forward, modules show their shards, also those of groups that
+stay unsharded for backward: `parameters()` has one kind of tensor, whose gradient is the one that an optimizer reads.
+torch refuses to compute with a DTensor and a plain tensor, and takes a plain one of one element for the same value on
+every rank, which a loss is not. In this time a DTensor that meets a plain tensor counts as its whole value.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
+
+from shardwise import compat
+from shardwise.models.nested_tensors import change_tensors, find_tensors
+from shardwise.sharding.inventory import full_tensor, local_part
+from shardwise.sharding.parameter_writes import ShardUses, write_back
+
+
+class WholeValue(torch.autograd.Function):
+    """The whole value of a DTensor, for a computation of this rank; its gradient is averaged over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
+        """Gather it."""
+        ctx.like = tensor.detach()
+        return full_tensor(ctx.like)  # pyrefly: ignore[bad-argument-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyrefly: ignore[bad-override]
+        """Average, and lay the mean out like the tensor."""
+        like, mesh = ctx.like, ctx.like.device_mesh
+        parts = DTensor.from_local(gradients[0] / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
+        mean = parts.full_tensor()
+        if any(placement.is_partial() for placement in like.placements):
+            return DTensor.from_local(mean, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return compat.dtensor_like(local_part(mean, like).contiguous(), like)
+
+
+class OutsideTensor(DTensor):
+    """The class of sharded parameters, and of DTensors computed from them, while they are used outside."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func` on DTensors; on whole values where a plain tensor takes part, or torch knows no other way."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "__get__":
+            return _call(func, args, kwargs, args[:1])
+        ShardUses.count += 1
+        tensors = find_tensors((args, kwargs))
+        is_mixed = not all(isinstance(tensor, DTensor) for tensor in tensors)
+        if _is_in_place(name) and isinstance(tensors[0], DTensor):
+            with implicit_replication() if is_mixed else contextlib.nullcontext():  # each rank writes its part
+                return _call(func, args, kwargs, tensors)
+        if not is_mixed or func in _BACKWARDS:
+            try:
+                return _call(func, args, kwargs, tensors)
+            except (RuntimeError, NotImplementedError):
+                if func in _BACKWARDS:
+                    raise
+        return func(*change_tensors(args, _whole), **change_tensors(kwargs, _whole))  # DTensors cannot do this
+
+
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+
+def _is_in_place(name: str) -> bool:
+    is_operator = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
+    return is_operator or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+@contextlib.contextmanager
+def _as_dtensors(tensors: Iterable[Any]) -> Iterator[None]:
+    outside = [tensor for tensor in tensors if type(tensor) is OutsideTensor]
+    _set_class(outside, DTensor)
+    try:
+        yield
+    finally:
+        _set_class(outside if _OPEN else (), OutsideTensor)  # a backward has ended the time
+
+
+def _set_class(tensors: Iterable[Any], kind: type[DTensor]) -> None:
+    for tensor in tensors:
+        tensor.__class__ = kind
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with _as_dtensors([tensor]):
+        return WholeValue.apply(tensor)
+
+
+_COMPUTED: dict[int, weakref.ref[DTensor]] = {}
+"""By identity: what was computed from parameters of the class above."""
+
+
+def _call(func: Any, args: Any, kwargs: Any, tensors: Iterable[Any]) -> Any:
+    """Call on DTensors; what comes of it is used outside too."""
+    with _as_dtensors(tensors), compat.without_torch_functions():
+        result = func(*args, **kwargs)
+    for made in find_tensors(result) if _OPEN else ():
+        if type(made) is DTensor:
+            made.__class__, key = OutsideTensor, id(made)
+            _COMPUTED[key] = weakref.ref(made, lambda _, key=key: _COMPUTED.pop(key, None))
+    return result
+
+
+_OPEN: weakref.WeakSet["OutsideUse"] = weakref.WeakSet()
+
+
+class OutsideUse:
+    """The parameters of one root, between its forward and what follows."""
+
+    def __init__(self, groups: Iterable[Any], others: Iterable[Any]) -> None:
+        """`others`: parameters that are in no group, at any time."""
+        self.groups, self._others = tuple(groups), others
+        self._parameters: list[Any] = []
+        self._uses = 0
+
+    def begin(self) -> None:
+        """Show the shards."""
+        for group in self.groups:
+            if compat.is_unsharded(group):
+                write_back(group)
+                compat.show_shards(group)
+        shards = [parameter for group in self.groups for parameter in compat.sharded_parameters(group)]
+        self._parameters = [parameter for parameter in (*shards, *self._others) if type(parameter) is DTensor]
+        _set_class(self._parameters, OutsideTensor)
+        self._uses = ShardUses.count
+        _OPEN.add(self)
+
+    def begin_again(self) -> None:
+        """Begin after a backward, if another one is still to come."""
+        if any(map(compat.is_unsharded, self.groups)):
+            self.begin()
+
+    def end(self) -> None:
+        """Let torch compute with DTensors again."""
+        _set_class(self._parameters, DTensor)
+        self._parameters = []
+        _OPEN.discard(self)
+        if not _OPEN:
+            living = [tensor for reference in _COMPUTED.values() if (tensor := reference()) is not None]
+            _COMPUTED.clear()
+            _set_class(living, DTensor)
+
+    def reshard_used(self) -> None:
+        """Reshard what stays unsharded for a backward that has not come, if its shards may have been written to."""
+        if ShardUses.count != self._uses:
+            for group in self.groups:
+                if compat.is_unsharded(group):
+                    compat.wait_and_reshard(group)
+
+
+def end_outside_use() -> list[OutsideUse]:
+    """End it for all models; returns those."""
+    ended = list(_OPEN)
+    for use in ended:
+        use.end()
+    return ended
