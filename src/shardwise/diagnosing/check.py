@@ -22,6 +22,7 @@ from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import ShardError
 from shardwise.findings import Finding, Severity
+from shardwise.models.configs import embedding_of
 from shardwise.planning.plan import Plan
 from shardwise.sharding.inventory import fingerprint, local_tensor
 from shardwise.sharding.registry import sharded_state
@@ -297,14 +298,9 @@ def ties(subject: Subject) -> Iterator[Finding]:
 
 def _tied_by_config(model: nn.Module) -> list[tuple[str, str]]:
     """What transformers says about input and output embeddings."""
-    config = getattr(model, "config", None)
-    getters: list[Any] = [getattr(model, f"get_{end}_embeddings", None) for end in ("input", "output")]
-    if not getattr(config, "tie_word_embeddings", False) or not all(getters):
+    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         return []
-    try:
-        ends = [get() for get in getters]
-    except (NotImplementedError, AttributeError):
-        return []
+    ends = [embedding_of(model, end) for end in ("input", "output")]
     names = {id(module): name for name, module in model.named_modules()}
     found = [f"{names[id(end)]}.weight" for end in ends if id(end) in names and hasattr(end, "weight")]
     return [(found[0], found[1])] if len(found) == 2 else []

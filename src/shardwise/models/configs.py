@@ -68,6 +68,14 @@ def max_length(model: nn.Module) -> int | None:
     return config_size(model, "max_sequence_length", "max_position_embeddings", "n_positions")
 
 
+def embedding_of(model: nn.Module, end: str) -> Any:
+    """What a transformers model calls its `input` or `output` embedding; None: it has none, or cannot tell."""
+    try:
+        return getattr(model, f"get_{end}_embeddings", lambda: None)()
+    except (NotImplementedError, AttributeError):
+        return None
+
+
 def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int = 2, sequence_length: int = 16) -> Any:
     """Random tokens or pixels for `model`, as keyword arguments, or a tensor where it takes `tokens`.
 
