@@ -148,6 +148,14 @@ TOLD = {
         "    model.load_state_dict(torch.load(f'{rank}.pt'))\n",
         "hold ShardedTensors",
     ),
+    "pretrained": (
+        "model = FSDP(build())\nmodel.save_pretrained(path)\n",
+        "save_pretrained() of a sharded model takes",
+    ),
+    "saved_elsewhere": (
+        "import checkpoints\n\nmodel = FSDP(build())\ncheckpoints.save_model(model, path)\n",
+        "save_model is of a file not given",
+    ),
     "compiled": (
         "model = FSDP(torch.compile(build()))\nstate = model.state_dict()\n",
         "no longer begin with _orig_mod.",
@@ -168,6 +176,19 @@ def test_a_sharded_state_that_is_filled_first_is_no_file_of_fsdp1():
         "    model.load", "    state = {'model': model.state_dict()}\n    dcp.load(state)\n    model.load"
     )
     assert not [one for one in migrate(body)[1] if said in one.message]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "with FSDP.summon_full_params(model):\n    model.save_pretrained(path)\n",
+        "model.save_pretrained(path, state_dict=state)\n",
+        "save_config(model.config)\n",
+    ],
+)
+def test_saves_of_whole_tensors_are_not_told(call: str):
+    _, findings = migrate("from library import save_config\n\nmodel = FSDP(build())\n" + call)
+    assert not {one.code for one in findings} & {"SW111", "SW132"}
 
 
 def test_parts_that_run_while_parameters_are_summoned_gather_by_themselves():

@@ -24,6 +24,7 @@ _SURE = {
 INTERNAL = {*_SURE, "_handle", "_handles", "_fsdp_wrapped_module", "_is_root", "_has_params", "_unshard_params"}
 _ATTRIBUTES = {"process_group", "sharding_strategy", "compute_device", "training_state", "check_is_root", "_lazy_init"}
 _ATTRIBUTES |= {"mixed_precision", "cpu_offload", "backward_prefetch", "limit_all_gathers"}
+_SAVES = re.compile(r"save|checkpoint|ckpt|state_dict|resume")
 _HOOKS = {"register_comm_hook", "register_params_comm_hook", "set_comm_hook"}
 _OF_MODELS = (
     (
@@ -134,11 +135,18 @@ def report_handed_out(draft: FileDraft) -> None:
             message = f"{name} is not known here; it is given a sharded model, or a function that makes one"
             fix = "let it take state dicts with get_model_state_dict and StateDictOptions(full_state_dict=True)"
             draft.reported("SW132", call, message, fix)
-        if call in draft.taken or "fsdp" not in name.lower() or draft.holds(call.func):
+        is_fsdps = "fsdp" in name.lower()
+        if call in draft.taken or not (is_fsdps or _SAVES.search(name)) or draft.holds(call.func):
             continue
         models = [one for one in given_to(call) if isinstance(one, ast.Name | ast.Attribute)]
         raw = context.origins(call.func, raw=True)
         is_torchs = any(one.startswith(("torch.", "shardwise.")) for one in raw)
+        if not is_fsdps:
+            if not is_torchs and any(_is_foreign(draft, one) for one in raw) and any(map(draft.holds, models)):
+                message = f"{name} is of a file not given: it would find shards in the state dict of the sharded model"
+                fix = "see whether it takes FSDP2's models; or give it a state dict of get_model_state_dict"
+                draft.reported("SW132", call, message, fix)
+            continue
         if is_torchs or not any(draft.holds(one) is Holds.ALWAYS for one in models):
             continue
         found = draft.program.function(context, call.func)

@@ -283,6 +283,7 @@ def rewrite_state_dicts(draft: FileDraft) -> None:
             draft.undecided(OPTIMIZER_CODE, call, message, _READ_FIX)
     drop_dead_configs(draft)
     _report_optimizer_states(draft)
+    _report_saves(draft)
 
 
 def _rewrite_setting(draft: FileDraft, call: ast.Call, handled: set[ast.AST], name: str) -> None:
@@ -347,6 +348,23 @@ def _is_for_nothing(draft: FileDraft, call: ast.Call, block: ast.With) -> bool:
     is_own = any(draft.program.function(context, one) or draft.source(one).startswith("self.") for one in others)
     is_optimizers = all(_IS_OPTIMIZER.search(draft.source(one.func.value)) for one in states)  # pyrefly: ignore
     return bool(states) and is_optimizers and not is_own
+
+
+def _report_saves(draft: FileDraft) -> None:
+    """Say of each `model.save_pretrained(path)` that it would save shards."""
+    for call, func in draft.method_calls("save_pretrained"):
+        is_given = any(one.arg in ("state_dict", None) for one in call.keywords)
+        holds = draft.holds(func.value)
+        blocks = [one for one in draft.context.ancestors(call) if isinstance(one, ast.With)]
+        is_whole = any("full_params" in draft.source(item.context_expr) for one in blocks for item in one.items)
+        if not holds or is_given or is_whole or rules_out(draft.context, call):
+            continue
+        report = draft.undecided if holds is Holds.ALWAYS else draft.reported
+        message = (
+            "save_pretrained() of a sharded model takes its state dict, which holds shards; FSDP1's held whole tensors"
+        )
+        fix = "on every rank: state_dict=get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+        report(PLAIN_CODE, call, message, fix)
 
 
 def _report_optimizer_states(draft: FileDraft) -> None:
