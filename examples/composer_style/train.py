@@ -11,7 +11,6 @@ Composer's other degrees are carried out too: `tensor_parallel.yaml` divides mat
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from yaml import safe_load
 
 import shardwise as sw
 from shardwise.distributed.mesh import data_parallel_rank
-from shardwise.models.moe import SHAPES, Moe
+from shardwise.models.load import load_model
 from shardwise.models.transformer import Block, Transformer, TransformerConfig
 from shardwise.sharding.registry import sharded_state
 
@@ -49,7 +48,7 @@ class TiedModel(Transformer):
 def build(name: str) -> nn.Module:
     """The model of that name in a run file."""
     if name == "moe":
-        return Moe(replace(SHAPES["moe-debug"], vocab_size=VOCAB_SIZE))
+        return load_model("moe-debug", device="cpu", options={"vocab_size": VOCAB_SIZE})
     return TiedModel(TransformerConfig(vocab_size=VOCAB_SIZE, width=64, num_layers=4, num_heads=4))
 
 
