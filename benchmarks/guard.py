@@ -5,10 +5,12 @@ python -m benchmarks.guard --device cuda --fake 8      rank 0 of 8 on one GPU: e
 
 Both steps are of one model, whose guard is opened and closed in between: two models differ by where their memory lies.
 A step is noisier than what the guard adds, so that is also measured alone: the step's events replayed through the
-guard's wrappers, around collectives that do nothing.
+guard's wrappers, around collectives that do nothing. `shard` compares the order of collectives likewise: of a step
+of 200 ms it takes these events, and the exchange of the step's digest over the store as if each rank were a machine.
 """
 
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +23,14 @@ from benchmarks.measuring import Timed, median, median_interval, slowest, time_p
 from benchmarks.processes import join, on_ranks
 from benchmarks.reporting import Result, parse, report
 from benchmarks.trainers import Trainer, build
+from shardwise import compat
 from shardwise.diagnosing.guard import Guard, guard
+from shardwise.distributed.collective_trace import StepAgreement
 from shardwise.sharding.apply import shard
 
 GOAL = 1.01
+STEP_S = 0.2
+_NUM_EXCHANGES = 200
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class Measured:
     """Of one step."""
     added_s: float
     """Seconds a step on the training thread, by replaying its events."""
+    exchange_s: float
+    """Seconds a step in which machines compare what led to it; 0 without other ranks."""
 
 
 class Switch:
@@ -94,8 +102,20 @@ def measure(setup: Setup) -> Measured:
         prepare=(switch.off, lambda: (switch.off(), switch.on())),
     )
     switch.off()
+    exchange_s = 0.0 if setup.fake else _exchange_s()
     dist.destroy_process_group()
-    return Measured(times, len(events), replay(events, setup.num_ranks, setup.device))
+    return Measured(times, len(events), replay(events, setup.num_ranks, setup.device), exchange_s)
+
+
+def _exchange_s() -> float:
+    agreement = StepAgreement(compat.store_connector("benchmark")(), dist.get_rank(), dist.get_world_size())
+    times = []
+    for step in range(_NUM_EXCHANGES):
+        dist.barrier()
+        start = time.perf_counter()
+        assert agreement.is_shared(f"digest {step}", lambda: None)
+        times.append(time.perf_counter() - start)
+    return median(times)
 
 
 def main() -> int:
@@ -106,7 +126,11 @@ def main() -> int:
     setup = Setup(size, options.device, num_ranks, fake, pairs, steps)
     by_rank = on_ranks("benchmarks.guard:measure", num_ranks, setup, fake=fake)
     name = f"guard/llama/{setup.device}/{num_ranks} ranks" + (" (fake)" if fake else "")
-    report("guard", [_whole(name, by_rank, steps), _alone(name, by_rank, steps)], save=options.save)
+    report(
+        "guard",
+        [_whole(name, by_rank, steps), _alone(name, by_rank, steps), _of_a_step(name, by_rank)],
+        save=options.save,
+    )
     return int(by_rank[0].num_events == 0)
 
 
@@ -141,6 +165,25 @@ def _alone(name: str, by_rank: list[Measured], steps: int) -> Result:
         goal=f"<= {GOAL}",
         met=1 + added_s / step_s <= GOAL,
         details={"added_us_a_step": round(added_s * 1e6, 1), "us_per_event": round(added_s / num_events * 1e6, 2)},
+    )
+
+
+def _of_a_step(name: str, by_rank: list[Measured]) -> Result:
+    added_s, exchange_s = (max(getattr(m, part) for m in by_rank) for part in ("added_s", "exchange_s"))
+    ratio = 1 + (added_s + exchange_s) / STEP_S
+    return Result(
+        case=f"{name}: the order check and its exchange in a step of {STEP_S * 1e3:.0f} ms",
+        value=(added_s + exchange_s + STEP_S) * 1e3,
+        unit="ms",
+        baseline=STEP_S * 1e3,
+        ratio=ratio,
+        goal=f"<= {GOAL}",
+        met=ratio <= GOAL,
+        details={
+            "events_a_step": by_rank[0].num_events,
+            "us_per_event": round(added_s / max(by_rank[0].num_events, 1) * 1e6, 2),
+            "exchange_us": round(exchange_s * 1e6, 1),
+        },
     )
 
 

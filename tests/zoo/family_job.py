@@ -7,12 +7,12 @@ import pytest
 
 from tests.ranks import ranks
 from tests.zoo.checking import mesh_of
-from tests.zoo.families import outcome_of
+from tests.zoo.families import Found, outcome_of
 
 
 @ranks(2, timeout_s=240.0)
 @pytest.mark.filterwarnings("ignore")
-def check_family(rank: int, family: str, answer: Path) -> None:
-    row = outcome_of(family, None, mesh_of(2))
+def check_family(rank: int, family: str, found: Found | None, answer: Path) -> None:
+    row = outcome_of(family, found, mesh_of(2))
     if rank == 0:
         answer.write_text(json.dumps(row))

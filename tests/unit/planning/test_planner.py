@@ -190,3 +190,12 @@ def test_what_cannot_be_sharded_is_refused_with_its_name():
         plan(sparse, mesh=TWO_RANKS)
     sparse[0].requires_grad_(False)
     assert plan(sparse, mesh=TWO_RANKS).groups
+
+
+def test_a_model_that_cannot_tell_its_embeddings_is_planned():
+    class Vision(Stack):
+        def get_input_embeddings(self) -> nn.Module:  # as AIMv2 and PatchTST of transformers
+            raise NotImplementedError
+
+    blocks = nn.ModuleList([Block() for _ in range(2)])
+    assert plan(Vision(blocks), mesh=TWO_RANKS).groups
