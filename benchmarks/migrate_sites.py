@@ -1,10 +1,10 @@
 """Draw FSDP1 constructor calls of public repositories, to read what `shardwise migrate` makes of each.
 
-python -m benchmarks.migrate_sites FOLDER
+python -m benchmarks.migrate_sites FOLDER [SET]
 
-FOLDER holds a checkout of each repository below, named owner+name. The list and the seed were committed before any of
-the code was read. At most two calls are drawn of each repository, so that large ones do not crowd out the rest; tests
-are left out.
+FOLDER holds a checkout of each repository of a set, named owner+name. Lists and seeds were committed before any of the
+code was read. At most two calls are drawn of each repository, so that large ones do not crowd out the rest; tests are
+left out.
 """
 
 import ast
@@ -12,7 +12,7 @@ import random
 import sys
 from pathlib import Path
 
-SEED, COUNT, PER_REPOSITORY = 20261117, 40, 2
+PER_REPOSITORY = 2
 REPOSITORIES = [
     "AllenInstitute/distributed-vae",
     "Alpha-VLLM/Lumina-T2X",
@@ -64,6 +64,92 @@ REPOSITORIES = [
     "xdit-project/xDiT",
     "yangdongchao/ALMTokenizer2",
 ]
+OTHERS = [
+    "4DVLab/UniAfford",
+    "7eraflops/Music-Source-Separation-Training",
+    "BolUCSF/Diffusion_Modality",
+    "Brain2nd/NeuronSpark-V1",
+    "CJL196/small-gpt",
+    "ChenYuHengSJTU/stylegan2-pytorch",
+    "InterUniverse/deepseek-fine-tuning",
+    "IslinaS/TKGQA",
+    "LinB203/FSDP-Training",
+    "Luciennnnnnn/LiteRAWFormer",
+    "MercuryCod/FuncGrasp",
+    "MostHumble/PatientTrajectoryForecasting",
+    "NetX-lab/DSV",
+    "Technolog796/RuSigLIP",
+    "aliang8/reward_fm",
+    "carlosbrian459/KnapFormer",
+    "damcuong8/translate_vi_en_bidir",
+    "facebookresearch/capi",
+    "fengq1a0/TrainingFramework",
+    "fpcsong/mha2gqa",
+    "gabrielolympie/moe-pruner",
+    "hectopascal/tinyvlm-implementation",
+    "jameelhassan/parallel-ViT",
+    "kaistAI/Effects-of-Context-in-Instruction-Tuning",
+    "lizixi-0x2F/T2ITrainer",
+    "lora-x/cs229s-nanoGPT",
+    "magicsquares137/luvai",
+    "marawangamal/TJDNet",
+    "mdy666/mdy_triton",
+    "nauyan/PyTorch-Distributed-Tutorials",
+    "roman0810/sound2image",
+    "tlebryk/nerre-llama",
+    "ucasmjc/animetalker",
+    "xingyaoww/verl",
+    "y-akbal/SdP-Net",
+    "zhangNopainsNogains/GuardSpace",
+]
+THIRD = [
+    "AndreRab/Large-Scale-computing-Distributed-LLM-Training",
+    "ArangurenAndres/olmo_custom",
+    "Artem-Kosaretskii/nlp",
+    "Ashx098/fsdp",
+    "HamidShojanazeri/LLM_fine_tuning",
+    "Jack31098/llm_training_demo",
+    "JoeyOL/FSDP-Communication-Optimization",
+    "MaxLEAF3824/kg_llm",
+    "MaximeSongIdris/MegaVIT_bench_system",
+    "Naman-Bhrgv/MultiGPU_Training_Examples",
+    "Nicolas-BZRD/llm-recipes",
+    "PranavShashidhara/distributed-llm-stack",
+    "Sumeet2807/LLMs",
+    "Superone77/Efficient_GPT2",
+    "aagneye/GPT-mini",
+    "ahxt/mini-llm-pretraining",
+    "aidando73/hello-distributed-data-parallel",
+    "aleksandrk0/mini-llm-distributed",
+    "arunmadhusud/nanoGPT-distributed",
+    "aviinashh77/nemotron-finetune",
+    "banyan-god/llama2.c",
+    "chats-bug/ddp",
+    "derinworks/penr-oz-neural-network-v4-torch-fsdp",
+    "eashanadhikarla/U-EGformer",
+    "himudigonda/Parallel-Computing-Pytorch",
+    "ibrahimssd/distributed-training-best-practices",
+    "jmoral1943/distributed-transformer",
+    "keanshi-nlp/BD_Assignment",
+    "marcofariasmx/nested_learning",
+    "marcoscannabrava/image_classifier",
+    "moonbucks/parallelism_practices",
+    "prsridha/fsdp_test",
+    "ruii-wu/cs5242a7",
+    "shivangraval50/distributed-training-lab",
+    "tang0389/himuon",
+    "tanny1412/distributed-llm-training",
+    "tibffc/distributed-training",
+    "unconst/boltzmann",
+    "vodaiphuoc/face_training_only",
+    "wdlctc/lc",
+]
+SETS = {
+    "first": (REPOSITORIES, 20261117, 40),
+    "second": (OTHERS, 20261118, 20),
+    "third": (THIRD, 20261119, 26),
+}
+"""Repositories, seed and number of calls."""
 CLASS = "FullyShardedDataParallel"
 
 
@@ -93,17 +179,17 @@ def sites(repository: Path) -> list[tuple[str, int]]:
     return found
 
 
-def draw(folder: Path) -> list[tuple[str, str, int]]:
+def draw(folder: Path, repositories: list[str], seed: int, count: int) -> list[tuple[str, str, int]]:
     """The calls to read: repository, file, line."""
-    rng = random.Random(SEED)
+    rng = random.Random(seed)
     pool = []
-    for name in REPOSITORIES:
+    for name in repositories:
         found = sites(folder / name.replace("/", "+"))
         chosen = rng.sample(found, min(PER_REPOSITORY, len(found)))
         pool += [(name, path, line) for path, line in sorted(chosen)]
-    return sorted(rng.sample(pool, min(COUNT, len(pool))))
+    return sorted(rng.sample(pool, min(count, len(pool))))
 
 
 if __name__ == "__main__":
-    for name, path, line in draw(Path(sys.argv[1])):
+    for name, path, line in draw(Path(sys.argv[1]), *SETS[sys.argv[2] if len(sys.argv) > 2 else "first"]):
         print(f"{name} {path}:{line}")

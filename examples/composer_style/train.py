@@ -4,9 +4,14 @@
 setting is carried out, explained in the plan as no longer needed, or refused with what to write instead. Embedding
 and head are tied and both asked to be groups: the group around them holds the shared matrix.
 
+Composer's other degrees are carried out too: `tensor_parallel.yaml` divides matrices over two ranks,
+`expert_parallel.yaml` the experts of a mixture. Name the file after the command:
+
     torchrun --nproc-per-node 2 examples/composer_style/train.py
 """
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from yaml import safe_load
 
 import shardwise as sw
+from shardwise.distributed.mesh import data_parallel_rank
+from shardwise.models.moe import SHAPES, Moe
 from shardwise.models.transformer import Block, Transformer, TransformerConfig
 from shardwise.sharding.registry import sharded_state
 
-RUN_FILE = Path(__file__).with_name("run.yaml")
+VOCAB_SIZE = 64
 
 
 class TiedModel(Transformer):
@@ -37,30 +45,39 @@ class TiedModel(Transformer):
         """Composer asks it too, where `activation_checkpointing` is on."""
         return isinstance(module, Block)
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Of naming each token's successor in the alphabet."""
-        successors = (tokens + 1) % self.config.vocab_size
-        return cross_entropy(self(tokens).float().flatten(0, 1), successors.flatten())
+
+def build(name: str) -> nn.Module:
+    """The model of that name in a run file."""
+    if name == "moe":
+        return Moe(replace(SHAPES["moe-debug"], vocab_size=VOCAB_SIZE))
+    return TiedModel(TransformerConfig(vocab_size=VOCAB_SIZE, width=64, num_layers=4, num_heads=4))
 
 
-def main(num_steps: int = 20) -> list[float]:
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Of naming each token's successor in the alphabet."""
+    return cross_entropy(model(tokens).float().flatten(0, 1), ((tokens + 1) % VOCAB_SIZE).flatten())
+
+
+def main(num_steps: int = 20, file_name: str = "run.yaml") -> list[float]:
     """Train; return the losses of this rank."""
+    run_file = Path(__file__).with_name(file_name)
     sw.init_distributed()
     torch.manual_seed(dist.get_rank())  # sync_module_states sends rank 0's weights to the others
-    model = TiedModel(TransformerConfig(vocab_size=64, width=64, num_layers=4, num_heads=4))
+    model = build(safe_load(run_file.read_text())["model"]["name"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    sw.prepare_fully_shard(model, optimizer, RUN_FILE)
+    sw.prepare_fully_shard(model, optimizer, run_file)
     state = sharded_state(model)
-    if dist.get_rank() == 0 and state is not None:
+    assert state is not None
+    if dist.get_rank() == 0:
         print(state.plan)
 
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(data_parallel_rank(state.mesh))  # the same within a tensor group
     device = next(model.parameters()).device
     losses: list[float] = []
     for step in range(num_steps):
-        tokens = torch.randint(0, 64, (8, 32), generator=generator).to(device)
-        loss = model.loss(tokens)
+        tokens = torch.randint(0, VOCAB_SIZE, (8, 32), generator=generator).to(device)
+        loss = loss_of(model, tokens)
         loss.backward()
         sw.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
@@ -73,4 +90,4 @@ def main(num_steps: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    main(20, *sys.argv[1:])

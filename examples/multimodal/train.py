@@ -4,7 +4,8 @@
 - Language layers choose between methods inside `forward`, and the methods are registered as entry points as
   well: parameters are gathered once all the same.
 - The autoencoder is frozen and reached through `encode` and `decode` only.
-- Two rows of a batch may take different branches (text or image tokens): every rank still communicates alike.
+- In each step a rank has texts, pictures, or both. `guard(model, repair=...)` names what ranks may skip: it is gathered
+  and reduced on all of them, with zeros from those that skip it.
 
     torchrun --nproc-per-node 2 examples/multimodal/train.py
 """
@@ -84,20 +85,31 @@ class Unified(nn.Module):
         self.autoencoder = Autoencoder().requires_grad_(False)
         self.from_latents, self.to_latents = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
 
-    def forward(self, text: Tensor, images: Tensor) -> Tensor:
-        """Loss of repeating the text and of rebuilding the image's latents."""
-        with torch.no_grad():
-            latents = self.autoencoder.encode(images)
-        patches = images.unfold(2, 4, 4).unfold(3, 4, 4).flatten(2, 3).transpose(1, 2).flatten(2)
-        seen = self.connector(self.vision(patches))
-        hidden = self.run_layers([self.embedding(text), seen], self.from_latents(latents))
-        words = cross_entropy(self.head(hidden[:, : text.shape[1]]).flatten(0, 1), text.flatten())
-        return words + mse_loss(self.to_latents(hidden[:, -NUM_LATENTS:]), latents)
+    def forward(self, text: Tensor | None, images: Tensor | None) -> Tensor:
+        """Loss of repeating the text, of rebuilding the images' latents, or of both."""
+        understood: list[Tensor] = []
+        latents = generated = None
+        if text is not None:
+            understood.append(self.embedding(text))
+        if images is not None:
+            with torch.no_grad():
+                latents = self.autoencoder.encode(images)
+            patches = images.unfold(2, 4, 4).unfold(3, 4, 4).flatten(2, 3).transpose(1, 2).flatten(2)
+            understood.append(self.connector(self.vision(patches)))
+            generated = self.from_latents(latents)
+        hidden = self.run_layers(understood, generated)
+        losses = []
+        if text is not None:
+            losses.append(cross_entropy(self.head(hidden[:, : text.shape[1]]).flatten(0, 1), text.flatten()))
+        if latents is not None:
+            losses.append(mse_loss(self.to_latents(hidden[:, -NUM_LATENTS:]), latents))
+        return torch.stack(losses).sum()
 
-    def run_layers(self, understood: list[Tensor], generated: Tensor) -> Tensor:
-        x = torch.cat([*understood, generated], 1)
+    def run_layers(self, understood: list[Tensor], generated: Tensor | None) -> Tensor:
+        x = torch.cat(understood if generated is None else [*understood, generated], 1)
         is_image = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-        is_image[:, -generated.shape[1] :] = True
+        if generated is not None:
+            is_image[:, -generated.shape[1] :] = True
         for layer in self.layers:
             x = layer(x, is_image)
         return x
@@ -113,6 +125,16 @@ class Unified(nn.Module):
 CONFIG = sw.ShardConfig(entry_points=tuple(f"layers.{index}:forward_train" for index in range(NUM_LAYERS)))
 
 
+KINDS = (("text",), ("images",), ("text", "images"))
+
+
+def make_batch(generator: torch.Generator, kinds: tuple[str, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """Texts and pictures, of which a rank may have one kind only."""
+    text = torch.randint(0, VOCABULARY, (4, 6), generator=generator)
+    images = torch.randn(4, 3, 8, 8, generator=generator)
+    return text if "text" in kinds else None, images if "images" in kinds else None
+
+
 def main(num_steps: int = 20) -> list[float]:
     """Train; return the losses of this rank."""
     mesh = sw.init_distributed()
@@ -120,6 +142,7 @@ def main(num_steps: int = 20) -> list[float]:
     model = Unified()
     plan = sw.plan(model, CONFIG, mesh=mesh)
     sw.shard(model, mesh=mesh, plan=plan)
+    sw.guard(model, repair=["vision"])
     if dist.get_rank() == 0:
         print(plan)
 
@@ -127,8 +150,8 @@ def main(num_steps: int = 20) -> list[float]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses: list[float] = []
     for step in range(num_steps):
-        text = torch.randint(0, VOCABULARY, (4, 6), generator=generator).to(mesh.device_type)
-        images = torch.randn(4, 3, 8, 8, generator=generator).to(mesh.device_type)
+        kinds = KINDS[(step + dist.get_rank()) % len(KINDS)]  # others on each rank
+        text, images = sw.cast_inputs(make_batch(generator, kinds), device=mesh.device_type)
         loss = model(text, images)
         loss.backward()
         sw.clip_grad_norm_(model.parameters(), max_norm=1.0)
@@ -136,11 +159,12 @@ def main(num_steps: int = 20) -> list[float]:
         optimizer.zero_grad()
         if step % 10 == 9:  # look at a sample in the middle of training
             model.eval()
-            assert model.generate_image(text).shape == images.shape
+            words = torch.arange(6, device=mesh.device_type).expand(4, -1)
+            assert model.generate_image(words).shape == (4, 3, 8, 8)
             model.train()
         losses.append(loss.item())
         if dist.get_rank() == 0:
-            print(f"step {step:2} loss {losses[-1]:.4f}")
+            print(f"step {step:2} loss {losses[-1]:.4f} ({' and '.join(kinds)})")
     dist.destroy_process_group()
     return losses
 

@@ -14,6 +14,7 @@ import yaml
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import shardwise as sw
 from shardwise.sharding.blocks import CheckpointedForward, replacements
@@ -304,6 +305,22 @@ def test_a_run_file_without_fsdp_settings_gives_the_defaults(rank: int) -> None:
         assert reasons_of(plan, "config")[0].startswith("config: settings of the defaults")
     _, plan = prepared(ParallelismConfig(tp=TPConfig(tensor_parallel_degree=1)))
     assert reasons_of(plan, "tp") == ["tp: tensor_parallel_degree is 1: nothing to do"]
+
+
+@pytest.mark.parametrize("form", ["degree", "objects"])
+@ranks(2)
+def test_tensor_parallelism_is_built_from_the_degree(rank: int, form: str) -> None:
+    alone, model = tiny(), tiny()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (alone, model)]
+    fsdp = FSDPConfig(mixed_precision="FULL", backward_prefetch="BACKWARD_PRE")
+    styles = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    config: Any = ParallelismConfig(fsdp=fsdp, tp=TPConfig(tensor_parallel_degree=2, layer_plan=styles))
+    config = {"tensor_parallel_degree": 2} if form == "degree" else config
+    sw.prepare_fully_shard(model, optimizers[1], config)
+    assert dict(plan_of(model).axes)["tensor"] == 2
+    weight = next(each for each in plan_of(model).parameters if each.fqn == "blocks.0.down.weight")
+    assert weight.splits == (("tensor", 1, 2),)
+    assert_same(trained(model, optimizers[1], [0]), trained(alone, optimizers[0], [0]), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from shardwise.config.schema import ContextConfig, MeshConfig, ShardConfig
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, make_mesh
 from shardwise.errors import ConfigError, ShardError
 from shardwise.sharding.context_attention import split_sequences
+from shardwise.training.generating import generate
 from shardwise.training.step import accumulate, clip_grad_norm_, mean_over_ranks, token_mean
 from tests.decoders import VOCAB, build, make_batch, num_tokens, summed_loss, train_alone
 from tests.ranks import ranks
@@ -181,3 +182,26 @@ def test_what_would_be_silently_wrong_is_refused_on_all_ranks(rank: int):
     model(**part)
     with pytest.raises(ShardError, match="without the model around it"):
         model.blocks[0](torch.zeros(2, 8, 16))  # pyrefly: ignore
+
+
+@ranks(2)
+def test_tools_on_parts_of_sequences(rank: int):
+    """generate, EMA, full_params, check and guard, on whole sequences and on parts."""
+    mesh = make_mesh(MeshConfig(shard=1, context=2, device="cpu"))
+    alone, model = build("tied"), sw.shard(build("tied"), mesh=mesh)
+    prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert torch.equal(generate(model, prompt, 4, seed=3), generate(alone, prompt, 4, seed=3))
+    optimizer, ema = torch.optim.AdamW(model.parameters(), lr=0.1), sw.EMA(model, 0.5)
+    before = {name: tensor.clone() for name, tensor in sw.iter_full_tensors(model)}
+    part = split_sequences(make_batch(0, 4), mesh=mesh)
+    with sw.guard(model):
+        token_mean(summed_loss(model, part), num_tokens(part), mesh=mesh).backward()
+        optimizer.step()
+    assert not sw.check(model, optimizer)
+    ema.update()
+    after = {name: tensor.clone() for name, tensor in sw.iter_full_tensors(model)}
+    with ema.swap():
+        for name, tensor in sw.iter_full_tensors(model):
+            torch.testing.assert_close(tensor, (before[name] + after[name]) / 2)
+    with sw.full_params(model):
+        assert all(torch.equal(parameter, after[name]) for name, parameter in model.named_parameters())

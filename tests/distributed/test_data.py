@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.training.data import Loader, open_evaluation
 from shardwise.training.step import lockstep
 from tests.ranks import ranks
-from tests.unit.training.data_files import numbered, open_some, samples_in, write_lines
+from tests.unit.training.data_files import numbered, open_some, samples_in
 
 
 def all_ranks(value: object) -> list:
@@ -27,12 +27,6 @@ def all_ranks(value: object) -> list:
 @pytest.fixture
 def many(tmp_path: Path) -> DataConfig:
     return numbered(tmp_path, 96, workers=2)
-
-
-@pytest.fixture
-def lines(tmp_path: Path) -> DataConfig:
-    source = write_lines(tmp_path / "a.jsonl", [{"text": "aaaa"}] * 8)
-    return DataConfig(source=source, pack=False, shuffle=False)
 
 
 @ranks(4)
@@ -78,20 +72,18 @@ def next_together(loader: Loader) -> None:
     raise_together(error)
 
 
+def items_of_which_one_is_short(config: DataConfig) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": torch.ones(3 if number == 6 else 4, dtype=torch.long)} for number in range(8)]
+
+
 @ranks(2)
-def test_an_unreadable_line_on_one_rank_stops_all_of_them(rank: int, lines: DataConfig):
-    path = Path(str(lines.source))
-    with open_some(lines, batch_size=4, rank=rank, num_ranks=2) as loader:
-        dist.barrier()
-        if rank == 0:
-            content = bytearray(path.read_bytes())
-            content[17 * 6] = ord("x")  # line 7: of the second batch, and there of the second rank
-            with path.open("r+b") as file:
-                file.write(content)
-        dist.barrier()
+def test_an_unfit_item_on_one_rank_stops_all_of_them(rank: int):
+    source = f"{__name__}:{items_of_which_one_is_short.__name__}"
+    config = DataConfig(source=source, shuffle=False)
+    with open_some(config, batch_size=4, rank=rank, num_ranks=2) as loader:
         next_together(loader)
-        with pytest.raises(ConfigError, match=r"a\.jsonl:7: not JSON") as failure:
-            next_together(loader)
+        with pytest.raises(ConfigError, match="cannot be put together") as failure:
+            next_together(loader)  # the short item is the second rank's
         assert failure.value.what.startswith("rank 1: ") == (rank == 0)
         assert loader.state_dict()["samples"] == (8 if rank == 0 else 4)
 

@@ -1,8 +1,12 @@
 """Functions that the codemod copies into programs, on ranks."""
 
+import copy
+
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from shardwise.fsdp1 import emitted_helpers
 from tests.ranks import ranks
@@ -19,3 +23,31 @@ def test_state_of_a_part_without_a_unit_of_its_own_is_whole(rank: int):
     assert all(torch.equal(state[name], whole[name]) for name in whole)
     emitted_helpers._load_whole_state(model[1], {name: value + 1 for name, value in whole.items()})
     assert all(torch.equal(emitted_helpers._whole_state(model[1])[name], whole[name] + 1) for name in whole)
+
+
+@ranks(2)
+def test_each_group_that_shards_a_model_has_a_first_rank(rank: int):
+    torch.manual_seed(0)
+    for sizes, is_first in (((2,), rank == 0), ((2, 1), True)):
+        model = nn.Linear(4, 6)
+        whole = {name: value.clone() for name, value in model.state_dict().items()}
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        state = emitted_helpers._on_first_rank(fully_shard(model, mesh=mesh), offload=True)
+        assert state.keys() == (whole.keys() if is_first else set())
+        assert all(torch.equal(state[name], whole[name]) for name in state)
+
+
+@ranks(2)
+def test_gradients_of_sharded_and_whole_parameters_are_clipped_together(rank: int):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    alone = copy.deepcopy(model)
+    batch = torch.randn(3, 4)
+    for one in (alone, fully_shard(model, ignored_params=set(model[1].parameters()))):
+        one(batch).pow(2).sum().backward()
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+    norm = emitted_helpers._clip_grad_norm(model.parameters(), 0.5)
+    torch.testing.assert_close(norm, expected)
+    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        gradient = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
+        torch.testing.assert_close(gradient, wanted.grad)

@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.config.schema import ExpertConfig, PipelineConfig
 from shardwise.distributed.mesh import make_mesh
 from shardwise.models import moe
+from shardwise.training.generating import generate
 from tests.distributed import test_context_parallel as contexts
 from tests.distributed import test_pipeline as stages
 from tests.ranks import ranks
@@ -239,7 +240,8 @@ def test_checkpoints_move_between_meshes_and_to_files(rank: int, tmp_path: Path)
     sw.save_weights(model, tmp_path / "weights")
     train_step(model, optimizer, rank, 1)
     expected = full_parameters(model)
-    for other in (mesh, sw.MeshConfig(shard=4), sw.MeshConfig(expert=4), sw.MeshConfig(replicate=2, expert=2)):
+    hybrid = sw.MeshConfig(replicate=2, shard=2)
+    for other in (mesh, hybrid, sw.MeshConfig(shard=4), sw.MeshConfig(expert=4), sw.MeshConfig(replicate=2, expert=2)):
         model = sw.shard(reference(), mesh=make_mesh(other))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with sw.Checkpointer(tmp_path / "checkpoints") as checkpointer:
@@ -271,6 +273,10 @@ def test_averages_full_parameters_checks_and_guard(rank: int):
             parameter.mul_(2)
     assert all(torch.equal(tensor, 2 * after[name]) for name, tensor in full_parameters(model).items())
     assert not sw.check(model, optimizer)
+    alone = build("moe")
+    alone.load_state_dict(full_parameters(model), strict=False)
+    prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert torch.equal(generate(model, prompt, 4, temperature=0), generate(alone, prompt, 4, temperature=0))
 
 
 @pytest.mark.parametrize("name", ["moe", "hf_mixtral"])

@@ -53,7 +53,6 @@ def test_each_problem_is_one_error_with_its_setting_and_a_fix(rank: int, tmp_pat
         ({"shard": {"precision": PrecisionConfig(param_dtype="float16")}}, "compute in float16", "bfloat16", 2),
         ({"weights": str(tmp_path / "no")}, "there are no weights at", "weights = none", 2),
         ({"mesh": {"shard": 4}}, "a 1 x 4 mesh needs 4 ranks, got 2", "start 4 ranks", 2),
-        ({"mesh": {"tensor": 2}}, "the mesh axis 'tensor' has 2 ranks", "mesh.tensor = 1", 2),
         ({"mesh": {"shard": 1}}, "a 1 x 1 mesh needs 1 ranks, got 2", "mesh.shard = 2", 2),
     ]
     for changes, what, fix, status in wrong:

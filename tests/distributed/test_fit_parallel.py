@@ -1,4 +1,4 @@
-"""`fit` on meshes with context and pipeline axes learns what one process learns, and resumes on other meshes."""
+"""`fit` on meshes with context, tensor and pipeline axes learns what one process does, and resumes on other meshes."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def compare(found: dict[int, float], expected: dict[int, float]) -> None:
         assert found[step] == pytest.approx(loss, rel=2e-5), step
 
 
-def test_context_and_pipeline_runs_learn_what_one_process_does(tmp_path: Path):
+def test_context_tensor_and_pipeline_runs_learn_what_one_process_does(tmp_path: Path):
     expected = fit_on(1, run_of(tmp_path, "alone"))
+    compare(fit_on(2, run_of(tmp_path, "tensor", mesh={"shard": 1, "tensor": 2})), expected)
     compare(fit_on(2, run_of(tmp_path, "context", mesh={"shard": 1, "context": 2})), expected)
     compare(fit_on(2, run_of(tmp_path, "pipeline", mesh={"shard": 1, "pipeline": 2})), expected)
 
@@ -89,7 +90,7 @@ def test_runs_resume_on_other_meshes(tmp_path: Path):
     expected = fit_on(1, run_of(tmp_path, "alone", training={"steps": 6}))
     meshes: list[dict[str, int]] = [
         {"shard": 2, "pipeline": 2},
-        {"shard": 4},
+        {"shard": 2, "tensor": 2},
         {"shard": 2, "context": 2},
     ]
     for step, mesh in enumerate(meshes, start=1):

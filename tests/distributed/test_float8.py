@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.config.schema import Float8Config
+from shardwise.distributed.mesh import make_mesh
 from shardwise.errors import ShardwiseError
 from shardwise.models.load import load_model
 from shardwise.planning.planner import make_plan
@@ -72,6 +73,29 @@ def test_float8_is_equal_to_one_process(rank: int):
     check_equal(rank, 2, TENSORWISE)
     check_equal(rank, 2, ROWWISE)
     check_equal(rank, 2, Float8Config(recipe="tensorwise", all_gather=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [TENSORWISE, ROWWISE])
+@ranks(2)
+def test_divided_matrices_are_equal_to_one_process(rank: int, config: Float8Config):
+    """A scale is that of a whole matrix, and no part of one has a size that float8 does not take."""
+    mesh = make_mesh(sw.MeshConfig(tensor=2))
+    model = sw.shard(build(), sw.ShardConfig(float8=config), mesh=mesh)
+    reference = converted_by_torchao(build(), config.recipe)
+    losses = [loss_of(each, batch(0, 0)) for each in (model, reference)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    assert_same(full_gradients(model), expected, rtol=1e-3, atol=1e-5)
+    narrow = load_model("llama3-debug", device="cpu", options={"num_layers": 1, "intermediate_size": 48})
+    plan = sw.plan(narrow, sw.ShardConfig(float8=config), mesh=mesh)
+    reasons = {each.fqn: each.reason for each in plan.float8 if not each.how}
+    assert reasons["model.layers.0.mlp.up_proj"] == "64 x 24 does not divide by 16"
+    with pytest.raises(sw.PlanError, match=r"float8\.all_gather does not go with") as raised:
+        sw.plan(narrow, sw.ShardConfig(float8=Float8Config(recipe="tensorwise", all_gather=True)), mesh=mesh)
+    assert "tensor axis" in str(raised.value)
 
 
 @ranks(2)

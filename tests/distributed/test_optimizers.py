@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.ranks import ranks
 
 WORKING: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (torch.optim.Adadelta, {}),
+    (torch.optim.Adafactor, {}),
     (torch.optim.Adagrad, {}),
     (torch.optim.Adam, {}),
     (torch.optim.Adam, {"fused": True}),
@@ -34,12 +36,11 @@ WORKING: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (torch.optim.NAdam, {}),
     (torch.optim.RAdam, {}),
     (torch.optim.RMSprop, {"momentum": 0.9}),
+    (torch.optim.Rprop, {}),
     (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
 ]
 REFUSED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
-    (torch.optim.Adafactor, {}, "factors moments"),
     (torch.optim.LBFGS, {}, r"\(37, 24\) does not divide evenly"),
-    (torch.optim.Rprop, {}, "masks"),
     (torch.optim.SparseAdam, {}, "sparse gradients"),
     (torch.optim.SGD, {"fused": True}, "fused kernel"),
     (torch.optim.Adagrad, {"fused": True}, "fused kernel"),
@@ -128,6 +129,14 @@ def test_every_optimizer_of_torch_is_in_a_list():
     assert found == known
 
 
+def test_the_page_has_a_row_for_each():
+    page = (Path(__file__).parents[2] / "docs/composition.md").read_text().partition("\n## Optimizers\n")[2]
+    rows = [line.split(" | ") for line in page.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    for known, told in ((WORKING, "as in one process"), (REFUSED, "refused")):
+        shown = {name for names, result in rows if told in result for name in re.findall(r"`(\w+)`", names)}
+        assert {kind.__name__ for kind, *_ in known} <= shown, told
+
+
 @pytest.mark.slow
 @ranks(2, timeout_s=500)
 def test_eight_bits_of_torchao_train_and_the_rest_is_refused(rank: int, tmp_path: Path):
@@ -145,7 +154,8 @@ def test_eight_bits_of_torchao_train_and_the_rest_is_refused(rank: int, tmp_path
     ):
         checkpointer.save(1, model=model, optimizers=optimizer)
     uneven = sw.shard(Net(), mesh=make_mesh(sw.MeshConfig(shard=2, device="cpu")))
-    for name, each in (("AdamW8bit", uneven), ("AdamW4bit", model), ("AdamWFp8", model)):
+    others = [(f"Adam{decay}{bits}", model) for decay in ("", "W") for bits in ("4bit", "Fp8")]
+    for name, each in (("AdamW8bit", uneven), ("Adam8bit", uneven), *others):
         with pytest.raises(ShardError, match=f"{name} cannot step sharded parameters"):
             train(each, getattr(low_bits, name)(each.parameters(), lr=1e-2), range(1), rank, 2)
     os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)  # inductor leaves it behind

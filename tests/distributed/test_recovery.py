@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from shardwise.errors import ShardError
+from shardwise.sharding.apply import shard
 from shardwise.sharding.registry import recover
 from shardwise.training.step import AccumulationMode, accumulate
 from tests.by_hand import (
@@ -87,6 +92,30 @@ def test_next_step_works(rank: int, where: str, settings: str, num_good_steps: i
     assert all(p.grad is None for p in model.parameters())
     assert all(p.__class__.__name__ != "Parameter" or hasattr(p, "placements") for p in model.parameters())
     next_step_is_right(model, rank, 2)
+
+
+@ranks(2)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failed_step_keeps_no_activations(rank: int, where: str):
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.activation = x.clone()
+            made.append(weakref.ref(ctx.activation))
+            return ctx.activation.clone()
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return grads[0]
+
+    made: list[weakref.ref] = []
+    model = shard(tiny(), mesh=mesh_1d(2))
+    model.blocks[0].norm.register_forward_hook(lambda module, args, output: Kept.apply(output))
+    with contextlib.suppress(FloatingPointError):
+        FAILURES[where](model, rank)
+    recover(model)
+    gc.collect()
+    assert [activation() for activation in made] == [None]
 
 
 @ranks(4)

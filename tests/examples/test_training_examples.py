@@ -126,8 +126,12 @@ def test_every_setting_of_a_run_has_an_example():
         ("shard.precision.param_dtype", {"bfloat16"}),
         ("shard.prefetch.forward", {2}),
         ("shard.offload", {True}),
-        ("shard.activations", {"full"}),
+        ("shard.activations", {"full", "offload"}),
+        ("shard.float8.recipe", {"tensorwise"}),
         ("mesh.replicate", {2}),
+        ("mesh.context", {2}),
+        ("mesh.expert", {2}),
+        ("mesh.pipeline", {2}),
     ],
 )
 def test_every_choice_has_an_example(setting: str, values: set[Any]):
@@ -277,6 +281,7 @@ CHECKS = {
     "lora": check_adapters,
     "full_state_dict": check_went_on,
     "dcp_state_dict": check_went_on,
+    "pipeline": check_went_on,
     "metrics": check_profile,
     "fine_tuning": check_export,
     "evaluation": check_evaluations,

@@ -19,7 +19,7 @@ def can_compile(device: torch.device) -> bool:
 
 def memory_budget(budget: float) -> AbstractContextManager[None]:
     """What is compiled inside keeps this part of the activations that it would keep for backward."""
-    return importlib.import_module("torch._functorch.config").patch(activation_memory_budget=budget)
+    return importlib.import_module("torch._functorch.config").patch("activation_memory_budget", budget)
 
 
 def sequence_number() -> int:

@@ -22,7 +22,7 @@ from shardwise.distributed.agreement import gather_over_mesh
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import ShardError
 from shardwise.findings import Finding, Severity
-from shardwise.models.configs import embedding_of
+from shardwise.models.configs import tied_by_config
 from shardwise.planning.plan import Plan
 from shardwise.sharding.inventory import fingerprint, local_tensor
 from shardwise.sharding.registry import sharded_state
@@ -288,22 +288,12 @@ def ties(subject: Subject) -> Iterator[Finding]:
     """SW406: weights that the plan or the model's config ties, and that are no longer one tensor."""
     planned = () if subject.plan is None else subject.plan.parameters
     pairs = [(parameter.fqn, alias) for parameter in planned for alias in parameter.aliases]
-    pairs += _tied_by_config(subject.model)
+    pairs += tied_by_config(subject.model)
     for pair in pairs:
         owners = [(subject.model.get_submodule(owner), leaf) for owner, _, leaf in (n.rpartition(".") for n in pair)]
         first, second = (owner._parameters.get(leaf) for owner, leaf in owners)
         if first is not second:
             yield _finding("SW406", pair[1], first=pair[0], second=pair[1])
-
-
-def _tied_by_config(model: nn.Module) -> list[tuple[str, str]]:
-    """What transformers says about input and output embeddings."""
-    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-        return []
-    ends = [embedding_of(model, end) for end in ("input", "output")]
-    names = {id(module): name for name, module in model.named_modules()}
-    found = [f"{names[id(end)]}.weight" for end in ends if id(end) in names and hasattr(end, "weight")]
-    return [(found[0], found[1])] if len(found) == 2 else []
 
 
 def held_parameters(subject: Subject) -> Iterator[Finding]:

@@ -421,9 +421,16 @@ def _sw_shard(
 
 
 def _clip_grad_norm(parameters, max_norm, norm_type=2.0, **options):
-    """Clip by the norm over all ranks, and return it as a plain tensor."""
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, **options)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """Clip by the norm over all ranks, and return it as a plain tensor; parameters may be sharded or whole."""
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    by_mesh = {}
+    for gradient in [one.grad for one in parameters if one.grad is not None]:
+        by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms = [torch.nn.utils.get_total_norm(some, norm_type, **options) for some in by_mesh.values()]
+    norms = [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
 
 
 @contextlib.contextmanager
@@ -456,12 +463,18 @@ def _unsharded(model, recurse=True):
             unit.reshard()
 
 
+def _reshard(model):
+    """Free what the last forward has left unsharded: parameters() and zero_grad() find the shards again."""
+    for one in model.modules():
+        if isinstance(one, FSDPModule):
+            one.reshard()
+    return model
+
+
 @contextlib.contextmanager
 def _full_params(module, writeback=True, rank0_only=False, recurse=True):
     """Full, plain parameters stand in place of the sharded ones until the block ends."""
-    for one in module.modules():
-        if isinstance(one, FSDPModule):
-            one.reshard()
+    _reshard(module)
     inner = [one for one in module.modules() if isinstance(one, FSDPModule) and one is not module]
     left_out = set() if recurse else {below for unit in inner for below in unit.modules()}
     full, places = {}, []
@@ -501,6 +514,18 @@ def _on_rank0(state):
     return state if dist.get_rank() == 0 else {}
 
 
+def _on_first_rank(model, offload=False):
+    """The whole state dict on the first rank of each group that shards the model, an empty one elsewhere."""
+    state, is_first = {}, True
+    for key, value in get_model_state_dict(model).items():
+        if isinstance(value, DTensor):
+            is_first = value.device_mesh.get_local_rank(value.device_mesh.ndim - 1) == 0  # the last axis shards
+            value = value.to(value.device_mesh.device_type).full_tensor()
+        if is_first:
+            state[key] = _on_cpu(value) if offload else value
+    return state if is_first else {}
+
+
 def _is_full(kind):
     """Whether an FSDP1 state dict type means whole tensors."""
     if kind == StateDictType.LOCAL_STATE_DICT:
@@ -522,7 +547,9 @@ def _get_state_dict(get, kind, offload, rank0_only):
 def _model_state(model, kind, config=None):
     """What model.state_dict() gave under FSDP1's state_dict_type."""
     offload, rank0_only = getattr(config, "offload_to_cpu", False), getattr(config, "rank0_only", False)
-    return _get_state_dict(lambda options: get_model_state_dict(model, options=options), kind, offload, rank0_only)
+    if rank0_only and _is_full(kind):
+        return _on_first_rank(model, offload)
+    return _get_state_dict(lambda options: get_model_state_dict(model, options=options), kind, offload, False)
 
 
 def _load_model_state(model, state, kind, strict=True):
@@ -535,7 +562,7 @@ def _optimizer_state(model, optimizer, kind, config=None):
     offload, rank0_only = getattr(config, "offload_to_cpu", True), getattr(config, "rank0_only", False)
 
     def get(options):
-        return get_optimizer_state_dict(model, optimizer, options=options)
+        return get_optimizer_state_dict(_reshard(model), optimizer, options=options)
 
     return _get_state_dict(get, kind, offload, rank0_only)
 
@@ -548,23 +575,29 @@ def _load_optimizer_state(model, optimizer, state, kind, config=None):
     set_optimizer_state_dict(model, optimizer, state, options=options)
 
 
+def _is_sharded(model):
+    """Whether a model has DTensors or units of FSDP2; other objects with a state dict have none."""
+    parts = (*model.modules(), *model.parameters()) if isinstance(model, torch.nn.Module) else ()
+    return any(isinstance(one, (FSDPModule, DTensor)) for one in parts)
+
+
 def _whole_state(model):
     """model.state_dict() in whole tensors, for sharded models and plain ones."""
-    if any(isinstance(one, (FSDPModule, DTensor)) for one in (*model.modules(), *model.parameters())):
+    if _is_sharded(model):
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return model.state_dict()
 
 
-def _load_whole_state(model, state, strict=True):
+def _load_whole_state(model, state, **strict):
     """model.load_state_dict(state) from whole tensors, for sharded models and plain ones."""
-    if any(isinstance(one, (FSDPModule, DTensor)) for one in (*model.modules(), *model.parameters())):
-        return set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=strict))
-    return model.load_state_dict(state, strict=strict)
+    if _is_sharded(model):
+        return set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, **strict))
+    return model.load_state_dict(state, **strict)
 
 
 def _load_optimizer(model, optimizer, state, **options):
     """optimizer.load_state_dict(state), for optimizers of sharded models and plain ones."""
-    if any(isinstance(one, (FSDPModule, DTensor)) for one in (*model.modules(), *model.parameters())):
+    if _is_sharded(model):
         set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(**options))
     else:
         optimizer.load_state_dict(state)

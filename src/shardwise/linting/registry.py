@@ -11,7 +11,7 @@ from pkgutil import iter_modules
 
 from shardwise.findings import Edit, Safety, Severity, SourceFinding, source_finding
 from shardwise.source.interpreter import read_program
-from shardwise.source.syntax import FileContext, checked_types
+from shardwise.source.syntax import FileContext, calls_in, checked_types
 from shardwise.source.trace import Shard, Trace
 from shardwise.source.values import ProgramEvent
 
@@ -48,9 +48,11 @@ class LintContext:
         return ((trace, event) for trace, event in self.events if event.is_call_to(*names))
 
     def asks_kind(self, node: ast.AST) -> bool:
-        """Whether the function around a node asks `isinstance(..., FSDPModule)`: it serves other models too."""
+        """Whether the function around a node asks `isinstance(..., FSDPModule)`, itself or by one that it calls."""
         function = self.file.enclosing_function(node)
-        asked = [one for inner in ast.walk(function) for one in checked_types(inner)] if function is not None else []
+        called = [self.file.definition(one.func) for one in calls_in(function)] if function is not None else []
+        around = [one for one in (function, *called) if one is not None]
+        asked = [one for outer in around for inner in ast.walk(outer) for one in checked_types(inner)]
         return any(self.file.is_any(one, {"torch.distributed.fsdp.FSDPModule"}) for one in asked)
 
 

@@ -68,12 +68,19 @@ def max_length(model: nn.Module) -> int | None:
     return config_size(model, "max_sequence_length", "max_position_embeddings", "n_positions")
 
 
-def embedding_of(model: nn.Module, end: str) -> Any:
-    """What a transformers model calls its `input` or `output` embedding; None: it has none, or cannot tell."""
+def tied_by_config(model: nn.Module) -> list[tuple[str, str]]:
+    """The names of input and output embeddings, where a model of transformers ties them."""
+    config = getattr(model, "config", None)
+    getters: list[Any] = [getattr(model, f"get_{end}_embeddings", None) for end in ("input", "output")]
+    if not getattr(config, "tie_word_embeddings", False) or not all(getters):
+        return []
     try:
-        return getattr(model, f"get_{end}_embeddings", lambda: None)()
+        ends = [get() for get in getters]
     except (NotImplementedError, AttributeError):
-        return None
+        return []
+    names = {id(module): name for name, module in model.named_modules()}
+    found = [f"{names[id(end)]}.weight" for end in ends if id(end) in names and hasattr(end, "weight")]
+    return [(found[0], found[1])] if len(found) == 2 else []
 
 
 def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int = 2, sequence_length: int = 16) -> Any:

@@ -48,9 +48,11 @@ def choose_float8(
     gathers = _gathers(config, groups, device, num_shards)
     blocks = [name for group in groups if group.kind in ("block", "part", "island") for name in group.modules]
     skipped = _matcher(config.skip, tree)
+    shapes = {planned.fqn: planned.local_shape for group in groups for planned in group.parameters}
     chosen = []
     for name, linear in _linears(model):
-        if why := _why_not(name, linear, config.recipe, blocks, skipped, device):
+        shape = shapes.get(f"{name}.weight", linear.weight.shape)
+        if why := _why_not(name, linear, shape, config.recipe, blocks, skipped, device):
             chosen.append(ParallelModule(fqn=name, how="", reason=why))
             continue
         even = linear.weight.shape[0] % num_shards == 0
@@ -86,6 +88,8 @@ def _gathers(config: Float8Config, groups: Sequence[Group], device: str, num_sha
     why = ""
     if config.recipe == "rowwise":
         why = "scales of rows are not those of the columns that backward needs"
+    elif any(axis == "tensor" for group in groups for p in group.parameters for axis, _, _ in p.splits):
+        why = "matrices are divided over the tensor axis, and each part would be scaled by itself"
     elif kept:
         why = f"{kept[0].name} reshards to {kept[0].reshard_after_forward} ranks after forward, in its own dtype"
     if config.all_gather is True and why:
@@ -121,9 +125,15 @@ def _matcher(patterns: Sequence[str], tree: Tree) -> Callable[[str], bool]:
 
 
 def _why_not(
-    name: str, linear: nn.Linear, recipe: str, blocks: Sequence[str], skipped: Callable[[str], bool], device: str
+    name: str,
+    linear: nn.Linear,
+    shape: Sequence[int],
+    recipe: str,
+    blocks: Sequence[str],
+    skipped: Callable[[str], bool],
+    device: str,
 ) -> str:
-    """Why a layer does not compute in float8; empty if it does."""
+    """Why a layer, whose weight has this shape on each rank, does not compute in float8; empty if it does."""
     if skipped(name):
         return "named in float8.skip"
     if not any(is_within(name, block) for block in blocks):
@@ -132,7 +142,7 @@ def _why_not(
         return f"a {type(linear).__name__} computes in its own way"
     if type(linear.weight) not in (nn.Parameter, torch.Tensor):
         return f"its weight is a {type(linear.weight).__name__}"
-    outputs, inputs = linear.weight.shape
+    outputs, inputs = shape
     if outputs % MULTIPLE or inputs % MULTIPLE:
         return f"{inputs} x {outputs} does not divide by {MULTIPLE}"
     if device == "cuda" and _is_small(outputs, inputs, recipe):

@@ -24,7 +24,7 @@ from shardwise.config.schema import (
 )
 from shardwise.distributed.mesh import axis_sizes, mesh_axes, tensor_mesh
 from shardwise.errors import PlanError
-from shardwise.models.configs import embedding_of
+from shardwise.models.configs import tied_by_config
 from shardwise.planning import groups as grouping
 from shardwise.planning import settings
 from shardwise.planning.assignment import Assignment, assign, find_tensors, split_by_override, storage_splits
@@ -636,9 +636,8 @@ class Draft:
             )
         if len(groups) == 1 and self.config.group_by != "root" and not groups[0].modules[0] and len(self.tensors) > 1:
             warnings.append("a single group: all parameters are unsharded at once. Name blocks with block_patterns")
-        weights = [getattr(embedding_of(self.model, end), "weight", None) for end in ("input", "output")]
-        is_tied = getattr(getattr(self.model, "config", None), "tie_word_embeddings", False)
-        if is_tied and weights[0] is not weights[1] and all(isinstance(weight, DTensor) for weight in weights):
+        tied = [tuple(map(self.model.get_parameter, names)) for names in tied_by_config(self.model)]
+        if any(first is not second and isinstance(first, DTensor) for first, second in tied):
             warnings.append(
                 "parallelize_module has untied the output matrix from the embedding: each would get a part of the "
                 "gradient. Tie them again before sharding: output.weight = embedding.weight"

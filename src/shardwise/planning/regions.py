@@ -49,10 +49,20 @@ def by_source(trail: Trail) -> dict[Source, set[Operation]]:
     return found
 
 
-def is_linear(module: Any) -> bool:
-    """Whether the module is a plain matrix with a plain weight."""
+def computes_linear(module: nn.Module) -> bool:
+    """Whether the module's forward is that of a linear layer; the weight of transformers' Conv1D is transposed."""
     is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return is_plain and type(module.weight) is nn.Parameter
+    return is_plain or f"{type(module).__module__}.{type(module).__name__}" == "transformers.pytorch_utils.Conv1D"
+
+
+def layer_sizes(layer: Any) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else tuple(layer.weight.shape)
+
+
+def is_linear(module: Any) -> bool:
+    """Whether the module is a linear layer with a plain weight."""
+    return computes_linear(module) and type(module.weight) is nn.Parameter
 
 
 @dataclass(slots=True)
@@ -155,8 +165,9 @@ def _is_headwise(name: str, sources: Sources, modules: Mapping[str, Any]) -> boo
     for source, operations in sources.get(name, {}).items():
         if source.kind != "module" or not is_linear(layer := modules[source.name]):
             return False
-        heads = head_count(layer.out_features, operations)
-        if heads is None or sizes != {(layer.out_features // heads,)}:
+        features = layer_sizes(layer)[1]
+        heads = head_count(features, operations)
+        if heads is None or sizes != {(features // heads,)}:
             return False
     return bool(sources.get(name))
 
@@ -175,8 +186,8 @@ def head_count(features: int, operations: Iterable[Operation]) -> int | None:
 
 def _why_whole(region: Region, sources: Sources, flow: DataFlow, modules: Mapping[str, Any]) -> str:
     """Why what is between the layers cannot work on parts of the features; empty where it can. Finds the heads."""
-    features = {name: modules[name].out_features for name in region.given}
-    inputs = {modules[name].in_features for name in region.takers}
+    features = {name: layer_sizes(modules[name])[1] for name in region.given}
+    inputs = {layer_sizes(modules[name])[0] for name in region.takers}
     widest, first = max((size, name) for name, size in features.items())
     if len(inputs) > 1 or widest > min(inputs):
         return f"{short(first)} makes {widest} features for {min(inputs)} inputs: several projections in one"

@@ -22,7 +22,15 @@ from shardwise.planning.calls import Calls, Places, enclosing, is_within
 from shardwise.planning.experts import looks_like_experts, num_experts_of, why_not_divided
 from shardwise.planning.groups import Tree, name_matcher, unknown_pattern
 from shardwise.planning.plan import ParallelModule
-from shardwise.planning.regions import Region, SequenceLayout, by_source, find_regions, is_linear
+from shardwise.planning.regions import (
+    Region,
+    SequenceLayout,
+    by_source,
+    computes_linear,
+    find_regions,
+    is_linear,
+    layer_sizes,
+)
 from shardwise.planning.source.flow import DataFlow, read_flow, size_attributes
 from shardwise.planning.source.values import Source
 
@@ -73,8 +81,16 @@ def choose_tensor(
         num_ranks: Of the tensor axis.
 
     Raises:
-        PlanError: There is nothing to divide, sizes do not divide, or the styles that were asked for do not fit.
+        PlanError: There is nothing to divide, sizes do not divide, the styles that were asked for do not fit, or layers
+            have adapters.
     """
+    if adapted := next((name for name, module in model.named_modules() if hasattr(module, "lora_A")), None):
+        raise PlanError(
+            f"{adapted!r} has an adapter, and the mesh a tensor axis ({num_ranks} ranks)",
+            where=f"mesh.tensor, {adapted}",
+            why="a layer with an adapter is not divided",
+            fix="set mesh.tensor = 1 and give its ranks to shard",
+        )
     choice = TensorChoice(model, config, tree, calls, blocks, num_ranks)
     choice.divide_pairs()
     choice.divide_vocabulary()
@@ -97,6 +113,8 @@ def tensor_splits(
         dims = SHARD_DIMS.get(style, {})
         if style == "experts" or (style == "colwise" and isinstance(module, nn.Embedding)):
             dims = dict.fromkeys(module._parameters, 0 if style == "experts" else 1)
+        elif dims and not isinstance(module, nn.Linear | nn.Embedding):  # Conv1D, whose weight is (inputs, outputs)
+            dims = dims | {"weight": 1 - dims["weight"]}
         for name, parameter in module._parameters.items():
             splits = [("tensor", dims[name], num_ranks)] if name in dims and parameter is not None else []
             if isinstance(parameter, DTensor):
@@ -193,11 +211,22 @@ class TensorChoice:
             self.reasons[name] = problem or f"{rows // self.num_ranks} of {rows} rows on each rank"
             if not problem:
                 self.styles[name] = "embedding" if name in tables else "colwise_gather_output"
+        self._leave_tied()
+
+    def _leave_tied(self) -> None:
+        """Leave modules as they are whose weight is that of another that is."""
+        while (found := self._half_divided()) is not None:
+            name, whole = found
+            del self.styles[name]
+            self.reasons[name] = f"tied to {whole}, which is left as it is"
+
+    def _half_divided(self) -> tuple[str, str] | None:
+        """A module that is divided, and one of the same weight that is not."""
         for names in ([node.fqn for node in nodes] for nodes in self.owners.values()):
-            whole = [name for name in names if name not in self.styles]
-            for name in names if whole and tables.keys() & set(names) else ():  # all that is tied, or nothing of it
-                if self.styles.pop(name, None):
-                    self.reasons[name] = f"tied to {whole[0]}, which is left as it is"
+            divided = [name for name in names if name in self.styles]
+            if divided and len(divided) < len(names):
+                return divided[0], next(name for name in names if name not in divided)
+        return None
 
     def divide_logits(self) -> None:
         """Keep logits divided up to the loss, where that is asked for or the model computes it itself."""
@@ -251,9 +280,11 @@ class TensorChoice:
             if any(not found.get(name) or name not in self.styles for name in (*region.given, *region.takers)):
                 found = {name: style for name, style in found.items() if name not in region.styles()}
         for name, style in found.items():
-            if style and not self._misfit(name, style) and (name in self.styles or name not in self.reasons):
-                self.styles[name] = style
-                self.reasons.setdefault(name, "the plan of transformers")
+            if not style or self._misfit(name, style) or self.styles.get(name) == style:
+                continue
+            if name in self.styles or name not in self.reasons:
+                self.styles[name], self.reasons[name] = style, "the plan of transformers"
+        self._leave_tied()
 
     def take_plan_of_user(self) -> None:
         """Take what `tensor.plan` says; the last pattern that matches a module wins.
@@ -315,6 +346,13 @@ class TensorChoice:
                     fix="give all of them colwise and rowwise, or colwise_gather_output and rowwise_split_input, or "
                     f"off: {', '.join(layers)}",
                 )
+        if (found := self._half_divided()) is not None:
+            raise PlanError(
+                f"{found[0]!r} is {self.styles[found[0]]}, but {found[1]!r} is off",
+                where=f"tensor.plan: {found[1]}",
+                why="they have one weight",
+                fix="give both a style, or both off",
+            )
         heads = {name: number for region in self.regions for name, number in region.heads.items()}
         divided = {name: style for name, style in self.styles.items() if style not in ("replicate", "sequence")}
         sizes = {name: self._size(name, style) for name, style in divided.items()}
@@ -346,7 +384,7 @@ class TensorChoice:
             return num_experts_of(self.tree.nodes[name])
         if isinstance(module, nn.Embedding):
             return module.num_embeddings if style == "embedding" else module.embedding_dim
-        return module.in_features if style.startswith("rowwise") else module.out_features
+        return layer_sizes(module)[0 if style.startswith("rowwise") else 1]
 
     def _nothing_found(self) -> PlanError:
         reasons = [f"{name}: {why}" for name, why in self.reasons.items()][:4]
@@ -407,7 +445,7 @@ class TensorChoice:
                 for name, what in (self._local_heads(region) or {}).items():
                     self.more[name] += what
         for name, module in self.modules.items():
-            if isinstance(module, nn.Linear) and self._is_in_block(name):
+            if computes_linear(module) and self._is_in_block(name):
                 self.reasons.setdefault(name, "no other linear layer takes its output alone")
         if self.config.verify:
             self.more[""].append(VERIFY)

@@ -22,6 +22,7 @@ from shardwise.errors import CheckpointError, ConfigError, ShardError, listed
 from shardwise.models.configs import hugging_face_config
 from shardwise.planning.calls import is_opaque
 from shardwise.planning.groups import name_matcher
+from shardwise.planning.regions import computes_linear, layer_sizes
 from shardwise.sharding.blocks import find_blocks
 from shardwise.sharding.full_params import gather_in_buckets, reshard
 from shardwise.sharding.inventory import class_name, local_part, local_tensor, unwrapped_name
@@ -110,7 +111,7 @@ def add_lora(model: M, config: LoraConfig | str | Path | None = None) -> M:
 
 
 def _adapt(layer: Any, config: LoraConfig) -> None:
-    num_inputs, num_outputs = _sizes(layer)
+    num_inputs, num_outputs = layer_sizes(layer)
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype), "device": layer.weight.device}
     layer.__class__ = _adapted_class(type(layer))
     layer.lora_A = nn.Parameter(torch.empty(config.rank, num_inputs, **options))
@@ -159,20 +160,10 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Layers that can have an adapter: those whose forward is that of a linear layer and is really called."""
     for name, module in model.named_modules():
         for child_name, child in module.named_children():
-            if _is_linear(child) and not is_opaque(module):
+            if computes_linear(child) and not is_opaque(module):
                 yield f"{name}.{child_name}".lstrip("."), child
-    if _is_linear(model):
+    if computes_linear(model):
         yield "", model
-
-
-def _is_linear(module: nn.Module) -> bool:
-    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return is_plain or f"{type(module).__module__}.{type(module).__name__}" == "transformers.pytorch_utils.Conv1D"
-
-
-def _sizes(layer: Any) -> tuple[int, int]:
-    """Inputs and outputs of a layer."""
-    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else tuple(layer.weight.shape)
 
 
 def _targets(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, Any]:

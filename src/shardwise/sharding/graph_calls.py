@@ -123,8 +123,9 @@ class GraphCalls:
             nodes[number].register_prehook(functools.partial(self._check, below))
 
     def abandon(self, call: GroupCall | None) -> None:
-        """End a call that raised."""
+        """End a call that raised; what it has computed is freed."""
         if call in self._open:
+            call.inner.clear()
             del self._open[self._open.index(call) :]
 
     def before_backward(

@@ -36,6 +36,10 @@ def _item(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
 def _write_masked(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
     """`tensor[mask] = value`: torch knows no way, but a mask laid out like the tensor concerns each part by itself."""
     tensor, indices, value, *rest = args
+    if all(each.is_replicate() for part in (tensor, *indices, value) for each in getattr(part, "placements", ())):
+        local = [index if index is None else local_tensor(index) for index in indices]
+        local_tensor(tensor).index_put_(local, local_tensor(value), *rest, **kwargs)
+        return tensor  # a scalar's mask, which torch has turned into plain indices
     mask = indices[0] if len(indices) == 1 else None
     if not isinstance(mask, DTensor) or mask.dtype != torch.bool or mask.placements != tensor.placements:
         return plain()

@@ -217,8 +217,6 @@ def _examine(optimizer: Optimizer) -> list[weakref.ref[Any]]:
 
 
 _UNSUPPORTED = {
-    "Adafactor": "it factors moments over rows and columns, which DTensor cannot do in place",
-    "Rprop": "it writes through masks that are plain tensors",
     "SparseAdam": "it takes sparse gradients, and FSDP2 reduces dense ones",
     "AdamW4bit": "its 4-bit state cannot be a DTensor",
     "Adam4bit": "its 4-bit state cannot be a DTensor",

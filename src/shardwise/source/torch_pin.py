@@ -19,7 +19,7 @@ _ABOVE = re.compile(rf"{_NAME}[^\n\"'#;]*?>=?\s*(\d+)\.(\d+)")
 _SINCE: dict[str, Version] = {
     f"torch.distributed.fsdp.{name}": (2, 6)
     for name in ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy")
-} | {"torch.distributed.tensor.DTensor": (2, 5), "torch.accelerator": (2, 6)}
+} | {"torch.distributed.tensor.DTensor": (2, 5), "torch.accelerator": (2, 6), "torch.nn.utils.get_total_norm": (2, 6)}
 """The first torch that has each public name which emitted code uses."""
 PUBLIC_FSDP2: Version = (2, 6)
 GONE = {

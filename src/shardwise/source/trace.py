@@ -15,7 +15,7 @@ SHARDWISE_SHARD = ("shardwise.shard", "shardwise.prepare_fully_shard")
 _OPTIMIZERS = re.compile(r"optim|adam|sgd|lion|muon|shampoo|adafactor|adagrad|rmsprop|lamb$|soap", re.IGNORECASE)
 _NOT_OPTIMIZERS = re.compile(r"zero_grad|clip|step|sched|state|log|print|wrap|offload", re.IGNORECASE)
 _BUILDS_OPTIMIZER = re.compile(r"(build|make|create|get|configure|set_?up|init)\w*optim", re.IGNORECASE)
-_IS_SHARDED = re.compile(r"isinstance\(.*\b(FSDPModule|DTensor)\b")
+_IS_SHARDED = re.compile(r"isinstance\(.*\b(FSDPModule|DTensor)\b|is_sharded\(")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +133,15 @@ class Trace:
         return next((shard for shard in related if self.are_related(shard.subject, value)), None)
 
 
+def makes_optimizer(name: str) -> bool:
+    """Whether a function or class is called as those that make optimizers are."""
+    return _OPTIMIZERS.search(name) is not None and not _NOT_OPTIMIZERS.search(name)
+
+
 def _optimized(event: ProgramEvent) -> frozenset[ObjectRef]:
     """The modules whose parameters an event gives to a new optimizer; none where it makes no optimizer."""
     names = [origin.rpartition(".")[2] for origin in event.origins] or [event.method]
-    if not any(_OPTIMIZERS.search(name) and not _NOT_OPTIMIZERS.search(name) for name in names):
+    if not any(map(makes_optimizer, names)):
         return frozenset()
     given = [*event.args, *(entry.values for entry in event.keywords.values())]
     owners = owners_of_params(frozenset().union(*given))

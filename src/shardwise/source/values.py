@@ -32,6 +32,9 @@ class ObjectRef:
     path: tuple[str, ...] = ()
     """Of a part: attributes and items, as ("layers", "[]") of `model.layers[i]`."""
 
+    def __hash__(self) -> int:
+        return hash((self.site, self.path))  # sets of them are all that the codemod works on
+
     @property
     def whole(self) -> ObjectRef:
         """The object that a part was reached from; any other object itself."""

@@ -22,6 +22,15 @@ def load(model, optimizer, model_state, optim_state):
     optimizer.load_state_dict(flat)
 """
 PROGRAMS = {
+    "optimizer_first": (
+        """
+def save(model, optimizer):
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        optim_state = FSDP.optim_state_dict(model, optimizer)
+        return model.state_dict(), optim_state
+""",
+        LOAD_FULL,
+    ),
     "rank_zero_on_cpu": (
         """
 policy = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)

@@ -122,6 +122,14 @@ def test_an_error_on_a_line_that_needs_a_decision_holds_no_rewrite_back(tmp_path
     assert any(one.line == 4 and one.status is Status.NEEDS_DECISION for one in file.findings)
 
 
+def test_an_error_on_such_a_line_that_is_changed_as_well_holds_no_rewrite_back(tmp_path: Path):
+    text = "import torch\n" + HEAD + "model = FSDP(build())\noptimizer = torch.optim.SGD(model.parameters())\n"
+    text += "model(batch).sum().backward()\nif rank == 0:\n    torch.save(model.module.state_dict(), path)\n"
+    file = run(tmp_path, train=text)["train"]
+    assert "    torch.save(model.state_dict(), path)" in file.output
+    assert any(one.line == 7 and one.status is Status.NEEDS_DECISION for one in file.findings)
+
+
 IMPORTS = (
     "from torch.distributed.fsdp import (\n    CPUOffload,\n    FullyShardedDataParallel as FSDP,  # FSDP1\n"
     "    FullStateDictConfig,\n    MixedPrecision,\n    ShardingStrategy,\n    StateDictType,\n)\n",
@@ -182,9 +190,10 @@ def test_drawn_programs_compile_are_stable_and_clean(tmp_path: Path):
 
 def test_a_helper_of_a_file_that_is_left_alone_stays_for_fsdp1_too(tmp_path: Path):
     train = HEAD + "from steps import clip\n\n\ndef train(model, batches):\n    model = FSDP(model)\n"
-    train += "    for batch in batches:\n        loss = model(batch)\n        model.zero_grad()\n"
+    train += "    for batch in batches:\n        loss = model(batch)\n"
+    train += "        for p in model.parameters():\n            p.grad = None\n"
     train += "        loss.backward()\n        clip(model)\n"
     files = run(tmp_path, train=train, steps="def clip(model):\n    return model.clip_grad_norm_(1.0)\n")
-    assert not files["train"].changed, "model.zero_grad() between forward and backward is an error with FSDP2"
+    assert not files["train"].changed, "gradients cleared between forward and backward are an error with FSDP2"
     assert not files["steps"].changed
     assert any("is left alone" in one.message for one in files["steps"].findings)

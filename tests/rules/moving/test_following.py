@@ -219,7 +219,8 @@ def test_optimizer_of_parameters_taken_before_is_moved_or_pointed_at_the_new_one
         assert "model = _shard_units(model, use_orig_params=True)" in text
     else:
         assert "SW128" in codes(findings, Status.REWRITTEN)
-        assert text.rindex("model = fully_shard(model)") < text.rindex("torch.optim.AdamW(")
+        built = "torch.optim.AdamW(" if "AdamW(" in text else "model.configure_optimizers("
+        assert text.rindex("model = fully_shard(model)") < text.rindex(built)
         taken = [line for line in text.splitlines() if "model.parameters()" in line or "named_parameters()" in line]
         assert all(text.rindex("model = fully_shard(model)") < text.index(line) for line in taken)
 
@@ -331,12 +332,33 @@ def test_choices_by_the_dimensions_of_sharded_parameters_are_reported():
     assert "SW135" in codes(findings, Status.REPORTED)
 
 
-@pytest.mark.parametrize(("where", "is_reported"), [("    ", False), ("    for _ in range(9):\n        ", True)])
-def test_an_optimizer_built_again_after_an_evaluation_is_reported(where: str, is_reported: bool):
-    _, findings = migrate(
-        f"def run(model):\n    model = FSDP(model)\n{where}optimizer = torch.optim.SGD(model.parameters())\n"
-    )
-    assert ("SW128" in codes(findings, Status.REPORTED)) is is_reported
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("    optimizer = torch.optim.SGD(model.parameters())\n", False),
+        ("    for _ in range(9):\n        optimizer = torch.optim.SGD(model.parameters())\n", True),
+        ("    with torch.no_grad():\n        model(x)\n    optimizer = torch.optim.SGD(model.parameters())\n", True),
+        ("    warm_up(model)\n    optimizer = build_optimizer(model)\n", True),
+        ("    log_size(model)\n    optimizer = build_optimizer(model)\n", False),
+        ("    for x in batches:\n        loss = model(x)\n        model.zero_grad()\n        loss.backward()\n", True),
+        ("    for x in batches:\n        model.zero_grad()\n        loss = model(x)\n        loss.backward()\n", False),
+        ("    for x in batches:\n        loss = model(x)\n        loss.backward()\n        model.zero_grad()\n", False),
+    ],
+    ids=[
+        "optimizer",
+        "rebuilt",
+        "evaluated",
+        "handed_on",
+        "logged",
+        "cleared_between",
+        "cleared_before",
+        "cleared_after",
+    ],
+)
+def test_what_a_forward_left_unsharded_is_resharded_where_the_shards_are_meant(body: str, expected: bool):
+    text, findings = migrate(f"def run(model):\n    model = FSDP(model)\n{body}")
+    assert ("    _reshard(model)\n" in text) is expected
+    assert ("SW138" in codes(findings, Status.REWRITTEN)) is expected
 
 
 @pytest.mark.parametrize("folder", ["", "./"])
@@ -346,3 +368,26 @@ def test_relative_imports_are_followed_from_the_current_folder_too(folder: str):
     program = Program({f"{folder}core/wrapping.py": wrap, f"{folder}core/use.py": use})
     text, _ = rewrite(program.file(f"{folder}core/use.py"), program, "torch")
     assert "wrap(model).state_dict()" not in text
+
+
+STRATEGIES = "class Strategy:\n    def __init__(self, model):\n        self.model = model\n\n\n"
+STRATEGIES += "class Sharded(Strategy):\n    def setup(self):\n        self.model = FSDP(self.model)\n\n\n"
+STRATEGIES += (
+    "class Replicated({base}):\n    def setup(self):\n        self.o = torch.optim.SGD(self.model.parameters())\n"
+)
+
+
+@pytest.mark.parametrize(("base", "is_reported"), [("Strategy", False), ("Sharded", True)])
+def test_an_optimizer_of_a_sibling_class_is_of_another_object(base: str, is_reported: bool):
+    _, findings = migrate(STRATEGIES.replace("{base}", base))
+    told = [one.message for one in findings if one.code == "SW128"]
+    assert bool(told) is is_reported
+    assert all(one.startswith("the optimizer of line 18 is pointed") for one in told)
+
+
+def test_an_optimizer_of_another_file_is_named_with_it():
+    main = "from building import build\n\n\ndef run(model):\n    opt = build(model)\n"
+    main += "    if sharded:\n        model = FSDP(model)\n"
+    building = "import torch\n\n\ndef build(model):\n    return torch.optim.SGD(model.parameters())\n"
+    _, findings = migrate(main, building=building)
+    assert [one.message[:33] for one in findings if one.code == "SW128"] == ["the optimizer of building.py:5 is"]

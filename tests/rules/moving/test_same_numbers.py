@@ -120,3 +120,37 @@ def test_every_rank_gets_the_first_ranks_values(rank: int, target: str):
     model = run(migrated(SYNCED, target))["wrap"](Toy())
     for name, value in whole(model).items():
         torch.testing.assert_close(value, expected.get_parameter(name).detach(), msg=name)
+
+
+AFTER_FORWARD = """
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+def train(model, rank):
+    model = FSDP(model, device_id=torch.device("cpu"))
+    losses = []
+    for epoch in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * epoch + step + rank))
+            loss = model(batch).pow(2).mean()
+            model.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        with torch.no_grad():
+            model(batch)
+    return losses
+"""
+
+
+@ranks(2)
+def test_what_a_forward_leaves_unsharded_trains_as_with_fsdp1(rank: int):
+    torch.manual_seed(0)
+    model = Toy()
+    twin = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        losses = run(AFTER_FORWARD)["train"](model, rank)
+    assert run(migrated(AFTER_FORWARD, "torch"))["train"](twin, rank) == pytest.approx(losses, rel=1e-5)

@@ -339,3 +339,41 @@ def test_models_are_followed_through_functions_classes_and_modules():
     assert "        return _whole_state(self.model)\n" in new
     assert "def other(what):\n    return what.state_dict()\n" in new
     assert [note.code for note in notes] == ["SW111", "SW111"]
+
+
+@pytest.mark.parametrize(
+    ("group", "test", "expected"),
+    [
+        ("", "dp_rank == 0", WHOLE),
+        ("process_group=group", "dist.get_rank() == 0", WHOLE),
+        ("process_group=group", "dp_rank == 0", "_on_first_rank(model, offload=True)"),
+        ("process_group=group", "dist.get_rank(group=group) == 0", "_on_first_rank(model, offload=True)"),
+        ("sharding_strategy=strategy", "local_rank != 0", "_on_first_rank(model, offload=True)"),
+    ],
+)
+def test_the_first_rank_of_each_group_has_the_state_as_with_fsdp1(group: str, test: str, expected: str):
+    body = f"\nmodel = FSDP(build(), {group})\n\n\ndef save():\n    with {FULL}:\n        state = model.state_dict()\n"
+    new, _ = migrate(body + f"    if {test}:\n        torch.save(state, path)\n")
+    assert f"    state = {expected}\n" in new
+
+
+def test_a_setting_around_the_state_of_an_optimizer_alone_goes():
+    body = f"def save(model, opt):\n    with {LOCAL}:\n        torch.save(opt.state_dict(), path)\n"
+    new, notes = migrate(body)
+    assert new.endswith("def save(model, opt):\n    torch.save(opt.state_dict(), path)\n")
+    assert [(note.code, note.status) for note in notes] == [("SW110", Status.REWRITTEN), ("SW112", Status.REPORTED)]
+
+
+@pytest.mark.parametrize("other", ["self.save()", "finish(path)", "ema.state_dict()"])
+def test_a_setting_that_may_reach_a_model_stays(other: str):
+    body = f"def finish(path):\n    pass\n\n\ndef save(self, model, opt):\n    with {LOCAL}:\n"
+    new, notes = migrate(body + f"        torch.save(opt.state_dict(), path)\n        {other}\n")
+    assert f"with {LOCAL}:" in new
+    assert [(note.code, note.status) for note in notes][:1] == [("SW110", Status.NEEDS_DECISION)]
+
+
+def test_the_state_that_an_optimizer_has_anyway_need_not_be_given():
+    call = "FSDP.optim_state_dict(model=model, optim=self.opt, optim_state_dict=self.opt.state_dict())"
+    new, notes = migrate(f"def save(self, model):\n    return {call}\n")
+    assert "return _on_cpu(get_optimizer_state_dict(_reshard(model), self.opt, " in new
+    assert [(note.code, note.status) for note in notes] == [("SW112", Status.REWRITTEN)]

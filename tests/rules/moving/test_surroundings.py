@@ -298,10 +298,27 @@ def test_methods_of_models_are_known_by_how_they_are_called(call: str, expected:
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        "model = FSDP(model, ignored_modules=some)\nmodel.clip_grad_norm_(1.0)\n",
+        "model = FSDP(model, **settings)\nmodel.clip_grad_norm_(1.0)\n",
+        "class Both(nn.Module):\n    def __init__(self):\n        self.tower, self.head = FSDP(tower), head\n\n\n"
+        "model = Both()\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
+    ],
+    ids=["ignored", "at_run_time", "wrapped_in_part"],
+)
+def test_gradients_that_are_sharded_in_part_are_clipped_by_a_function_for_both(body: str):
+    text, findings = moved(body)
+    assert text.endswith("_clip_grad_norm(model.parameters(), 1.0)\n")
+    assert "SW120" in [one.code for one in findings]
+
+
+@pytest.mark.parametrize(
     ("loop", "expected"),
     [
         ("sum(p.numel() for p in model.parameters())", TOLD),
         ("[p.grad.norm() for _, p in model.named_parameters()]", TOLD),
+        ("timm.optim.add_weight_decay(model, 0.1)", TOLD),
         ("[p.shape for p in model.parameters()]", []),
         ("sum(p.numel() for p in plain.parameters())", []),
     ],
@@ -319,9 +336,18 @@ def test_parameters_of_models_on_different_meshes_side_by_side_are_reported(grou
     assert status_of(findings, "SW135") == expected
 
 
-@pytest.mark.parametrize(("base", "expected"), [("torch.optim.Optimizer", TOLD), ("Callback", [])])
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [
+        ("torch.optim.Optimizer", TOLD),
+        ("Below", TOLD),
+        ("Callback", []),
+        ("torch.optim.lr_scheduler._LRScheduler", []),
+    ],
+)
 def test_optimizer_of_the_programs_own_is_told_what_it_gets(base: str, expected: list[Status]):
-    _, findings = moved(f"class Mine({base}):\n    def step(self):\n        pass\n\n\nmodel = FSDP(model)\n")
+    body = f"class Below(torch.optim.SGD):\n    pass\n\n\nclass Mine({base}):\n    def step(self):\n        pass\n\n\n"
+    _, findings = moved(f"{body}model = FSDP(model)\n")
     assert status_of(findings, "SW135") == expected
 
 

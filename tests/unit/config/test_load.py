@@ -8,7 +8,7 @@ import yaml
 
 from shardwise.config.load import check_ranges, load, to_yaml
 from shardwise.config.run import OptimizerConfig, RunConfig, TrainingConfig
-from shardwise.config.schema import GroupOverride, MeshConfig, ShardConfig
+from shardwise.config.schema import AXES, GroupOverride, MeshConfig, ShardConfig
 from shardwise.errors import ConfigError
 
 
@@ -136,3 +136,13 @@ def test_notes_stand_above_their_settings_and_change_nothing():
     assert text.startswith("# one: line\n# two\n# lines\nmodel: llama3-bytes\n")
     assert "\ntraining:\n  # why\n  steps: 700\n" in text
     assert "\n# plan # of all\nshard:\n" in text
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_files_and_overrides_reach_every_mesh_axis(tmp_path: Path, axis: str):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"mesh:\n  {axis}: 4\n")
+    assert getattr(load(RunConfig, file).mesh, axis) == 4
+    assert load(RunConfig, file, [f"mesh.{axis}=2"]).mesh.sizes(2)[axis] == 2
+    with pytest.raises(ConfigError, match=rf"mesh\.{axis}"):
+        load(RunConfig, {}, [f"mesh.{axis}=0"])

@@ -177,9 +177,7 @@ def test_example_inputs_give_the_same_groups_as_the_source():
     ]
 
 
-def test_mesh_settings_with_a_tensor_axis_are_refused():
-    with pytest.raises(PlanError, match="the mesh axis 'tensor' has 4 ranks"):
-        plan(make(), mesh=MeshConfig(shard=2, tensor=4))
+def test_a_tensor_axis_of_one_rank_changes_nothing():
     assert plan(make(), mesh=MeshConfig(shard=2, tensor=1, device="cpu")) == plan(make(), mesh=TWO_RANKS)
 
 

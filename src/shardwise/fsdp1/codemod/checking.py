@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import warnings
 from collections import Counter
 from collections.abc import Collection
@@ -20,7 +22,7 @@ def failed_check(path: str, before: Program, after: Program, decided: Collection
         path: Of the file.
         before: The program as it was.
         after: The program with every rewrite.
-        decided: The lines of the file as it was that a finding already leaves to a person.
+        decided: The lines of the file as it was about which a finding already tells a person.
     """
     text = after.texts[path]
     try:
@@ -43,15 +45,29 @@ def _lost_import(path: str, before: Program, after: Program) -> str:
 
 
 def _new_error(path: str, before: str, after: str, decided: Collection[int]) -> str:
-    """What lint calls an error after the rewrite and did not before, and no finding has left to a person."""
+    """What lint calls an error after the rewrite and did not before, and no finding tells a person about."""
     known = Counter(finding.code for finding in _errors(before, path))
-    old, new = before.splitlines(), after.splitlines()
-    said = {old[line - 1].strip() for line in decided}
-    for finding in _errors(after, path):
+    found = _errors(after, path)
+    said = _became(before, after, decided) if found else set()
+    for finding in found:
         known[finding.code] -= 1
-        if known[finding.code] < 0 and new[finding.line - 1].strip() not in said:
+        about = {finding.line, *map(int, re.findall(r"\bline (\d+)", finding.message))}
+        if known[finding.code] < 0 and about.isdisjoint(said):
             return f"would have an error that lint finds, {finding.code} on line {finding.line}: {finding.message}"
     return ""
+
+
+def _became(before: str, after: str, lines: Collection[int]) -> set[int]:
+    """The lines of the new text that stand where these lines of the old one stood."""
+    old, new = ([line.strip() for line in text.splitlines()] for text in (before, after))
+    found = set[int]()
+    for _, start, end, new_start, new_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        some = [line - 1 - start for line in lines if start < line <= end]
+        is_same = end - start == new_end - new_start
+        found.update(
+            (new_start + one + 1 for one in some) if is_same else range(new_start + 1, new_end + 1) if some else ()
+        )
+    return found
 
 
 def _errors(text: str, path: str) -> list[SourceFinding]:

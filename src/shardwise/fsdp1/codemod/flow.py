@@ -10,8 +10,9 @@ import ast
 import re
 from collections.abc import Iterable
 
+from shardwise.fsdp1.codemod.evaluating import Callable, Values, instance, is_of_wrapped
 from shardwise.fsdp1.codemod.program import Program, once
-from shardwise.fsdp1.codemod.sharded import ANYWHERE, Callable, Sharded, Values, instance, is_of_wrapped
+from shardwise.fsdp1.codemod.sharded import ANYWHERE, Sharded
 from shardwise.source.syntax import FSDP1, Comprehension, FileContext, Function
 from shardwise.source.values import ObjectRef
 
@@ -87,11 +88,17 @@ class Flow:
         """The calls of a function, each with its file."""
         return list(self.sites.get(function, {}).items()) if function is not None else []
 
-    def may_precede(self, early: tuple[Sharded, ast.AST], late: tuple[Sharded, ast.AST]) -> bool:
+    def may_precede(
+        self, early: tuple[Sharded, ast.AST], late: tuple[Sharded, ast.AST], *, is_known: bool = False
+    ) -> bool:
         """Whether one place can come before another in a run, as far as the function from which both are reached shows.
 
-        Without such a function, only the order of a class's constructor and its other methods is known.
+        Without such a function, only the order of a class's constructor and its other methods is known; not if the
+        order `is_known`, which takes such a function.
         """
+        owners = [file.context.enclosing_class(node) for file, node in (early, late)]
+        if self._are_siblings(*owners):
+            return False  # `FSDPStrategy` and `DDPStrategy`: an object is one of the two
         one, other = self._reached_from(*early), self._reached_from(*late)
         hops = {key: one[key][0] + other[key][0] for key in one.keys() & other.keys()}
         if hops:
@@ -103,8 +110,15 @@ class Flow:
                 for later in others
             )
         functions = [file.reaching.function(node) for file, node in (early, late)]
-        owners = [file.context.enclosing_class(node) for file, node in (early, late)]
+        if is_known:
+            return False
         return not (owners[0] is owners[1] is not None and getattr(functions[1], "name", "") == "__init__")
+
+    def _are_siblings(self, one: ast.ClassDef | None, other: ast.ClassDef | None) -> bool:
+        """Whether two classes have a class above in common, and neither is above the other."""
+        if one is None or other is None or other in self.relatives(one):
+            return False
+        return not self.relatives(one).isdisjoint(self.relatives(other))
 
     def _reached_from(
         self, file: Sharded, node: ast.AST
@@ -350,3 +364,9 @@ def _is_anyones(owner: ObjectRef, name: str) -> bool:
 def flow_of(program: Program) -> Flow:
     """The values of a program, found once."""
     return Flow(program)
+
+
+@once
+def wraps_models(program: Program) -> bool:
+    """Whether the program has an FSDP(...) call."""
+    return any(file.constructors for file in flow_of(program).files.values())

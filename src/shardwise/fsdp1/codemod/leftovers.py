@@ -130,6 +130,10 @@ def report_handed_out(draft: FileDraft) -> None:
     context = draft.context
     for call in draft.calls():
         name = context.source(call.func).rpartition(".")[2]
+        if draft.sharded.is_handed_away(call):
+            message = f"{name} is not known here; it is given a sharded model, or a function that makes one"
+            fix = "let it take state dicts with get_model_state_dict and StateDictOptions(full_state_dict=True)"
+            draft.reported("SW132", call, message, fix)
         if call in draft.taken or "fsdp" not in name.lower() or draft.holds(call.func):
             continue
         models = [one for one in given_to(call) if isinstance(one, ast.Name | ast.Attribute)]

@@ -181,13 +181,13 @@ def _checked(
 ) -> list[MigratedFile]:
     """The files, those as they were whose rewrite does not pass every check."""
     outputs = {file.path: file.output for file in files if file.changed}
-    undecided = [one for file in files for one in file.findings if one.status is Status.NEEDS_DECISION]
+    told = [one for file in files for one in file.findings if one.status is not Status.REWRITTEN]
     after = Program(program.texts | {path: text for path, text in outputs.items() if path in program.texts})
     skipped_everywhere(after)
 
     def work(path: str) -> str:
         is_code = path in program.texts
-        decided = [one.line for one in undecided if one.path == path]
+        decided = [one.line for one in told if one.path == path]
         failed = failed_check(path, program, after, decided) if is_code else ""
         is_stable = failed or not _migrate_file(path, outputs[path], "", after, target).changed
         return failed or ("" if is_stable else "would be changed again by a second run")

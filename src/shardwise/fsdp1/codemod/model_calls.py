@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
 from shardwise.fsdp1.codemod.emitted import assemble
 from shardwise.fsdp1.codemod.flow import flow_of
-from shardwise.fsdp1.codemod.program import Program, is_constant, iterated, once
+from shardwise.fsdp1.codemod.program import Program, is_constant, is_optimizer, iterated, once
 from shardwise.fsdp1.codemod.sharded import Holds
-from shardwise.source.syntax import FSDP1, Comprehension, FileContext, Function, argument_of
+from shardwise.source.syntax import (
+    FSDP1,
+    Comprehension,
+    FileContext,
+    Function,
+    argument_of,
+    calls_in,
+    given_to,
+    last_name,
+)
+from shardwise.source.trace import makes_optimizer
 
 _OTHERS = re.compile(r"^self$|^cls$|accelerator|fabric|plugin|strategy", re.IGNORECASE)
 
@@ -90,9 +101,9 @@ def _rewrite_method(draft: FileDraft, call: ast.Call, func: ast.Attribute) -> No
     if draft.target == "shardwise":
         name, given = f"{draft.name('sw')}.clip_grad_norm_", draft.source(func.value)
     else:
-        is_used = not isinstance(draft.context.parents[call], ast.Expr)
-        name = f"{draft.name('torch')}.nn.utils.clip_grad_norm_"
-        name, given = draft.helper("_clip_grad_norm") if is_used else name, f"{draft.source(func.value)}.parameters()"
+        is_plain = isinstance(draft.context.parents[call], ast.Expr) and not _ignores(draft.program)
+        name = f"{draft.name('torch')}.nn.utils.clip_grad_norm_" if is_plain else draft.helper("_clip_grad_norm")
+        given = f"{draft.source(func.value)}.parameters()"
     draft.edit(*draft.span(func), name)
     behind = draft.context.text.index("(", draft.span(func)[1]) + 1
     draft.edit(behind, behind, f"{given}, " if call.args or call.keywords else given)
@@ -104,7 +115,7 @@ def _rewrite_method(draft: FileDraft, call: ast.Call, func: ast.Attribute) -> No
 def _rewrite_function(draft: FileDraft, call: ast.Call) -> None:
     """FSDP1 clipped by the norm of each rank's own part; FSDP2's is over all ranks, and its result is sharded."""
     match call.args:
-        case [ast.Call(func=ast.Attribute(attr="parameters", value=model)), *_] if draft.holds(model):
+        case [ast.Call(func=ast.Attribute(attr="parameters", value=model)), *_] if draft.sharded.has_inside(model):
             draft.reported(
                 CLIPPING_CODE,
                 call,
@@ -113,7 +124,7 @@ def _rewrite_function(draft: FileDraft, call: ast.Call) -> None:
             )
         case _:
             return
-    if isinstance(draft.context.parents[call], ast.Expr):
+    if isinstance(draft.context.parents[call], ast.Expr) and draft.holds(model) and not _ignores(draft.program):
         return
     is_known = len(call.args) <= 3 and {one.arg for one in call.keywords} <= _ARGUMENTS
     if draft.target == "shardwise" and is_known:
@@ -121,6 +132,13 @@ def _rewrite_function(draft: FileDraft, call: ast.Call) -> None:
     else:
         draft.replace(call.func, draft.helper("_clip_grad_norm"))
     draft.taken.add(call)
+
+
+@once
+def _ignores(program: Program) -> bool:
+    """Whether some parameters may be left whole, whose gradients torch does not clip together with DTensors."""
+    given = [one.arg for file in flow_of(program).files.values() for call in file.constructors for one in call.keywords]
+    return any(name is None or name.startswith("ignored") for name in given)
 
 
 FORWARD_CODE = "SW136"
@@ -154,6 +172,8 @@ FULL_PARAMS_CODE = "SW124"
 _PARAMETERS = ("module", "recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
 _FORWARD = {"forward", "generate", "sample", "encode", "decode", "predict", "inference", "infer", "evaluate"}
 _FORWARD |= {"generate_text", "chat", "beam_search", "greedy_search"}
+_PART = re.compile(r"model|net|unet|vae|encoder|decoder|backbone|transformer|\w*(head|norm|proj|projector|embed\w*)")
+"""Names of modules inside a model, which run when they are called."""
 
 
 def rewrite_full_params(draft: FileDraft) -> None:
@@ -228,6 +248,7 @@ def _runs(body: list[ast.stmt], model: str) -> bool:
     for name in (ast.unparse(call.func) for call in calls):
         owner, _, method = name.rpartition(".")
         is_own = owner.startswith(model.split(".")[0]) and method in _FORWARD
+        is_own |= name.startswith(f"{model}.") and (name.endswith("]") or _PART.fullmatch(method) is not None)
         if name in (model, f"{model}.module") or is_own or method in ("generate", "sample"):
             return True
     return False
@@ -322,6 +343,75 @@ def rewrite_scalers(draft: FileDraft) -> None:
         draft.rewritten("SW122", node, "ShardedGradScaler became torch.amp.GradScaler")
 
 
+RESHARD_CODE = "SW138"
+
+
+def rewrite_after_forward(draft: FileDraft) -> None:
+    """Reshard where a forward has left the root's parameters unsharded and the shards are wanted."""
+    for call in draft.calls():
+        model = _rebuilt_for(draft, call) or _cleared_after_forward(draft, call)
+        statement = draft.context.statement(call)
+        if model is None or call in draft.taken or not draft.starts_line(statement):
+            continue
+        draft.insert_before(statement, [f"{draft.helper('_reshard')}({draft.source(model)})"])
+        message = "a forward without backward leaves the root unsharded: it is resharded first, as the shards are meant"
+        draft.rewritten(RESHARD_CODE, call, message)
+
+
+_IDLE = {*dir(builtins), "train", "to", "parameters", "named_parameters", "requires_grad_", "info", "append", "cuda"}
+_IDLE |= {"state_dict", "load_state_dict", "modules", "named_modules", "children", "numel", "watch", "barrier"}
+"""What does not run a model that it is given or called on."""
+_RUNS_NOT = re.compile(
+    r"wrap|shard|fsdp|checkpoint|optim|sched|count|freeze|save|load|resume|build|make|create|log|print"
+)
+
+
+def _rebuilt_for(draft: FileDraft, call: ast.Call) -> ast.expr | None:
+    """The model of an optimizer that is built where the model may have run: in a loop, or after it was handed on."""
+    is_known = any(one.startswith("torch.optim.") for one in draft.context.origins(call.func))
+    if not is_known and not makes_optimizer(last_name(call.func)):
+        return None
+    methods = [one.func for one in calls_in(call)]
+    taken = [one.value for one in methods if isinstance(one, ast.Attribute) and one.attr in _TAKES]
+    held = [one for one in [*taken, *given_to(call)] if isinstance(one, ast.Name | ast.Attribute) and draft.holds(one)]
+    loops = [one for one in draft.context.ancestors(call) if isinstance(one, ast.For | ast.While)]
+    inside = {node for loop in loops for node in ast.walk(loop)}
+    is_repeated = bool(loops) and inside.isdisjoint(draft.sharded.constructors)
+    return held[0] if held and (is_repeated or _has_run(draft, call, held[0])) else None
+
+
+def _has_run(draft: FileDraft, place: ast.Call, model: ast.expr) -> bool:
+    """Whether the model may have run before a place, in the function around: called, or handed to a function."""
+    context, home = draft.context, draft.context.enclosing_function(place)
+    for call in draft.calls():
+        if call.lineno >= place.lineno or context.enclosing_function(call) is not home or call in draft.taken:
+            continue
+        is_itself = draft.source(call.func) == draft.source(model)
+        is_handed = _may_run(context, call) and any(map(draft.sharded.has_inside, given_to(call)))
+        if (is_itself or is_handed) and not context.are_exclusive(call, place):
+            return True
+    return False
+
+
+def _may_run(context: FileContext, call: ast.Call) -> bool:
+    """Whether a call may run the models that it is given, as far as its name shows."""
+    name, is_torchs = last_name(call.func), any(one.startswith("torch.") for one in context.origins(call.func))
+    is_class = name[:1].isupper() or name in context.classes
+    return not is_class and not is_torchs and name not in _IDLE and not _RUNS_NOT.search(name)
+
+
+def _cleared_after_forward(draft: FileDraft, call: ast.Call) -> ast.expr | None:
+    """The model of `model.zero_grad()` between a forward and its backward."""
+    match call.func:
+        case ast.Attribute(attr="zero_grad", value=model) if draft.holds(model):
+            block = draft.context.block(statement := draft.context.statement(call))
+            place, text = block.index(statement), draft.source(model)
+            runs = any(draft.source(one.func) == text for before in block[:place] for one in calls_in(before))
+            trains = any(last_name(one.func) == "backward" for after in block[place:] for one in calls_in(after))
+            return model if runs and trains else None
+    return None
+
+
 NUMBERS_CODE = "SW135"
 _TAKES = ("parameters", "named_parameters")
 _REDUCTIONS = {f"torch.distributed.{name}" for name in ("all_reduce", "reduce", "all_gather", "reduce_scatter")}
@@ -335,12 +425,17 @@ def report_numbers(draft: FileDraft) -> None:
         elif isinstance(node, ast.For | Comprehension):
             _report_loop(draft, node)
         elif isinstance(node, ast.Call):
-            _report_rebuilt(draft, node)
             _report_pairs(draft, node)
+            _report_groups(draft, node)
         elif isinstance(node, ast.ClassDef):
             _report_optimizer(draft, node)
 
 
+_GROUPS = re.compile(r"weight_decay|param_?groups|parameter_groups|layer_decay")
+_DIMENSIONS = (
+    "a sharded parameter has the dimensions of the whole now; with FSDP1 it was a part, in one dimension",
+    "check what is chosen by it, such as which parameters weight decay leaves out",
+)
 _PLACES = ("process_group", "sharding_strategy", "device_mesh")
 
 
@@ -370,10 +465,17 @@ def _report_pairs(draft: FileDraft, call: ast.Call) -> None:
         )
 
 
+def _report_groups(draft: FileDraft, call: ast.Call) -> None:
+    """Parameter groups made by a function that is not given: by the shapes of the parameters, as a rule."""
+    is_foreign = _GROUPS.search(last_name(call.func)) and draft.program.function(draft.context, call.func) is None
+    if is_foreign and any(map(draft.holds, given_to(call))):
+        draft.reported(NUMBERS_CODE, call, *_DIMENSIONS)
+
+
 def _report_optimizer(draft: FileDraft, node: ast.ClassDef) -> None:
     """An optimizer of the program's own."""
     steps = [one for one in node.body if isinstance(one, Function) and one.name == "step"]
-    if steps and any(_is_optimizer(draft.context, base) for base in node.bases):
+    if steps and is_optimizer(draft.program, draft.context, node):
         draft.reported(
             NUMBERS_CODE,
             steps[0],
@@ -382,19 +484,18 @@ def _report_optimizer(draft: FileDraft, node: ast.ClassDef) -> None:
         )
 
 
-def _is_optimizer(context: FileContext, base: ast.expr) -> bool:
-    return any(one.startswith("torch.optim.") for one in context.origins(base))
-
-
 def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
     models = []
     for one in iterated(loop):
         match one:
             case ast.Call(func=ast.Attribute(attr="parameters" | "named_parameters", value=model)):
                 models.append(model)
+    read = (node for one in iterated(loop) for node in ast.walk(one))
+    if any(isinstance(node, ast.Attribute) and node.attr == "state" for node in read) and _counts(loop):
+        _report_states(draft, loop)
     if not any(map(draft.holds, models)):
         return
-    if any(isinstance(one, ast.Attribute) and one.attr in ("numel", "nelement") for one in ast.walk(loop)):
+    if _counts(loop):
         draft.reported(
             NUMBERS_CODE,
             loop,
@@ -402,30 +503,21 @@ def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
             "do not multiply the sum by the number of ranks, nor add it up over them",
         )
     if any(isinstance(one, ast.Attribute) and one.attr in ("ndim", "dim") for one in ast.walk(loop)):
-        draft.reported(
-            NUMBERS_CODE,
-            loop,
-            "a sharded parameter has the dimensions of the whole now; with FSDP1 it was a part, in one dimension",
-            "check what is chosen by it, such as which parameters weight decay leaves out",
-        )
+        draft.reported(NUMBERS_CODE, loop, *_DIMENSIONS)
     if any(map(_is_norm, ast.walk(loop))):
         message = "the norm of a sharded gradient is over all ranks now, and a DTensor"
         draft.reported(NUMBERS_CODE, loop, message, "take .full_tensor() of it, and do not add it up over ranks again")
 
 
-def _report_rebuilt(draft: FileDraft, call: ast.Call) -> None:
-    """An optimizer built in a loop over a model that was wrapped before the loop."""
-    if not any(one.startswith("torch.optim.") for one in draft.context.origins(call.func)):
-        return
-    methods = [one.func for one in ast.walk(call) if isinstance(one, ast.Call)]
-    taken = [one.value for one in methods if isinstance(one, ast.Attribute) and one.attr in _TAKES]
-    loops = [one for one in draft.context.ancestors(call) if isinstance(one, ast.For | ast.While)]
-    inside = {node for loop in loops for node in ast.walk(loop)}
-    if loops and any(map(draft.holds, taken)) and inside.isdisjoint(draft.sharded.constructors):
-        message = (
-            "after a forward without backward, the root's parameters are unsharded: this optimizer would take those"
-        )
-        draft.reported("SW128", call, message, "call model.reshard() before this line")
+def _counts(loop: ast.AST) -> bool:
+    return any(isinstance(one, ast.Attribute) and one.attr in ("numel", "nelement") for one in ast.walk(loop))
+
+
+def _report_states(draft: FileDraft, loop: ast.AST) -> None:
+    """A loop over an optimizer's state, in a file that wraps models."""
+    if draft.sharded.constructors:
+        message = "numel() of an optimizer's state counts the whole of it now; with FSDP1 it counted this rank's part"
+        draft.reported(NUMBERS_CODE, loop, message, "count value.to_local() where the value is a DTensor")
 
 
 def _report_reduction(draft: FileDraft, branch: ast.If) -> None:

@@ -9,11 +9,20 @@ from collections.abc import Iterable, Iterator
 
 from shardwise.fsdp1.codemod.constructors import Wrap
 from shardwise.fsdp1.codemod.draft import FileDraft
-from shardwise.fsdp1.codemod.program import Program, given_by_name, is_constant, is_simple, iterated, once
-from shardwise.fsdp1.codemod.sharded import Sharded
+from shardwise.fsdp1.codemod.program import (
+    Program,
+    given_by_name,
+    is_constant,
+    is_optimizer,
+    is_simple,
+    iterated,
+    once,
+)
+from shardwise.fsdp1.codemod.sharded import Holds, Sharded
 from shardwise.fsdp1.codemod.type_checks import with_types_changed
 from shardwise.source.edits import change
 from shardwise.source.syntax import FileContext, Function, all_parameters, argument_of, calls_in, given_to, last_name
+from shardwise.source.trace import makes_optimizer
 from shardwise.source.values import ObjectRef
 
 ORDER_CODE, OPTIMIZER_CODE = "SW125", "SW128"
@@ -158,21 +167,26 @@ def _names(statements: Iterable[ast.stmt], kind: type[ast.expr_context]) -> set[
     return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, kind)}
 
 
+_IS_OPTIMIZER = re.compile(r"^torch\.optim\.(?!lr_scheduler)\w+$|(?:^|\.)(?:AdamW|Adam|SGD|Adafactor|AdamW8bit|Lion)$")
 _TAKES = ("parameters", "named_parameters")
 _MARKS = re.compile(r"\bsetattr\(|\b(p|param|parameter|weight|bias|v)\.\w+ = |Parameter\(")
 _OWN = {"data", "grad", "requires_grad", "weight", "bias"}
-_OPTIMIZER = re.compile(
-    r"^torch\.optim\.(?!lr_scheduler)\w+$|(?:^|\.)(?:AdamW|Adam|SGD|Adafactor|AdamW8bit|Lion|Adagrad|FusedAdam)$"
-)
-
 _NAMED = re.compile(r"optim|(^|_)opt$", re.IGNORECASE)
 
 
-def kept_optimizers(wrap: Wrap) -> list[int]:
-    """Lines of the optimizers that are, or may be, built before a constructor and cannot be moved behind it."""
-    draft = wrap.draft
-    lines = [call.lineno for call, taken in _early(draft, wrap.call) if not _to_move(draft, taken, wrap.call)]
-    return sorted({*lines, *_handed_out(draft, wrap.call), *_handed_in(wrap)})
+def kept_optimizers(wrap: Wrap) -> list[str]:
+    """The places of optimizers that are, or may be, built before a constructor and cannot be moved behind it."""
+    draft, own = wrap.draft, wrap.context.path
+    early = [one for one in _early(draft, wrap.call) if not _to_move(draft, one[2], wrap.call)]
+    places = {(path, call.lineno) for path, call, _ in early}
+    places |= {(own, line) for line in _handed_in(wrap)}
+    return [f"line {line}" if path == own else f"{path}:{line}" for path, line in sorted(places)]
+
+
+def _keeps_parameters(wrap: ast.Call) -> bool:
+    """Whether FSDP1 may have kept the parameters that optimizers hold."""
+    told = {one.arg: one.value for one in wrap.keywords}
+    return None in told or not is_constant(told.get("use_orig_params", ast.Constant(False)), False)
 
 
 @once
@@ -207,33 +221,26 @@ def _is_mark(context: FileContext, node: ast.Attribute | ast.Call) -> bool:
 
 def _handed_in(wrap: Wrap) -> list[int]:
     """The line of the function around, if it is given the model and its optimizer, and FSDP1 could keep the two."""
-    told, module = wrap.value("use_orig_params"), wrap.value("module")
     function = wrap.context.enclosing_function(wrap.call)
-    if told is None or is_constant(told, False) or function is None or not isinstance(module, ast.Name):
+    if not _keeps_parameters(wrap.call) or function is None or wrap.has_stars or not _is_given_model(wrap, function):
         return []
-    parameters = {one.arg for one in all_parameters(function.args)}
     names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    kept = parameters - {node.id for node in names if node.lineno > wrap.call.lineno}
-    is_given = module.id in parameters and kept & {"optimizer", "optimizers", "optim", "opt"}
-    return [function.lineno] if is_given else []
+    kept = {one.arg for one in all_parameters(function.args)}
+    kept -= {node.id for node in names if node.lineno > wrap.call.lineno}
+    return [function.lineno] if kept & {"optimizer", "optimizers", "optim", "opt"} else []
 
 
-def _handed_out(draft: FileDraft, wrap: ast.Call) -> Iterator[int]:
-    """Lines before the constructor on which a function hands out an optimizer of the model, used behind it."""
-    context, names, home = draft.context, _model_names(draft, wrap), draft.context.enclosing_function(wrap)
-    ours = [node for node in context.parents if isinstance(node, ast.Name) and context.enclosing_function(node) is home]
-    used = {node.id for node in ours if isinstance(node.ctx, ast.Load) and node.lineno > wrap.lineno}
-    used -= {node.id for node in ours if isinstance(node.ctx, ast.Store) and node.lineno > wrap.lineno}
-    for node in ours:
-        is_bound = isinstance(node.ctx, ast.Store) and _NAMED.search(node.id) and node.lineno < wrap.lineno
-        match context.statement(node):
-            case ast.Assign(value=ast.Call() as call, targets=targets) if is_bound and node.id in used:
-                elements = [one for target in targets for one in getattr(target, "elts", [])]
-                receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []  # model.make_optimizer()
-                texts = {context.source(one) for one in [*given_to(call), *elements, *receiver]}
-                is_known = any(map(_OPTIMIZER.search, context.origins(call.func)))  # `_early` has it
-                if names & texts and not is_known and not context.are_exclusive(call, wrap):
-                    yield context.statement(node).lineno
+def _is_given_model(wrap: Wrap, function: Function) -> bool:
+    return getattr(wrap.value("module"), "id", None) in {one.arg for one in all_parameters(function.args)}
+
+
+def may_come_late(wrap: Wrap) -> bool:
+    """Whether a caller that is not given may have built the optimizer already, whose parameters FSDP1 kept."""
+    function = wrap.context.enclosing_function(wrap.call)
+    if not _keeps_parameters(wrap.call) or function is None or not _is_given_model(wrap, function):
+        return False
+    names = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return not wrap.draft.sharded.flow.sites_of(function) and not any(map(_NAMED.search, names))
 
 
 def move_optimizers(draft: FileDraft) -> None:
@@ -241,7 +248,7 @@ def move_optimizers(draft: FileDraft) -> None:
     context, positions = draft.context, draft.context.positions
     for wrap in _rewritten(draft):
         place = positions.line_end(draft.span(context.statement(wrap))[1])
-        for call, taken in _early(draft, wrap):
+        for _, call, taken in _early(draft, wrap):
             moved = _to_move(draft, taken, wrap)
             for statement in moved:
                 if statement in draft.taken:
@@ -254,30 +261,93 @@ def move_optimizers(draft: FileDraft) -> None:
                 draft.rewritten(OPTIMIZER_CODE, call, message)
 
 
-def _early(draft: FileDraft, wrap: ast.Call) -> list[tuple[ast.Call, ast.Call]]:
-    """Optimizers of the program, each with the call that takes its parameters of the model before it is wrapped."""
+def _early(draft: FileDraft, wrap: ast.Call) -> list[tuple[str, ast.Call, ast.Call]]:
+    """Optimizers of the program: path, call, and the call that takes their parameters before the model is wrapped.
+
+    Where FSDP1 may have kept the parameters, those of which only the order is known count too.
+    """
     sharded, found = draft.sharded, []
-    flow, models = sharded.flow, sharded.wrapped_by(wrap)
-    for file in list(flow.files.values()) if models else ():
-        for call in _optimizers(file):
+    flow, models, names = sharded.flow, sharded.wrapped_by(wrap), _model_names(draft, wrap)
+    for file in list(flow.files.values()):
+        for call in _optimizers(file, names if file is sharded else set()):
             given = [value for one in given_to(call) for value in file.values(one)]
+            before, is_open = list[ast.Call](), _keeps_parameters(wrap) or _is_beside(draft, call, wrap, names)
             for home, taken, owners in file.taken_from(given):
                 is_its = any(_are_related(one, other) for one in models for other in owners)
-                if is_its and flow.may_precede((home, taken), (sharded, wrap)):
-                    found.append((call, taken))
-                    break
+                is_later = any(one.whole.site is wrap for one in owners)  # its model, if not for the order
+                is_open = is_open and not is_its and (is_later or not _is_of_another(models, home, taken, owners))
+                if (is_its or is_later) and flow.may_precede((home, taken), (sharded, wrap), is_known=not is_its):
+                    before.append(taken)
+            if not before and is_open and flow.may_precede((file, call), (sharded, wrap), is_known=True):
+                before = [call]
+            found += [(file.context.path, call, one) for one in before[:1]]
     return found
 
 
-def _optimizers(file: Sharded) -> list[ast.Call]:
+def _is_beside(draft: FileDraft, call: ast.Call, wrap: ast.Call, names: set[str]) -> bool:
+    """Whether a call of the same function is given the model, or called on it, by a name of the constructor."""
+    context = draft.context
+    if call not in context.parents or context.enclosing_function(call) is not context.enclosing_function(wrap):
+        return False
+    return not names.isdisjoint(_around(context, call))
+
+
+def _around(context: FileContext, call: ast.Call) -> set[str]:
+    """What a call is given, is called on, and gives back beside its result, as text."""
+    bound = context.parents.get(call)
+    targets = bound.targets if isinstance(bound, ast.Assign) else []
+    receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []  # model.make_optimizer()
+    elements = [one for target in targets for one in getattr(target, "elts", [])]  # model, optimizer = make()
+    return {context.source(one) for one in [*given_to(call), *receiver, *elements]}
+
+
+def _is_of_another(models: Iterable[ObjectRef], home: Sharded, taken: ast.Call, owners: Iterable[ObjectRef]) -> bool:
+    """Whether parameters are known to be of another model than those that are wrapped."""
+    if isinstance(taken.func, ast.Attribute) and home.holds(taken.func.value) is Holds.ALWAYS:
+        return True
+    made = [one.whole.site for one in (*models, *owners)]
+    return bool(models) and bool(owners) and all(isinstance(one, ast.Call) and home.is_foreign(one) for one in made)
+
+
+def _optimizers(file: Sharded, models: set[str]) -> Iterator[ast.Call]:
+    """The calls of a file that make optimizers; those known by a name alone must be given parameters or a model."""
     context = file.context
-    return [call for call in context.calls if any(map(_OPTIMIZER.search, context.origins(call.func)))]
+    for call in context.calls:
+        origins, source = context.callee(call).origins, context.source(call.func)
+        if any(map(_IS_OPTIMIZER.search, origins)) or _makes_own(file, call):
+            yield call
+            continue
+        bound = context.parents.get(call)
+        targets = bound.targets if isinstance(bound, ast.Assign) else []
+        names = [last_name(one) for target in targets for one in (target, *getattr(target, "elts", []))]
+        is_named = (
+            "torch.optim" in source or last_name(call.func) == "add_param_group" or any(map(_is_optimizers_name, names))
+        )
+        is_given = not models.isdisjoint(_around(context, call)) or "parameters(" in context.source(call)
+        is_named = is_named or makes_optimizer(last_name(call.func))
+        if is_named and is_given and call not in file.constructors and file.is_foreign(call):
+            yield call
+
+
+def _is_optimizers_name(name: str) -> bool:
+    return name.rpartition("_")[2] == "opt" or makes_optimizer(name)
+
+
+def _makes_own(file: Sharded, call: ast.Call) -> bool:
+    """Whether a call makes an optimizer of a class of the program."""
+    match file.program.definition(file.context, call.func):
+        case context, ast.ClassDef() as made:
+            return is_optimizer(file.program, context, made)
+    return False
 
 
 def _are_related(one: ObjectRef, other: ObjectRef) -> bool:
-    """Whether two objects are the same, or one is a part of the other."""
+    """Whether two objects are the same, or one is a part of the other; objects of one class may be the same."""
     shorter = min(len(one.path), len(other.path))
-    return one.whole == other.whole and one.path[:shorter] == other.path[:shorter]
+    is_same = one.whole == other.whole or (
+        one.whole.definition is not None and one.whole.definition is other.whole.definition
+    )
+    return is_same and one.path[:shorter] == other.path[:shorter]
 
 
 def _to_move(draft: FileDraft, call: ast.Call, wrap: ast.Call) -> list[ast.stmt]:

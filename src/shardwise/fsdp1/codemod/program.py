@@ -260,6 +260,19 @@ class Program:
         return next((one for one in inner if one is not None), None)
 
 
+def is_optimizer(program: Program, context: FileContext, node: ast.ClassDef) -> bool:
+    """Whether a class is a subclass of an optimizer of torch's, through classes of the program."""
+    origins = [one for base in node.bases for one in context.origins(base)]
+    if any(one.startswith("torch.optim.") and "lr_scheduler" not in one for one in origins):
+        return True
+    above = [program.definition(context, base) for base in node.bases]
+    return any(
+        isinstance(one[1], ast.ClassDef) and one[1] is not node and is_optimizer(program, one[0], one[1])
+        for one in above
+        if one is not None
+    )
+
+
 def _split(origin: str) -> tuple[str, str]:
     """Module and name; `..x` is `x` of the package above."""
     module, _, name = origin.rpartition(".")

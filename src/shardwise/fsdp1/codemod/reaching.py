@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from shardwise.source.syntax import Comprehension, FileContext, Function
 
 _LEAVES = ast.Return | ast.Raise | ast.Continue | ast.Break
-_CONDITIONS = ast.If | ast.Try | ast.For | ast.While | ast.AsyncFor
+_CONDITIONS = ast.If | ast.Try | ast.TryStar | ast.For | ast.While | ast.AsyncFor | ast.match_case
 _LOOPS = ast.For | ast.While | ast.AsyncFor
 
 
@@ -50,6 +50,9 @@ class Reaching:
         inside = next((one for one in context.ancestors(place) if isinstance(one, Comprehension | ast.stmt)), None)
         if isinstance(inside, Comprehension) and isinstance(place, ast.Name):
             return inside in around  # its variable
+        is_target = isinstance(getattr(place, "ctx", None), ast.Store)
+        if not is_target and place not in around and context.statement(place) is context.statement(used):
+            return True  # made in the same statement: `first, second = FSDP(model), None`
         if _end(context, place) > _start(used):
             loops = {one for one in context.ancestors(place) if isinstance(one, _LOOPS)}
             return not loops.isdisjoint(around)

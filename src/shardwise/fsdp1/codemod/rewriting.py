@@ -13,12 +13,13 @@ from shardwise.errors import SourceError
 from shardwise.findings import Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod import constructors
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
-from shardwise.fsdp1.codemod.flow import flow_of
+from shardwise.fsdp1.codemod.flow import wraps_models
 from shardwise.fsdp1.codemod.framework_files import framework_findings
 from shardwise.fsdp1.codemod.imports import finish
 from shardwise.fsdp1.codemod.leftovers import report_handed_out, report_leftovers
 from shardwise.fsdp1.codemod.model_calls import (
     report_numbers,
+    rewrite_after_forward,
     rewrite_backends,
     rewrite_clipping,
     rewrite_forward_calls,
@@ -83,7 +84,7 @@ def _wraps(program: Program) -> bool:
     """Whether the program has an FSDP(...) call, or `fully_shard`."""
     if any("fully_shard(" in text or "sw.shard(" in text for text in program.texts.values()):
         return True
-    return any(flow_of(program).file(one).constructors for one in program.files(_NAMED.search))
+    return wraps_models(program)
 
 
 def _report_wrapped_elsewhere(draft: FileDraft) -> None:
@@ -115,6 +116,7 @@ _RULES: tuple[Rule, ...] = (
     rewrite_full_params,
     rewrite_forward_calls,
     rewrite_inner_modules,
+    rewrite_after_forward,
     rewrite_backends,
 )
 """After the constructors, each on what the ones before have left."""

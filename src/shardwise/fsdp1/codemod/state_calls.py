@@ -11,7 +11,9 @@ import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.config.fsdp1_names import HYBRID
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
+from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.program import (
     Program,
     called_fsdp_name,
@@ -21,6 +23,7 @@ from shardwise.fsdp1.codemod.program import (
     is_none,
     once,
     single_value,
+    strategy,
 )
 from shardwise.source import facts
 from shardwise.source.syntax import FileContext, Function, argument_of, last_name
@@ -103,11 +106,34 @@ def write_get(draft: FileDraft, what: str, arguments: Sequence[str], gather: Gat
         return _at_run_time(draft, f"_{what}_state", arguments, gather)
     _refuse_local(gather)
     is_full, both = gather.kind == FULL, gather.offload and gather.rank0_only
+    if is_full and gather.rank0_only and what == "model" and _tells_groups_apart(draft):
+        return f"{draft.helper('_on_first_rank')}({', '.join([*arguments, *['offload=True'] * bool(gather.offload)])})"
     options = _options(draft, full_state_dict=is_full, cpu_offload=gather.offload if not is_full else both)
     call = f"{draft.name(f'get_{what}_state_dict')}({', '.join(arguments)}{options})"
     if not is_full or both or not (gather.offload or gather.rank0_only):
         return call
     return f"{draft.helper('_on_cpu' if gather.offload else '_on_rank0')}({call})"
+
+
+_RANK_OF_GROUP = re.compile(
+    r"(local|parallel|dp|mp|tp|shard|node|group)_?rank\b(\(\))?\s*[=!]=\s*0|get_rank\([^)]+\)\s*[=!]="
+)
+
+
+def _tells_groups_apart(draft: FileDraft) -> bool:
+    """Whether a file asks for the first rank of a group, and models may be sharded over groups: each has a rank 0."""
+    return _RANK_OF_GROUP.search(draft.context.text) is not None and _shards_in_groups(draft.program)
+
+
+@once
+def _shards_in_groups(program: Program) -> bool:
+    for file in flow_of(program).files.values():
+        for call in file.constructors:
+            given = {one.arg: one.value for one in call.keywords}
+            is_told = any(not is_none(given.get(name)) for name in ("process_group", "device_mesh"))
+            if is_told or None in given or strategy(file.context, given.get("sharding_strategy")) in (*HYBRID, None):
+                return True
+    return False
 
 
 def write_load_model(draft: FileDraft, model: str, state: str, gather: Gather, strict: str = "") -> str:

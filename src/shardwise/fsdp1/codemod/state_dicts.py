@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
+from shardwise.fsdp1.codemod.flow import wraps_models
 from shardwise.fsdp1.codemod.model_calls import model_text
 from shardwise.fsdp1.codemod.program import given_by_name, is_constant, is_none
 from shardwise.fsdp1.codemod.sharded import Holds
@@ -30,7 +32,7 @@ from shardwise.fsdp1.codemod.state_calls import (
     write_load_model,
     write_load_optimizer,
 )
-from shardwise.source.syntax import FileContext, argument_of, given_to
+from shardwise.source.syntax import FileContext, argument_of, given_to, last_name
 
 _GETS = {
     "optim_state_dict": ("model", "optim", "optim_state_dict", "group"),
@@ -103,6 +105,11 @@ def _rewrite_optimizer_call(draft: FileDraft, call: ast.Call, settings: StateSet
     if "model" not in given or any(isinstance(one, ast.Starred) for one in call.args):
         raise _blocked(call, f"the arguments of {name} cannot be told apart", _LOAD_FIX)
     _refuse_wrapper(context, call, given.get("optim"))
+    if (
+        name in _GETS
+        and draft.source(given.get("optim_state_dict")) == f"{draft.source(given.get('optim'))}.state_dict()"
+    ):
+        del given["optim_state_dict"]  # what it takes by itself
     for unknown in ("optim_input", "group", "optim_state_dict" if name in _GETS else "is_named_optimizer"):
         if not is_none(given.get(unknown)) and not is_constant(given.get(unknown), False):
             raise _blocked(call, f"{name}({unknown}=...) has no counterpart", f"leave {unknown} out")
@@ -124,8 +131,23 @@ def _rewrite_get(
         gather = Gather(FULL, offload=True, rank0_only=rank0 is None or bool(rank0.value))
     elif name == "sharded_optim_state_dict":
         gather = Gather(SHARDED)
-    arguments = [draft.source(given["model"]), draft.source(given["optim"])]
-    draft.replace(call, write_get(draft, "optimizer", arguments, gather))
+    model = draft.source(given["model"])
+    if gather.is_known and not _takes_state_before(draft.context, call, model):
+        model = f"{draft.helper('_reshard')}({model})"  # whose parameters an evaluation may have left unsharded
+    draft.replace(call, write_get(draft, "optimizer", [model, draft.source(given["optim"])], gather))
+
+
+def _takes_state_before(context: FileContext, call: ast.Call, model: str) -> bool:
+    """Whether the model's own state dict is taken before on every way to a call, which reshards the model."""
+    home, around = context.enclosing_function(call), set(context.ancestors(call))
+    for one in context.calls:
+        parent = context.parents[context.statement(one)]
+        is_before = (one.lineno, one.col_offset) < (call.lineno, call.col_offset)
+        is_always = parent in around and not isinstance(parent, ast.If | ast.Try)
+        is_same = context.source(one.func) == f"{model}.state_dict" and context.enclosing_function(one) is home
+        if is_same and is_before and is_always:
+            return True
+    return False
 
 
 def _rewrite_load(
@@ -228,7 +250,11 @@ def _target(context: FileContext, call: ast.Call) -> str:
 
 _METHODS = ("state_dict", "load_state_dict")
 _CONTEXTS = ("state_dict_type", "set_state_dict_type", "get_state_dict_type")
+_IS_OPTIMIZER = re.compile(r"(optim\w*|opt)(\.optimizer)?$", re.IGNORECASE)
+_OF_OTHERS = re.compile(r"optim|(^|[._])opt$|sched|scaler|sampler|loader|dataset|tokenizer", re.IGNORECASE)
+"""Names of objects that have a state, but are no models."""
 _HARMLESS = {"isinstance", "print", "type", "len", "id", "hasattr", "getattr", "str", "next", "sum"}
+_CALLED = {"state_dict": "get_model_state_dict(model)", "load_state_dict": "set_model_state_dict(model, state)"}
 _READ_FIX = (
     "fill a dict with get_optimizer_state_dict(model, optimizer) and let torch.distributed.checkpoint.load read it"
 )
@@ -244,11 +270,19 @@ def rewrite_state_dicts(draft: FileDraft) -> None:
     for call in calls:
         if call not in handled and call not in draft.taken:
             _rewrite_plain(draft, call)
+    for node in draft.nodes():
+        match node:
+            case ast.Attribute(attr="state_dict" | "load_state_dict" as name, ctx=ast.Load(), value=model):
+                is_called = getattr(context.parents[node], "func", None) is node
+                if not is_called and node not in draft.taken and draft.sharded.has_inside(model):
+                    message = f"{draft.source(node)} is handed on uncalled: its state would be of this rank's shards"
+                    draft.undecided(PLAIN_CODE, node, message, f"hand on a function that calls {_CALLED[name]}")
     for call in context.calls_to(_READS_SHARDED):
         if call not in draft.taken:
             message = "load_sharded_optimizer_state_dict reads FSDP1's shards only"
             draft.undecided(OPTIMIZER_CODE, call, message, _READ_FIX)
     drop_dead_configs(draft)
+    _report_optimizer_states(draft)
 
 
 def _rewrite_setting(draft: FileDraft, call: ast.Call, handled: set[ast.AST], name: str) -> None:
@@ -269,7 +303,7 @@ def _rewrite_setting(draft: FileDraft, call: ast.Call, handled: set[ast.AST], na
                 raise Blocked(f"the arguments of {name} cannot be told apart", "write them out")
             if name == "state_dict_type" and block is None:
                 raise Blocked("the context is stored, not entered here", _BY_HAND)
-            if not governed:
+            if not governed and not (block is not None and _is_for_nothing(draft, call, block)):
                 raise Blocked("the state dict is taken elsewhere", _BY_HAND)
             _refuse_leaks(context, call, block)
             for one in governed:
@@ -279,7 +313,10 @@ def _rewrite_setting(draft: FileDraft, call: ast.Call, handled: set[ast.AST], na
             else:
                 remove_statement(draft, context.statement(call))
             draft.taken.update(ast.walk(call))
-            draft.rewritten(STATE_CODE, call, f"{name} became options of get_ and set_model_state_dict")
+            became = (
+                "became options of get_ and set_model_state_dict" if governed else "is gone: an optimizer ignores it"
+            )
+            draft.rewritten(STATE_CODE, call, f"{name} {became}")
     except Blocked as blocked:
         message, fix = f"{name} is left alone: {blocked.why}", f"{blocked.fix}; or {KEEP_FSDP1_API}"
         draft.undecided(blocked.code or STATE_CODE, blocked.node or call, message, fix)
@@ -299,6 +336,36 @@ def _governed(context: FileContext, call: ast.Call, block: ast.With | None) -> l
         and _nearest(context, one, text) is block
         and (block is not None or one.lineno >= call.lineno)
     ]
+
+
+def _is_for_nothing(draft: FileDraft, call: ast.Call, block: ast.With) -> bool:
+    """Whether a block takes no state dict but those of optimizers, which FSDP1's setting does not touch."""
+    context = draft.context
+    inside = [one for one in context.calls if block in context.ancestors(one) and one is not call]
+    states = [one for one in inside if isinstance(one.func, ast.Attribute) and one.func.attr in _METHODS]
+    others = [one.func for one in inside if one not in states and call not in context.ancestors(one)]
+    is_own = any(draft.program.function(context, one) or draft.source(one).startswith("self.") for one in others)
+    is_optimizers = all(_IS_OPTIMIZER.search(draft.source(one.func.value)) for one in states)  # pyrefly: ignore
+    return bool(states) and is_optimizers and not is_own
+
+
+def _report_optimizer_states(draft: FileDraft) -> None:
+    """Say of each `optimizer.state_dict()` beside a wrapped model whose state it is."""
+    context = draft.context
+    beside = {
+        context.enclosing_function(node)
+        for node in draft.nodes()
+        if isinstance(node, ast.Name | ast.Attribute) and draft.holds(node)
+    }
+    for call, func in draft.method_calls("state_dict"):
+        if _IS_OPTIMIZER.search(draft.source(func.value)) and context.enclosing_function(call) in beside:
+            draft.reported(
+                OPTIMIZER_CODE,
+                call,
+                "this is the state of this rank's part, as with FSDP1, but in DTensors: files of FSDP1 do not load",
+                "for a file that any number of ranks can load: get_optimizer_state_dict(model, optimizer, "
+                "options=StateDictOptions(full_state_dict=True))",
+            )
 
 
 def _subject(context: FileContext, call: ast.Call) -> str:
@@ -360,7 +427,14 @@ def _model_call(draft: FileDraft, call: ast.Call, gather: Gather, *, sure: bool)
     if call.func.attr == "state_dict":
         if call.args or call.keywords:
             raise Blocked("state_dict() has arguments", "take the whole state dict, then choose from it", call)
+        if "torch.compile(" in draft.context.text:
+            message = "names in the state dict no longer begin with _orig_mod., which torch.compile adds and FSDP1 kept"
+            draft.reported(PLAIN_CODE, call, message, "strip the prefix from files that were saved before")
         return write_get(draft, "model", [model], gather) if sure else f"{draft.helper('_whole_state')}({model})"
+    if gather.kind == SHARDED and not _fills_state(draft.context, call):
+        message = "files of FSDP1's sharded state dicts hold ShardedTensors, which FSDP2 does not load"
+        fix = "save them again after the rewrite; or convert them: `shardwise ckpt convert`"
+        draft.reported(STATE_CODE, call, message, fix)
     given = given_by_name(call, _LOAD_PARAMETERS)
     if set(given) - set(_LOAD_PARAMETERS) or "state_dict" not in given or len(call.args) > 2:
         raise Blocked("load_state_dict() has arguments without a counterpart", "leave them out", call)
@@ -372,6 +446,13 @@ def _model_call(draft: FileDraft, call: ast.Call, gather: Gather, *, sure: bool)
 
 
 _LOAD_PARAMETERS = ("state_dict", "strict")
+
+
+def _fills_state(context: FileContext, load: ast.Call) -> bool:
+    """Whether the same function takes a state dict before, for torch.distributed.checkpoint to fill."""
+    home = context.enclosing_function(load)
+    taken = [one for one in context.calls if last_name(one.func) == "state_dict" and one.lineno < load.lineno]
+    return any(context.enclosing_function(one) is home for one in taken)
 
 
 def _rewrite_plain(draft: FileDraft, call: ast.Call) -> None:
@@ -400,10 +481,20 @@ def _holds(draft: FileDraft, call: ast.Call) -> Holds:
         return Holds.NEVER
     context, model = draft.context, call.func.value
     function = context.enclosing_function(call)
-    holds = draft.holds(model) or Holds(draft.sharded.holds_part(model))
+    holds = draft.holds(model) or Holds(draft.sharded.has_inside(model) or _may_come(draft, model))
     if not holds or rules_out(context, call) or draft.sharded.has_own(model, call.func.attr):
         return Holds.NEVER
     nearby = [one for one in draft.sharded.constructors if context.enclosing_function(one) is function]
     bound = [context.statement(one) for one in nearby]
     texts = {ast.unparse(one.targets[0]) for one in bound if isinstance(one, ast.Assign)}
     return holds if ast.unparse(model) in texts else Holds.SOMETIMES
+
+
+def _may_come(draft: FileDraft, model: ast.expr) -> bool:
+    """Whether wrapped models may come here unseen: the emitted helper takes anything that has a state."""
+    context = draft.context
+    if "fsdp" not in context.text.lower() or _OF_OTHERS.search(draft.source(model)):
+        return False
+    function = context.enclosing_function(model)
+    wraps = any(context.enclosing_function(one) is function for one in draft.sharded.constructors)
+    return not wraps and draft.sharded.is_unknown(model) and wraps_models(draft.program)

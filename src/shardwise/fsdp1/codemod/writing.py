@@ -11,7 +11,7 @@ from shardwise.fsdp1.codemod import constructors, settings
 from shardwise.fsdp1.codemod.constructors import CODE, Wrap, are_nested
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
 from shardwise.fsdp1.codemod.emitted import FEATURES
-from shardwise.fsdp1.codemod.order import kept_optimizers, marked_parameters
+from shardwise.fsdp1.codemod.order import kept_optimizers, marked_parameters, may_come_late
 from shardwise.fsdp1.codemod.program import (
     ENABLE_WRAP,
     WRAP,
@@ -195,8 +195,7 @@ def _rewrite(wrap: Wrap) -> None:
         _write_loop(wrap, picked, options)
     else:
         _write_call(wrap, [*options, *for_helper], features, has_policy, by_parts=by_parts)
-    if optimizers:
-        _report_optimizer(wrap, f"the optimizer of line {optimizers[0]}")
+    _report_optimizers(wrap, optimizers)
 
 
 def _by_parts(wrap: Wrap) -> bool:
@@ -212,16 +211,27 @@ def _write_as_told(wrap: Wrap) -> None:
         if argument.name not in ("", "*", "**", name):
             wrap.list.rename(argument, name)
     _finish(wrap, wrap.draft.helper("_fully_shard_like_fsdp1", *FEATURES), "settings arrive at run time")
-    _report_optimizer(wrap, "an optimizer built before")
+    _report_optimizers(wrap, kept_optimizers(wrap))
 
 
-def _report_optimizer(wrap: Wrap, optimizer: str) -> None:
-    wrap.draft.reported(
-        "SW128",
-        wrap.call,
-        f"{optimizer} is pointed at the new parameters at the first forward or step, as use_orig_params did",
-        "build it after this line; until then its groups hold the old parameters, without gradients",
-    )
+def _report_optimizers(wrap: Wrap, places: list[str]) -> None:
+    is_late = may_come_late(wrap)
+    if places or (is_late and wrap.has_stars):
+        optimizer = f"the optimizer of {places[0]}" if places else "an optimizer built before"
+        wrap.draft.reported(
+            "SW128",
+            wrap.call,
+            f"{optimizer} is pointed at the new parameters at the first forward or step, as use_orig_params did",
+            "build it after this line; until then its groups hold the old parameters, without gradients",
+        )
+    elif is_late:
+        wrap.draft.reported(
+            "SW128",
+            wrap.call,
+            "no file given calls this function: an optimizer that its caller has built before would update nothing, as "
+            "fully_shard replaces the parameters that use_orig_params kept",
+            "build the optimizer after this call; or run migrate on the caller's file too",
+        )
 
 
 _DEFAULTS = {"use_orig_params": ("True",), "backward_prefetch": ("BACKWARD_PRE",), "forward_prefetch": ("False",)}
