@@ -1,8 +1,9 @@
 """Train every model family of transformers on two ranks and in one process, and record how each ended.
 
-`python -m benchmarks.families [FAMILY ...] [--again OUTCOME] [--output FILE]`; goes on where it stopped. The results
-are what `tests/distributed/test_parity_sweep.py` expects: of each family the class and batch that can be trained here,
-and whether the sharded model was equal. After a family whose ranks crash or hang the next one gets new ranks.
+`python -m benchmarks.families [FAMILY ...] [--again OUTCOME] [--output FILE]`; goes on where it stopped. The record is
+what `tests/distributed/test_parity_sweep.py` counts, and what it draws its families from: of each the class and batch
+that can be trained here, and how that ended. What was found before is tried first. After a family whose ranks crash or
+hang the next one gets new ranks. A row with `earlier` is of an older tree and was not run again with the others.
 """
 
 import argparse
@@ -10,23 +11,29 @@ import json
 import os
 import time
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 RESULTS = Path(__file__).parent / "results" / "families.json"
-_TIMEOUT_S = 240.0
+_MAX_REASON = 300
 
 
 def load(path: Path = RESULTS) -> dict[str, dict]:
     """The recorded outcomes by family."""
-    return {row["family"]: row for row in json.loads(path.read_text())} if path.exists() else {}
+    return {row["family"]: row for row in json.loads(path.read_text())["families"]} if path.exists() else {}
 
 
 def save(rows: dict[str, dict], path: Path) -> None:
     """Write them, one line a family."""
     lines = ",\n".join(json.dumps(rows[family], sort_keys=True) for family in sorted(rows))
-    path.write_text(f"[\n{lines}\n]\n")
+    path.write_text(f'{{"transformers": "{metadata.version("transformers")}", "families": [\n{lines}\n]}}\n')
+
+
+def transformers_version(path: Path = RESULTS) -> str:
+    """The version whose families are recorded."""
+    return json.loads(path.read_text())["transformers"]
 
 
 def main() -> None:
@@ -55,6 +62,8 @@ def main() -> None:
             row = json.loads(answer.read_text())
         except (Exception, pytest.fail.Exception) as error:
             row = {"family": family, "outcome": "crashed", "reason": str(error)[-4000:]}
+        if row["outcome"] == "cannot run":
+            row["reason"] = row["reason"][:_MAX_REASON]
         row["seconds"] = round(time.monotonic() - start, 1)
         rows[family] = row
         save(rows, arguments.output)

@@ -111,6 +111,7 @@ _NO_WIDTH = re.compile(
 
 _MAMBA: dict[str, Any] = {"hidden_size": 32, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 _MAMBA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+_SHARED_BLOCKS = ["linear_attention", "hybrid"] * 2
 BY_HAND: dict[str, dict[str, Any]] = {
     "BambaConfig": {**_MAMBA, "attn_layer_indices": [1]},
     "CohereCompassTextConfig": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
@@ -149,6 +150,14 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "ReformerConfig": {"axial_pos_shape": [3, 4], "lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4}
     | {"num_hashes": 1, "num_buckets": 2, "hash_seed": 0},
     "PerceiverConfig": {"num_self_attends_per_block": 2, "num_latents": 16},
+    "TimesFm2_5Config": {"context_length": 64},
+    "XmodConfig": {"default_language": "en_XX"},
+    "ZambaConfig": {"layers_block_type": _SHARED_BLOCKS, "num_hidden_layers": 4, "use_mamba_kernels": False}
+    | {"hidden_size": 32, "attention_hidden_size": 64, "attention_head_dim": 16}
+    | {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "Zamba2Config": {"layers_block_type": _SHARED_BLOCKS, "num_hidden_layers": 4, "use_mamba_kernels": False}
+    | {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "n_mamba_heads": 4}
+    | {"mamba_d_state": 8, "chunk_size": 16, "intermediate_size": 64},
 }
 """Fields by the name of the configuration's class, where the rules alone do not go together or give a slow model."""
 
@@ -442,7 +451,10 @@ class Batches:
         channels = find("num_channels", "in_channels", "in_chans", default=3)
         channels = channels if isinstance(channels, int) else 3
         vocabulary = min(FIRST_SPECIAL, find("vocab_size", default=FIRST_SPECIAL))
-        mels = find("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", default=80)
+        mels = find(
+            "feature_projection_input_dim", "num_mel_bins", "feature_size", "input_feat_per_channel", default=None
+        )
+        mels = mels or find("n_mels", default=80)
         frames, clip = 2 * find("max_source_positions", default=32), find("num_frames", default=4)
         past, future = find("context_length", default=16), find("prediction_length", default=16)
         series = find("num_input_channels", "input_size", default=1)

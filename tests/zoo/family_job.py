@@ -10,7 +10,7 @@ from tests.zoo.checking import mesh_of
 from tests.zoo.families import Found, outcome_of
 
 
-@ranks(2, timeout_s=240.0)
+@ranks(2, timeout_s=480.0)
 @pytest.mark.filterwarnings("ignore")
 def check_family(rank: int, family: str, found: Found | None, answer: Path) -> None:
     row = outcome_of(family, found, mesh_of(2))
