@@ -52,6 +52,7 @@ def compare(found: dict[int, float], expected: dict[int, float]) -> None:
         assert found[step] == pytest.approx(loss, rel=2e-5), step
 
 
+@pytest.mark.slow
 def test_context_tensor_and_pipeline_runs_learn_what_one_process_does(tmp_path: Path):
     expected = fit_on(1, run_of(tmp_path, "alone"))
     compare(fit_on(2, run_of(tmp_path, "tensor", mesh={"shard": 1, "tensor": 2})), expected)

@@ -94,6 +94,7 @@ def matrices(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable[[list[
     return lambda parameters: make([parameter for parameter in parameters if parameter.ndim == 2])
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_optimizers_train_as_in_one_process(rank: int):
     for kind, options in WORKING:

@@ -69,7 +69,7 @@ def test_page_runs_in_one_process(page: Path):
     check_outputs(printed.getvalue(), snippets)
 
 
-_LONG = {"training.md", "tutorial.md", "diagnosing.md", "checkpoints.md"}
+_LONG = {"composition.md", "training.md", "tutorial.md", "diagnosing.md", "checkpoints.md"}
 
 
 @pytest.mark.parametrize(
