@@ -463,13 +463,13 @@ def load_run(
     try:
         on_all(allocate_models)
         on_all(lambda: reader.read(plan.contents, plan.requests(), verify=verify != "no", progress=progress))
+        on_all(lambda: plan.finish())
     except BaseException as error:  # on any rank: no rank may use the models
         for model in models:
             mark_unusable(model, str(getattr(error, "where", "") or error))
         raise
     for model in models:
         mark_usable(model)
-    on_all(lambda: plan.finish())
     for model in models:
         if pending := {canonical_name(entry.fqn) for entry in take_inventory(model) if entry.pending}:
             materialize(model)  # tables that the model computes itself, and with strict=False what was not stored

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -112,9 +113,19 @@ _FIXES = {
 }
 
 
+_URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
+
+
 def place(path: str | Path) -> Place:
     """A `Path`, unless it is a URL of something other than the local disk."""
     text = str(path)
+    if isinstance(path, Path) and _URL_AS_PATH.match(text):
+        raise CheckpointError(
+            f"{text} is a URL that pathlib has changed",
+            where=text,
+            why="a Path has one slash where a URL has two, and would be a folder on the local disk",
+            fix="give the URL as a string",
+        )
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
     return text.rstrip("/") if is_remote(path) else Path(path)

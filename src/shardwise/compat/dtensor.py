@@ -158,7 +158,7 @@ def answer_operator(operator: Any, answer: Callable[[Callable[[], Any], Any, Any
 
     def handle(operator: Any, args: Any, kwargs: Any) -> Any:
         def plain() -> Any:
-            handlers.pop(operator)
+            handlers.pop(operator, None)  # another thread may have
             try:
                 return operator(*args, **kwargs)
             finally:

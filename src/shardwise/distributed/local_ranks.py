@@ -223,6 +223,7 @@ class RankGroup:
         """Set it to end every rank and raise it."""
         self._processes: dict[int, BaseProcess] = {}
         self._heard: dict[str, dict[int, Any]] = {}
+        self._has_announced_stop = False
 
     def run(self, job: Sequence[object], num_restarts: int) -> list[Any] | Cause:
         """Start the ranks with the first arguments of `run_rank`; their results, or why one ended without one."""
@@ -273,7 +274,8 @@ class RankGroup:
         return {rank: code for rank, code in ended.items() if rank not in self._heard["result"]}
 
     def _pass_on(self) -> None:
-        if not self._heard["told"]:
+        if not self._has_announced_stop:  # ranks that are still starting hear of it later
+            self._has_announced_stop = True
             self._on_stop()
         for rank in self._heard["listening"].keys() - self._heard["told"].keys():
             self._heard["told"][rank] = None

@@ -63,8 +63,9 @@ class OutsideTensor(DTensor):
         if not is_mixed or func in _BACKWARDS:
             try:
                 return _call(func, args, kwargs, tensors)
-            except (RuntimeError, NotImplementedError):
-                if func in _BACKWARDS:
+            except (RuntimeError, NotImplementedError) as error:
+                # A rank without memory must not gather: the others do not.
+                if func in _BACKWARDS or isinstance(error, torch.OutOfMemoryError):
                     raise
         return func(*change_tensors(args, _whole), **change_tensors(kwargs, _whole))  # DTensors cannot do this
 

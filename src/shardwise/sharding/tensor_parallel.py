@@ -104,8 +104,8 @@ class TensorParallel:
             raise error
         context = context_of(self.model)
         if torch.is_grad_enabled() in self.to_verify and (context is None or not context.must_verify):
-            self.to_verify -= {False, torch.is_grad_enabled()}
             verify(self, module, args, kwargs)
+            self.to_verify -= {False, torch.is_grad_enabled()}
 
 
 def apply_tensor_parallel(model: nn.Module, planned: Iterable[ParallelModule], mesh: DeviceMesh) -> None:
@@ -403,6 +403,8 @@ def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> 
         name = innermost_module(failure.__traceback__, module)
         error = _wrong(name or "the model", f"it fails: {str(failure).splitlines()[0]}")
     finally:
+        if state.is_whole:  # it failed with the numbers of all heads
+            state.swap_numbers()
         state.run, state.is_whole = None, False
         for buffer, value in buffers:
             buffer.copy_(value)
@@ -411,12 +413,17 @@ def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> 
 
 def _difference(whole: Run, parts: Run) -> ShardError | None:
     for (name, expected), (_, found) in zip(whole.samples, parts.samples, strict=False):
-        limit = _TOLERANCE.get(expected.dtype, 5e-2) * expected.abs().amax()
-        if expected.shape != found.shape or bool(((expected - found).abs() > limit).any()):
+        if expected.shape != found.shape or not _is_close(expected, found):
             return _wrong(name, "it gives something else than with whole tensors")
     if (found := parts.undivided_input()) is not None:
         return _wrong(found[0], f"its input depends on {found[1]} that is not divided, whose gradient would be wrong")
     return None
+
+
+def _is_close(expected: Tensor, found: Tensor) -> bool:
+    """Whether all elements are; those that are not finite must be the same."""
+    limit = _TOLERANCE.get(expected.dtype, 5e-2) * expected.nan_to_num(0.0, 0.0, 0.0).abs().amax()
+    return torch.allclose(found, expected, rtol=0.0, atol=float(limit), equal_nan=True)
 
 
 def _wrong(name: str, why: str) -> ShardError:

@@ -367,6 +367,14 @@ def find_resumed(checkpoints: Path, resume: str) -> CheckpointRef | None:
                 fix="set folder to a new one, or checkpoint.resume = auto to go on from there",
             )
         return None
+    older = [found.step for found in own[:-1] if found.path.resolve() == Path(resume).resolve()]
+    if older:
+        raise ConfigError(
+            f"checkpoint.resume is step {older[0]} of this run, which has gone on to step {own[-1].step}",
+            where="checkpoint.resume, folder",
+            why="a run never writes over checkpoints: what follows that step is there already",
+            fix="set folder to a new one to go on from there in another way, or checkpoint.resume = auto",
+        )
     if own:  # a restart resumes from the run's own progress
         return own[-1]
     return _at(Path(resume))
