@@ -424,14 +424,14 @@ def _clip_grad_norm(parameters, max_norm, norm_type=2.0, **options):
     """Clip by the norm over all ranks, and return it as a plain tensor; parameters may be sharded or whole."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     by_mesh = {}
-    for one in [one for one in parameters if one.grad is not None]:
-        by_mesh.setdefault(getattr(one.grad, "device_mesh", None), []).append(one)
-    norms = [
-        torch.nn.utils.get_total_norm([one.grad for one in some], norm_type, **options) for some in by_mesh.values()
-    ]
+    for one in parameters:
+        if one.grad is not None:
+            by_mesh.setdefault(getattr(one.grad, "device_mesh", None), []).append(one)
+    gradients = [[one.grad for one in some] for some in by_mesh.values()]
+    norms = [torch.nn.utils.get_total_norm(some, norm_type, **options) for some in gradients]
     norms = [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
     norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
-    for some in by_mesh.values():  # torch scales only tensors of one kind together
+    for some in by_mesh.values():  # operators on several tensors take DTensors of one mesh, or none
         torch.nn.utils.clip_grads_with_norm_(some, max_norm, norm)
     return norm
 

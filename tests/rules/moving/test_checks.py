@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.findings import Severity, Status
+from shardwise.fsdp1 import emitted_helpers
 from shardwise.fsdp1.codemod.checking import failed_check
 from shardwise.fsdp1.codemod.framework_files import convert_yaml
 from shardwise.fsdp1.codemod.migrate import MigratedFile, migrate
@@ -197,3 +198,8 @@ def test_a_helper_of_a_file_that_is_left_alone_stays_for_fsdp1_too(tmp_path: Pat
     assert not files["train"].changed, "gradients cleared between forward and backward are an error with FSDP2"
     assert not files["steps"].changed
     assert any("is left alone" in one.message for one in files["steps"].findings)
+
+
+def test_lint_finds_nothing_in_the_helpers_that_migrate_writes():
+    path = Path(emitted_helpers.__file__)
+    assert not lint_text(path.read_text(), "train.py", LintSettings()).findings
