@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.config.schema import PipelineConfig, TensorConfig
 from shardwise.distributed.mesh import data_parallel_rank, make_mesh
 from shardwise.models import llama, moe, multimodal, transformer
-from shardwise.sharding.tensor_parallel import tensor_of
+from shardwise.sharding.tensor_parallel import _is_close, tensor_of
 from shardwise.training import objective as chunked_loss
 from shardwise.training.generating import generate
 from shardwise.training.objective import Objective, next_token_loss
@@ -256,6 +256,34 @@ def test_models_on_a_mesh_of_shards_and_matrices_equal_one_process(rank: int, na
 def test_copies_beside_divided_matrices_equal_one_process(rank: int):
     check_parity("llama-tied", sw.MeshConfig(replicate=2, tensor=2), steps=2)
     check_parity("transformers-llama", sw.MeshConfig(tensor=4), tensors(plan={"*.self_attn": "off"}), steps=2)
+
+
+@ranks(2)
+def test_a_first_forward_that_fails_can_be_repeated(rank: int):
+    """It runs on whole tensors, where modules hold the numbers of all heads; the next must not."""
+    torch.manual_seed(0)
+    expected = MODELS["by-number"]()
+    model = sw.shard(copy.deepcopy(expected), mesh=make_mesh(sw.MeshConfig(tensor=2)))
+    batch = batch_of("by-number", 0, 0, 0)
+    hook = model.read_out.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(**batch)
+    hook.remove()
+    sw.recover(model)
+    for _ in range(2):
+        torch.testing.assert_close(model(**batch), expected(**batch), rtol=1e-4, atol=1e-5)
+
+
+def fail(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_values_that_are_not_finite_differ():
+    one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")])
+    assert _is_close(one, one)
+    assert _is_close(other, other)
+    assert not _is_close(one, other)
+    assert not _is_close(other, one)
 
 
 def tensors(**settings: Any) -> sw.ShardConfig:

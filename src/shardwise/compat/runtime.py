@@ -32,11 +32,6 @@ def sequence_number_of(node: Any) -> int:
     return node._sequence_nr()
 
 
-def same_version(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Within the block, writing to a tensor does not count as a change of what autograd has saved of it."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)
-
-
 def in_backward() -> bool:
     """Whether this thread is running a backward pass right now."""
     return torch._C._current_graph_task_id() != -1

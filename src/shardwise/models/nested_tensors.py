@@ -101,7 +101,7 @@ def _write(original: torch.Tensor, changed: torch.Tensor) -> None:
     if original.data_ptr() != changed.data_ptr():
         original.copy_(changed)
     elif torch.is_grad_enabled():
-        with compat.same_version(original):  # what has saved it holds these values
+        with compat.preserved_version(original):  # what has saved it holds these values
             original.copy_(changed)
 
 

@@ -316,3 +316,8 @@ def test_random_states_that_nobody_seeded_are_no_difference(tmp_path: Path, capl
     with Checkpointer(tmp_path / "c", asynchronous=False) as checkpointer:
         checkpointer.save(1, model=model)
     assert [each.name for each in diff_checkpoints(tmp_path / "a", tmp_path / "c").tensors] == ["rng.0.torch"]
+
+
+def test_a_url_that_became_a_path_is_refused():
+    with pytest.raises(CheckpointError, match="is a URL that pathlib has changed"):
+        Checkpointer(Path("s3://bucket/run"))

@@ -87,6 +87,18 @@ def test_run_that_shall_start_afresh_or_elsewhere_finds_no_checkpoint(tmp_path: 
         find_resumed(tmp_path / "checkpoints", str(tmp_path / "empty"))
 
 
+def test_an_older_step_of_the_run_is_not_resumed_silently(tmp_path: Path):
+    steps = [tmp_path / f"step-{number:08d}.pt" for number in (100, 300)]
+    for step in steps:
+        step.touch()
+    with pytest.raises(ConfigError, match="is step 100 of this run, which has gone on to step 300"):
+        find_resumed(tmp_path, str(steps[0]))
+    for name in (str(steps[1]), "auto", str(tmp_path / "elsewhere")):
+        found = find_resumed(tmp_path, name)
+        assert found is not None
+        assert found.step == 300
+
+
 def test_summary_says_what_was_done_and_how_to_go_on():
     assert str(DONE) == (
         "trained tutorial (892k parameters) on 1 rank: loss 5.500 -> 2.250 in 2 steps, 2 s, 2k tokens/s\n"
