@@ -246,10 +246,25 @@ def test_models_on_two_ranks_equal_one_process(rank: int, name: str):
     check_parity(name, sw.MeshConfig(tensor=2), steps=2)
 
 
-@pytest.mark.parametrize("name", ["transformers-llama", "gpt2", "moe", "multimodal", "t5", "by-shape"])
+# qwen3 in float64: its norms of heads make float32's rounding grow beyond the tolerance by the third step.
+NAMED = ["llama", "moe", "multimodal", "transformers-llama", "qwen3-double", "mixtral", "t5"]
+
+
+@pytest.mark.parametrize("name", [*NAMED, "gpt2", "by-shape"])
 @ranks(4)
 def test_models_on_a_mesh_of_shards_and_matrices_equal_one_process(rank: int, name: str):
     check_parity(name, PAIRED)
+
+
+@pytest.mark.parametrize("name", NAMED)
+@ranks(4)
+def test_models_on_a_mesh_of_shards_and_parts_of_sequences_equal_one_process(rank: int, name: str):
+    check_parity(name, PAIRED, tensors(sequence=True))
+
+
+@ranks(8)
+def test_hybrid_shards_of_matrices_equal_one_process(rank: int):
+    check_parity("transformers-llama", sw.MeshConfig(replicate=2, shard=2, tensor=2))
 
 
 @ranks(4)
