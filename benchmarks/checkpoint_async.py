@@ -1,12 +1,14 @@
 """What a save in the background costs the training that goes on: time in which it is held up, and slower steps."""
 
 import gc
+import importlib
 import itertools
 import math
 import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -27,7 +29,7 @@ from shardwise.checkpointing.staging import wait_for_copies
 from shardwise.models.load import load_model
 from shardwise.sharding.apply import shard
 
-MODES = ("dcp thread", "dcp process")
+MODES = ("dcp thread", "dcp process", "torch_checkpointing")
 _MAX_PLAIN_STEPS = 100
 _MARGIN = 1.5  # saves come at intervals this many times as long as a save takes
 
@@ -56,6 +58,10 @@ class Measured:
     """The same of the first save, which makes buffers and processes."""
     steps_s: dict[str, list[float]] = field(default_factory=dict)
     """Of each step while saves come at an interval; `none`: without any."""
+    commit_s: dict[str, list[float]] = field(default_factory=dict)
+    """Of each save after the first: from the call to a checkpoint that can be loaded; a step runs beside it."""
+    load_s: dict[str, float] = field(default_factory=dict)
+    """Of the newest checkpoint into the same model and optimizer, files in the page cache."""
     numbers: dict[str, float] = field(default_factory=dict)
 
 
@@ -129,6 +135,7 @@ class _Saves:
         self._number = 0
         self._pending: Any = None
         self._checkpointer = Checkpointer(self._root, keep_last=1) if name == "ours" else None
+        self._manager = torch_checkpointing() if name == "torch_checkpointing" else None
         # On the training's own group the collectives of a save in the background can meet those of a step.
         self._group = None if self._checkpointer else dist.new_group(backend="gloo")
 
@@ -145,10 +152,19 @@ class _Saves:
                 blocked.append(blocked_s)
             _tell(f"{self._name}: save {number} held training up for {blocked_s:.2f} s and took {durations[-1]:.1f} s")
         measured.blocked_s[self._name] = blocked
+        measured.commit_s[self._name] = durations[1:]
+        self._training.optimizer.zero_grad()
+        self._training.wait()
+        start = time.perf_counter()
+        self._load()
+        self._training.wait()
+        measured.load_s[self._name] = time.perf_counter() - start
+        _tell(f"{self._name}: loaded in {measured.load_s[self._name]:.1f} s")
         if self._setup.device == "cuda":  # elsewhere the writer takes its time from the training's own cores
             self._steps(measured, max(durations[1:]))
-        if self._checkpointer is not None:
-            self._checkpointer.close()
+        for each in (self._checkpointer, self._manager):
+            if each is not None:
+                each.close()
         remove(self._root)
 
     def _held_up(self) -> float:
@@ -162,6 +178,8 @@ class _Saves:
         self._training.wait()
         start = time.perf_counter()
         wait_for_copies()  # what `optimizer.step()` does first
+        with nullcontext() if self._manager is None else self._manager.lock():  # and here the user's loop
+            pass
         self._training.wait()
         at_gate = time.perf_counter() - start
         self._training.update()
@@ -191,14 +209,39 @@ class _Saves:
         if self._checkpointer is not None:
             self._checkpointer.save(self._number, model=training.model, optimizers=training.optimizer)
             return
-        training.optimizer.zero_grad()  # while a gradient exists, torch returns an empty optimizer state
-        model_state, optimizer_state = get_state_dict(training.model, training.optimizer)
+        state, path = self._state(), self._root / str(self._number)
+        if self._manager is not None:
+            self._pending = self._manager.save(str(path), state)
+            return
         kind = AsyncCheckpointerType.PROCESS if "process" in self._name else AsyncCheckpointerType.THREAD
         self._pending = dcp.async_save(
-            {"model": model_state, "optim": optimizer_state},
-            checkpoint_id=self._root / str(self._number),
+            state,
+            checkpoint_id=path,
             process_group=self._group,
             async_checkpointer_type=kind,
+        )
+
+    def _state(self) -> dict[str, Any]:
+        """Of model and optimizer, as torch's functions give it."""
+        self._training.optimizer.zero_grad()  # while a gradient exists, torch returns an empty optimizer state
+        model_state, optimizer_state = get_state_dict(self._training.model, self._training.optimizer)
+        return {"model": model_state, "optim": optimizer_state}
+
+    def _load(self) -> None:
+        training, path = self._training, self._root / str(self._number)
+        if self._checkpointer is not None:
+            self._checkpointer.load(model=training.model, optimizers=training.optimizer)
+            return
+        state = self._state()
+        if self._manager is not None:
+            state = self._manager.load(str(path), into=state)
+        else:
+            dcp.load(state, checkpoint_id=path, process_group=self._group)
+        set_state_dict(
+            training.model,
+            training.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
         )
 
     def _finish(self) -> None:
@@ -209,6 +252,13 @@ class _Saves:
             self._pending = None
             if dist.get_rank() == 0:  # keep one, as we do
                 shutil.rmtree(self._root / str(self._number - 1), ignore_errors=True)
+
+
+def torch_checkpointing() -> Any:
+    """Meta's library with its defaults, but for direct I/O: its unaligned writes fail on the disks tried here."""
+    manager = importlib.import_module("torch_checkpointing").CheckpointManager
+    files = importlib.import_module("torch_checkpointing.storage.filesystem")
+    return manager(manager.Config(storage_config=files.LocalFileSystemStorageConfig(use_direct_io=False)))
 
 
 def _tell(text: str) -> None:

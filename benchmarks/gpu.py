@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
+from benchmarks import peers
 from benchmarks.measuring import median
 from benchmarks.reporting import Result, parse, report
 from benchmarks.train_overhead import RandomTokens, steps_of
@@ -55,12 +56,15 @@ class Row:
     kind: str = "train"
     """`train`: the loop of `shardwise train`. `looped`: that with one expert after another, not grouped. `text`: that
     on the standard library's sources, a byte a token, for the losses. `plain`: a loop on `sw.shard`, compiled blocks,
-    torch's fused AdamW, torch's cross-entropy. `unwrapped`: that loop without sharding, under autocast."""
+    torch's fused AdamW, torch's cross-entropy. `unwrapped`: that loop without sharding, under autocast. `pictures`: the
+    loop of `shardwise train` on the multimodal model. Others: see `benchmarks.peers`."""
     goal: float | None = None
     """MFU."""
     settings: tuple[tuple[str, Any], ...] = ()
     """Of `ShardConfig`, where they are not the defaults."""
     lora: sw.LoraConfig | None = None
+    recompute: bool = False
+    """Of peers: whether layers are recomputed in backward."""
     warmup: int = 10
     stretches: int = 6
 
@@ -85,6 +89,16 @@ ROWS = {
     "plain-8b-selective": Row("llama3-8b", 1, kind="plain", settings=(("activations", "selective"),)),
     "plain-1b": Row("llama3-1b", 2, kind="plain"),
     "unwrapped-1b": Row("llama3-1b", 2, kind="unwrapped"),
+    "trainer-1b-batch2": Row("llama3-1b", 2, kind="trainer", stretches=4),
+    "trainer-1b-batch4": Row("llama3-1b", 4, kind="trainer", stretches=3),
+    "trainer-1b-batch6": Row("llama3-1b", 6, kind="trainer", stretches=3),
+    "trainer-8b": Row("llama3-8b", 1, kind="trainer", recompute=True, warmup=5, stretches=3),
+    "trainer-8b-batch2": Row("llama3-8b", 2, kind="trainer", recompute=True, warmup=4, stretches=2),
+    "lightning-1b-batch2": Row("llama3-1b", 2, kind="lightning", stretches=4),
+    "lightning-1b-batch4": Row("llama3-1b", 4, kind="lightning", stretches=3),
+    "lightning-8b": Row("llama3-8b", 1, kind="lightning", recompute=True, warmup=5, stretches=3),
+    "pictures": Row("benchmarks.peers:seeing_model", 4, 1024, kind="pictures"),
+    "pictures-tutorial": Row("benchmarks.peers:seeing_model", 4, 1024, kind="tutorial", warmup=5, stretches=4),
 }
 _CLASSES = {
     "attention": ("sdpa", "flash", "cudnn", "fmha"),
@@ -94,8 +108,8 @@ _CLASSES = {
 }
 
 
-Steps = tuple[torch.nn.Module, Callable[[int], None], dict[str, Any]]
-"""The model, a function that makes some steps, and what is known of the recipe."""
+Steps = tuple[Callable[[int], None], dict[str, Any]]
+"""A function that makes some steps, and what is known of the recipe."""
 
 
 def train_steps(row: Row, folder: str, stack: ExitStack) -> Steps:
@@ -105,9 +119,7 @@ def train_steps(row: Row, folder: str, stack: ExitStack) -> Steps:
         model=row.model,
         weights="none",
         lora=row.lora,
-        data=DataConfig(sequence_length=row.length, keep_apart=False)
-        if row.kind == "text"
-        else DataConfig(source="benchmarks.gpu:random_tokens", sequence_length=row.length),
+        data=data_of(row),
         shard=replace(sw.ShardConfig(), **dict(row.settings)),
         optimizer=OptimizerConfig(learning_rate=3e-4),
         training=TrainingConfig(steps=10**6, batch_size=row.batch, sample=None),
@@ -124,7 +136,15 @@ def train_steps(row: Row, folder: str, stack: ExitStack) -> Steps:
         found["micro_batch_size"] = run.microbatches.size
         found["retries_of_the_run"] = run.microbatches.num_halvings
 
-    return run.model, steps, found
+    return steps, found
+
+
+def data_of(row: Row) -> DataConfig:
+    """What `shardwise train` reads."""
+    if row.kind == "text":
+        return DataConfig(sequence_length=row.length, keep_apart=False)
+    source = "benchmarks.peers:pictures" if row.kind == "pictures" else "benchmarks.gpu:random_tokens"
+    return DataConfig(source=source, sequence_length=row.length)
 
 
 def random_tokens(config: DataConfig) -> RandomTokens:
@@ -172,7 +192,7 @@ def plain_steps(row: Row) -> Steps:
             optimizer.step()
             optimizer.zero_grad()
 
-    return model, steps, {}
+    return steps, {}
 
 
 def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
@@ -180,48 +200,62 @@ def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     if row.kind == "looped":
         GroupedExperts.forward = loop_over_experts  # pyrefly: ignore[bad-assignment]
-    started = time.perf_counter()
-    is_plain = row.kind in ("plain", "unwrapped")
-    model, steps, found = plain_steps(row) if is_plain else train_steps(row, folder, stack)
-    steps(row.warmup)
-    synchronize()
-    found["set-up and warm-up s"] = round(time.perf_counter() - started, 1)
-    on_gpu, retries = torch.cuda.is_available(), 0
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-        retries = torch.cuda.memory_stats()["num_alloc_retries"]
-    times: list[float] = []
-    with gc_frozen():
-        for _ in range(row.stretches):
-            synchronize()
-            begin = time.perf_counter()
-            steps(_STRETCH)
-            synchronize()
-            times.append((time.perf_counter() - begin) / _STRETCH)
+    started, on_gpu = time.perf_counter(), torch.cuda.is_available()
+    steps, found = None, dict[str, Any]()
+    if row.kind in peers.RUNS:
+        clock = peers.Stretches(row.warmup, row.stretches, _STRETCH)
+        tokens = random_tokens(DataConfig(sequence_length=row.length))
+        peers.RUNS[row.kind](row, tokens, folder, clock)
+        times, retries = clock.times, 0
+    else:
+        is_plain = row.kind in ("plain", "unwrapped")
+        steps, found = plain_steps(row) if is_plain else train_steps(row, folder, stack)
+        steps(row.warmup)
+        synchronize()
+        found["set-up and warm-up s"] = round(time.perf_counter() - started, 1)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        retries = num_retries()
+        times = timed(steps, row.stretches)
     if row.kind == "text":
         found["losses"] = losses_of(Path(folder))
     rate = row.batch * row.length / median(times)
     found |= {"step_ms": round(median(times) * 1e3, 1), "steps": row.stretches * _STRETCH}
     if not on_gpu:
         return {"rate": rate, **found}
-    flops, peak = flops_per_token(model, row.length), peak_flops("cuda") or float("nan")
-    shape = (llama.SHAPES | moe.SHAPES)[row.model]
-    causal = flops - 6.0 * shape.num_layers * shape.hidden_size * row.length
     found |= {
-        "mfu": round(rate * flops / peak, 4),
-        "causal_mfu": round(rate * causal / peak, 4),
         "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 1),
-        "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"] - retries,
-        "host_waits": host_waits(steps),
-        "kernels_ms": kernel_times(steps, median(times) * 1e3),
-        "ceiling_tflops": round(ceiling() / 1e12, 1),
+        "allocator_retries": num_retries() - retries,
     }
-    return {
-        "rate": rate,
-        **found,
-        "percent_of_ceiling": round(100 * rate * flops / (found["ceiling_tflops"] * 1e12), 1),
-    }
+    if steps is not None:
+        found |= {"host_waits": host_waits(steps), "kernels_ms": kernel_times(steps, median(times) * 1e3)}
+    shape = (llama.SHAPES | moe.SHAPES).get(row.model)
+    if shape is not None:
+        flops, peak = flops_per_token(load_model(row.model), row.length), peak_flops("cuda") or float("nan")
+        causal = flops - 6.0 * shape.num_layers * shape.hidden_size * row.length
+        found |= {"mfu": round(rate * flops / peak, 4), "causal_mfu": round(rate * causal / peak, 4)}
+        found["ceiling_tflops"] = round(ceiling() / 1e12, 1)
+        found["percent_of_ceiling"] = round(100 * rate * flops / (found["ceiling_tflops"] * 1e12), 1)
+    return {"rate": rate, **found}
+
+
+def timed(steps: Callable[[int], None], stretches: int) -> list[float]:
+    """Seconds of a step, one number a stretch."""
+    times: list[float] = []
+    with gc_frozen():
+        for _ in range(stretches):
+            synchronize()
+            begin = time.perf_counter()
+            steps(_STRETCH)
+            synchronize()
+            times.append((time.perf_counter() - begin) / _STRETCH)
+    return times
+
+
+def num_retries() -> int:
+    """How often the allocator had to free cached memory before it could allocate."""
+    return torch.cuda.memory_stats()["num_alloc_retries"] if torch.cuda.is_available() else 0
 
 
 def losses_of(folder: Path) -> dict[str, float]:
@@ -239,7 +273,7 @@ def synchronize() -> None:
 
 def toy(row: Row) -> Row:
     """The row with a small model and a few steps."""
-    model = "moe-debug" if row.model in moe.SHAPES else "llama3-debug"
+    model = "moe-debug" if row.model in moe.SHAPES else "llama3-debug" if row.model in llama.SHAPES else row.model
     return replace(row, model=model, length=_TOY_LENGTH, goal=None, warmup=1, stretches=1)
 
 
