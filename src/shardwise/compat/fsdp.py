@@ -435,32 +435,10 @@ def is_in_backward(group: Any) -> bool:
     return group._training_state.name == "PRE_BACKWARD"
 
 
-def places_in_group(group: Any) -> Iterator[tuple[Any, nn.Module, str]]:
-    """Each parameter record of a group with the module that registers it and the name there."""
-    for fsdp_param in group.fsdp_params:
-        yield fsdp_param, fsdp_param._module_info.module, fsdp_param._module_info.param_name
-
-
-def place_of(fsdp_param: Any) -> tuple[nn.Module, str]:
-    """The module that registers a parameter, and the name there."""
-    return fsdp_param._module_info.module, fsdp_param._module_info.param_name
-
-
-def registered_parameter(fsdp_param: Any) -> nn.Parameter | None:
-    """What stands on the module in a parameter's place now."""
+def places_of(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that register a parameter, and the names there; several where it is tied."""
     info = fsdp_param._module_info
-    return info.module._parameters.get(info.param_name)
-
-
-def places_of_other_parameters(group: Any) -> Iterator[tuple[nn.Module, str]]:
-    """Modules and names where something else than the group's shard is registered, while the group is sharded."""
-    for fsdp_param in group.fsdp_params:
-        info, shard = fsdp_param._module_info, fsdp_param.sharded_param
-        if info.module._parameters.get(info.param_name) is not shard:
-            yield info.module, info.param_name
-        for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-            if module._parameters.get(name) is not shard:
-                yield module, name
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def real_and_padded_numel(fsdp_param: Any) -> tuple[int, int]:

@@ -242,8 +242,7 @@ def drop_gradients(model: nn.Module) -> None:
 def clear_gradients(groups: Iterable[Any], modules: set[nn.Module], *, set_to_none: bool) -> None:
     """Clear what groups keep of the gradients of `modules`' parameters: reduced, unreduced, HSDP's partial sums."""
     for group in groups:
-        owners = {p: (p._module_info.module, *p._module_info.shared_modules) for p in group.fsdp_params}
-        cleared = {param for param, registering in owners.items() if not modules.isdisjoint(registering)}
+        cleared = {p for p in group.fsdp_params if any(module in modules for module, _ in fsdp.places_of(p))}
         for param in cleared:
             places = [(param.sharded_param, "grad"), *_unreduced(param)]
             for owner, name in places:

@@ -22,9 +22,8 @@ from shardwise import compat
 from shardwise.distributed.agreement import gather_objects, raise_together
 from shardwise.distributed.mesh import sub_mesh
 from shardwise.errors import ShardError
-from shardwise.models.modes import evaluation_mode
+from shardwise.models.modes import trial_forward
 from shardwise.models.nested_tensors import change_tensors, find_tensors
-from shardwise.models.random_state import kept_random_state
 from shardwise.planning.plan import ParallelModule
 from shardwise.sharding.blocks import ReplacedForward, replace_innermost, replacements
 from shardwise.sharding.context_attention import SequenceLayout, WholeSequenceAttention, WrongAttention, tokens_of
@@ -351,11 +350,7 @@ def verify(state: ContextParallel, forward: Callable[..., Any], given: Mapping[s
     raise_together(_wrong_parts(state, given), group=state.mesh)
     whole = {name: _prefix(state, value, length, prefix) for name, value in given.items()}
     comparison = Comparison(layout.positions(prefix, tokens_of(whole).device), prefix, size)
-    buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
-    with ExitStack() as stack:
-        stack.enter_context(evaluation_mode(state.model))
-        stack.enter_context(kept_random_state())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with trial_forward(state.model), ExitStack() as stack:
         for name, block in state.blocks.items():
             before = functools.partial(comparison.before, name)
             stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -370,8 +365,6 @@ def verify(state: ContextParallel, forward: Callable[..., Any], given: Mapping[s
             passing.hidden = comparison.rows(passing.hidden)
         with suppress(StageEnd):
             forward(**change_tensors(whole, comparison.rows))
-    for buffer, value in buffers:
-        buffer.copy_(value)
     found = gather_objects(comparison.num_different, group=state.group)
     totals = {name: sum(each[name] for each in found) for name in found[0]}
     wrong = next((name for name, count in totals.items() if 2 * count >= layout.num_chunks - 1), None)

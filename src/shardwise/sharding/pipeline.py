@@ -22,9 +22,8 @@ from shardwise.config.schema import ROOT_PATTERN, ExpertConfig, Float8Config, Pi
 from shardwise.distributed.agreement import agree_on, flag_device, gather_objects, raise_together, run_on_all
 from shardwise.distributed.mesh import axis_sizes, default_mesh, gradient_mesh, model_mesh, sub_mesh
 from shardwise.errors import ConfigError
-from shardwise.models.modes import evaluation_mode
+from shardwise.models.modes import trial_forward
 from shardwise.models.nested_tensors import change_tensors, find_tensors
-from shardwise.models.random_state import kept_random_state
 from shardwise.planning.groups import is_explicit, name_matcher, outermost_blocks
 from shardwise.planning.plan import ParallelModule, Plan
 from shardwise.planning.planner import device_capability, make_plan, plan
@@ -423,12 +422,9 @@ def _check_chain(part: Part, rows: Batch, received: list[Tensor]) -> None:
 @torch.no_grad()
 def _run_once(part: Part, rows: Batch, received: list[Tensor]) -> None:
     """Run a stage to look at it, and leave no trace."""
-    buffers = [(buffer, buffer.clone()) for buffer in part.model.buffers()]
-    with evaluation_mode(part.model), kept_random_state():
+    with trial_forward(part.model):
         part.model(*received, **rows)
     reshard(part.model)
-    for buffer, value in buffers:
-        buffer.copy_(value)
 
 
 def _on_meta(value: Any) -> Any:

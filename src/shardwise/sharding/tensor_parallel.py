@@ -26,9 +26,8 @@ from shardwise import compat
 from shardwise.distributed.agreement import raise_together
 from shardwise.distributed.mesh import tensor_mesh
 from shardwise.errors import ShardError
-from shardwise.models.modes import evaluation_mode
+from shardwise.models.modes import trial_forward
 from shardwise.models.nested_tensors import find_tensors
-from shardwise.models.random_state import kept_random_state
 from shardwise.planning.plan import ParallelModule
 from shardwise.planning.tensor import STYLES, VERIFY, tensor_splits
 from shardwise.planning.tracing import innermost_module
@@ -382,20 +381,18 @@ def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> 
     Ranks:
         Collective. Two forwards.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     runs, error, records = [], None, torch.is_grad_enabled()
     try:
-        with evaluation_mode(module), torch.compiler.set_stance("force_eager"):
-            for state.is_whole in (True, False):
-                state.swap_numbers()
-                runs.append(run := Run(state.model))
-                state.run = run
-                with kept_random_state(), torch.set_grad_enabled(records and not state.is_whole):
-                    output = module(*args, **kwargs)
-                for tensor in find_tensors(output):
-                    is_plain = tensor.is_floating_point() and not isinstance(tensor, DTensor)
-                    if is_plain and 0 not in tensor.stride():  # not one number that stands for logits
-                        run.note_output("the model", tensor)
+        for state.is_whole in (True, False):
+            state.swap_numbers()
+            runs.append(run := Run(state.model))
+            state.run = run
+            with trial_forward(module), torch.set_grad_enabled(records and not state.is_whole):
+                output = module(*args, **kwargs)
+            for tensor in find_tensors(output):
+                is_plain = tensor.is_floating_point() and not isinstance(tensor, DTensor)
+                if is_plain and 0 not in tensor.stride():  # not one number that stands for logits
+                    run.note_output("the model", tensor)
         error = _difference(*runs)
     except RuntimeError as failure:
         if state.is_whole:
@@ -406,8 +403,6 @@ def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> 
         if state.is_whole:  # it failed with the numbers of all heads
             state.swap_numbers()
         state.run, state.is_whole = None, False
-        for buffer, value in buffers:
-            buffer.copy_(value)
     raise_together(error, group=state.mesh)
 
 
