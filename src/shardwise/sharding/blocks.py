@@ -209,6 +209,7 @@ _COSTLY = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
+_COSTLY_OPS = frozenset(getattr(torch.ops.aten, name).default for name in _COSTLY if hasattr(torch.ops.aten, name))
 
 
 def checkpoint_activations(
@@ -412,10 +413,17 @@ class CheckpointedForward(ReplacedForward):
         """Recompute in this way from the next call on."""
         self.mode = mode
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng}
-        self.regions = import_remat() if mode == "regions" else None
+        self.regions = None
+        if mode == "regions":
+            self.regions = import_optional(
+                "torch_remat",
+                where="activations",
+                why="it recomputes a block but for the regions that it marks",
+                fix='pip install "shardwise[remat]", or choose selective',
+            )
         if mode in ("selective", "offload"):
             # torch.compile follows exactly this form.
-            kept = partial(_keep, self.saved_ops or _costly_ops())
+            kept = partial(_keep, self.saved_ops or _COSTLY_OPS)
             self.options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -440,20 +448,6 @@ class CheckpointedForward(ReplacedForward):
             return around_first, around_again
         first, again = self.options["context_fn"]()
         return _both(around_first, first), _both(around_again, again)
-
-
-def import_remat() -> Any:
-    """The library whose regions a model marks.
-
-    Raises:
-        EnvironmentProblem: It is not installed.
-    """
-    return import_optional(
-        "torch_remat",
-        where="activations",
-        why="it recomputes a block but for the regions that it marks",
-        fix='pip install "shardwise[remat]", or choose selective',
-    )
 
 
 class _RandomNumbers:
@@ -520,11 +514,6 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 def _keep(saved_ops: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _costly_ops() -> frozenset[Any]:
-    packets = [getattr(torch.ops.aten, name, None) for name in _COSTLY]  # not every torch has every one
-    return frozenset(packet.default for packet in packets if packet is not None)
 
 
 def _is_budget(policy: Any) -> bool:

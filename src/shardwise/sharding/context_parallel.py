@@ -72,13 +72,9 @@ class ContextParallel:
     def arguments(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """The arguments of a call by name."""
         bound = self.signature.bind_partial(*args, **kwargs)
-        rest = bound.arguments.pop(_rest_name(self.signature), {})
+        names = {p.kind: name for name, p in self.signature.parameters.items()}
+        rest = bound.arguments.pop(names.get(inspect.Parameter.VAR_KEYWORD, ""), {})
         return {**bound.arguments, **rest}
-
-
-def _rest_name(signature: inspect.Signature) -> str:
-    kinds = {p.kind: name for name, p in signature.parameters.items()}
-    return kinds.get(inspect.Parameter.VAR_KEYWORD, "")
 
 
 def apply_context_parallel(model: nn.Module, planned: Sequence[ParallelModule], mesh: DeviceMesh) -> None:
@@ -368,7 +364,16 @@ def verify(state: ContextParallel, forward: Callable[..., Any], given: Mapping[s
     found = gather_objects(comparison.num_different, group=state.group)
     totals = {name: sum(each[name] for each in found) for name in found[0]}
     wrong = next((name for name, count in totals.items() if 2 * count >= layout.num_chunks - 1), None)
-    raise_together(None if wrong is None else _mixes_positions(state, wrong), group=state.mesh)
+    error = None
+    if wrong is not None:
+        error = ShardError(
+            f"{wrong} ({type(state.blocks[wrong]).__name__}) gives another result with context parallelism",
+            where=wrong,
+            why="it mixes positions by something that is not scaled_dot_product_attention (a convolution, a "
+            "recurrence, attention written out as matrix products), and sees this rank's part of the sequence only",
+            fix="use attention by scaled_dot_product_attention, or set mesh.context = 1",
+        )
+    raise_together(error, group=state.mesh)
 
 
 def _wrong_parts(state: ContextParallel, given: Mapping[str, Any]) -> ShardError | None:
@@ -458,13 +463,3 @@ class Comparison:
     def _hidden(self, value: Any, length: int) -> Tensor:
         tensors = find_tensors(value)
         return next(t for t in tensors if t.is_floating_point() and t.ndim >= 3 and t.shape[1] == length)
-
-
-def _mixes_positions(state: ContextParallel, name: str) -> ShardError:
-    return ShardError(
-        f"{name} ({type(state.blocks[name]).__name__}) gives another result with context parallelism",
-        where=name,
-        why="it mixes positions by something that is not scaled_dot_product_attention (a convolution, a recurrence, "
-        "attention written out as matrix products), and sees this rank's part of the sequence only",
-        fix="use attention by scaled_dot_product_attention, or set mesh.context = 1",
-    )

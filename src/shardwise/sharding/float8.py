@@ -23,17 +23,13 @@ from shardwise.sharding.inventory import layout_of, local_tensor
 from shardwise.sharding.repointing import around_steps
 
 
+@functools.cache
 def import_torchao() -> Any:
     """Torchao's float8 package.
 
     Raises:
         EnvironmentProblem: It is not installed.
     """
-    return _import_torchao()
-
-
-@functools.cache
-def _import_torchao() -> Any:
     # It warns of each extension library that was built for another Python or torch; float8 training needs none.
     logger = logging.getLogger("torchao")
     level = logger.level
@@ -121,13 +117,11 @@ class GatheredScales:
         largest = torch.stack(torch._foreach_norm([local_tensor(weight) for weight in self._weights], math.inf)).float()
         assert self._layout is not None
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._layout.mesh.get_group(self._layout.axis))
-        for weight, scale in zip(self._weights, self._scales(largest).unbind(), strict=True):
-            compat.extension_of(weight)._precomputed_scale = scale
-
-    def _scales(self, largest: torch.Tensor) -> torch.Tensor:
         # As torchao computes them: in double precision, and no smaller than its epsilon.
         highest = torch.finfo(compat.extension_of(self._weights[0])._dtype).max
-        return (highest / largest.clamp(min=1e-12).double()).float()
+        scales = (highest / largest.clamp(min=1e-12).double()).float()
+        for weight, scale in zip(self._weights, scales.unbind(), strict=True):
+            compat.extension_of(weight)._precomputed_scale = scale
 
     def _forget(self) -> None:
         for weight in self._weights:

@@ -173,7 +173,8 @@ def full_params(
     _refuse_meta(model)
     slots = find_slots(model, recurse)
     own: dict[nn.Parameter, nn.Parameter] = {}
-    with compat.untouched_by_fsdp(_groups(model, recurse), _refuse_gather):
+    groups = compat.param_groups(model) if recurse else compat.groups_of(model)  # inner ones go on gathering theirs
+    with compat.untouched_by_fsdp(groups, _refuse_gather):
         error: BaseException | None = None
         try:
             own = _gather_parameters(slots, rank0_only)
@@ -253,27 +254,14 @@ def _full_tensors(
 
 def find_slots(model: nn.Module, recurse: bool) -> _Slots:
     """Where each parameter is registered; without `recurse` not in modules that are groups of their own."""
+    inner = [each for each in model.modules() if isinstance(each, FSDPModule) and each is not model and not recurse]
+    left_out = {module for each in inner for module in each.modules()}
     slots: _Slots = {}
-    waiting = [model]
-    seen: set[nn.Module] = set()
-    while waiting:
-        module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        for name, parameter in module._parameters.items():
+    for module in model.modules():
+        for name, parameter in module._parameters.items() if module not in left_out else ():
             if parameter is not None:
                 slots.setdefault(parameter, []).append((module, name))
-        children = [child for child in module._modules.values() if child is not None]
-        waiting.extend(child for child in reversed(children) if recurse or not isinstance(child, FSDPModule))
     return slots
-
-
-def _groups(model: nn.Module, recurse: bool) -> list[Any]:
-    """The groups whose parameters are shown whole; those of inner units go on gathering theirs."""
-    if recurse:
-        return compat.param_groups(model)
-    return compat.groups_of(model)
 
 
 def _gather_parameters(slots: _Slots, rank0_only: bool) -> dict[nn.Parameter, nn.Parameter]:

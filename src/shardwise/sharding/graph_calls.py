@@ -166,7 +166,8 @@ class GraphCalls:
                 raise _refused(
                     "backward(create_graph=True) of a sharded model",
                     met,
-                    why="gradients are reduced over the ranks into shards, which leaves no graph to differentiate again",
+                    why="gradients are reduced over the ranks into shards, which leaves no graph to differentiate "
+                    "again",
                     fix="differentiate by inputs or activations, torch.autograd.grad(output, inputs, "
                     "create_graph=True), and call backward() of the loss that uses the result",
                 )

@@ -368,10 +368,6 @@ class TensorEntry:
         """What this rank stores of it."""
         return self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor
 
-    def place_in(self, module: nn.Module) -> Place:
-        """Where it stands in `module`."""
-        return next(place for place in self.places if place.module is module)
-
     def allocate(self, device: torch.device, *, poisoned: bool = True) -> None:
         """Storage in place of meta, for this rank's part only; poisoned, unless the caller writes all of it."""
         if self.fsdp_param is None:

@@ -187,7 +187,7 @@ class Divided(ParallelStyle):
         """The input as a DTensor, in the form that the product needs."""
         given, wanted = self._input_layouts(args[0].ndim - 1)
         if self.state.run is not None and self.style == "rowwise" and given == wanted:
-            self.state.run.note_parts(module, args[0])
+            self.state.run.takers.append((module, args[0].grad_fn))
         taken = self.state.dtensor(args[0], given)
         return (taken if taken.placements == (wanted,) else taken.redistribute(placements=[wanted]), *args[1:])
 
@@ -200,7 +200,7 @@ class Divided(ParallelStyle):
             output = output.redistribute(placements=[wanted])
         given = output if self.keeps_dtensor and not self.state.is_whole else output.to_local()
         if self.state.run is not None and self.style == "colwise":
-            self.state.run.note_maker(given)
+            self.state.run.makers.append(given.grad_fn)
         elif self.state.run is not None and self.style.startswith("rowwise"):
             whole = output.redistribute(placements=[Replicate()]).to_local()
             self.state.run.note_output(self.state.run.names[module], whole)
@@ -327,29 +327,23 @@ class Run:
         self.names = {module: name for name, module in model.named_modules()}
         self.samples: list[tuple[str, Tensor]] = []
         """Module, and some elements of its whole output."""
-        self._takers: list[tuple[nn.Module, Any]] = []
-        self._makers: list[Any] = []
+        self.takers: list[tuple[nn.Module, Any]] = []
+        """Layers that take a part of the features, and the node that made it."""
+        self.makers: list[Any] = []
+        """Nodes of layers that give a part of the features."""
 
     def note_output(self, name: str, tensor: Tensor) -> None:
         """Keep some elements of what a module gives."""
         flat = tensor.detach().flatten()
         self.samples.append((name, flat[:: max(1, flat.numel() // _SAMPLES)]))
 
-    def note_maker(self, tensor: Tensor) -> None:
-        """A layer gives a part of the features."""
-        self._makers.append(tensor.grad_fn)
-
-    def note_parts(self, module: nn.Module, tensor: Tensor) -> None:
-        """A layer takes a part of the features."""
-        self._takers.append((module, tensor.grad_fn))
-
     def undivided_input(self) -> tuple[str, str] | None:
         """A layer, and a parameter on which its part of the features depends not through divided layers alone.
 
         Each rank would have a part of that parameter's gradient, and nobody would add the parts up.
         """
-        for module, last in self._takers:
-            pending, seen = [(last, 0)], {(maker, 0) for maker in (None, *self._makers)}
+        for module, last in self.takers:
+            pending, seen = [(last, 0)], {(maker, 0) for maker in (None, *self.makers)}
             while pending:
                 if (step := pending.pop()) in seen:
                     continue
@@ -450,7 +444,9 @@ def different_inputs(state: TensorParallel) -> ShardError | None:
     if state.digest is None:
         return None
     draws = any(isinstance(module, nn.Dropout) and module.p and module.training for module in state.model.modules())
-    numbers = torch.stack([state.digest, _random_digest(state.axis) if draws else torch.zeros_like(state.digest)])
+    device = state.digest.device
+    random = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
+    numbers = torch.stack([state.digest, fingerprint(random).to(device) if draws else torch.zeros_like(state.digest)])
     extremes = torch.cat([numbers, ~numbers])  # ~n is smallest where n is largest
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=state.axis.get_group())
     largest, smallest = extremes[:2].tolist(), (~extremes[2:]).tolist()
@@ -465,9 +461,3 @@ def different_inputs(state: TensorParallel) -> ShardError | None:
         fix="give each rank the samples of data_parallel_rank(mesh), from shardwise.distributed.mesh, and seed it with "
         "that number, as shardwise train does",
     )
-
-
-def _random_digest(axis: DeviceMesh) -> Tensor:
-    device = torch.device(axis.device_type)
-    state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
-    return fingerprint(state).to(device)
