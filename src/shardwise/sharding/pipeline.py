@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -39,16 +39,6 @@ Batch = Mapping[str, Tensor]
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Part:
-    """One stage on this rank."""
-
-    stage: StagePlan
-    model: nn.Module
-    passing: Passing
-    forward: StageForward
-
-
 class Pipeline:
     """A decoder divided into stages, of which this rank has one or several. Made by `pipeline`.
 
@@ -61,7 +51,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, parts: list[Part], model: nn.Module, mesh: DeviceMesh, config: PipelineConfig, ties: list[tuple[str, int]]
+        self,
+        parts: list[StageForward],
+        model: nn.Module,
+        mesh: DeviceMesh,
+        config: PipelineConfig,
+        ties: list[tuple[str, int]],
     ) -> None:
         self.parts, self.model, self.mesh, self.config = parts, model, mesh, config
         axis = sub_mesh(mesh, ("pipeline",))
@@ -138,7 +133,7 @@ class Pipeline:
         """
         self._prepare(batch)
         for part in self.parts:
-            part.forward.scale, part.forward.num_tokens = scale, []
+            part.scale, part.num_tokens = scale, []
         losses: list[Tensor] = []
         target = torch.zeros(self.num_microbatches, device=self.device)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **batch)
@@ -166,15 +161,15 @@ class Pipeline:
         Ranks:
             Collective. The same on every rank of a pipeline, in CPU memory.
         """
-        before = self.parts[0].forward.loss
+        before = self.parts[0].loss
         for part in self.parts:
-            part.forward.loss = function
+            part.loss = function
         try:
             self._prepare(batch, 1)
             made = self._forward([dict(batch)])
         finally:
             for part in self.parts:
-                part.forward.loss = before
+                part.loss = before
         told = gather_objects(made[0].cpu() if made else None, group=self.group)
         return next(each for each in told if each is not None)
 
@@ -183,10 +178,10 @@ class Pipeline:
         made: list[Tensor] = []
         sends: list[tuple[dist.Work | None, Tensor]] = []
         for part in self.parts:
-            part.forward.scale, part.forward.num_tokens = 1.0, []
+            part.scale, part.num_tokens = 1.0, []
             index = part.stage.index
             for rows in micro:
-                received = [torch.empty_like(shape, device=self.device) for shape in self._inputs(part)]
+                received = [torch.empty_like(shape, device=self.device) for shape in part.inputs()]
                 for tensor in received:
                     dist.recv(tensor, group=self.group, group_src=(index - 1) % self.num_ranks)
                 sent = part.model(*received, **rows)
@@ -208,24 +203,9 @@ class Pipeline:
         both = torch.zeros(2, device=self.device)
         if losses:
             both[0] = torch.stack(losses).sum()
-            both[1] = torch.stack([each.to(both) for each in self.parts[-1].forward.num_tokens]).sum()
+            both[1] = torch.stack([each.to(both) for each in self.parts[-1].num_tokens]).sum()
         dist.all_reduce(both, group=self.group)
         return both[0], both[1]
-
-    def _inputs(self, part: Part) -> list[Tensor]:
-        """What a stage receives, on meta."""
-        if part.stage.is_first:
-            return []
-        num_earlier = len(part.forward.blocks) - len(part.stage.blocks)
-        hidden, *extras = part.passing.shapes()
-        return [hidden, *extras * num_earlier]
-
-    def _outputs(self, part: Part) -> list[Tensor]:
-        """What a stage sends, or the loss, on meta."""
-        if part.stage.is_last:
-            return [torch.empty((), device="meta")]
-        hidden, *extras = part.passing.shapes()
-        return [hidden, *extras * len(part.forward.blocks)]
 
     def _prepare(self, batch: Batch, count: int | None = None) -> None:
         """Learn from the first batch of a shape what goes between stages; make the schedule for it.
@@ -238,7 +218,11 @@ class Pipeline:
             Collective.
         """
         num_rows, *rest = next(iter(batch.values())).shape
-        if not self._is_new(shape := (count, num_rows, *rest)):
+        shape = (count, num_rows, *rest)
+        is_new = torch.tensor(int(shape != self._shape), device=flag_device(self.group))
+        for axis in range(self.mesh.ndim):  # on any rank
+            dist.all_reduce(is_new, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+        if not is_new:
             return
         is_step = count is None
         count = count or run_on_all(lambda: num_microbatches(self.config, self.num_ranks, num_rows), self.mesh)
@@ -253,17 +237,6 @@ class Pipeline:
         self._send_tied_parameters()
         self._schedule, self._shape = self._make_schedule() if is_step else None, shape
 
-    def _is_new(self, shape: tuple[int | None, ...]) -> bool:
-        """Whether a batch of any rank has another shape than the last one.
-
-        Ranks:
-            Collective.
-        """
-        is_new = torch.tensor(int(shape != self._shape), device=flag_device(self.group))
-        for axis in range(self.mesh.ndim):
-            dist.all_reduce(is_new, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
-        return bool(is_new)
-
     def _on_own_ranks(self, work: Callable[[], T]) -> T | None:
         """Run what communicates within a stage; if it fails on one, raise on all ranks."""
         made, error = None, None
@@ -274,10 +247,10 @@ class Pipeline:
         raise_together(error, group=self.mesh)
         return made
 
-    def _received(self, part: Part) -> list[Tensor]:
+    def _received(self, part: StageForward) -> list[Tensor]:
         """Random numbers in place of what a stage receives; others on each rank, as parts of one sequence are."""
         generator = torch.Generator().manual_seed(self.mesh.get_rank())
-        shapes = self._inputs(part)
+        shapes = part.inputs()
         return [torch.randn(each.shape, generator=generator).to(each.dtype).to(self.device) for each in shapes]
 
     def _make_schedule(self) -> Any:
@@ -287,8 +260,8 @@ class Pipeline:
                 part.stage.index,
                 self.num_stages,
                 self.device,
-                input_args=tuple(each.requires_grad_() for each in self._inputs(part)),
-                output_args=tuple(each.requires_grad_() for each in self._outputs(part)),
+                input_args=tuple(each.requires_grad_() for each in part.inputs()),
+                output_args=tuple(each.requires_grad_() for each in part.outputs()),
                 group=self.group,
             )
             for part in self.parts
@@ -369,7 +342,7 @@ def num_microbatches(config: PipelineConfig, num_ranks: int, num_rows: int) -> i
     return chosen
 
 
-def _observe(part: Part, rows: Batch) -> tuple[Any, dict[str, Any]]:
+def _observe(part: StageForward, rows: Batch) -> tuple[Any, dict[str, Any]]:
     """What the first stage's blocks, and the modules before them, return; run without gradients.
 
     Raises:
@@ -381,7 +354,10 @@ def _observe(part: Part, rows: Batch) -> tuple[Any, dict[str, Any]]:
     outputs: dict[str, Any] = {}
 
     def note(name: str) -> Callable[..., None]:
-        return lambda module, args, output: outputs.update({name: _on_meta(output)})
+        return lambda module, args, output: outputs.update({name: change_tensors(output, on_meta)})
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     with ExitStack() as stack:
         for name in (*part.stage.units, *part.stage.blocks):
@@ -394,7 +370,7 @@ def _observe(part: Part, rows: Batch) -> tuple[Any, dict[str, Any]]:
     return returned[0], {name: outputs[name] for name in part.stage.units if name in outputs}
 
 
-def _check_chain(part: Part, rows: Batch, received: list[Tensor]) -> None:
+def _check_chain(part: StageForward, rows: Batch, received: list[Tensor]) -> None:
     """Raise unless each block of a stage gets the hidden states of the one before as they are.
 
     Ranks:
@@ -420,15 +396,11 @@ def _check_chain(part: Part, rows: Batch, received: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-def _run_once(part: Part, rows: Batch, received: list[Tensor]) -> None:
+def _run_once(part: StageForward, rows: Batch, received: list[Tensor]) -> None:
     """Run a stage to look at it, and leave no trace."""
     with trial_forward(part.model):
         part.model(*received, **rows)
     reshard(part.model)
-
-
-def _on_meta(value: Any) -> Any:
-    return change_tensors(value, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
 
 def pipeline(
@@ -469,7 +441,7 @@ def pipeline(
     blocks = [name for stage in stages for name in stage.blocks]
     units = [name for stage in stages for name in stage.units]
     ties = find_ties(model, stages)
-    parts: list[Part] = []
+    parts: list[StageForward] = []
     present: dict[str, nn.Module] = {}
     mine = stages[rank::num_ranks]
     passing = {stage: Passing() for stage in mine}
@@ -485,8 +457,8 @@ def pipeline(
         if (context := context_of(part)) is not None:
             context.passing = passing[stage]
         upto = blocks[: blocks.index(stage.blocks[-1]) + 1]
-        forward = part.forward = StageForward(part, stage, passing[stage], loss, upto)
-        parts.append(Part(stage, part, passing[stage], forward))
+        part.forward = StageForward(part, stage, passing[stage], loss, upto)
+        parts.append(part.forward)
         tied = {name: each for name, each in stand_ins[stage].items() if next(each.parameters(), None) is not None}
         present = stand_ins[stage] | present | tied | kept[stage]
     peers = [
