@@ -38,6 +38,7 @@ from shardwise.sharding.context_parallel import apply_context_parallel, replace_
 from shardwise.sharding.expert_parallel import divide_experts
 from shardwise.sharding.float8 import GatheredScales, convert_linears, import_torchao
 from shardwise.sharding.forward_hooks import Casts, ForwardHooks, PartsForwardHooks, Replicated, RootForwardHooks
+from shardwise.sharding.full_params import reshard
 from shardwise.sharding.gradients import (
     BackwardEnd,
     ParameterHooks,
@@ -143,12 +144,6 @@ def set_prefetch(plan: Plan, modules: dict[str, Any]) -> None:
         _unshard_after_steps(modules[plan.root.modules[0]])
 
 
-def _drop_early_gather(root: nn.Module, *_: Any) -> None:
-    """Weights are about to be loaded: what was gathered early would hide them from the next forward."""
-    for group in compat.groups_of(root):
-        compat.wait_and_reshard(group)
-
-
 def _unshard_after_steps(root: Any) -> None:
     reference = weakref.ref(root)
 
@@ -156,7 +151,8 @@ def _unshard_after_steps(root: Any) -> None:
         if (root := reference()) is not None and all(map(compat.is_resharded, compat.groups_of(root))):
             root.unshard(async_op=True)
 
-    root.register_load_state_dict_pre_hook(_drop_early_gather)
+    # What was gathered early would hide weights that are loaded now from the next forward.
+    root.register_load_state_dict_pre_hook(lambda root, *_: reshard(root))
     weakref.finalize(root, around_steps(compat.groups_of(root), after=unshard))
 
 

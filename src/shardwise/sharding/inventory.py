@@ -373,7 +373,7 @@ class TensorEntry:
         if self.fsdp_param is None:
             new = _empty_like(self.local, device)
         else:
-            new = _empty_like(self.local.contiguous(), compat.shard_device(self.fsdp_param))
+            new = _empty_like(self.local.contiguous(), compat.devices_of(self.fsdp_param)[0])
         new = compat.dtensor_like(new, self.tensor) if isinstance(self.tensor, DTensor) else new
         self.set_tensor(compat.replace_in_place(self.tensor, new))
         if self.fsdp_param is not None:

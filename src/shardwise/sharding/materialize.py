@@ -452,7 +452,7 @@ def _device(entries: Sequence[TensorEntry], device: torch.device | str | None, m
         return torch.device(device)
     for entry in entries:
         if entry.fsdp_param is not None:
-            return compat.gathering_device(entry.fsdp_param)
+            return compat.devices_of(entry.fsdp_param)[1]
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or (mesh is not None and mesh.device_type != accelerator.type):
         return torch.device("cpu")
