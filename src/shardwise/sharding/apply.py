@@ -49,7 +49,7 @@ from shardwise.sharding.gradients import (
 )
 from shardwise.sharding.graph_calls import watch_backward
 from shardwise.sharding.inventory import class_name, unwrapped_name
-from shardwise.sharding.operators import mend_operators
+from shardwise.sharding.outside import mend_operators
 from shardwise.sharding.parameter_writes import watch_writes
 from shardwise.sharding.registry import ShardedState, on_recover, remember
 from shardwise.sharding.repointing import around_steps, remember_parameters, repoint, watch_optimizers
