@@ -453,13 +453,7 @@ class CheckpointedForward(ReplacedForward):
 class _RandomNumbers:
     """Draws again what was drawn, in a recomputation that leaves regions out."""
 
-    def snapshot(self) -> Any:
-        """The state of the generators."""
-        return random_state()
-
-    def restore(self, state: Any) -> None:
-        """Draw from there on."""
-        set_random_state(state)
+    snapshot, restore = staticmethod(random_state), staticmethod(set_random_state)
 
 
 class BudgetedForward(ReplacedForward):
@@ -489,14 +483,13 @@ class OffloadedForward(ReplacedForward):
     Args:
         module: The block.
         activations: Of the model.
-        is_enabled: Whether it does so from the first call on.
     """
 
     compiles_inside = True
 
-    def __init__(self, module: nn.Module, activations: HostActivations, *, is_enabled: bool = True) -> None:
+    def __init__(self, module: nn.Module, activations: HostActivations) -> None:
         super().__init__(module.forward)
-        self.module, self.activations, self.is_enabled = module, activations, is_enabled
+        self.module, self.activations, self.is_enabled = module, activations, True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""

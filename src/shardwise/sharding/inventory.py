@@ -259,9 +259,7 @@ def _join(tensor: DTensor, dtype: torch.dtype, parts: list[Any], stored: torch.T
 
 # Never the value of a truth value; as a 2, 4 or 8 byte integer, one that no table or mask holds.
 _POISON_BYTE = 0xA5
-# Bounds the temporary memory of the checks.
-_CHUNK_BYTES = 32 * 2**20
-_WORD_BYTES = 2**16
+_WORD_BYTES = 2**16  # fingerprinted at a time, which takes several times the memory
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -286,11 +284,10 @@ def is_poisoned(tensor: torch.Tensor) -> bool:
         return False
     with torch.no_grad():
         if _has_nan(tensor.dtype):
-            return any(bool(chunk.isnan().any()) for chunk in _chunks(tensor))
-        left = (chunk == _POISON_BYTE for chunk in _chunks(_bytes(tensor.contiguous())))
-        if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
-            return all(bool(chunk.all()) for chunk in left)
-        return any(bool(chunk.view(-1, tensor.dtype.itemsize).all(dim=1).any()) for chunk in left)
+            return bool(tensor.isnan().any())
+        left = _bytes(tensor.contiguous()) == _POISON_BYTE
+        is_byte = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
+        return bool(left.all() if is_byte else left.view(-1, tensor.dtype.itemsize).all(dim=1).any())
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
@@ -315,11 +312,6 @@ def _has_nan(dtype: torch.dtype) -> bool:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The storage of a contiguous tensor as a flat view of bytes."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    flat = tensor.detach().reshape(-1)
-    yield from flat.split(max(_CHUNK_BYTES // flat.element_size(), 1))
 
 
 @dataclass(frozen=True, slots=True)
