@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -229,11 +230,13 @@ class Pipeline:
         agree_on(str(count), "the number of micro-batches", fix="give every rank as many rows", group=self.mesh)
         self.num_microbatches = count
         rows = _split(batch, count)[0]
-        described = self._on_own_ranks(lambda: _observe(self.parts[0], rows) if self.parts[0].stage.is_first else None)
+        first = self.parts[0]
+        described = self._on_own_ranks(lambda: _look_at(first, rows, []) if first.stage.is_first else None)
         told = next(each for each in gather_objects(described, group=self.group) if each is not None)
         for part in self.parts:
             part.passing.block_output, part.passing.unit_outputs = told
-        self._on_own_ranks(lambda: [_check_chain(part, rows, self._received(part)) for part in self.parts])
+        others = [part for part in self.parts if not part.stage.is_first]
+        self._on_own_ranks(lambda: [_look_at(part, rows, self._received(part)) for part in others])
         self._send_tied_parameters()
         self._schedule, self._shape = self._make_schedule() if is_step else None, shape
 
@@ -342,65 +345,45 @@ def num_microbatches(config: PipelineConfig, num_ranks: int, num_rows: int) -> i
     return chosen
 
 
-def _observe(part: StageForward, rows: Batch) -> tuple[Any, dict[str, Any]]:
-    """What the first stage's blocks, and the modules before them, return; run without gradients.
+@torch.no_grad()
+def _look_at(part: StageForward, rows: Batch, received: list[Tensor]) -> tuple[Any, dict[str, Any]]:
+    """Run a stage once, and leave no trace; what its first block, and the modules outside of blocks, return, on meta.
 
     Raises:
-        PlanError: A block returns no hidden states.
-
-    Ranks:
-        Collective over the ranks of the first stage.
-    """
-    outputs: dict[str, Any] = {}
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda module, args, output: outputs.update({name: change_tensors(output, on_meta)})
-
-    def on_meta(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    with ExitStack() as stack:
-        for name in (*part.stage.units, *part.stage.blocks):
-            stack.callback(part.model.get_submodule(name).register_forward_hook(note(name)).remove)
-        _run_once(part, rows, [])
-    returned = [outputs[name] for name in part.stage.blocks]
-    tensors = find_tensors(returned[0])
-    if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
-        raise not_a_sequence(part.stage.blocks[0], "returns no hidden states, or tensors that have no gradients")
-    return returned[0], {name: outputs[name] for name in part.stage.units if name in outputs}
-
-
-def _check_chain(part: StageForward, rows: Batch, received: list[Tensor]) -> None:
-    """Raise unless each block of a stage gets the hidden states of the one before as they are.
+        PlanError: A block returns no hidden states, or does not get those of the block before as they are.
 
     Ranks:
         Collective over the ranks of the stage.
     """
-    before: list[Tensor] = []
+    outputs: dict[str, Any] = {}
+    hidden: list[Tensor] = []
 
-    def check(name: str) -> Callable[..., None]:
-        def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
-            hidden = part.passing.hidden if name == part.stage.blocks[0] else before[-1]
-            if hidden is not None and not any(each is hidden for each in find_tensors((args, kwargs))):
-                raise not_a_sequence(name, "does not get the hidden states of the block before as they are")
+    def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        expected = part.passing.hidden if name == part.stage.blocks[0] else hidden[-1]
+        if expected is not None and not any(each is expected for each in find_tensors((args, kwargs))):
+            raise not_a_sequence(name, "does not get the hidden states of the block before as they are")
 
-        return enter
+    def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        outputs[name] = change_tensors(
+            output, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        )
+        if name in part.stage.blocks:
+            tensors = find_tensors(output)
+            if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
+                raise not_a_sequence(name, "returns no hidden states, or tensors that have no gradients")
+            hidden.append(tensors[0])
 
     with ExitStack() as stack:
-        for name in part.stage.blocks:
-            block = part.model.get_submodule(name)
-            stack.callback(block.register_forward_pre_hook(check(name), prepend=True, with_kwargs=True).remove)
-            hook = block.register_forward_hook(lambda module, args, output: before.append(find_tensors(output)[0]))
-            stack.callback(hook.remove)
-        _run_once(part, rows, received)
-
-
-@torch.no_grad()
-def _run_once(part: StageForward, rows: Batch, received: list[Tensor]) -> None:
-    """Run a stage to look at it, and leave no trace."""
-    with trial_forward(part.model):
-        part.model(*received, **rows)
+        for name in (*part.stage.units, *part.stage.blocks):
+            module = part.model.get_submodule(name)
+            if name in part.stage.blocks:
+                hook = module.register_forward_pre_hook(partial(enter, name), prepend=True, with_kwargs=True)
+                stack.callback(hook.remove)
+            stack.callback(module.register_forward_hook(partial(leave, name)).remove)
+        with trial_forward(part.model):
+            part.model(*received, **rows)
     reshard(part.model)
+    return outputs[part.stage.blocks[0]], {name: outputs[name] for name in part.stage.units if name in outputs}
 
 
 def pipeline(
