@@ -68,7 +68,7 @@ def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     """
     refuse_sharded(model, mesh)
     sizes = mesh_axes(mesh)[0]
-    if _wide(sizes) != _wide(dict(plan.axes)):
+    if {each for each in sizes.items() if each[1] > 1} != {each for each in dict(plan.axes).items() if each[1] > 1}:
         raise PlanError(
             f"the plan is for a mesh of {dict(plan.axes)}, this one has {sizes}",
             why="shard dimensions and policies were chosen for those sizes",
@@ -91,10 +91,6 @@ def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
             why="a plan is carried out as it is, parameter by parameter",
             fix="plan(model, ...) again for this model",
         )
-
-
-def _wide(sizes: dict[str, int]) -> dict[str, int]:
-    return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def agree_on_plan_and_weights(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.errors import import_optional
@@ -95,15 +94,11 @@ class GatheredScales:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        found = [weight for group in compat.param_groups(root) for weight in compat.sharded_parameters(group)]
-        found = [each for each in found if hasattr(compat.extension_of(each), "_precomputed_scale")]
-        layouts = [layout_of(each) for each in found if isinstance(each, DTensor)]
-        self._layout = next((layout for layout in layouts if layout is not None), None)
-        self._weights = [
-            weight
-            for weight, layout in zip(found, layouts, strict=True)
-            if layout is not None and self._layout is not None and layout.mesh == self._layout.mesh
-        ]
+        shards: list[Any] = [p for group in compat.param_groups(root) for p in compat.sharded_parameters(group)]
+        found = [p for p in shards if hasattr(compat.extension_of(p), "_precomputed_scale")]
+        layouts = [(p, layout) for p in found if (layout := layout_of(p)) is not None]
+        self._layout = layouts[0][1] if layouts else None
+        self._weights = [weight for weight, layout in layouts if layout.mesh == layouts[0][1].mesh]
         if self._weights:
             if self._weights[0].device.type == "cpu":
                 compat.gather_bytes(root)
