@@ -25,9 +25,9 @@ from shardwise.findings import Finding, Severity
 from shardwise.models.configs import tied_by_config
 from shardwise.planning.plan import Plan
 from shardwise.sharding.inventory import fingerprint, local_tensor
+from shardwise.sharding.parallel.tensor_parallel import tensor_of
 from shardwise.sharding.registry import sharded_state
 from shardwise.sharding.repointing import why_unsupported
-from shardwise.sharding.tensor_parallel import tensor_of
 from shardwise.units import format_bytes
 
 _LARGE = 4.0

@@ -34,12 +34,10 @@ from shardwise.planning.planner import plan as make_plan
 from shardwise.planning.planner import refuse_sharded
 from shardwise.planning.settings import dtype_name
 from shardwise.sharding.blocks import checkpoint_activations, compile_blocks, refuse_budget
-from shardwise.sharding.context_parallel import apply_context_parallel, replace_root_forward
-from shardwise.sharding.expert_parallel import divide_experts
 from shardwise.sharding.float8 import GatheredScales, convert_linears, import_torchao
-from shardwise.sharding.forward_hooks import Casts, ForwardHooks, PartsForwardHooks, Replicated, RootForwardHooks
 from shardwise.sharding.full_params import reshard
-from shardwise.sharding.gradients import (
+from shardwise.sharding.hooks.forward_hooks import Casts, ForwardHooks, PartsForwardHooks, Replicated, RootForwardHooks
+from shardwise.sharding.hooks.gradients import (
     BackwardEnd,
     ParameterHooks,
     UnusedParameters,
@@ -47,14 +45,16 @@ from shardwise.sharding.gradients import (
     step_in_backward,
     watch_zero_grad,
 )
-from shardwise.sharding.graph_calls import watch_backward
+from shardwise.sharding.hooks.graph_calls import watch_backward
+from shardwise.sharding.hooks.outside import mend_operators
+from shardwise.sharding.hooks.parameter_writes import watch_writes
+from shardwise.sharding.hooks.watching import watch_by_default
 from shardwise.sharding.inventory import class_name, unwrapped_name
-from shardwise.sharding.outside import mend_operators
-from shardwise.sharding.parameter_writes import watch_writes
+from shardwise.sharding.parallel.context_parallel import apply_context_parallel, replace_root_forward
+from shardwise.sharding.parallel.expert_parallel import divide_experts
+from shardwise.sharding.parallel.tensor_parallel import apply_tensor_parallel, hook_tensor_parallel
 from shardwise.sharding.registry import ShardedState, on_recover, remember
 from shardwise.sharding.repointing import around_steps, remember_parameters, repoint, watch_optimizers
-from shardwise.sharding.tensor_parallel import apply_tensor_parallel, hook_tensor_parallel
-from shardwise.sharding.watching import watch_by_default
 
 _SAMPLES = 64
 """Elements compared of each parameter: enough to tell two random draws apart, cheap for any size."""

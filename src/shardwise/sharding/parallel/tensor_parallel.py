@@ -32,9 +32,9 @@ from shardwise.planning.plan import ParallelModule
 from shardwise.planning.tensor import STYLES, VERIFY, tensor_splits
 from shardwise.planning.tracing import innermost_module
 from shardwise.sharding.blocks import ReplacedForward, compile_inside_recomputation, replace_innermost
-from shardwise.sharding.context_parallel import context_of
-from shardwise.sharding.expert_parallel import SelectingForward, divide_parameters
 from shardwise.sharding.inventory import fingerprint
+from shardwise.sharding.parallel.context_parallel import context_of
+from shardwise.sharding.parallel.expert_parallel import SelectingForward, divide_parameters
 
 _STATE = "_shardwise_tensor"  # in the module's own dict
 _SEQUENCE_DIM = 1

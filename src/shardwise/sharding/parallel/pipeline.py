@@ -30,10 +30,10 @@ from shardwise.planning.plan import ParallelModule, Plan
 from shardwise.planning.planner import device_capability, make_plan, plan
 from shardwise.planning.stages import StagePlan, not_a_sequence, plan_stages, refuse_tensor_axis
 from shardwise.sharding.apply import shard
-from shardwise.sharding.context_parallel import context_of
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_tensor
-from shardwise.sharding.pipeline_stage import Loss, Passing, StageForward, copy_with, make_stand_ins
+from shardwise.sharding.parallel.context_parallel import context_of
+from shardwise.sharding.parallel.pipeline_stage import Loss, Passing, StageForward, copy_with, make_stand_ins
 from shardwise.sharding.registry import PipelineRanks, describe, sharded_state
 
 Batch = Mapping[str, Tensor]

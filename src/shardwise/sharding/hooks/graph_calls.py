@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.errors import ShardError
+from shardwise.sharding.hooks.outside import OutsideUse, WholeValue, end_outside_use
+from shardwise.sharding.hooks.parameter_writes import is_of_group
 from shardwise.sharding.inventory import class_name
-from shardwise.sharding.outside import OutsideUse, WholeValue, end_outside_use
-from shardwise.sharding.parameter_writes import is_of_group
 
 _MOST_CALLS = 2**18
 _MOST_FINISHED_CALLS = 2**12

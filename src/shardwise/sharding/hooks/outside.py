@@ -21,8 +21,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from shardwise import compat
 from shardwise.models.nested_tensors import change_tensors, find_tensors
+from shardwise.sharding.hooks.parameter_writes import ShardUses, write_back
 from shardwise.sharding.inventory import full_tensor, local_part, local_tensor
-from shardwise.sharding.parameter_writes import ShardUses, write_back
 
 
 class WholeValue(torch.autograd.Function):

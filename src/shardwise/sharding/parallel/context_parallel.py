@@ -26,8 +26,13 @@ from shardwise.models.modes import trial_forward
 from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.planning.plan import ParallelModule
 from shardwise.sharding.blocks import ReplacedForward, replace_innermost, replacements
-from shardwise.sharding.context_attention import SequenceLayout, WholeSequenceAttention, WrongAttention, tokens_of
-from shardwise.sharding.pipeline_stage import Passing, StageEnd
+from shardwise.sharding.parallel.context_attention import (
+    SequenceLayout,
+    WholeSequenceAttention,
+    WrongAttention,
+    tokens_of,
+)
+from shardwise.sharding.parallel.pipeline_stage import Passing, StageEnd
 
 _STATE = "_shardwise_context"  # in the module's own dict
 
