@@ -210,13 +210,6 @@ def gradient_sync(model: nn.Module, *, reduce: bool, all_reduce: bool, is_last: 
         yield
 
 
-def drop_gradients(model: nn.Module) -> None:
-    """Forget every gradient of the tree: reduced ones, and those that still wait unreduced."""
-    clear_gradients(param_groups(model), set(model.modules()), set_to_none=True)
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
 def clear_gradients(groups: Iterable[Any], modules: set[nn.Module], *, set_to_none: bool) -> None:
     """Clear what groups keep of the gradients of `modules`' parameters: reduced, unreduced, HSDP's partial sums."""
     for group in groups:
