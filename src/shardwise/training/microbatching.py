@@ -17,8 +17,8 @@ from shardwise.distributed.agreement import gather_objects, on_rank_zero
 from shardwise.errors import TrainingError
 from shardwise.models.random_state import random_state, set_random_state
 from shardwise.sharding.blocks import AdaptiveActivations
+from shardwise.sharding.hooks.watching import paused
 from shardwise.sharding.registry import recover
-from shardwise.sharding.watching import paused
 from shardwise.training.data.samples import Batch
 
 T = TypeVar("T")
