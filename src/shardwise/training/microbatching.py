@@ -78,25 +78,24 @@ class Microbatches:
         """Run forward and backward over the micro-batches of a batch, halving their size until it fits.
 
         The first three calls run the step once more, without communication. Gradients, random numbers and buffers are
-        restored after an attempt that failed. Collective.
+        restored after a trial and, in one process, after an attempt that failed. Collective.
         """
         self._num_runs += 1
         if self._trials_left:
             self._trials_left -= 1
             while failures := self._try(work, batch):
                 self._use_less(failures, batch)
-        if not self._is_found:
-            return work(self.split(batch))
         while True:
-            state = volatile_state(self._model)
+            is_repeatable = self._is_found and not _is_distributed()
+            state = volatile_state(self._model) if is_repeatable else None
             try:
                 return work(self.split(batch))
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not self._is_found or not is_out_of_memory(error):
                     raise
                 failure = str(error)
             # Here the exception, which refers to the activations, is gone.
-            if _is_distributed():
+            if state is None:
                 self._give_up(failure)
             undo(self._model, state)
             self._use_less({0: failure}, batch)
