@@ -160,20 +160,20 @@ def torch_metadata(records: Sequence[FileRecord], header: Header) -> bytes:
     for alias, name in header.aliases.items():
         names.setdefault(name, []).append(alias)
     entries: dict[str, Any] = {}
-    places: list[tuple[Any, Any]] = []
+    places: dict[torch_files.Instance, torch_files.Instance] = {}
     for value in (value for record in records for value in record.values):
         entries[value.name] = _instance("BytesStorageMetadata", {})
-        places.append((_instance("MetadataIndex", {"fqn": value.name, "index": None}), _place(value)))
+        places[_instance("MetadataIndex", {"fqn": value.name, "index": None})] = _place(value)
     for stored, written in parts_by_name(records).items():
         for name in (stored, *names.get(stored, ())):
             entries[name] = _tensor_entry([tensor for tensor, _ in written])
             for number, (tensor, stream) in enumerate(written):
                 index = {"fqn": name, "index": number, "offset": _size(tensor.chunks[0].spec.starts)}
-                places.append((_instance("MetadataIndex", index), _place(stream)))
+                places[_instance("MetadataIndex", index)] = _place(stream)
     state = {
         "state_dict_metadata": entries,
         "planner_data": {name: tuple(header.structure.get(name, (name,))) for name in entries},
-        "storage_data": torch_files.Pairs(tuple(places)),
+        "storage_data": places,
         "storage_meta": None,
         "version": _DCP_VERSION,
     }
