@@ -20,8 +20,8 @@ from shardwise.checkpointing.formats.values import encode_value
 from shardwise.checkpointing.hugging_face import read_sidecar_files
 from shardwise.checkpointing.inspecting import refuse_damaged, refuse_unsound
 from shardwise.checkpointing.names import only_model, with_our_names
-from shardwise.checkpointing.nested import put_together
 from shardwise.checkpointing.reading import read_chunk
+from shardwise.checkpointing.state import put_together
 from shardwise.checkpointing.weights import float_dtype, refuse_remote, refuse_suffix
 from shardwise.errors import require_choice
 from shardwise.progress import NoProgress, Progress

@@ -20,9 +20,8 @@ from shardwise.checkpointing.background_writer import Work, WriterProcess, bytes
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, KeyPath, LocalChunk, StoredChunk, StoredTensor
 from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.names import local_chunks
-from shardwise.checkpointing.nested import PER_RANK, FlatState
 from shardwise.checkpointing.staging import Arena, AsyncCopy, StagedTensor
-from shardwise.checkpointing.state import Run
+from shardwise.checkpointing.state import PER_RANK, FlatState, Run
 from shardwise.checkpointing.storage import Place, checksum, join, remove_tree
 from shardwise.distributed.agreement import Channel, as_shardwise_error, run_and_gather
 from shardwise.distributed.mesh import widest_mesh
