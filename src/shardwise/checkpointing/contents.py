@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,11 @@ class StoredTensor:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Where its bytes lie; equal for two names of the same bytes."""
+        return tuple((chunk.spec, chunk.file, chunk.offset, id(chunk.data)) for chunk in self.chunks)
+
     def problem(self, wanted: ChunkSpec | None = None) -> str:
         """Why every element of it, or of a part, is not stored exactly once; empty when it is."""
         return (wanted or ChunkSpec.whole(self.shape)).coverage_problem(chunk.spec for chunk in self.chunks)
@@ -233,6 +238,22 @@ class Contents:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+def merge_contents(path: Path | str, format: str, parts: Iterable[Contents]) -> Contents:
+    """What several files, or folders, hold together; of two things with one name the last counts."""
+    merged = Contents(path, format, {})
+    for part in parts:
+        merged = replace(
+            merged,
+            tensors={**merged.tensors, **part.tensors},
+            values={**merged.values, **part.values},
+            structure={**merged.structure, **part.structure},
+            file_bytes={**merged.file_bytes, **part.file_bytes},
+            streams=(*merged.streams, *part.streams),
+            block_bytes=merged.block_bytes or part.block_bytes,
+        )
+    return merged
 
 
 def chunks_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[ChunkSpec, int]]:

@@ -93,7 +93,7 @@ def _aliases(contents: Contents) -> dict[str, str]:
     for name, tensor in contents.tensors.items():
         if not name.startswith("model.") or not tensor.chunks or any(chunk.data is not None for chunk in tensor.chunks):
             continue
-        key = (tensor.dtype, tensor.shape, tuple((chunk.spec, chunk.file, chunk.offset) for chunk in tensor.chunks))
+        key = (tensor.dtype, tensor.shape, tensor.place)
         if tensor.num_bytes and first.setdefault(key, name) != name:
             aliases[name] = first[key]
     return aliases

@@ -275,7 +275,7 @@ def kind_of(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> Kind:
     if isinstance(tensor, DTensor):
         if isinstance(parameter, DTensor) and _is_alike(tensor, parameter):
             return "like"
-        return [_placement_text(placement) for placement in tensor.placements]
+        return [f"S({each.dim})" if type(each) is Shard else "R" for each in tensor.placements]
     if not isinstance(parameter, DTensor):
         return "like" if tensor.shape == parameter.shape and key not in COUNTERS else "plain"
     local_shape = local_tensor(parameter).shape
@@ -306,7 +306,7 @@ def make_state(
     if kind in ("like", "local"):
         local = torch.empty(local_tensor(parameter).shape, dtype=dtype, device=device)
         return compat.dtensor_like(local, parameter)
-    placements = [_placement(text) for text in kind]
+    placements = [Shard(int(text[2:-1])) if text.startswith("S(") else Replicate() for text in kind]
     mesh = parameter.device_mesh
     if len(placements) != mesh.ndim:  # another mesh than at the time: whole on every rank is always right
         placements = [Replicate()] * mesh.ndim
@@ -327,14 +327,6 @@ def _is_alike(tensor: DTensor, parameter: DTensor) -> bool:
     ours, theirs = tensor.device_mesh, parameter.device_mesh
     same_mesh = ours is theirs or ours == theirs  # comparing meshes takes long
     return same_mesh and tensor.placements == parameter.placements and tensor.shape == parameter.shape
-
-
-def _placement_text(placement: Any) -> str:
-    return f"S({placement.dim})" if type(placement) is Shard else "R"
-
-
-def _placement(text: str) -> Shard | Replicate:
-    return Shard(int(text[2:-1])) if text.startswith("S(") else Replicate()
 
 
 # In the module's own dict, so that the mark lives as long as the model.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -57,7 +58,7 @@ class Microbatches:
         report: Callable[[str], None] | None = None,
         activations: AdaptiveActivations | None = None,
     ) -> None:
-        self._model, self._record, self._report = model, record, report or _print
+        self._model, self._record, self._report = model, record, report or partial(print, file=sys.stderr, flush=True)
         self._activations = activations
         self._is_found = size is None and (not _is_distributed() or _is_data_parallel(model))
         """Whether the size is found automatically."""
@@ -198,7 +199,3 @@ def undo(model: nn.Module, state: tuple[dict[str, Any], list[tuple[Tensor, Tenso
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -357,17 +357,15 @@ def make_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
 
 def _sharded(made: Record) -> ShardedRef:
     parts, metadata = made.state[:2]
-    local = tuple((_shard_spec(part.fields["metadata"]), part.fields["tensor"]) for part in parts)
-    shape = sizes_of(metadata.fields["size"])
-    for spec, tensor in local:
+    local, shape = [], sizes_of(metadata.fields["size"])
+    for part in parts:
+        place, tensor = part.fields["metadata"].fields, part.fields["tensor"]
+        spec = ChunkSpec(sizes_of(place["shard_offsets"]), sizes_of(place["shard_sizes"]))
+        local.append((spec, tensor))
         if not isinstance(tensor, TensorRef) or tensor.shape != spec.sizes or not spec.lies_in(shape):
             raise ValueError("a shard whose tensor does not have its size")
     properties = metadata.fields["tensor_properties"].state
-    return ShardedRef(dtype_name(properties[0]), shape, local)
-
-
-def _shard_spec(entry: Record) -> ChunkSpec:
-    return ChunkSpec(sizes_of(entry.fields["shard_offsets"]), sizes_of(entry.fields["shard_sizes"]))
+    return ShardedRef(dtype_name(properties[0]), shape, tuple(local))
 
 
 def _dtensor(made: Record) -> DTensorRef:
