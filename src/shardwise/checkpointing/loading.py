@@ -152,8 +152,15 @@ class LoadPlan:
         stored = (self.contents.tensors, self.contents.values)
         return [name for names in stored for name in names if name.startswith(prefix)]
 
-    def _differing_under(self, prefix: str) -> list[str]:
-        return sorted(name for name in self._differing if name.startswith(prefix))
+    def _refuse_differing(self, prefix: str, advice: str) -> bool:
+        """Whether state under a name differed between the ranks that saved it, of which there are not as many now."""
+        differing = sorted(name for name in self._differing if name.startswith(prefix))
+        if differing:
+            self._problems.append(
+                f"{prefix[:-1]}: its state differed between the {self.contents.world_size} ranks that saved it "
+                f"({', '.join(differing[:3])}); {advice}"
+            )
+        return bool(differing)
 
     def _path(self, name: str) -> KeyPath:
         return self.contents.structure.get(name) or tuple(name.split("."))
@@ -182,11 +189,8 @@ class LoadPlan:
         own = self._expected(model, model_tensors(model), tensors)
         self.matched[name] = match(model, part, own)
         self.matched[name].refuse(part, self._strict)
-        if self._strict and (differing := self._differing_under(prefix)):
-            self._problems.append(
-                f"{differing[0]} and {len(differing) - 1} more differed between the {self.contents.world_size} ranks "
-                "that saved them; strict=False takes rank 0's"
-            )
+        if self._strict:
+            self._refuse_differing(prefix, "strict=False takes rank 0's")
         for key, module in extra_states(model).items() if not self._weights_only else ():
             if self._strict or f"{prefix}{key}.{run_state.LAYOUT}" in self.contents.values:
                 path = (*section_path("model", name), key)
@@ -244,11 +248,7 @@ class LoadPlan:
         if layout is None and not names:
             self._problems.append(f"{key}: not in the checkpoint")
             return
-        if differing := self._differing_under(f"{key}."):
-            self._problems.append(
-                f"{key}: its state differed between the {self.contents.world_size} ranks that saved it "
-                f"({differing[0]}); leave it out of load() to go on without it"
-            )
+        if self._refuse_differing(f"{key}.", "leave it out of load() to go on without it"):
             return
         try:
             current = run_state.flatten(live, path)[0].tensors
@@ -280,11 +280,7 @@ class LoadPlan:
             problems.append(f"{prefix}: the checkpoint has no state of this optimizer")
             return
         if strict:
-            if differing := self._differing_under(f"{prefix}."):
-                problems.append(
-                    f"{prefix}: {len(differing)} states differed between the {self.contents.world_size} ranks that "
-                    f"saved them, as {differing[0]}"
-                )
+            self._refuse_differing(f"{prefix}.", "strict=False takes rank 0's")
             live = {name for group in groups for name in group.names}
             known = {name for names, _ in stored_groups for name in names} | set(states)
             problems += [f"{prefix}: {name} has no place in the stored groups" for name in sorted(live - known)]

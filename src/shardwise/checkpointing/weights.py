@@ -110,13 +110,10 @@ def save_weights(
     tensors = run_on_all(lambda: _check(model, path, format), mesh, CheckpointError)
     target = float_dtype(dtype, "save_weights(dtype=...)")
     adapters = adapter_keys(model) if format == "peft" else {}
+    named = {adapters.get(tensor.name, tensor.name): tensor.tensor for tensor in tensors}
     infos = [
-        StoredTensor(
-            adapters.get(tensor.name, tensor.name),
-            target if target and tensor.tensor.is_floating_point() else tensor.dtype,
-            tensor.shape,
-        )
-        for tensor in tensors
+        StoredTensor(name, target if target and each.is_floating_point() else dtype_name(each.dtype), tuple(each.shape))
+        for name, each in named.items()
     ]
     options: dict[str, Any] = {"overwrite": overwrite}
     if format == "torch":
@@ -131,7 +128,6 @@ def save_weights(
             sidecars = sidecar_files(model, target)
             options |= {"stem": stem, "sidecars": sidecars, "max_shard_bytes": _limit(max_shard_bytes)}
         writer = safetensors.SafetensorsWriter(Path(path), infos, **options)
-    named = {adapters.get(tensor.name, tensor.name): tensor.tensor for tensor in tensors}
     stream_gathered(writer, named, mesh, progress)
 
 
