@@ -71,6 +71,8 @@ def _map_stack(
 
     def redistributed(local: Tensor, given: Sequence[Placement], wanted: Sequence[Placement]) -> Tensor:
         stack = DTensor.from_local(local, mesh, given, run_check=False, shape=whole.shape, stride=whole.stride())
+        if mesh.device_type == "cpu":  # torch gathers there anyway, with a warning
+            stack = stack.redistribute(placements=[Replicate()] * mesh.ndim)
         return stack.redistribute(placements=wanted).to_local()
 
     by_matrix = [Shard(0)] * mesh.ndim
