@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from shardwise.fsdp1.codemod.program import WRAP
-from shardwise.fsdp1.codemod.reaching import Reaching
+from shardwise.fsdp1.codemod.program import WRAP, Reaching
 from shardwise.source.syntax import FSDP1, Comprehension, FileContext, Function, argument_of, given_to, last_name
 from shardwise.source.values import ObjectRef
 

@@ -7,11 +7,9 @@ import builtins
 import re
 
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
-from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
-from shardwise.fsdp1.codemod.emitted import assemble
-from shardwise.fsdp1.codemod.flow import flow_of
+from shardwise.fsdp1.codemod.draft import Blocked, FileDraft, assemble
+from shardwise.fsdp1.codemod.flow import Holds, flow_of
 from shardwise.fsdp1.codemod.program import Program, is_constant, is_optimizer, iterated, once
-from shardwise.fsdp1.codemod.sharded import Holds
 from shardwise.source.syntax import (
     FSDP1,
     Comprehension,

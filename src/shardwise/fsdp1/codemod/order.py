@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from shardwise.fsdp1.codemod.constructors import Wrap
 from shardwise.fsdp1.codemod.draft import FileDraft
+from shardwise.fsdp1.codemod.flow import Holds, Sharded
 from shardwise.fsdp1.codemod.program import (
     Program,
     given_by_name,
@@ -18,7 +19,6 @@ from shardwise.fsdp1.codemod.program import (
     iterated,
     once,
 )
-from shardwise.fsdp1.codemod.sharded import Holds, Sharded
 from shardwise.fsdp1.codemod.type_checks import with_types_changed
 from shardwise.source.edits import change
 from shardwise.source.syntax import FileContext, Function, all_parameters, argument_of, calls_in, given_to, last_name
