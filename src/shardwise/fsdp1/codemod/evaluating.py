@@ -81,19 +81,10 @@ class Evaluator:
                 found[call] = is_partial
         return found
 
-    @cached_property
-    def units(self) -> dict[Function | None, list[ast.AST]]:
-        """The nodes of the file by the function whose body they are in."""
-        found: dict[Function | None, list[ast.AST]] = {}
+    def read(self) -> None:
+        """Follow every assignment, call and return of the file once."""
+        self._known.clear()
         for node in self.context.parents:
-            found.setdefault(self.reaching.function(node), []).append(node)
-        return found
-
-    def read(self, function: Function | None) -> None:
-        """Follow every assignment, call and return of a function, or of what is outside of all, once."""
-        for node in self.units[function]:
-            self._known.pop(node, None)
-        for node in self.units[function]:
             match node:
                 case ast.Assign(targets=targets, value=value):
                     for target in targets:
@@ -111,7 +102,7 @@ class Evaluator:
                 case ast.comprehension(target=target, iter=iterable):
                     self._bind(target, self._items(self.values(iterable), iterable))
                 case ast.Return(value=ast.expr() as value) | ast.Yield(value=ast.expr() as value):
-                    if function is not None:
+                    if (function := self.context.enclosing_function(node)) is not None:
                         self.flow.add(function, self.values(value))
                 case ast.Lambda(body=value):
                     self.flow.add(node, self.values(value))
@@ -555,7 +546,6 @@ class Evaluator:
                 is_static = "staticmethod" in map(last_name, method.decorator_list)
                 yield file.context, method, None if is_static else one
         if not known and name not in _COMMON and not self.context.origins(call.func) and self._hands_on(call):
-            self.flow.note(("function", name))
             for file, method in self.flow.methods.get(name, []):
                 owner_class = file.context.parents[method]
                 if isinstance(owner_class, ast.ClassDef) and self._is_near(file):
@@ -571,7 +561,6 @@ class Evaluator:
         return any(self.flow.matters(self.values(one)) for one in given_to(call))
 
     def _home(self, function: Callable) -> FileContext | None:
-        self.flow.note(("function", getattr(function, "name", "")))
         files = (one.context for one in self.flow.files.values() if function in one.context.parents)
         return self.context if function in self.context.parents else next(files, None)
 
@@ -581,13 +570,13 @@ class Evaluator:
     def _methods_of(self, definition: ast.ClassDef | None, name: str) -> list[tuple[Evaluator, Function]]:
         """The methods of this name of a class, of the classes above and of those below."""
         family = self.flow.relatives(definition) if definition is not None else set()
-        return [found for one in family for found in self.flow.own_methods.get((one, name), [])]
+        methods = self.flow.methods.get(name, []) if family else []
+        return [(file, method) for file, method in methods if file.context.parents[method] in family]
 
     def _enter(self, call: ast.Call, to: _Target, given: _Given) -> Values:
         """Give the parameters of a function its arguments; what it returns."""
         context, target, owner = to
         if context.path not in self.flow.files and not any(self.flow.matters(values) for _, values in given):
-            self.flow.note(("file", context.path))
             if isinstance(target, ast.ClassDef):
                 self.flow.classes[target] = context
                 return frozenset({ObjectRef(call, definition=target)})

@@ -216,8 +216,6 @@ def _is_other(value: ObjectRef) -> bool:
 _FSDP = re.compile(r"FSDP|FullyShardedDataParallel")
 _USES = re.compile(r"state_dict|\.module\b|_fsdp|no_sync|clip_grad_norm_|numel\(")
 """What a file does that is worth reading it for."""
-_Unit = tuple[Sharded, Function | None]
-"""A function of a file, or what is outside of all: what is read again together."""
 _MAX_HOPS = 3
 _MAX_VALUES = 24
 """Beyond this number of values at one place only wrapped models are followed; large frameworks would take minutes."""
@@ -244,13 +242,10 @@ class Flow:
         """What each constructor wraps."""
         self.files: dict[str, Sharded] = {}
         self.methods: dict[str, list[tuple[Sharded, Function]]] = {}
-        self.own_methods: dict[tuple[ast.ClassDef, str], list[tuple[Sharded, Function]]] = {}
-        self.family: dict[ast.ClassDef, set[ast.ClassDef]] = {}
-        """The classes above and below each class, itself included."""
-        self.homes: dict[ast.ClassDef, Sharded] = {}
         self.classes: dict[ast.ClassDef, FileContext] = {}
         """Classes of files that are not read yet."""
         self._bases: dict[ast.ClassDef, set[ast.ClassDef]] = {}
+        self._family: dict[ast.ClassDef, set[ast.ClassDef]] = {}
         self._seen: set[str] = set()
         self._seen_loosely: set[str] = set()
         self._tags: dict[object, set[str]] = {}
@@ -258,17 +253,14 @@ class Flow:
         self._linked: dict[str, set[str]] = {}
         self._loose: dict[ast.AST, str] = {}
         """Stores of a wrapped model to an attribute of who knows which object, and the file of each."""
-        self._readers: dict[object, dict[_Unit, None]] = {}
-        self._reading: _Unit | None = None
-        self._dirty: dict[_Unit, None] = {}
+        self._reading: Sharded | None = None
+        self._has_changed = True
         for context in program.files(_FSDP.search):
             self.activate(context)
         self._settle()
         hints = [file.read_hints() for file in list(self.files.values())]
         for file, told in zip(list(self.files.values()), hints, strict=True):
             file.follow_hints(told)
-            if told:
-                self._read_all(file)
         self._settle()
         for file in self.files.values():
             file.forget()
@@ -306,7 +298,7 @@ class Flow:
                 for node in nodes
                 for later in others
             )
-        functions = [file.reaching.function(node) for file, node in (early, late)]
+        functions = [file.context.enclosing_function(node) for file, node in (early, late)]
         if is_known:
             return False
         return not (owners[0] is owners[1] is not None and getattr(functions[1], "name", "") == "__init__")
@@ -321,89 +313,53 @@ class Flow:
         self, file: Sharded, node: ast.AST
     ) -> dict[tuple[str, Function | None], tuple[int, Sharded, list[ast.AST]]]:
         """By function, the calls in it through which a place is reached, and how many calls are in between."""
-        found = {(file.context.path, file.reaching.function(node)): (0, file, [node])}
+        found = {(file.context.path, file.context.enclosing_function(node)): (0, file, [node])}
         for hops in range(_MAX_HOPS):
             for _, function in [key for key, one in found.items() if one[0] == hops]:
                 for site, caller in self.sites_of(function):
-                    key = caller.context.path, caller.reaching.function(site)
+                    key = caller.context.path, caller.context.enclosing_function(site)
                     known = found.setdefault(key, (hops + 1, caller, []))
                     if known[0] == hops + 1:
                         known[2].append(site)
         return found
 
     def _settle(self) -> None:
-        """Read each function again until nothing that it has read changes."""
-        while self._dirty:
-            while self._dirty:
-                self._reading = next(iter(self._dirty))
-                del self._dirty[self._reading]
-                file, function = self._reading
-                file.read(function)
+        """Read all files again until nothing changes."""
+        while self._has_changed:
+            while self._has_changed:
+                self._has_changed = False
+                for file in list(self.files.values()):
+                    self._reading = file
+                    file.read()
             self._reading = None
             self._activate_importers()
 
-    def _read_all(self, file: Sharded) -> None:
-        self._dirty.update({(file, function): None for function in file.units})
-
-    def _changed(self, key: object) -> None:
-        self._dirty.update(self._readers.get(key, {}))
-
     def look_up(self, key: ast.AST) -> set[ObjectRef]:
-        """The values of a variable, parameter or function so far; whoever asks is read again when there are more."""
-        self.note(key)
+        """The values of a variable, parameter or function so far."""
         return self.values.get(key, set())
 
     def stored(self, owner: object) -> dict[str, dict[ast.AST, set[ObjectRef]]]:
         """The attributes and items of an object or class so far."""
-        self.note(owner)
         return self.fields.get(owner, {})
 
     def stored_as(self, owner: object, name: str) -> dict[ast.AST, set[ObjectRef]]:
         """One attribute or item of an object or class so far, by the place of the store."""
-        self.note((owner, name))
         return self.fields.get(owner, {}).get(name, {})
-
-    def note(self, key: object) -> None:
-        """Read the function that is being read once more when what the key stands for has changed."""
-        if self._reading is not None:
-            self._readers.setdefault(key, {})[self._reading] = None
 
     def activate(self, context: FileContext) -> Sharded:
         """Read a file from now on."""
         if context.path not in self.files:
             file = self.files[context.path] = Sharded(context, self)
-            self._read_all(file)
-            self._changed(("file", context.path))
-            for function in context.functions:
-                self._changed(("function", function.name))
+            self._has_changed = True
             for node in context.nodes(ast.ClassDef):
-                self.homes[node] = file
-                self._changed(("family", node))
                 for method in (one for one in node.body if isinstance(one, Function)):
                     self.methods.setdefault(method.name, []).append((file, method))
-                    self.own_methods.setdefault((node, method.name), []).append((file, method))
-                for base in node.bases:
-                    found = self.program.definition(context, base)
-                    if found is not None and isinstance(found[1], ast.ClassDef):
-                        self.activate(found[0])
-                        self._relate(node, found[1])
+                above = [self.program.definition(context, base) for base in node.bases]
+                self._bases[node] = {one[1] for one in above if one is not None and isinstance(one[1], ast.ClassDef)}
+                self._family.clear()
+                for other, _ in filter(None, above):
+                    self.activate(other)
         return self.files[context.path]
-
-    def _relate(self, below: ast.ClassDef, above: ast.ClassDef) -> None:
-        """Attributes of a class are those of the classes above and below, not of its siblings."""
-        own = self.family.setdefault(below, {below}), self.family.setdefault(above, {above})
-        tops = [one for one in own[1] if one is above or above in self._below(one)]
-        for low in [one for one in own[0] if one is below or one in self._below(below)]:
-            for top in tops:
-                self.family[low].add(top)
-                self.family[top].add(low)
-                self._changed(("family", low))
-                self._changed(("family", top))
-        self._bases.setdefault(below, set()).add(above)
-
-    def _below(self, top: ast.ClassDef) -> set[ast.ClassDef]:
-        direct = {one for one, bases in self._bases.items() if top in bases}
-        return direct.union(*map(self._below, direct - {top}))
 
     def _activate_importers(self) -> None:
         """Read the files that import a function which returns a wrapped model, or a class or variable that has one."""
@@ -456,7 +412,6 @@ class Flow:
         """Whether a value is, or has somewhere inside, a wrapped model (`FSDP1`) or parameters."""
         found = set(value.whole.origins & {FSDP1, "parameters"})
         for owner in self.owners(value):
-            self.note(("tags", owner))
             found |= self._tags.get(owner, set())
         return found
 
@@ -484,13 +439,23 @@ class Flow:
         return self.relatives(value.definition)
 
     def relatives(self, definition: ast.ClassDef) -> set[ast.ClassDef]:
-        """The classes above and below a class, itself included."""
-        self.note(("family", definition))
-        return self.family.get(definition, {definition})
+        """The classes above and below a class, itself included; attributes of its siblings are not its own."""
+        if definition not in self._family:
+            below = {one for one in self._bases if definition in self._above(one)}
+            self._family[definition] = self._above(definition) | below
+        return self._family[definition]
+
+    def _above(self, definition: ast.ClassDef) -> set[ast.ClassDef]:
+        found, waiting = {definition}, [definition]
+        while waiting:
+            fresh = self._bases.get(waiting.pop(), set()) - found
+            found |= fresh
+            waiting += fresh
+        return found
 
     def add(self, key: ast.AST, values: Values) -> None:
         """Let a variable, parameter or function have these values too."""
-        self._grow(key, self.values.setdefault(key, set()), values)
+        self._grow(self.values.setdefault(key, set()), values)
 
     def store(self, owner: ObjectRef, name: str, values: Values, place: ast.AST) -> None:
         """Let an attribute or item have these values too."""
@@ -500,16 +465,14 @@ class Flow:
             self.activate(self.classes[key])
         for one in (key, owner.whole, owner.parent) if owner.path else (key,):
             known = self._tags.setdefault(one, set()) if tags else tags
-            if not tags <= known:
-                known |= tags
-                self._changed(("tags", one))
+            self._has_changed |= not tags <= known
+            known |= tags
         known = self.fields.setdefault(key, {}).setdefault(name, {}).setdefault(place, set())
-        if self._grow((key, name), known, values):
-            self._changed(key)
+        self._grow(known, values)
         if self._reading is not None and _is_anyones(owner, name) and any(map(is_of_wrapped, values)):
-            self._loose[place] = self._reading[0].context.path
+            self._loose[place] = self._reading.context.path
             known = self.fields.setdefault(ANYWHERE, {}).setdefault(name, {}).setdefault(place, set())
-            self._grow((ANYWHERE, name), known, frozenset(filter(is_of_wrapped, values)))
+            self._grow(known, frozenset(filter(is_of_wrapped, values)))
 
     def stored_loosely(self, name: str, context: FileContext) -> dict[ast.AST, set[ObjectRef]]:
         """What some object was given under a name, in a file that has to do with this one."""
@@ -518,10 +481,10 @@ class Flow:
 
     def _are_linked(self, one: str, other: str) -> bool:
         """Whether one file imports the other, itself or through others."""
-        return one == other or other in self._reached_by(one) or one in self._reached_by(other)
+        return one == other or other in self.reached_by(one) or one in self.reached_by(other)
 
-    def _reached_by(self, path: str) -> set[str]:
-        """The files that a file imports, itself or through others."""
+    def reached_by(self, path: str) -> set[str]:
+        """A file, and those that it imports, itself or through others."""
         if path not in self._linked:
             found, waiting = {path}, [path]
             while waiting:
@@ -536,14 +499,11 @@ class Flow:
         """Remember what a constructor wraps."""
         self.wrapped.setdefault(call, set()).update(values)
 
-    def _grow(self, key: object, known: set[ObjectRef], values: Values) -> bool:
+    def _grow(self, known: set[ObjectRef], values: Values) -> None:
         if len(known) + len(values) > _MAX_VALUES:
             values = frozenset(filter(is_of_wrapped, values))
-        if values <= known:
-            return False
+        self._has_changed |= not values <= known
         known |= values
-        self._changed(key)
-        return True
 
     def enter(self, file: Sharded, call: ast.Call, function: Callable) -> None:
         """Remember that a call enters a function."""

@@ -199,7 +199,7 @@ def _checked(
     failed = dict(zip(outputs, map_files(work, list(outputs), num_processes=num_processes), strict=True))
     wraps = {one.path for file in files for one in file.findings if (one.code, one.status) == _WRAPS}
     for left in [path for path in wraps if failed.get(path)]:
-        for path in _imported(program, left) & failed.keys() - wraps:
+        for path in flow_of(program).reached_by(left) & failed.keys() - wraps:
             failed[path] = failed[path] or f"would be given FSDP1's models by {left}, which is left alone"
     return [_restored(file, why) if (why := failed.get(file.path)) else file for file in files]
 
@@ -226,16 +226,6 @@ def _with_lacking(file: MigratedFile, program: Program, pinned: tuple[Version, s
     fix = "raise the pin to torch>=2.6 together with the rewrite"
     finding = finding_at(before, after.tree, "SW137", message, Status.NEEDS_DECISION, fix)
     return replace(file, findings=(finding, *file.findings))
-
-
-def _imported(program: Program, path: str) -> set[str]:
-    """The files that a file imports, and those that these import."""
-    found, waiting = {path}, [path]
-    while waiting:
-        fresh = flow_of(program).imports(program.file(waiting.pop())) - found
-        found |= fresh
-        waiting += fresh
-    return found - {path}
 
 
 def _restored(file: MigratedFile, why: str) -> MigratedFile:

@@ -9,7 +9,7 @@ import re
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft, assemble
 from shardwise.fsdp1.codemod.flow import Holds, flow_of
-from shardwise.fsdp1.codemod.program import Program, is_constant, is_optimizer, iterated, once
+from shardwise.fsdp1.codemod.program import Program, is_constant, iterated, once
 from shardwise.source.syntax import (
     FSDP1,
     Comprehension,
@@ -473,7 +473,7 @@ def _report_groups(draft: FileDraft, call: ast.Call) -> None:
 def _report_optimizer(draft: FileDraft, node: ast.ClassDef) -> None:
     """An optimizer of the program's own."""
     steps = [one for one in node.body if isinstance(one, Function) and one.name == "step"]
-    if steps and is_optimizer(draft.program, draft.context, node):
+    if steps and draft.program.is_optimizer(draft.context, node):
         draft.reported(
             NUMBERS_CODE,
             steps[0],

@@ -14,7 +14,6 @@ from shardwise.fsdp1.codemod.program import (
     Program,
     given_by_name,
     is_constant,
-    is_optimizer,
     is_simple,
     iterated,
     once,
@@ -337,7 +336,7 @@ def _makes_own(file: Sharded, call: ast.Call) -> bool:
     """Whether a call makes an optimizer of a class of the program."""
     match file.program.definition(file.context, call.func):
         case context, ast.ClassDef() as made:
-            return is_optimizer(file.program, context, made)
+            return file.program.is_optimizer(context, made)
     return False
 
 

@@ -126,7 +126,7 @@ class Program:
         self.answers: dict[Callable[[Program], Any], Any] = {}
         self._files: dict[str, FileContext | SourceError] = {}
         self._modules: dict[tuple[str, str], FileContext | None] = {}
-        self._inherits: dict[ast.ClassDef, bool] = {}
+        self._inherited: dict[ast.ClassDef, frozenset[str]] = {}
         self._by_tail: dict[tuple[str, ...], list[str]] = {}
         for path in texts:
             parts = Path(path).with_suffix("").parts
@@ -173,15 +173,24 @@ class Program:
         others = [origin for origin in found if not origin.startswith("torch.")]
         return any(one.rpartition(".")[2] in _SHORT for one in others) and FSDP1 in self.origins(context, node)
 
+    def inherited(self, context: FileContext, node: ast.ClassDef) -> frozenset[str]:
+        """The dotted names of what a class inherits from, through classes of the program."""
+        if node not in self._inherited:
+            self._inherited[node] = frozenset()  # of one above itself, for the time being
+            found = frozenset().union(*(self.origins(context, base) for base in node.bases))
+            above = [one for base in node.bases if (one := self.definition(context, base)) is not None]
+            outer = [self.inherited(other, one) for other, one in above if isinstance(one, ast.ClassDef)]
+            self._inherited[node] = found.union(*outer)
+        return self._inherited[node]
+
     def inherits(self, context: FileContext, node: ast.ClassDef) -> bool:
         """Whether a class is a subclass of FSDP1's, through classes of the program."""
-        if node not in self._inherits:
-            self._inherits[node] = False  # of one above itself, for the time being
-            above = [self.definition(context, base) for base in node.bases]
-            self._inherits[node] = any(self.is_fsdp(context, base) for base in node.bases) or any(
-                isinstance(one[1], ast.ClassDef) and self.inherits(one[0], one[1]) for one in above if one is not None
-            )
-        return self._inherits[node]
+        return FSDP1 in self.inherited(context, node)
+
+    def is_optimizer(self, context: FileContext, node: ast.ClassDef) -> bool:
+        """Whether a class is a subclass of an optimizer of torch's, through classes of the program."""
+        inherited = self.inherited(context, node)
+        return any(one.startswith("torch.optim.") and "lr_scheduler" not in one for one in inherited)
 
     def subclass(self, context: FileContext, node: ast.AST) -> ast.ClassDef | None:
         """The subclass of FSDP1's class that a name stands for."""
@@ -261,19 +270,6 @@ class Program:
         return next((one for one in inner if one is not None), None)
 
 
-def is_optimizer(program: Program, context: FileContext, node: ast.ClassDef) -> bool:
-    """Whether a class is a subclass of an optimizer of torch's, through classes of the program."""
-    origins = [one for base in node.bases for one in context.origins(base)]
-    if any(one.startswith("torch.optim.") and "lr_scheduler" not in one for one in origins):
-        return True
-    above = [program.definition(context, base) for base in node.bases]
-    return any(
-        isinstance(one[1], ast.ClassDef) and one[1] is not node and is_optimizer(program, one[0], one[1])
-        for one in above
-        if one is not None
-    )
-
-
 def _split(origin: str) -> tuple[str, str]:
     """Module and name; `..x` is `x` of the package above."""
     module, _, name = origin.rpartition(".")
@@ -298,13 +294,6 @@ class Reaching:
     def __init__(self, context: FileContext) -> None:
         self.context = context
         self._reach: dict[tuple[ast.AST, ast.AST], bool] = {}
-        self._functions: dict[ast.AST, Function | None] = {}
-
-    def function(self, node: ast.AST) -> Function | None:
-        """The function whose body a node is in."""
-        if node not in self._functions:
-            self._functions[node] = self.context.enclosing_function(node)
-        return self._functions[node]
 
     def may_reach(self, place: ast.AST, used: ast.AST) -> bool:
         """Whether a value given at one place can be what is used at another."""
@@ -318,7 +307,7 @@ class Reaching:
         if (
             isinstance(place, ast.arg)
             or place not in context.parents
-            or self.function(place) is not self.function(used)
+            or context.enclosing_function(place) is not context.enclosing_function(used)
         ):
             return True
         around = set(context.ancestors(used))
@@ -351,14 +340,20 @@ class Reaching:
         context = self.context
         if other not in context.parents or place not in context.parents or isinstance(other, ast.arg):
             return False
-        home = self.function(place) if not isinstance(place, ast.arg) else context.parents[context.parents[place]]
+        home = (
+            context.enclosing_function(place)
+            if not isinstance(place, ast.arg)
+            else context.parents[context.parents[place]]
+        )
         statement = context.statement(other)
         around_other = itertools.takewhile(lambda one: one is not statement, context.ancestors(other))
         if any(isinstance(one, Comprehension | ast.IfExp | ast.BoolOp) for one in around_other):
             return False
-        if self.function(other) is not home or isinstance(statement, ast.AugAssign | ast.For | ast.AsyncFor):
+        if context.enclosing_function(other) is not home or isinstance(
+            statement, ast.AugAssign | ast.For | ast.AsyncFor
+        ):
             return False
-        is_local = self.function(used) is home
+        is_local = context.enclosing_function(used) is home
         before = isinstance(place, ast.arg) or _end(context, place) <= _start(statement)
         if not before or context.are_exclusive(other, place) or (is_local and _end(context, other) > _start(used)):
             return False

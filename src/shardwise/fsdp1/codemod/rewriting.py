@@ -43,7 +43,7 @@ from shardwise.fsdp1.codemod.program import Program, once
 from shardwise.fsdp1.codemod.state_dicts import rewrite_state_dicts
 from shardwise.fsdp1.codemod.type_checks import rewrite_type_checks, tells_apart
 from shardwise.fsdp1.codemod.writing import rewrite_constructors, rewrite_enable_wrap
-from shardwise.source.edits import apply, change
+from shardwise.source.edits import apply, change, without_names
 from shardwise.source.syntax import FSDP1, FileContext, Function
 
 _OURS = (
@@ -204,7 +204,9 @@ def _removals(before: FileContext, after: FileContext, helpers_text: str, keep: 
         else:
             may_go = isinstance(node, ast.Import) and all(alias.name in _WRITTEN_WITH for alias in node.names)
         if may_go and isinstance(node, _IMPORTS):
-            edits += _without(after, node, [alias for alias in node.names if (alias.asname or alias.name) in unused])
+            edits += without_names(
+                after, node, [alias for alias in node.names if (alias.asname or alias.name) in unused]
+            )
     return edits
 
 
@@ -216,33 +218,6 @@ def _used(tree: ast.Module) -> set[str]:
             if isinstance(one, ast.Constant) and isinstance(one.value, str):
                 names |= set(re.findall(r"\w+", one.value))
     return names
-
-
-def _without(after: FileContext, node: ast.Import | ast.ImportFrom, gone: list[ast.alias]) -> list[Edit]:
-    text, span = after.text, after.positions.span
-    start, end = span(node)
-    if gone and len(gone) == len(node.names):
-        line_start, behind = after.positions.starts[node.lineno - 1], after.positions.line_end(end)
-        is_only = len(after.block(node)) == 1
-        if not is_only and not text[line_start:start].strip() and not text[end:behind].strip():
-            return [change(line_start, behind, "")]
-        return [change(start, end, "pass")] if is_only else []
-    edits: list[Edit] = []
-    for alias in gone:
-        begin, behind = span(alias)
-        comma = re.compile(r"[ \t]*,[ \t]*").match(text, behind)
-        if comma:
-            line_start = text.rfind("\n", 0, begin) + 1
-            line = re.compile(r"[ \t]*(?:#[^\r\n]*)?\r?\n").match(text, comma.end())
-            is_alone = not text[line_start:begin].strip() and line_start > start
-            edits.append(change(line_start, line.end(), "") if is_alone and line else change(begin, comma.end(), ""))
-        else:  # the last of all: what is gone before it goes with it
-            kept_end = max(span(one)[1] for one in node.names if one not in gone)
-            if "#" in text[kept_end:behind]:
-                return []  # comments between the names: leave the line to a person
-            edits = [edit for edit in edits if edit.start < kept_end]
-            edits.append(change(kept_end, behind, ""))
-    return edits
 
 
 _NAMED = re.compile(r"FSDP|FullyShardedDataParallel")
