@@ -329,6 +329,11 @@ def calls_in(node: ast.AST) -> list[ast.Call]:
     return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
 
 
+def attributes_in(*nodes: ast.AST) -> set[str]:
+    """The names of all attributes that are used inside some nodes."""
+    return {inner.attr for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+
+
 def checked_types(node: ast.AST) -> list[ast.expr]:
     """The names in the second argument of `isinstance(x, ...)`; none for anything else."""
     match node:

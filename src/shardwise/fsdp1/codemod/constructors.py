@@ -356,19 +356,6 @@ Options = list[tuple[str, str]]
 """Arguments of `fully_shard` or of a helper, as names and texts."""
 
 
-def refuse_unknown(wrap: Wrap, node: ast.expr) -> None:
-    """Refuse policies that are not asked module by module.
-
-    Raises:
-        Blocked: For CustomPolicy, which may answer with settings of FSDP1 for single modules.
-    """
-    if called_fsdp_name(wrap.context, single_value(wrap.context, node)) == "wrap.CustomPolicy":
-        raise Blocked(
-            "CustomPolicy may give single modules FSDP1 settings of their own",
-            "call fully_shard on the modules it picks, with FSDP2 settings, children first",
-        )
-
-
 def classes(wrap: Wrap, node: ast.expr | None) -> list[str]:
     """The class expressions that a policy written in the call picks, as text; none for any other policy."""
     picked: ast.expr | None = None

@@ -396,7 +396,7 @@ class Evaluator:
     def _wrap(self, call: ast.Call, wrapped: ObjectRef) -> Values:
         """What a constructor gives; the model that it is given is sharded in place, so that its name has it too."""
         module = argument_of(call, 0, "module")
-        self.flow.wrap(call, self.values(module))
+        self.flow.wrapped.setdefault(call, set()).update(self.values(module))
         self.flow.add(call, frozenset({wrapped}))
         if isinstance(module, ast.Attribute):
             for owner in self.values(module.value):
@@ -470,20 +470,14 @@ class Evaluator:
             named = isinstance(given[1], ast.Constant)
             attribute = str(given[1].value) if isinstance(given[1], ast.Constant) else _ANY
             if name == "getattr":
-                stored = [] if named else [by for one in first for by in self._fields(one).values()]
+                owners = [owner for one in first for owner in self.flow.owners(one)] if not named else []
+                stored = [by for owner in owners for by in self.flow.stored(owner).values()]
                 some = frozenset(filter(is_of_wrapped, _union(found for by in stored for found in by.values())))
                 return some | _union(self._load(one, attribute, call) for one in first)
             for one in first:
                 self.flow.store(one, attribute, self.values(given[2]), call)
             return NOTHING
         return None
-
-    def _fields(self, value: ObjectRef) -> dict[str, dict[ast.AST, set[ObjectRef]]]:
-        """All that objects of this kind have, by attribute or item and place."""
-        found: dict[str, dict[ast.AST, set[ObjectRef]]] = {}
-        for owner in self.flow.owners(value):
-            found |= self.flow.stored(owner)
-        return found
 
     def _pairs(self, call: ast.Call, columns: Iterable[Values]) -> ObjectRef:
         """An iterable of tuples with these elements."""
@@ -507,18 +501,20 @@ class Evaluator:
             is_class = "classmethod" in map(last_name, getattr(function, "decorator_list", []))
             own = self._owner_of(bindings[0].node) if is_class else None
         match node:
-            case ast.Attribute(attr="__class__", value=ast.Name(id="self")):
-                own = self.context.enclosing_class(node)
-            case ast.Call(func=ast.Name(id="type"), args=[ast.Name(id="self")]):
+            case (
+                ast.Attribute(attr="__class__", value=ast.Name(id="self"))
+                | ast.Call(func=ast.Name(id="type"), args=[ast.Name(id="self")])
+            ):
                 own = self.context.enclosing_class(node)
         return (self.context, own) if own is not None else None
 
     def _functions(self, values: Values) -> Iterator[_Target]:
         """The functions of the program among some values."""
         for one in values:
-            home = self._home(one.site) if not one.path and isinstance(one.site, ast.Lambda | Function) else None
-            if home is not None:
-                yield home, one.site, None  # pyrefly: ignore
+            if not one.path and isinstance(one.site, ast.Lambda | Function):
+                home = self if one.site in self.context.parents else self.flow.file_of(one.site)
+                if home is not None:
+                    yield home.context, one.site, None
 
     def _targets(self, call: ast.Call, name: str, receivers: Values, called: Values) -> Iterator[_Target]:
         """The functions and classes of the program that a call enters, each with the object that it is bound to."""
@@ -545,7 +541,8 @@ class Evaluator:
             for file, method in self._methods_of(one.definition, name):
                 is_static = "staticmethod" in map(last_name, method.decorator_list)
                 yield file.context, method, None if is_static else one
-        if not known and name not in _COMMON and not self.context.origins(call.func) and self._hands_on(call):
+        hands_on = (self.flow.matters(self.values(one)) for one in given_to(call))
+        if not known and name not in _COMMON and not self.context.origins(call.func) and any(hands_on):
             for file, method in self.flow.methods.get(name, []):
                 owner_class = file.context.parents[method]
                 if isinstance(owner_class, ast.ClassDef) and self._is_near(file):
@@ -556,13 +553,6 @@ class Evaluator:
         here, there = self.context, other.context
         imports = self.flow.imports
         return here is there or there.path in imports(here) or here.path in imports(there)
-
-    def _hands_on(self, call: ast.Call) -> bool:
-        return any(self.flow.matters(self.values(one)) for one in given_to(call))
-
-    def _home(self, function: Callable) -> FileContext | None:
-        files = (one.context for one in self.flow.files.values() if function in one.context.parents)
-        return self.context if function in self.context.parents else next(files, None)
 
     def _has_own(self, values: Values, method: str) -> bool:
         return any(not one.path and self._methods_of(one.definition, method) for one in values)
@@ -585,7 +575,7 @@ class Evaluator:
         file = self.flow.activate(context)
         if isinstance(target, ast.ClassDef):
             return frozenset({self._make(call, context, target, given)})
-        self.flow.enter(self, call, target)  # pyrefly: ignore
+        self.flow.sites.setdefault(target, {})[call] = self  # pyrefly: ignore
         arguments, num_bound = target.args, int(owner is not None)
         positional = [*arguments.posonlyargs, *arguments.args][num_bound:]
         by_name = {one.arg: one for one in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}

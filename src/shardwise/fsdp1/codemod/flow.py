@@ -495,19 +495,11 @@ class Flow:
             self._linked[path] = found
         return self._linked[path]
 
-    def wrap(self, call: ast.Call, values: Values) -> None:
-        """Remember what a constructor wraps."""
-        self.wrapped.setdefault(call, set()).update(values)
-
     def _grow(self, known: set[ObjectRef], values: Values) -> None:
         if len(known) + len(values) > _MAX_VALUES:
             values = frozenset(filter(is_of_wrapped, values))
         self._has_changed |= not values <= known
         known |= values
-
-    def enter(self, file: Sharded, call: ast.Call, function: Callable) -> None:
-        """Remember that a call enters a function."""
-        self.sites.setdefault(function, {})[call] = file
 
 
 def _is_anyones(owner: ObjectRef, name: str) -> bool:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 import re
-import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -257,6 +254,8 @@ def _is_used_nearby(context: FileContext, call: ast.Call) -> bool:
 
 _HEADER_END = re.compile(r"(?:[\s),]|#[^\n]*\n)*:[ \t]*(?P<comment>#[^\r\n]*)?\r?\n")
 _SPACE = re.compile(r"\s*")
+_STRING = re.compile(r"\"{3}|'{3}|\\\n")
+"""One that may have several lines."""
 
 
 def dissolve(draft: FileDraft, block: ast.With, call: ast.Call) -> None:
@@ -294,7 +293,7 @@ def _move_out(draft: FileDraft, block: ast.With, body_start: int) -> None:
     outer, inner = draft.indent(block), draft.indent(block.body[0])
     if not inner.startswith(outer) or inner == outer:
         raise Blocked("its lines are indented in mixed ways", "indent them alike", block)
-    width, in_string = len(inner) - len(outer), _string_lines(draft.context.text)
+    width, in_string = len(inner) - len(outer), _string_lines(draft.context)
     for number in range(block.lineno + 1, (block.end_lineno or block.lineno) + 1):
         line, start = positions.line(number), positions.starts[number - 1]
         is_edited = any(one.start < start + len(inner) <= one.end for one in edits)
@@ -305,17 +304,10 @@ def _move_out(draft: FileDraft, block: ast.With, body_start: int) -> None:
             draft.edit(start + len(outer), start + len(outer) + min(width, have - len(outer)), "")
 
 
-def _string_lines(text: str) -> set[int]:
+def _string_lines(context: FileContext) -> set[int]:
     """Lines that start inside a string: their white space belongs to it."""
-    found, starts = set[int](), list[int]()
-    with contextlib.suppress(tokenize.TokenError, IndentationError):
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            kind = tokenize.tok_name[token.type]
-            if kind in ("STRING", "FSTRING_START"):
-                starts.append(token.start[0])
-            if kind in ("STRING", "FSTRING_END") and starts:
-                found.update(range(starts.pop() + 1, token.end[0] + 1))
-    return found
+    strings = [one for one in context.nodes(ast.Constant, ast.JoinedStr) if _STRING.search(context.source(one))]
+    return {line for one in strings for line in range(one.lineno + 1, (one.end_lineno or one.lineno) + 1)}
 
 
 def remove_statement(draft: FileDraft, statement: ast.stmt) -> None:

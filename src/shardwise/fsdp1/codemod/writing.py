@@ -161,11 +161,14 @@ def _rewrite(wrap: Wrap) -> None:
     optimizers = kept_optimizers(wrap)
     _drop_what_is_gone(wrap)
     policy = wrap.value("auto_wrap_policy")
-    has_policy = policy is not None and not is_none(policy)
-    if policy is not None and has_policy:
-        constructors.refuse_unknown(wrap, policy)
-    else:
+    has_policy = not is_none(policy)
+    if policy is None or not has_policy:
         wrap.drop("auto_wrap_policy")
+    elif called_fsdp_name(wrap.context, single_value(wrap.context, policy)) == "wrap.CustomPolicy":
+        raise Blocked(
+            "CustomPolicy may give single modules FSDP1 settings of their own",
+            "call fully_shard on the modules it picks, with FSDP2 settings, children first",
+        )
     options = constructors.convert_placement(wrap)
     for_helper, features = constructors.convert_precision(wrap, has_policy=has_policy)
     options += constructors.convert_offload(wrap)
