@@ -88,7 +88,8 @@ class Flow:
             return self.call_in_turn(module, arguments.first(), frame)
         if not type(module).__module__.startswith("torch.nn."):
             forward = vars(module).get("forward") or inspect.getattr_static(type(module), "forward")
-            given, chain = arguments.after(known(module)), (*frame.chain, module)
+            given = arguments.after(known(module))
+            chain = (*frame.chain, module) if module in places else frame.chain
             result = enter_function(forward, given, frame, receiver=module, chain=chain, through=callee)
             if result is not None:
                 return result
