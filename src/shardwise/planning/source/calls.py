@@ -190,7 +190,7 @@ def _super(arguments: Arguments, frame: Frame) -> Value:
     cls, receiver = _two(arguments) if arguments.positional else (defining_class(frame), frame.receiver)
     if cls in (v.Unknown, None) or receiver is v.Unknown:
         return v.PLAIN
-    return v.just(v.Super(v.Known(cls), v.Known(receiver)))
+    return v.known(super(cls, receiver)) if isinstance(receiver, cls) else v.PLAIN
 
 
 @v.handles(BUILTINS, functools.partial)

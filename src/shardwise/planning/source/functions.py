@@ -266,16 +266,5 @@ def _defaults(function: types.FunctionType, node: FunctionNode) -> dict[str, Val
 
 def defining_class(frame: Frame) -> type | None:
     """The class whose body holds the function being read, for `super()`."""
-    function = frame.function
-    if function is None:
-        return None
-    names = function.__code__.co_freevars
-    if "__class__" in names:
-        try:
-            return (function.__closure__ or ())[names.index("__class__")].cell_contents
-        except ValueError:
-            return None
-    for cls in type(frame.receiver).__mro__:
-        if underlying(vars(cls).get(function.__name__))[0] is function:
-            return cls
-    return None
+    found = frame.lookup("__class__").constant()
+    return found if isinstance(found, type) else None

@@ -15,7 +15,6 @@ from torch import nn
 from shardwise.planning.calls import Places, Use, UseKind, is_holder
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
-_MOST_ATOMS = 20_000
 _ITEMS_TRIED = 16
 
 
@@ -124,19 +123,11 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class Super:
-    """`super()` of an object, seen from a class."""
-
-    after: Known
-    receiver: Known
-
-
-@dataclass(frozen=True, slots=True)
 class Missing:
     """An attribute that the module does not have: code that uses it cannot run as the model stands."""
 
 
-Atom = Known | Sequence | Mapping | Repeated | Bound | Closure | Partial | Super | Missing
+Atom = Known | Sequence | Mapping | Repeated | Bound | Closure | Partial | Missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +214,9 @@ def join(values: Iterable[Value]) -> Value:
     if len(distinct) == 1:
         return distinct[0]
     atoms: frozenset[Atom] = frozenset().union(*(value.atoms for value in distinct))
-    too_many = len(atoms) > _MOST_ATOMS
     return Value(
-        atoms=frozenset() if too_many else atoms,
-        may_be_unknown=too_many or any(value.may_be_unknown for value in distinct),
+        atoms=atoms,
+        may_be_unknown=any(value.may_be_unknown for value in distinct),
         source=max((value.source for value in distinct), default=Origin.PLAIN),
         data_dependent=any(value.data_dependent for value in distinct),
         trail=frozenset[Any]().union(*(value.trail for value in distinct)),
