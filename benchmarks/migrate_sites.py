@@ -198,11 +198,40 @@ FOURTH = [
     "yandex-research/switti",
     "yyuncong/ExploreGraph",
 ]
+FIFTH = [
+    "A-R-Hariri/Foundational_EMG",
+    "APiaoG/SymDPO",
+    "Aorunfa/llava_finetune",
+    "Archit03/SPARSA-LM-Base-0.1",
+    "C-W-D/CasCoD",
+    "Coluding/diffusion-egocentric",
+    "JanousZ/DreamOmni2",
+    "SaeedNajafi/llm-research",
+    "ViktorooReps/llm-experiments",
+    "abigsmall/ml-model-training-assignment",
+    "arisel117/DistributedLearning",
+    "codingwithsurya/distributed-transformer",
+    "glanzz/biomedicalimage",
+    "hihihihiwsf/cad_llm",
+    "jedell/rag",
+    "joeyllm/models-magpie",
+    "karlstratos/minGPU",
+    "liao1995/Metis",
+    "manavanandani/RLInfra",
+    "mlexpos/adana",
+    "saissd/Distributed-ML-Training-Inference-Optimization",
+    "slavivo/dsaa",
+    "umd-huang-lab/tracevla",
+    "yunyangge/UltraI2V",
+    "zhc180/distributed-llm-trainer",
+    "zishen-ucap/Sonic",
+]
 SETS = {
     "first": (REPOSITORIES, 20261117, 40),
     "second": (OTHERS, 20261118, 20),
     "third": (THIRD, 20261119, 26),
     "fourth": (FOURTH, 20261120, 40),
+    "fifth": (FIFTH, 20261121, 12),
 }
 """Repositories, seed and number of calls."""
 CLASS = "FullyShardedDataParallel"
