@@ -376,13 +376,13 @@ def main() -> int:
     status = 0
     for name in options.rows:
         command = [sys.executable, "-m", "benchmarks.gpu", name, "--here", *(["--toy"] if options.toy else [])]
-        ran = subprocess.run(command, capture_output=True, text=True)
+        # Messages go straight to the terminal, so that a run that is killed shows how far it came.
+        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         found = [line for line in ran.stdout.splitlines() if line.startswith("FOUND ")]
         if not found:
-            print(f"{name} failed:\n{ran.stdout[-1500:]}\n{ran.stderr[-3000:]}", flush=True)
+            print(f"{name} failed:\n{ran.stdout[-1500:]}", flush=True)
             status = 1
             continue
-        print(ran.stderr[-600:] if "out of memory" in ran.stderr else "", end="")
         report("gpu", [result_of(name, rows[name], json.loads(found[0].removeprefix("FOUND ")))], save=options.save)
     return status
 

@@ -82,15 +82,9 @@ def bind_batch(make_batch: Callable[..., Any]) -> Callable[[int, int, int], Any]
             return make_batch(**{name: values[name] for name in known})
 
         return by_name
-    match len(required):
-        case 0:
-            return lambda rank, step, seed: make_batch()
-        case 1:
-            return lambda rank, step, seed: make_batch(seed)
-        case 2:
-            return lambda rank, step, seed: make_batch(rank, step)
-        case _:
-            raise _wrong_signature("make_batch", required, "it takes nothing, a seed, or rank and step")
+    if len(required) > 2:
+        raise _wrong_signature("make_batch", required, "it takes nothing, a seed, or rank and step")
+    return lambda rank, step, seed: make_batch(*((), (seed,), (rank, step))[len(required)])
 
 
 def bind_loss(loss: Callable[..., Tensor] | None) -> LossOf:
