@@ -396,15 +396,15 @@ def untouched_by_fsdp(groups: Iterable[Any], refuse: Callable[..., NoReturn]) ->
     """Let other parameters stand for those of the groups: FSDP2 does not adopt them, and calls `refuse` to gather."""
     with contextlib.ExitStack() as stack:
         for group in groups:
-            stack.enter_context(shadowed(group, "unshard", refuse))
+            stack.enter_context(_shadowed(group, "unshard", refuse))
             for param in group.fsdp_params:
-                stack.enter_context(shadowed(param, "reset_sharded_param", lambda: None))
+                stack.enter_context(_shadowed(param, "reset_sharded_param", lambda: None))
         yield
 
 
 @contextlib.contextmanager
-def shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of one object, also over a method of its class, and put back what was there."""
+def _shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an instance attribute over a method, and take it away again."""
     earlier = vars(owner).get(name)
     setattr(owner, name, value)
     try:
