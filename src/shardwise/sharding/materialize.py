@@ -128,7 +128,8 @@ _METADATA_METHODS = {
     "storage_offset", "get_device", "requires_grad_", "is_pinned", "__hash__", "__len__",
     "__repr__", "__format__", "register_hook",
 }  # fmt: skip
-# Overwrites all of its first argument: there is no need to gather it first.
+# Overwrites all of its first argument: it is not gathered first. An initialiser that fails on one rank before it
+# comes here must not leave the others in a collective.
 _OVERWRITING = {
     "normal_", "uniform_", "constant_", "zeros_", "ones_", "eye_", "dirac_", "orthogonal_", "sparse_",
     "zero_", "fill_", "copy_",
