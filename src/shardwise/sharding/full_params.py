@@ -254,7 +254,7 @@ def _full_tensors(
 
 def find_slots(model: nn.Module, recurse: bool) -> _Slots:
     """Where each parameter is registered; without `recurse` not in modules that are groups of their own."""
-    groups = {each for each in model.modules() if isinstance(each, FSDPModule) and each is not model}
+    groups: set[nn.Module] = {each for each in model.modules() if isinstance(each, FSDPModule) and each is not model}
     slots: _Slots = {}
     for _, module in model.named_modules(memo=set() if recurse else groups):
         for name, parameter in module._parameters.items():
