@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,6 +40,16 @@ Batch = Mapping[str, Tensor]
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
+class Part:
+    """One stage on this rank."""
+
+    stage: StagePlan
+    model: nn.Module
+    passing: Passing
+    forward: StageForward
+
+
 class Pipeline:
     """A decoder divided into stages, of which this rank has one or several. Made by `pipeline`.
 
@@ -53,7 +63,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: list[StageForward],
+        parts: list[Part],
         model: nn.Module,
         mesh: DeviceMesh,
         config: PipelineConfig,
@@ -134,7 +144,7 @@ class Pipeline:
         """
         self._prepare(batch)
         for part in self.parts:
-            part.scale, part.num_tokens = scale, []
+            part.forward.scale, part.forward.num_tokens = scale, []
         losses: list[Tensor] = []
         target = torch.zeros(self.num_microbatches, device=self.device)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **batch)
@@ -162,15 +172,15 @@ class Pipeline:
         Ranks:
             Collective. The same on every rank of a pipeline, in CPU memory.
         """
-        before = self.parts[0].loss
+        before = self.parts[0].forward.loss
         for part in self.parts:
-            part.loss = function
+            part.forward.loss = function
         try:
             self._prepare(batch, 1)
             made = self._forward([dict(batch)])
         finally:
             for part in self.parts:
-                part.loss = before
+                part.forward.loss = before
         told = gather_objects(made[0].cpu() if made else None, group=self.group)
         return next(each for each in told if each is not None)
 
@@ -179,10 +189,10 @@ class Pipeline:
         made: list[Tensor] = []
         sends: list[tuple[dist.Work | None, Tensor]] = []
         for part in self.parts:
-            part.scale, part.num_tokens = 1.0, []
+            part.forward.scale, part.forward.num_tokens = 1.0, []
             index = part.stage.index
             for rows in micro:
-                received = [torch.empty_like(shape, device=self.device) for shape in part.inputs()]
+                received = [torch.empty_like(shape, device=self.device) for shape in _inputs(part)]
                 for tensor in received:
                     dist.recv(tensor, group=self.group, group_src=(index - 1) % self.num_ranks)
                 sent = part.model(*received, **rows)
@@ -204,7 +214,7 @@ class Pipeline:
         both = torch.zeros(2, device=self.device)
         if losses:
             both[0] = torch.stack(losses).sum()
-            both[1] = torch.stack([each.to(both) for each in self.parts[-1].num_tokens]).sum()
+            both[1] = torch.stack([each.to(both) for each in self.parts[-1].forward.num_tokens]).sum()
         dist.all_reduce(both, group=self.group)
         return both[0], both[1]
 
@@ -250,10 +260,10 @@ class Pipeline:
         raise_together(error, group=self.mesh)
         return made
 
-    def _received(self, part: StageForward) -> list[Tensor]:
+    def _received(self, part: Part) -> list[Tensor]:
         """Random numbers in place of what a stage receives; others on each rank, as parts of one sequence are."""
         generator = torch.Generator().manual_seed(self.mesh.get_rank())
-        shapes = part.inputs()
+        shapes = _inputs(part)
         return [torch.randn(each.shape, generator=generator).to(each.dtype).to(self.device) for each in shapes]
 
     def _make_schedule(self) -> Any:
@@ -263,8 +273,8 @@ class Pipeline:
                 part.stage.index,
                 self.num_stages,
                 self.device,
-                input_args=tuple(each.requires_grad_() for each in part.inputs()),
-                output_args=tuple(each.requires_grad_() for each in part.outputs()),
+                input_args=tuple(each.requires_grad_() for each in _inputs(part)),
+                output_args=tuple(each.requires_grad_() for each in _outputs(part)),
                 group=self.group,
             )
             for part in self.parts
@@ -303,6 +313,22 @@ class Pipeline:
             for work in works:
                 work.wait()
             mine.add_(other)
+
+
+def _inputs(part: Part) -> list[Tensor]:
+    """What a stage receives, on meta."""
+    if part.stage.is_first:
+        return []
+    hidden, *extras = part.passing.shapes()
+    return [hidden, *extras * (len(part.forward.blocks) - len(part.stage.blocks))]
+
+
+def _outputs(part: Part) -> list[Tensor]:
+    """What a stage sends, or the loss, on meta."""
+    if part.stage.is_last:
+        return [torch.empty((), device="meta")]
+    hidden, *extras = part.passing.shapes()
+    return [hidden, *extras * len(part.forward.blocks)]
 
 
 def _split(batch: Batch, number: int) -> list[dict[str, Tensor]]:
@@ -346,7 +372,7 @@ def num_microbatches(config: PipelineConfig, num_ranks: int, num_rows: int) -> i
 
 
 @torch.no_grad()
-def _look_at(part: StageForward, rows: Batch, received: list[Tensor]) -> tuple[Any, dict[str, Any]]:
+def _look_at(part: Part, rows: Batch, received: list[Tensor]) -> tuple[Any, dict[str, Any]]:
     """Run a stage once, and leave no trace; what its first block, and the modules outside of blocks, return, on meta.
 
     Raises:
@@ -424,7 +450,7 @@ def pipeline(
     blocks = [name for stage in stages for name in stage.blocks]
     units = [name for stage in stages for name in stage.units]
     ties = find_ties(model, stages)
-    parts: list[StageForward] = []
+    parts: list[Part] = []
     present: dict[str, nn.Module] = {}
     mine = stages[rank::num_ranks]
     passing = {stage: Passing() for stage in mine}
@@ -440,8 +466,8 @@ def pipeline(
         if (context := context_of(part)) is not None:
             context.passing = passing[stage]
         upto = blocks[: blocks.index(stage.blocks[-1]) + 1]
-        part.forward = StageForward(part, stage, passing[stage], loss, upto)
-        parts.append(part.forward)
+        forward = part.forward = StageForward(part, stage, passing[stage], loss, upto)
+        parts.append(Part(stage, part, passing[stage], forward))
         tied = {name: each for name, each in stand_ins[stage].items() if next(each.parameters(), None) is not None}
         present = stand_ins[stage] | present | tied | kept[stage]
     peers = [

@@ -35,17 +35,17 @@ class Passing:
         """The tensors of a block's output, on meta."""
         return find_tensors(self.block_output)
 
-    def earlier_block(self, name: str) -> Any:
-        """What a block of an earlier stage returned."""
+    def returned(self, block: str) -> Any:
+        """What a block of an earlier stage returns."""
         assert self.hidden is not None
-        tensors = iter([self.hidden, *self.extras[name]])
+        tensors = iter([self.hidden, *self.extras[block]])
         return change_tensors(self.block_output, lambda _: next(tensors))
 
-    def later_block(self, name: str) -> NoReturn:
+    def _later_block(self, name: str) -> NoReturn:
         """The forward of this stage ends where a block of a later one begins."""
         raise StageEnd(name)
 
-    def absent_unit(self, name: str) -> Any:
+    def _absent_unit(self, name: str) -> Any:
         """What stands for the output of an embedding, a norm or the head of another stage.
 
         Before the blocks, zeros of the right shape, which take no memory and are not used: the blocks of earlier
@@ -97,13 +97,13 @@ def make_stand_ins(
     first = blocks.index(stage.blocks[0])
     for index, name in enumerate(blocks):
         if name not in stage.blocks:
-            returns = passing.earlier_block if index < first else passing.later_block
+            returns = passing.returned if index < first else passing._later_block
             stand_ins[name] = StandIn(name, returns, model.get_submodule(name))
     kept = [model.get_submodule(name) for name in (*stage.blocks, *stage.units)]
     held = {id(parameter) for module in kept for parameter in module.parameters()}
     for name in units:
         if name not in stage.units:
-            stand_ins[name] = stand_in = StandIn(name, passing.absent_unit)
+            stand_ins[name] = stand_in = StandIn(name, passing._absent_unit)
             for key, parameter in model.get_submodule(name).named_parameters(recurse=False):
                 if id(parameter) in held:  # tied to one of this stage: it keeps its first name
                     stand_in.register_parameter(key, parameter)
@@ -144,20 +144,6 @@ class StageForward(ReplacedForward):
                 self._outputs[name] = find_tensors(output)
 
         return note
-
-    def inputs(self) -> list[Tensor]:
-        """What the stage receives, on meta."""
-        if self.stage.is_first:
-            return []
-        hidden, *extras = self.passing.shapes()
-        return [hidden, *extras * (len(self.blocks) - len(self.stage.blocks))]
-
-    def outputs(self) -> list[Tensor]:
-        """What the stage sends, or the loss, on meta."""
-        if self.stage.is_last:
-            return [torch.empty((), device="meta")]
-        hidden, *extras = self.passing.shapes()
-        return [hidden, *extras * len(self.blocks)]
 
     def __call__(self, *received: Tensor, **batch: Any) -> Any:
         """Run the stage; inside, the model is called as it would be without a pipeline."""
