@@ -55,7 +55,8 @@ def map_unsharded_matrices(
             whole = full_tensor(compat.dtensor_like(part.to(dtype), parameter))
             yield index, local_part(work(whole), parameter)
     for (mesh, placements, shape), indices in shared.items():
-        count = max(1, bucket_bytes * mesh.size() // (shape.numel() * dtype.itemsize))
+        room = bucket_bytes if mesh.device_type == "cpu" else bucket_bytes * mesh.size()  # CPUs gather
+        count = max(1, room // (shape.numel() * dtype.itemsize))
         for first in range(0, len(indices), count):
             chosen = indices[first : first + count]
             # Offloaded parts travel on the mesh's device: not every group can send from CPU memory.
@@ -71,7 +72,7 @@ def _map_stack(
 
     def redistributed(local: Tensor, given: Sequence[Placement], wanted: Sequence[Placement]) -> Tensor:
         stack = DTensor.from_local(local, mesh, given, run_check=False, shape=whole.shape, stride=whole.stride())
-        if mesh.device_type == "cpu":  # torch gathers there anyway, with a warning
+        if mesh.device_type == "cpu":  # torch has no all-to-all there, gathers, and warns
             stack = stack.redistribute(placements=[Replicate()] * mesh.ndim)
         return stack.redistribute(placements=wanted).to_local()
 
