@@ -168,10 +168,7 @@ class LoadPlan:
 
     def _read_into(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Ask for this rank's part of a tensor."""
-        if isinstance(tensor, DTensor):
-            self._requests += [Request(name, memory, spec) for spec, memory in local_chunks(tensor)]
-        else:
-            self._requests.append(Request(name, tensor.detach(), ChunkSpec.whole(tuple(tensor.shape))))
+        self._requests += [Request(name, memory, spec) for spec, memory in local_chunks(tensor)]
         return tensor
 
     def _read_whole(self, name: str) -> torch.Tensor:
