@@ -18,16 +18,16 @@ from shardwise.distributed.agreement import gather_objects, on_rank_zero
 from shardwise.errors import TrainingError
 from shardwise.models.random_state import random_state, set_random_state
 from shardwise.sharding.blocks import AdaptiveActivations
+from shardwise.sharding.hooks.watching import paused
 from shardwise.sharding.registry import recover
-from shardwise.sharding.watching import paused
 from shardwise.training.data.samples import Batch
 
 T = TypeVar("T")
 
 _NUM_TRIALS = 3  # optimizer state and averages exist from the second step on
-_CHEAP_TOKENS = 2**14
-"""From this size on, another micro-batch costs less than moving activations: unsharding and adding gradients takes as
-long as about 500 tokens, whatever the model."""
+_CHEAP_TOKENS = 2**13
+"""From this size on, smaller micro-batches cost no more than recomputing and moving activations: unsharding and adding
+gradients takes as long as about 500 tokens, whatever the model."""
 
 
 class Microbatches:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
@@ -41,45 +43,24 @@ def map_unsharded_matrices(
     matrix does every rank repeat it. Yields the index and this rank's part of each result, in no particular order;
     every rank must consume all of it, and bring the same parameters. Matrices travel in `dtype`.
     """
-    shared: dict[tuple[DeviceMesh, tuple[Placement, ...], torch.Size], list[int]] = {}
+    shared: dict[tuple[DeviceMesh, int], list[_Matrix]] = {}
     for index, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
         layout = layout_of(parameter) if isinstance(parameter, DTensor) else None
         if _is_whole(parameter, layout):
             yield index, work(part.to(dtype)) if part.numel() else part
         elif layout is not None:
-            axes = range(layout.mesh.ndim)
-            placements = tuple(Shard(layout.dim + 1) if axis == layout.axis else Replicate() for axis in axes)
-            shared.setdefault((layout.mesh, placements, parameter.shape), []).append(index)
+            matrix = _Matrix(index, parameter.shape, layout)
+            shared.setdefault((layout.mesh, layout.axis), []).append(matrix)
         else:
             assert isinstance(parameter, DTensor)
             whole = full_tensor(compat.dtensor_like(part.to(dtype), parameter))
             yield index, local_part(work(whole), parameter)
-    for (mesh, placements, shape), indices in shared.items():
-        room = bucket_bytes if mesh.device_type == "cpu" else bucket_bytes * mesh.size()  # CPUs gather
-        count = max(1, room // (shape.numel() * dtype.itemsize))
-        for first in range(0, len(indices), count):
-            chosen = indices[first : first + count]
-            # Offloaded parts travel on the mesh's device: not every group can send from CPU memory.
-            stacked = torch.stack([parts[index].to(mesh.device_type, dtype) for index in chosen])
-            yield from zip(chosen, _map_stack(stacked, work, mesh, placements, shape), strict=True)
-
-
-def _map_stack(
-    parts: Tensor, work: Work, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
-) -> Tensor:
-    """Share a stack of matrices of one shape among the ranks, each of which has a part of every one; collective."""
-    whole = torch.empty(len(parts), *shape, dtype=parts.dtype, device="meta")
-
-    def redistributed(local: Tensor, given: Sequence[Placement], wanted: Sequence[Placement]) -> Tensor:
-        stack = DTensor.from_local(local, mesh, given, run_check=False, shape=whole.shape, stride=whole.stride())
-        if mesh.device_type == "cpu":  # torch has no all-to-all there, gathers, and warns
-            stack = stack.redistribute(placements=[Replicate()] * mesh.ndim)
-        return stack.redistribute(placements=wanted).to_local()
-
-    by_matrix = [Shard(0)] * mesh.ndim
-    results = [work(matrix) for matrix in redistributed(parts, placements, by_matrix)]
-    empty = torch.empty(0, *shape, dtype=parts.dtype, device=parts.device)
-    return redistributed(torch.stack(results) if results else empty, by_matrix, placements)
+    for (mesh, axis), matrices in shared.items():
+        replicas = next((other for other in range(mesh.ndim) if other != axis and mesh.size(other) > 1), None)
+        num_ranks = mesh.size(axis) * (1 if replicas is None else mesh.size(replicas))
+        for bucket in _buckets(matrices, bucket_bytes // dtype.itemsize * num_ranks):
+            _choose_owners(bucket, num_ranks, mesh.size(axis))
+            yield from _exchange(bucket, parts, work, mesh, axis, replicas, dtype)
 
 
 def _is_whole(parameter: Tensor, layout: ShardLayout | None) -> bool:
@@ -87,6 +68,97 @@ def _is_whole(parameter: Tensor, layout: ShardLayout | None) -> bool:
     if not isinstance(parameter, DTensor) or not sharded_axes(parameter) or parameter.device_mesh.size() == 1:
         return True
     return layout is not None and parameter.ndim == 3 and layout.dim == 0
+
+
+@dataclass(slots=True)
+class _Matrix:
+    """A matrix cut over one mesh axis: where it stands in the caller's lists, how it is cut, who works on it."""
+
+    index: int
+    shape: torch.Size
+    layout: ShardLayout
+    owner: int = 0
+    """The part whose rank works on it."""
+    replica: int = 0
+    """In which copy of the mesh's shards."""
+
+    @property
+    def work(self) -> int:
+        """Multiplications, up to a constant factor."""
+        return self.shape.numel() * min(self.shape[-2:])
+
+    def part_shape(self, part: int) -> list[int]:
+        shape = list(self.shape)
+        shape[self.layout.dim] = self.layout.bounds(part)[1]
+        return shape
+
+    def part_numel(self, part: int) -> int:
+        return torch.Size(self.part_shape(part)).numel()
+
+
+def _buckets(matrices: Iterable[_Matrix], max_numel: int) -> Iterator[list[_Matrix]]:
+    bucket: list[_Matrix] = []
+    for matrix in matrices:
+        if bucket and sum(other.shape.numel() for other in bucket) + matrix.shape.numel() > max_numel:
+            yield bucket
+            bucket = []
+        bucket.append(matrix)
+    if bucket:
+        yield bucket
+
+
+def _choose_owners(bucket: list[_Matrix], num_ranks: int, num_parts: int) -> None:
+    """Give the most laborious matrix left to the least busy rank: the same choice on every rank."""
+    busy = [0] * num_ranks
+    for matrix in sorted(bucket, key=lambda each: (-each.work, each.index)):
+        worker = min(range(num_ranks), key=lambda each: (busy[each], each))
+        matrix.replica, matrix.owner = divmod(worker, num_parts)
+        busy[worker] += matrix.work
+
+
+def _exchange(
+    bucket: list[_Matrix],
+    parts: Sequence[Tensor],
+    work: Work,
+    mesh: DeviceMesh,
+    axis: int,
+    replicas: int | None,
+    dtype: torch.dtype,
+) -> Iterator[tuple[int, Tensor]]:
+    """Parts to their owners over `axis`, work, and results back; then from each replica to the others."""
+    part, num_parts = mesh.get_local_rank(axis), mesh.size(axis)
+    replica = 0 if replicas is None else mesh.get_local_rank(replicas)
+    bucket = sorted(bucket, key=lambda each: each.owner)
+    here = [each for each in bucket if each.replica == replica]
+    mine = [each for each in here if each.owner == part]
+    to_owners = [sum(each.part_numel(part) for each in here if each.owner == owner) for owner in range(num_parts)]
+    from_parts = [sum(each.part_numel(p) for each in mine) for p in range(num_parts)]
+
+    def all_to_all(values: list[Tensor], sent_sizes: list[int], received_sizes: list[int]) -> Tensor:
+        # Offloaded parts travel on the mesh's device: not every group can send from CPU memory.
+        empty = torch.empty(0, dtype=dtype, device=mesh.device_type)
+        sent = torch.cat([empty, *(value.flatten().to(empty) for value in values)])
+        received = sent.new_empty(sum(received_sizes))
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=mesh.get_group(axis))
+        return received
+
+    received = all_to_all([parts[each.index] for each in here], to_owners, from_parts)
+    by_part = [flat.split([each.part_numel(p) for each in mine]) for p, flat in enumerate(received.split(from_parts))]
+    results: list[list[Tensor]] = [[] for _ in by_part]
+    for number, each in enumerate(mine):
+        cut = [flats[number].view(each.part_shape(p)) for p, flats in enumerate(by_part)]
+        result = work(torch.cat(cut, dim=each.layout.dim))
+        for p, values in enumerate(results):
+            values.append(result.narrow(each.layout.dim, *each.layout.bounds(p)))
+    back = all_to_all([value for values in results for value in values], from_parts, to_owners)
+    for other in range(1 if replicas is None else mesh.size(replicas)):
+        there = [each for each in bucket if each.replica == other]
+        sizes = [each.part_numel(part) for each in there]
+        values = back if other == replica else back.new_empty(sum(sizes))
+        if replicas is not None and sum(sizes):
+            dist.broadcast(values, group=mesh.get_group(replicas), group_src=other)
+        for each, flat in zip(there, values.split(sizes), strict=True):
+            yield each.index, flat.view(each.part_shape(part))
 
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -97,9 +169,9 @@ _EPS = 1e-7
 class Muon(Optimizer):
     """Muon for the groups of kind `blocks`, AdamW for all others, as one optimizer.
 
-    The momentum is kept on the shards. Its orthogonalisation needs the whole matrix, so the matrices of one shape are
-    shared among the ranks, replicas included: an all-to-all gives each rank some of them whole, and another the parts
-    of the results back. A matrix is thus worked on once, and a rank holds few of them whole at a time. Stacks of
+    The momentum is kept on the shards. Its orthogonalisation needs the whole matrix, so each matrix has an owner among
+    the ranks that share it, replicas included: the others send it their parts, it does the work, and sends the parts
+    of the result back. A matrix is thus worked on once, and a rank holds few of them whole at a time. Stacks of
     matrices (experts) that are cut between matrices need no exchange. Matrices are orthogonalised in `dtype`: by
     default bfloat16 on accelerators, as Muon was published; float32 on CPU, where bfloat16 is not faster.
     """

@@ -37,9 +37,9 @@ from shardwise.progress import Progress
 from shardwise.sharding.adapters import add_lora
 from shardwise.sharding.apply import shard
 from shardwise.sharding.blocks import AdaptiveActivations, checkpoint_activations, compile_blocks, refuse_budget
-from shardwise.sharding.context_attention import SequenceLayout, split_sequences
 from shardwise.sharding.materialize import materialize
-from shardwise.sharding.pipeline import Pipeline, num_microbatches, pipeline
+from shardwise.sharding.parallel.context_attention import SequenceLayout, split_sequences
+from shardwise.sharding.parallel.pipeline import Pipeline, num_microbatches, pipeline
 from shardwise.training.data import open_data, open_evaluation
 from shardwise.training.data.loader import check_batch
 from shardwise.training.data.samples import Batch
