@@ -8,12 +8,8 @@ from torch import nn
 
 from shardwise.planning import calls
 from shardwise.planning.calls import Calls, CallTable, Places, Use, callable_children, has_forward, has_parameters
-from shardwise.planning.source import statements
 from shardwise.planning.source.functions import find_node, is_generator, start, underlying
 from shardwise.planning.source.values import Analysis, Frame
-
-HANDLERS = statements.v.HANDLERS
-"""Importing `statements` fills the table of the syntax nodes that frames can read."""
 
 Entry = tuple[str, str]
 """A module's name and the method by which code enters it."""

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from torch import nn
 
 from shardwise.planning.calls import Places, has_parameters, is_opaque, is_within
-from shardwise.planning.source import statements
 from shardwise.planning.source.functions import Arguments, enter_function, find_node, start, underlying
 from shardwise.planning.source.values import (
     TENSOR,
@@ -24,9 +23,6 @@ from shardwise.planning.source.values import (
     known,
     trail_of,
 )
-
-HANDLERS = statements.v.HANDLERS
-"""Importing `statements` fills the table of the syntax nodes that frames can read."""
 
 
 class DataFlow(NamedTuple):
@@ -88,7 +84,8 @@ class Flow:
             return self.call_in_turn(module, arguments.first(), frame)
         if not type(module).__module__.startswith("torch.nn."):
             forward = vars(module).get("forward") or inspect.getattr_static(type(module), "forward")
-            given, chain = arguments.after(known(module)), (*frame.chain, module)
+            given = arguments.after(known(module))
+            chain = (*frame.chain, module) if module in places else frame.chain
             result = enter_function(forward, given, frame, receiver=module, chain=chain, through=callee)
             if result is not None:
                 return result
