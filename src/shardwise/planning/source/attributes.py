@@ -58,8 +58,8 @@ def _load_open(value: Value, name: str) -> Value:
 def _load_atom(atom: v.Atom, name: str, value: Value, frame: Frame) -> Value:
     if not isinstance(atom, v.Known):
         return v.PLAIN.replace(source=value.source)
-    thing = atom.object
-    if isinstance(thing, super):
+    thing: Any = atom.object
+    if type(thing) is super:
         mro = type(thing.__self__).__mro__
         after = mro[mro.index(thing.__thisclass__) + 1 :]
         attribute = next((vars(cls)[name] for cls in after if name in vars(cls)), _MISSING)
