@@ -20,8 +20,8 @@ from shardwise.checkpointing.formats.values import encode_value
 from shardwise.checkpointing.hugging_face import read_sidecar_files
 from shardwise.checkpointing.inspecting import refuse_damaged, refuse_unsound
 from shardwise.checkpointing.names import only_model, with_our_names
-from shardwise.checkpointing.nested import put_together
 from shardwise.checkpointing.reading import read_chunk
+from shardwise.checkpointing.state import put_together
 from shardwise.checkpointing.weights import float_dtype, refuse_remote, refuse_suffix
 from shardwise.errors import require_choice
 from shardwise.progress import NoProgress, Progress
@@ -93,7 +93,7 @@ def _aliases(contents: Contents) -> dict[str, str]:
     for name, tensor in contents.tensors.items():
         if not name.startswith("model.") or not tensor.chunks or any(chunk.data is not None for chunk in tensor.chunks):
             continue
-        key = (tensor.dtype, tensor.shape, tuple((chunk.spec, chunk.file, chunk.offset) for chunk in tensor.chunks))
+        key = (tensor.dtype, tensor.shape, tensor.place)
         if tensor.num_bytes and first.setdefault(key, name) != name:
             aliases[name] = first[key]
     return aliases

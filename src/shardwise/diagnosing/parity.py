@@ -23,10 +23,10 @@ from shardwise.models.nested_tensors import cast_inputs, find_tensors
 from shardwise.models.random_state import kept_random_state, seed_everything
 from shardwise.planning.plan import Plan
 from shardwise.sharding.apply import shard
-from shardwise.sharding.context_attention import split_sequences
 from shardwise.sharding.inventory import fingerprint, local_part, local_tensor
 from shardwise.sharding.materialize import materialize
-from shardwise.sharding.pipeline import num_microbatches, pipeline
+from shardwise.sharding.parallel.context_attention import split_sequences
+from shardwise.sharding.parallel.pipeline import num_microbatches, pipeline
 from shardwise.sharding.registry import names_elsewhere, sharded_state
 
 LossOf = Callable[[nn.Module, Any], Tensor]

@@ -20,12 +20,12 @@ from shardwise.fsdp1.state_dicts import OptimizerStates
 from shardwise.fsdp1.units import PREFIX, Unit, WrongArgument, WrongUse, outer_units, refuse_while_running, units_in
 from shardwise.planning.plan import Plan
 from shardwise.sharding.full_params import find_slots, full_params, reshard
-from shardwise.sharding.gradients import step_in_backward, watch_zero_grad
+from shardwise.sharding.hooks.gradients import step_in_backward, watch_zero_grad
+from shardwise.sharding.hooks.parameter_writes import is_watched, watch_writes
+from shardwise.sharding.hooks.watching import watch_by_default
 from shardwise.sharding.inventory import local_part, local_tensor
-from shardwise.sharding.parameter_writes import is_watched, watch_writes
 from shardwise.sharding.registry import ShardedState, remember
 from shardwise.sharding.repointing import watch_optimizers
-from shardwise.sharding.watching import watch_by_default
 from shardwise.training.step import clip_grad_norm_
 
 # Arguments of the constructor that a policy does not hand on to the units below.

@@ -19,9 +19,9 @@ from shardwise.errors import PlanError, ShardError
 from shardwise.fsdp1.units import WrongArgument, cast_buffers, clean_name, units_in
 from shardwise.planning.plan import Group, Plan, PlannedParameter
 from shardwise.planning.settings import dtype_name
-from shardwise.sharding.forward_hooks import Casts, ForwardHooks
 from shardwise.sharding.full_params import reshard
-from shardwise.sharding.graph_calls import watch_backward
+from shardwise.sharding.hooks.forward_hooks import Casts, ForwardHooks
+from shardwise.sharding.hooks.graph_calls import watch_backward
 from shardwise.sharding.inventory import broadcast_from_first
 from shardwise.sharding.registry import recover
 

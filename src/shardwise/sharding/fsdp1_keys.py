@@ -154,10 +154,6 @@ def read_fields(translation: Translation, key: str, given: dict[str, Any]) -> di
     if given.get("_module_classes_to_ignore"):
         names = ", ".join(sorted(kind.__name__ for kind in given["_module_classes_to_ignore"]))
         translation.note(key, f"{names}: FSDP1 kept such modules out of low precision; name them in overrides for that")
-    return _fields(translation, key, dtypes, given)
-
-
-def _fields(translation: Translation, key: str, dtypes: dict[str, str | None], given: dict[str, Any]) -> dict[str, Any]:
     param = dtypes.get("param_dtype")
     fields: dict[str, Any] = {"param_dtype": param or "storage"}
     if (reduce := dtypes.get("reduce_dtype") or param) is not None:

@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise import compat
 from shardwise.errors import ShardError, ShardwiseError
 from shardwise.models.nested_tensors import find_tensors
+from shardwise.sharding.hooks.outside import end_outside_use
 from shardwise.sharding.inventory import class_name, local_part, unwrapped_name
-from shardwise.sharding.outside import end_outside_use
 from shardwise.sharding.registry import sharded_roots, sharded_state
 
 _FOLLOWING: weakref.WeakSet[Optimizer] = weakref.WeakSet()

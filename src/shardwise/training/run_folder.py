@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -71,10 +71,8 @@ def with_folder(config: RunConfig, *, reserve: bool = True) -> RunConfig:
 
 def remove_if_empty(config: RunConfig) -> None:
     """Remove the run's folder if nothing was ever written into it."""
-    try:
+    with suppress(OSError):  # there is something in it, or it was never made
         os.rmdir(config.folder or "")
-    except OSError:
-        return  # there is something in it, or it was never made
 
 
 def prepare_folder(folder: Path) -> None:

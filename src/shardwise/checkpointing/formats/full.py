@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor, TorchStream
-from shardwise.checkpointing.formats.safetensors import Chunks, append_tensor, read_index, refuse_overwrite
+from shardwise.checkpointing.formats.safetensors import Chunks, append_tensor, join_files, read_index, refuse_overwrite
 from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.pickles.machine import TensorRef
 from shardwise.checkpointing.pickles.torch_files import (
@@ -178,16 +178,6 @@ def read_bin_shards(path: storage.Place) -> Contents:
     folder, name = storage.split(path)
     if not name.endswith(_INDEX_SUFFIX):
         folder, name = path, next(name for name in storage.names_in(path) if name.endswith(_INDEX_SUFFIX))
-    index = storage.join(folder, name)
-    weight_map = read_index(index)
-    tensors: dict[str, StoredTensor] = {}
-    file_bytes: dict[str, int] = {}
-    for file in dict.fromkeys(weight_map.values()):
-        contents = read_full(storage.join(folder, file))
-        tensors |= {name: tensor for name, tensor in contents.tensors.items() if weight_map.get(name) == file}
-        file_bytes |= contents.file_bytes
-    if missing := [name for name in weight_map if name not in tensors]:
-        why = f"{missing[0]} is not in {weight_map[missing[0]]}, where the index puts it"
-        raise storage.damaged("the index is damaged", index, why)
-    streams = tuple(TorchStream(file, 0, size) for file, size in file_bytes.items())
-    return Contents(path=folder, format="full", tensors=tensors, file_bytes=file_bytes, streams=streams)
+    weight_map = read_index(storage.join(folder, name))
+    read = {file: read_full(storage.join(folder, file)) for file in dict.fromkeys(weight_map.values())}
+    return join_files(folder, "full", folder, read, weight_map)

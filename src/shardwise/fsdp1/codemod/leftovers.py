@@ -7,8 +7,8 @@ import re
 
 from shardwise.findings import Status
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, FileDraft
+from shardwise.fsdp1.codemod.flow import METHODS, STATIC, Holds
 from shardwise.fsdp1.codemod.program import ENABLE_WRAP, WRAP, is_private
-from shardwise.fsdp1.codemod.sharded import METHODS, STATIC, Holds
 from shardwise.source.syntax import FileContext, Function, given_to
 
 FLAT = {"flat_param", "_flat_param", "_all_handles", "_is_flat_param", "_shard_param_infos"}

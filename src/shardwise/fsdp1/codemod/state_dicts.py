@@ -6,10 +6,9 @@ import ast
 import re
 
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
-from shardwise.fsdp1.codemod.flow import wraps_models
+from shardwise.fsdp1.codemod.flow import Holds, wraps_models
 from shardwise.fsdp1.codemod.model_calls import model_text
 from shardwise.fsdp1.codemod.program import given_by_name, is_constant, is_none
-from shardwise.fsdp1.codemod.sharded import Holds
 from shardwise.fsdp1.codemod.state_calls import (
     DEFAULT,
     FULL,

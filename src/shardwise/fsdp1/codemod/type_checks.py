@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from shardwise.fsdp1.codemod.draft import FileDraft
-from shardwise.fsdp1.codemod.emitted import is_ours
+from shardwise.fsdp1.codemod.draft import FileDraft, is_ours
 from shardwise.fsdp1.codemod.leftovers import INTERNAL
 from shardwise.source.syntax import FSDP1, FileContext, checked_types
 

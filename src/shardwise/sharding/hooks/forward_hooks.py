@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import compat
 from shardwise.models.nested_tensors import CastArguments, cast_floating, change_tensors, find_tensors
-from shardwise.sharding.error_notes import annotate
-from shardwise.sharding.graph_calls import GroupCall, graph_calls
-from shardwise.sharding.outside import OutsideUse
-from shardwise.sharding.parameter_writes import LocalValue, is_of_group, keep_assigned
+from shardwise.sharding.hooks.error_notes import annotate
+from shardwise.sharding.hooks.graph_calls import GroupCall, graph_calls
+from shardwise.sharding.hooks.outside import OutsideUse
+from shardwise.sharding.hooks.parameter_writes import LocalValue, is_of_group, keep_assigned
 from shardwise.sharding.registry import recover
 
 
