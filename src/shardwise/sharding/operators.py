@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.sharding.inventory import local_part, local_tensor
+from shardwise.sharding.shard_views import watch_views, write_whole
 
 _aten: Any = torch.ops.aten
 _DRAW_IN_PLACE = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float)
@@ -20,10 +21,12 @@ def mend_operators() -> None:
     """Answer them for the whole tensor, in this process, from now on."""
     compat.answer_operator(_aten._local_scalar_dense.default, _item)
     compat.answer_operator(_aten.index_put_.default, _write_masked)
-    compat.answer_operator(_aten.pow_.Scalar, _power)
+    for operator in (_aten.pow_.Scalar, _aten.clamp_min_.default):
+        compat.answer_operator(operator, _reduce_first)
     compat.answer_operator(_aten.eye.m_out, _eye)
     for operator in (*_DRAW_IN_PLACE, *_DRAW_LIKE):
         compat.answer_operator(operator, functools.partial(_draw, operator))
+    watch_views()
 
 
 def _item(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
@@ -41,17 +44,16 @@ def _write_masked(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         local_tensor(tensor).index_put_(local, local_tensor(value), *rest, **kwargs)
         return tensor  # a scalar's mask, which torch has turned into plain indices
     mask = indices[0] if len(indices) == 1 else None
-    if not isinstance(mask, DTensor) or mask.dtype != torch.bool or mask.placements != tensor.placements:
-        return plain()
-    if mask.shape != tensor.shape or value.numel() != 1:
-        return plain()
+    is_laid_out_alike = isinstance(mask, DTensor) and mask.dtype == torch.bool and mask.placements == tensor.placements
+    if mask is None or not is_laid_out_alike or mask.shape != tensor.shape or value.numel() != 1:
+        return write_whole(_aten.index_put_.default, args, kwargs, plain)
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     local_tensor(tensor).index_put_([local_tensor(mask)], whole, *rest, **kwargs)
     return tensor
 
 
-def _power(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    """`norm.square_()`: torch refuses to write to what is still to be reduced."""
+def _reduce_first(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+    """`norm.square_()`, `F.normalize`: torch refuses to write to what is still to be reduced."""
     if any(placement.is_partial() for placement in args[0].placements):
         compat.reduce_in_place(args[0])
     return plain()
