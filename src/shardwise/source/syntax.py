@@ -484,6 +484,16 @@ class FileContext:
         """The class whose body `node` is in, at any depth."""
         return next((one for one in self.ancestors(node) if isinstance(one, ast.ClassDef)), None)
 
+    def entered_calls(self, node: ast.AST) -> Iterator[tuple[ast.With, ast.Call]]:
+        """The calls whose results the `with` statements around a node enter, innermost first."""
+        for block in (one for one in self.ancestors(node) if isinstance(one, ast.With)):
+            yield from ((block, one.context_expr) for one in block.items if isinstance(one.context_expr, ast.Call))
+
+    def targets(self, node: ast.AST) -> list[ast.expr]:
+        """What an expression is assigned to; nothing where it is only a part of what is assigned."""
+        parent = self.parents.get(node)
+        return parent.targets if isinstance(parent, ast.Assign) else []
+
     def statement(self, node: ast.AST) -> ast.stmt:
         """The innermost statement that `node` is part of."""
         while not isinstance(node, ast.stmt):

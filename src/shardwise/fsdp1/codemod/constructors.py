@@ -19,7 +19,7 @@ from shardwise.fsdp1.codemod.program import (
     fsdp_name,
     is_constant,
     is_none,
-    iterated,
+    iterated_around,
     single_value,
     strategy,
 )
@@ -287,16 +287,9 @@ class Wrap:
         module = self.draft.source(self.value("module"))
         others = [call for call in self.same_calls() if call is not self.call and call.args]
         outer = {self.draft.source(call.args[0]) for call in others}
-        return bool(module) and (is_part_of(module, outer) or self._in_loop_over(outer))
-
-    def _in_loop_over(self, outer: set[str]) -> bool:
-        for parent in self.context.ancestors(self.call):
-            texts = [self.draft.source(one) for one in iterated(parent)]
-            if any(re.search(rf"(?<![\w.]){re.escape(one)}[.\[)]", text) for one in outer for text in texts):
-                return True
-            if isinstance(parent, ast.For):
-                return False
-        return False
+        loops = iterated_around(self.context, self.call)
+        in_loop = any(re.search(rf"(?<![\w.]){re.escape(one)}[.\[)]", text) for one in outer for text in loops)
+        return bool(module) and (is_part_of(module, outer) or in_loop)
 
     @property
     def is_plain(self) -> bool:

@@ -338,7 +338,11 @@ class Evaluator:
             return self._joined(call, is_chain="itertools.chain" in origins)
         name = last_name(function)
         receivers = self.values(function.value) if isinstance(function, ast.Attribute) else NOTHING
-        builtin = self._of_builtin(call, name, receivers, bool(origins))
+        builtin = None
+        if not origins and not isinstance(function, ast.Attribute):
+            builtin = self._of_function(call, name)
+        elif not origins and not self._has_own(receivers, name):  # else the class has one of its own
+            builtin = self._of_method(call, name, receivers)
         if builtin is not None:
             return builtin
         called = self.values(function)
@@ -355,7 +359,8 @@ class Evaluator:
         if not found or not self._resolve(function):
             found |= {self._unknown(call, origins)} if not found else NOTHING
             first = call.args[0] if call.args else None
-            if first is not None and context.source(first) == self._bound_to(call):  # `model = prepare(model)`
+            names = map(context.source, context.targets(call)[:1])
+            if first is not None and context.source(first) in names:  # `model = prepare(model)`
                 found |= self.values(first)
         return found
 
@@ -389,10 +394,6 @@ class Evaluator:
                 self._hand(file, parameter, inner)  # pyrefly: ignore
         return made
 
-    def _bound_to(self, call: ast.Call) -> str:
-        parent = self.context.parents.get(call)
-        return self.context.source(parent.targets[0]) if isinstance(parent, ast.Assign) else ""
-
     def _wrap(self, call: ast.Call, wrapped: ObjectRef) -> Values:
         """What a constructor gives; the model that it is given is sharded in place, so that its name has it too."""
         module = argument_of(call, 0, "module")
@@ -403,15 +404,8 @@ class Evaluator:
                 self.flow.store(owner, module.attr, frozenset({wrapped}), call)
         return frozenset({wrapped})
 
-    def _of_builtin(self, call: ast.Call, name: str, receivers: Values, is_known: bool) -> Values | None:
-        """What methods of modules and containers, and Python's own functions, return; None for any other call."""
-        if isinstance(call.func, ast.Attribute):
-            if self._has_own(receivers, name):
-                return None  # the class has one of its own
-            return self._of_method(call, name, receivers) if not is_known else None
-        return self._of_function(call, name) if not is_known else None
-
     def _of_method(self, call: ast.Call, name: str, receivers: Values) -> Values | None:
+        """What methods of modules and containers return; None for any other."""
         given = call.args
         if name in _PARAMETERS:
             made = ObjectRef(call, origins=frozenset({"parameters"}))
@@ -438,6 +432,7 @@ class Evaluator:
         return receivers if name in _CONTENTS else None
 
     def _of_function(self, call: ast.Call, name: str) -> Values | None:
+        """What Python's own functions return; None for any other."""
         given = call.args
         if name == "dict":
             made = ObjectRef(call)

@@ -152,17 +152,13 @@ class Sharded(Evaluator):
                 return self._is_reached_always(inner)
             case ast.Attribute(value=inner):
                 return self._is_reached_always(inner)
+            case ast.Call(func=function) if self.context.is_any(function, {WRAP}):
+                # Outside of `enable_wrap` it hands the module back as it is.
+                entered = (one.func for _, one in self.context.entered_calls(node))
+                return any(self.context.is_any(one, {ENABLE_WRAP}) for one in entered)
             case _:
-                return not (
-                    isinstance(node, ast.Call) and self.context.is_any(node.func, {WRAP})
-                ) or self._under_enable_wrap(node)
+                return True
         return any(self.reaching.always_reaches(place, node) for place in places)
-
-    def _under_enable_wrap(self, node: ast.AST) -> bool:
-        """Whether `wrap` wraps here: elsewhere it hands the module back as it is."""
-        blocks = [one for one in self.context.ancestors(node) if isinstance(one, ast.With)]
-        entered = [getattr(item.context_expr, "func", None) for one in blocks for item in one.items]
-        return any(self.context.is_any(one, {ENABLE_WRAP}) for one in entered)
 
     def read_hints(self) -> list[tuple[ast.AST, ast.expr]]:
         """The expressions that only a type check or a function of FSDP's class takes for wrapped models."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from shardwise.fsdp1.codemod.constructors import Wrap
 from shardwise.fsdp1.codemod.draft import FileDraft
 from shardwise.fsdp1.codemod.flow import Holds, Sharded
+from shardwise.fsdp1.codemod.leftovers import with_types_changed
 from shardwise.fsdp1.codemod.program import (
     Program,
     given_by_name,
@@ -18,7 +19,6 @@ from shardwise.fsdp1.codemod.program import (
     iterated,
     once,
 )
-from shardwise.fsdp1.codemod.type_checks import with_types_changed
 from shardwise.source.edits import change
 from shardwise.source.syntax import (
     FileContext,
@@ -304,10 +304,8 @@ def _is_beside(draft: FileDraft, call: ast.Call, wrap: ast.Call, names: set[str]
 
 def _around(context: FileContext, call: ast.Call) -> set[str]:
     """What a call is given, is called on, and gives back beside its result, as text."""
-    bound = context.parents.get(call)
-    targets = bound.targets if isinstance(bound, ast.Assign) else []
     receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []  # model.make_optimizer()
-    elements = [one for target in targets for one in getattr(target, "elts", [])]  # model, optimizer = make()
+    elements = [one for target in context.targets(call) for one in getattr(target, "elts", [])]  # model, optim = make()
     return {context.source(one) for one in [*given_to(call), *receiver, *elements]}
 
 
@@ -327,9 +325,7 @@ def _optimizers(file: Sharded, models: set[str]) -> Iterator[ast.Call]:
         if any(map(_IS_OPTIMIZER.search, origins)) or _makes_own(file, call):
             yield call
             continue
-        bound = context.parents.get(call)
-        targets = bound.targets if isinstance(bound, ast.Assign) else []
-        names = [last_name(one) for target in targets for one in (target, *getattr(target, "elts", []))]
+        names = [last_name(one) for to in context.targets(call) for one in (to, *getattr(to, "elts", []))]
         is_named = "torch.optim" in source or last_name(call.func) == "add_param_group"
         is_named |= any(one.rpartition("_")[2] == "opt" or makes_optimizer(one) for one in names)
         is_given = not models.isdisjoint(_around(context, call)) or "parameters(" in context.source(call)

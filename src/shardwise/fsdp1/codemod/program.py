@@ -91,6 +91,12 @@ def iterated(node: ast.AST) -> list[ast.expr]:
     return [one.iter for one in ([node] if isinstance(node, ast.For) else getattr(node, "generators", []))]
 
 
+def iterated_around(context: FileContext, node: ast.AST) -> list[str]:
+    """What the loops around a node go over within its function, as text."""
+    around = itertools.takewhile(lambda one: not isinstance(one, Function), context.ancestors(node))
+    return [context.source(one) for outer in around for one in iterated(outer)]
+
+
 def is_simple(node: ast.expr) -> bool:
     """Whether an expression may be written twice: it does nothing, and is short."""
     if isinstance(node, ast.Attribute):

@@ -26,7 +26,7 @@ from shardwise.fsdp1.codemod.draft import (
 )
 from shardwise.fsdp1.codemod.flow import wraps_models
 from shardwise.fsdp1.codemod.framework_files import framework_findings
-from shardwise.fsdp1.codemod.leftovers import report_handed_out, report_leftovers
+from shardwise.fsdp1.codemod.leftovers import report_handed_out, report_leftovers, rewrite_type_checks, tells_apart
 from shardwise.fsdp1.codemod.model_calls import (
     report_numbers,
     rewrite_after_forward,
@@ -41,7 +41,6 @@ from shardwise.fsdp1.codemod.model_calls import (
 from shardwise.fsdp1.codemod.order import move_optimizers, rewrite_order
 from shardwise.fsdp1.codemod.program import Program, once
 from shardwise.fsdp1.codemod.state_dicts import rewrite_state_dicts
-from shardwise.fsdp1.codemod.type_checks import rewrite_type_checks, tells_apart
 from shardwise.fsdp1.codemod.writing import rewrite_constructors, rewrite_enable_wrap
 from shardwise.source.edits import apply, change, without_names
 from shardwise.source.syntax import FSDP1, FileContext, Function

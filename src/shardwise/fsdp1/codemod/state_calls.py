@@ -227,15 +227,12 @@ def sets_types_globally(program: Program) -> bool:
 
 def set_by_helper(program: Program, context: FileContext, call: ast.Call) -> int | None:
     """The line of a function, other than FSDP1's own, that is entered around a call and sets a state-dict type."""
-    for block in context.ancestors(call):
-        for item in block.items if isinstance(block, ast.With) else ():
-            entered = item.context_expr
-            if not isinstance(entered, ast.Call) or static_name(context, entered) == "state_dict_type":
-                continue
-            found = program.function(context, entered.func)
-            body = ast.unparse(found[1]) if found is not None else ast.unparse(entered.func)
-            if "state_dict_type" in body or (found is None and "state_dict" in body):
-                return entered.lineno
+    for _, entered in context.entered_calls(call):
+        found = program.function(context, entered.func)
+        body = ast.unparse(found[1]) if found is not None else ast.unparse(entered.func)
+        is_setting = "state_dict_type" in body or (found is None and "state_dict" in body)
+        if is_setting and static_name(context, entered) != "state_dict_type":
+            return entered.lineno
     return None
 
 

@@ -19,7 +19,7 @@ from shardwise.fsdp1.codemod.program import (
     is_constant,
     is_none,
     is_simple,
-    iterated,
+    iterated_around,
     single_value,
 )
 from shardwise.source.syntax import FSDP1, Binding, Comprehension, FileContext, Function, all_parameters, given_to
@@ -36,7 +36,8 @@ def _wraps_parts(wrap: Wrap) -> int | None:
     context, texts = wrap.context, set[str]()
     for node in _uses(wrap):
         parent = context.parents[node]
-        if not (isinstance(parent, ast.Call) and parent.func is node) or _in_loop_over_parts(wrap, parent):
+        in_loop = any(map(_PARTS.search, iterated_around(context, node)))
+        if not (isinstance(parent, ast.Call) and parent.func is node) or in_loop:
             return node.lineno
         texts |= {context.source(one) for one in parent.args[:1]}
     return wrap.call.lineno if are_nested(texts) else None
@@ -56,15 +57,6 @@ def _uses(wrap: Wrap) -> list[ast.expr]:
         case ast.Assign(targets=[ast.Name(id=name)]):
             return [one for one in context.loads(name) if any(b.value is value for b in context.bindings(one))]
     return [value]
-
-
-def _in_loop_over_parts(wrap: Wrap, call: ast.Call) -> bool:
-    for parent in wrap.context.ancestors(call):
-        if isinstance(parent, Function):
-            return False
-        if any(_PARTS.search(wrap.draft.source(one)) for one in iterated(parent)):
-            return True
-    return False
 
 
 def _casts_outermost(wrap: Wrap) -> bool:
