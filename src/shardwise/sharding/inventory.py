@@ -231,11 +231,16 @@ def gather_full(tensors: Sequence[DTensor], dtypes: Sequence[torch.dtype], *, ke
     alignment = _ALIGNMENT_BYTES if len(tensors) > 1 else 1
     *starts, num_bytes = itertools.accumulate((-(-size // alignment) * alignment for size in sizes), initial=0)
     # Offloaded shards travel on the mesh's device: not every process group can send from CPU memory.
-    gathered = torch.empty(num_bytes, dtype=torch.uint8, device=mesh.device_type)
-    for tensor, dtype, start in zip(tensors, dtypes, starts, strict=True):
-        local = local_tensor(tensor)
-        place = gathered[start : start + local.numel() * dtype.itemsize]
-        place.view(dtype).view(local.shape).copy_(local)
+    local = local_tensor(tensors[0])
+    is_sent_as_it_is = len(tensors) == 1 and type(local) is torch.Tensor and local.dtype == dtypes[0]
+    if is_sent_as_it_is and local.nbytes == num_bytes and len(places) > 1:
+        gathered = local.contiguous().to(mesh.device_type).view(-1).view(torch.uint8)
+    else:
+        gathered = torch.empty(num_bytes, dtype=torch.uint8, device=mesh.device_type)
+        for tensor, dtype, start in zip(tensors, dtypes, starts, strict=True):
+            local = local_tensor(tensor)
+            place = gathered[start : start + local.numel() * dtype.itemsize]
+            place.view(dtype).view(local.shape).copy_(local)
     for axis in reversed(axes) if num_bytes else ():
         if mesh.size(axis) > 1:
             sent, gathered = gathered, gathered.new_empty(mesh.size(axis) * len(gathered))
