@@ -11,7 +11,7 @@ from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
 from shardwise.fsdp1.codemod.emitted import assemble
 from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.program import Program, is_constant, is_optimizer, iterated, once
-from shardwise.fsdp1.codemod.sharded import Holds
+from shardwise.fsdp1.codemod.sharded import Holds, name_on_self
 from shardwise.source.syntax import (
     FSDP1,
     Comprehension,
@@ -427,11 +427,16 @@ def report_numbers(draft: FileDraft) -> None:
         elif isinstance(node, ast.Call):
             _report_pairs(draft, node)
             _report_groups(draft, node)
+            _report_methods(draft, node)
         elif isinstance(node, ast.ClassDef):
             _report_optimizer(draft, node)
 
 
 _GROUPS = re.compile(r"weight_decay|param_?groups|parameter_groups|layer_decay")
+_COUNTS = (
+    "numel() of a sharded parameter counts the whole of it now; with FSDP1 it counted this rank's part",
+    "do not multiply the sum by the number of ranks, nor add it up over them",
+)
 _DIMENSIONS = (
     "a sharded parameter has the dimensions of the whole now; with FSDP1 it was a part, in one dimension",
     "check what is chosen by it, such as which parameters weight decay leaves out",
@@ -472,6 +477,27 @@ def _report_groups(draft: FileDraft, call: ast.Call) -> None:
         draft.reported(NUMBERS_CODE, call, *_DIMENSIONS)
 
 
+def _report_methods(draft: FileDraft, call: ast.Call) -> None:
+    """A method of the sharded model's own that goes past its forward, or chooses parameters by their sizes."""
+    match call.func:
+        case ast.Attribute(attr=name, value=model) if name != "forward" and draft.holds(model):
+            nodes = [node for one in draft.sharded.own_methods(model, name) for node in ast.walk(one)]
+        case _:
+            return
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    firsts = [one for node in calls if last_name(node.func) == "next" for one in node.args]
+    on_self = {name_on_self(node.func) for node in calls if node not in firsts}
+    if "forward" in on_self:
+        message = f"{name}() calls self.forward(), which goes past FSDP2's gathering"
+        fix = f'call self() there, or register_fsdp_forward_method(model, "{name}") after fully_shard'
+        draft.undecided(FORWARD_CODE, call, message, fix)
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)} if on_self & {*_TAKES} else set()
+    if used & {"numel", "nelement"}:
+        draft.reported(NUMBERS_CODE, call, *_COUNTS)
+    if used & {"ndim", "dim"}:
+        draft.reported(NUMBERS_CODE, call, *_DIMENSIONS)
+
+
 def _report_optimizer(draft: FileDraft, node: ast.ClassDef) -> None:
     """An optimizer of the program's own."""
     steps = [one for one in node.body if isinstance(one, Function) and one.name == "step"]
@@ -496,12 +522,7 @@ def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
     if not any(map(draft.holds, models)):
         return
     if _counts(loop):
-        draft.reported(
-            NUMBERS_CODE,
-            loop,
-            "numel() of a sharded parameter counts the whole of it now; with FSDP1 it counted this rank's part",
-            "do not multiply the sum by the number of ranks, nor add it up over them",
-        )
+        draft.reported(NUMBERS_CODE, loop, *_COUNTS)
     if any(isinstance(one, ast.Attribute) and one.attr in ("ndim", "dim") for one in ast.walk(loop)):
         draft.reported(NUMBERS_CODE, loop, *_DIMENSIONS)
     if any(map(_is_norm, ast.walk(loop))):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from shardwise.fsdp1.codemod.evaluating import INNER, SAME, Evaluator, is_of_wrapped
 from shardwise.fsdp1.codemod.program import ENABLE_WRAP, WRAP, fsdp_name
-from shardwise.source.syntax import FSDP1, all_parameters, argument_of, checked_types, given_to
+from shardwise.source.syntax import FSDP1, Function, all_parameters, argument_of, checked_types, given_to
 from shardwise.source.values import ObjectRef
 
 _HINTED = frozenset({FSDP1, "isinstance"})
@@ -33,6 +33,11 @@ class Holds(enum.IntEnum):
 def is_wrapped(value: ObjectRef) -> bool:
     """Whether a value is a wrapped model itself, not a part of one."""
     return FSDP1 in value.origins and not value.path
+
+
+def name_on_self(node: ast.AST) -> str:
+    """The name of `self.name`; empty for anything else."""
+    return node.attr if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self" else ""
 
 
 class Sharded(Evaluator):
@@ -98,6 +103,22 @@ class Sharded(Evaluator):
                 own = self.context.enclosing_class(node)
                 return any(file.context.parents[one] is not own for file, one in self._methods_of(own, method))
         return self._has_own(self.values(node), method)
+
+    def own_methods(self, model: ast.expr, name: str) -> list[Function]:
+        """The method of this name of the class that a model had before it was wrapped, and those it calls on `self`."""
+        wrapped = self.flow.wrapped
+        sites = {one.site for one in self.values(model) if is_wrapped(one)}
+        inner = [wrapped[one] for one in wrapped if one in sites or not sites <= wrapped.keys()]
+        found = list[Function]()
+        for definition in {one.definition for several in inner for one in several if not one.path}:
+            own = {one.name: one for one in getattr(definition, "body", ()) if isinstance(one, Function)}
+            waiting = [name]
+            while waiting:
+                method = own.pop(waiting.pop(), None)
+                if method is not None:
+                    found.append(method)
+                    waiting += {name_on_self(one) for one in ast.walk(method)} - {"forward"}
+        return found
 
     def wrapped_by(self, call: ast.Call) -> set[ObjectRef]:
         """The models, as they were before, that a constructor wraps."""
