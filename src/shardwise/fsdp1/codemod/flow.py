@@ -49,6 +49,11 @@ def is_wrapped(value: ObjectRef) -> bool:
     return FSDP1 in value.origins and not value.path
 
 
+def name_on_self(node: ast.AST) -> str:
+    """The name of `self.name`; empty for anything else."""
+    return node.attr if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self" else ""
+
+
 class Sharded(Evaluator):
     """The values of one file's expressions, and what is asked about them."""
 
@@ -112,6 +117,22 @@ class Sharded(Evaluator):
                 own = self.context.enclosing_class(node)
                 return any(file.context.parents[one] is not own for file, one in self._methods_of(own, method))
         return self._has_own(self.values(node), method)
+
+    def own_methods(self, model: ast.expr, name: str) -> list[Function]:
+        """The method of this name of the class that a model had before it was wrapped, and those it calls on `self`."""
+        wrapped = self.flow.wrapped
+        sites = {one.site for one in self.values(model) if is_wrapped(one)}
+        inner = [wrapped[one] for one in wrapped if one in sites or not sites <= wrapped.keys()]
+        found = list[Function]()
+        for definition in {one.definition for several in inner for one in several if not one.path}:
+            own = {one.name: one for one in getattr(definition, "body", ()) if isinstance(one, Function)}
+            waiting = [name]
+            while waiting:
+                method = own.pop(waiting.pop(), None)
+                if method is not None:
+                    found.append(method)
+                    waiting += {name_on_self(one) for one in ast.walk(method)} - {"forward"}
+        return found
 
     def wrapped_by(self, call: ast.Call) -> set[ObjectRef]:
         """The models, as they were before, that a constructor wraps."""
