@@ -22,6 +22,7 @@ from shardwise.source.syntax import (
     argument_of,
     checked_types,
     given_to,
+    name_on_self,
 )
 from shardwise.source.values import ObjectRef
 
@@ -47,11 +48,6 @@ class Holds(enum.IntEnum):
 def is_wrapped(value: ObjectRef) -> bool:
     """Whether a value is a wrapped model itself, not a part of one."""
     return FSDP1 in value.origins and not value.path
-
-
-def name_on_self(node: ast.AST) -> str:
-    """The name of `self.name`; empty for anything else."""
-    return node.attr if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self" else ""
 
 
 class Sharded(Evaluator):
