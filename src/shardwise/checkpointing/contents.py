@@ -234,6 +234,10 @@ class Contents:
         """What `StoredChunk.file` is relative to."""
         return self.path if isinstance(self.path, str) or self.path.is_dir() else self.path.parent
 
+    def path_of(self, name: str) -> KeyPath:
+        """Where a tensor or value stands in the nested state dict; a name that came from none stands alone."""
+        return self.structure.get(name, (name,))
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""

@@ -17,6 +17,7 @@ from shardwise import compat
 from shardwise.checkpointing import state as run_state
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
+from shardwise.checkpointing.formats.values import put_together
 from shardwise.checkpointing.names import (
     Matched,
     ModelTensor,
@@ -167,10 +168,7 @@ class LoadPlan:
 
     def _read_into(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Ask for this rank's part of a tensor."""
-        if isinstance(tensor, DTensor):
-            self._requests += [Request(name, memory, spec) for spec, memory in local_chunks(tensor)]
-        else:
-            self._requests.append(Request(name, tensor.detach(), ChunkSpec.whole(tuple(tensor.shape))))
+        self._requests += [Request(name, memory, spec) for spec, memory in local_chunks(tensor)]
         return tensor
 
     def _read_whole(self, name: str) -> torch.Tensor:
@@ -267,7 +265,7 @@ class LoadPlan:
             if layout is not None:
                 put(run_state.unflatten(layout, found))
             else:
-                put(run_state.put_together({self._path(name)[len(path) :]: item for name, item in found.items()}))
+                put(put_together({self._path(name)[len(path) :]: item for name, item in found.items()}))
 
         self._finish.append(finish)
 
@@ -350,7 +348,7 @@ class LoadPlan:
             if not parts:  # it had none when it was saved
                 optimizer.state.pop(parameter, None)
                 return
-            optimizer.state[parameter] = run_state.put_together({
+            optimizer.state[parameter] = put_together({
                 keys: local_tensor(part) if kinds.get(keys) == "local" else part for keys, part in parts.items()
             })  # fmt: skip
 
@@ -360,7 +358,7 @@ class LoadPlan:
         """Plan to set a group's options; return what they will be."""
         tensors, values = self.contents.tensors, self.contents.values
         parts = {keys: self._read_whole(name) if name in tensors else values[name] for keys, name in stored.items()}
-        options = run_state.put_together(parts) if parts else {}
+        options = put_together(parts) if parts else {}
         options = {key: value for key, value in options.items() if key not in run_state.LIVE_OPTIONS}
 
         def finish() -> None:

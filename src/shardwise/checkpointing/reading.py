@@ -231,36 +231,22 @@ def read_ranges(
     count: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Read all ranges in order, on several threads where that pays; without `write`, only compare checksums."""
-    todo = iter(ranges)
-    lock = threading.Lock()
+    of_thread = threading.local()
 
-    def work() -> None:
-        nonlocal todo
-        try:
-            with RangeReader(contents, verify=verify) as reader:
-                while (item := take()) is not None:
-                    reader.bring(item) if write else reader.check(item)
-                    with lock:
-                        count(item.num_bytes)
-        except BaseException:
-            todo = iter(())
-            raise
-
-    def take() -> Range | None:
-        with lock:
-            return next(todo, None)
+    def bring(item: Range) -> int:
+        if (reader := getattr(of_thread, "reader", None)) is None:
+            reader = of_thread.reader = readers.enter_context(RangeReader(contents, verify=verify))
+        reader.bring(item) if write else reader.check(item)
+        return item.num_bytes
 
     # What the caller's stream has still to do to the targets must not come after our copies on another.
     for device in {item.request.target.device for item in ranges if write}:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-    if num_threads == 1 or _num_bytes(ranges) <= CHUNK_BYTES:
-        work()
-        return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="shardwise-read") as pool:
-        futures = [pool.submit(work) for _ in range(min(num_threads, len(ranges)))]
-    for future in futures:
-        future.result()
+    is_small = num_threads == 1 or _num_bytes(ranges) <= CHUNK_BYTES
+    with contextlib.ExitStack() as readers, ThreadPoolExecutor(num_threads, "shardwise-read") as pool:
+        for num_bytes in (map if is_small else pool.map)(bring, ranges):
+            count(num_bytes)
 
 
 def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]:

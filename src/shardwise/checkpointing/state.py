@@ -124,21 +124,6 @@ def unflatten(layout: Any, found: Mapping[str, Any]) -> Any:
     )
 
 
-def put_together(parts: Mapping[KeyPath, Any]) -> Any:
-    """A nested value from its leaves by path, for checkpoints without a layout; numbers are list indices."""
-    if set(parts) == {()}:
-        return parts[()]
-    children: dict[str | int, dict[KeyPath, Any]] = {}
-    for path, value in parts.items():
-        if not path:
-            raise CheckpointError("a stored name is both a value and a folder of values", why="names must be unique")
-        children.setdefault(path[0], {})[path[1:]] = value
-    made = {key: put_together(below) for key, below in children.items()}
-    if all(isinstance(key, int) for key in made):
-        return [made[key] for key in sorted(made)]
-    return made
-
-
 def _has_tensor(value: object) -> bool:
     if isinstance(value, Mapping):
         return any(map(_has_tensor, value.values()))

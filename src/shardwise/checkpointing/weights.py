@@ -15,16 +15,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Contents, KeyPath, StoredTensor
+from shardwise.checkpointing.contents import ITEM_BYTES, Contents, StoredTensor
 from shardwise.checkpointing.formats import safetensors
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.full import NOTES, FullWriter, make_notes, plain_values
+from shardwise.checkpointing.formats.full import FullWriter, full_tree
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
 from shardwise.checkpointing.hugging_face import in_model_layout
 from shardwise.checkpointing.loading import load_run, open_for
 from shardwise.checkpointing.names import KeyReport, ModelTensor, Rename, model_tensors, rename_contents
 from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks
-from shardwise.checkpointing.state import FlatState, Run, Stateful, put_together, refuse_unusable
+from shardwise.checkpointing.state import FlatState, Run, Stateful, refuse_unusable
 from shardwise.checkpointing.storage import bytes_of, counting, is_remote, trim_malloc
 from shardwise.distributed.agreement import Channel, is_first, on_rank_zero, raise_together, run_on_all
 from shardwise.distributed.mesh import widest_mesh
@@ -442,10 +442,8 @@ def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
         name: StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
         for name, tensor in found.tensors.items()
     }
-    parts: dict[KeyPath, Any] = {found.paths[name]: info for name, info in infos.items()}
-    parts |= {found.paths[alias]: infos[name] for alias, name in found.aliases.items()}
-    parts |= {found.paths[name]: value for name, value in plain_values(found.values).items()}
-    return {**put_together(parts), NOTES: make_notes(found.values, found.paths)}, found.tensors
+    infos |= {alias: infos[name] for alias, name in found.aliases.items()}
+    return full_tree(infos, found.values, found.paths), found.tensors
 
 
 def _mesh(run: Run) -> DeviceMesh | None:

@@ -297,6 +297,10 @@ def unshard_group(group: Any) -> None:
 @_unseen_when_recomputed
 def enter_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Run FSDP2's pre-forward hook of `module` by hand."""
+    if is_recomputing(module):
+        for group in groups_of(module):
+            # Its gradients of another call are reduced already; those of this one must be too when backward ends.
+            group._training_state = type(group._training_state).PRE_BACKWARD
     with _outside_inference_mode():
         return fsdp_state(module)._pre_forward(module, args, kwargs)
 
@@ -396,15 +400,15 @@ def untouched_by_fsdp(groups: Iterable[Any], refuse: Callable[..., NoReturn]) ->
     """Let other parameters stand for those of the groups: FSDP2 does not adopt them, and calls `refuse` to gather."""
     with contextlib.ExitStack() as stack:
         for group in groups:
-            stack.enter_context(shadowed(group, "unshard", refuse))
+            stack.enter_context(_shadowed(group, "unshard", refuse))
             for param in group.fsdp_params:
-                stack.enter_context(shadowed(param, "reset_sharded_param", lambda: None))
+                stack.enter_context(_shadowed(param, "reset_sharded_param", lambda: None))
         yield
 
 
 @contextlib.contextmanager
-def shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of one object, also over a method of its class, and put back what was there."""
+def _shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an instance attribute over a method, and take it away again."""
     earlier = vars(owner).get(name)
     setattr(owner, name, value)
     try:

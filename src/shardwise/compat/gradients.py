@@ -201,13 +201,26 @@ def edges_before(node: Any, output: int) -> list[tuple[Any, int]]:
 @contextlib.contextmanager
 def gradient_sync(model: nn.Module, *, reduce: bool, all_reduce: bool, is_last: bool) -> Iterator[None]:
     """Set FSDP2's accumulation switches in the whole tree, and put back what was there on leaving."""
-    with contextlib.ExitStack() as stack:
-        for module in fsdp_modules(model):
-            stack.enter_context(fsdp.shadowed(fsdp_state(module)._state_ctx, "is_last_backward", is_last))
-            for group in groups_of(module):
-                stack.enter_context(fsdp.shadowed(group, "reduce_grads", reduce))
-                stack.enter_context(fsdp.shadowed(group, "all_reduce_grads", reduce and all_reduce))
+    before = [(module, *_switches(module)) for module in fsdp_modules(model)]
+    try:
+        for module, *_ in before:
+            _switch(module, reduce, reduce and all_reduce, is_last)
         yield
+    finally:
+        for module, *switches in before:
+            _switch(module, *switches)
+
+
+def _switches(module: Any) -> tuple[bool, bool, bool]:
+    """Whether a module's gradients are reduced, between replicas too, and whether the next backward is the last."""
+    is_last = fsdp_state(module)._state_ctx.is_last_backward
+    return next(((g.reduce_grads, g.all_reduce_grads, is_last) for g in groups_of(module)), (True, True, is_last))
+
+
+def _switch(module: Any, reduce: bool, all_reduce: bool, is_last: bool) -> None:
+    module.set_requires_gradient_sync(reduce, recurse=False)
+    module.set_requires_all_reduce(all_reduce, recurse=False)
+    module.set_is_last_backward(is_last)
 
 
 def clear_gradients(groups: Iterable[Any], modules: set[nn.Module], *, set_to_none: bool) -> None:

@@ -32,10 +32,8 @@ class Translation:
     """`key: what is wrong; what to do`, all of them raised together."""
     mesh: DeviceMesh | None = None
     strategy: str | None = None
-    replicate: int | None = None
-    shard: int | None = None
     degrees: dict[str, int] = field(default_factory=dict)
-    """Sizes of the other mesh axes."""
+    """Sizes of mesh axes, as far as they are given."""
     named_precision: str | None = None
     """PURE, DEFAULT or FULL: what it means depends on the trainer's precision, or else on the device."""
     trainer_precision: str | None = None
@@ -340,12 +338,13 @@ def _check_strategy(translation: Translation) -> None:
         translation.problem(
             "reshard_after_forward", f"False contradicts {strategy}", "use SHARD_GRAD_OP, or leave it out"
         )
-    if strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and (translation.replicate or 1) > 1:
+    replicate, shard = (translation.degrees.get(axis, 1) for axis in ("replicate", "shard"))
+    if strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and replicate > 1:
         translation.strategy = "HYBRID_SHARD" if strategy == "FULL_SHARD" else "_HYBRID_SHARD_ZERO2"
-        what = f"{strategy} with {translation.replicate} replicas is {translation.strategy}, as in Composer"
+        what = f"{strategy} with {replicate} replicas is {translation.strategy}, as in Composer"
         translation.warn("sharding_strategy", what)
-    if strategy == "NO_SHARD" and (translation.shard or 1) > 1:
-        what = f"NO_SHARD contradicts data_parallel_shard_degree = {translation.shard}"
+    if strategy == "NO_SHARD" and shard > 1:
+        what = f"NO_SHARD contradicts data_parallel_shard_degree = {shard}"
         translation.problem("sharding_strategy", what, "leave the degree out, or use HYBRID_SHARD")
 
 
@@ -364,8 +363,6 @@ def _degree(translation: Translation, key: str, value: Any, model: nn.Module) ->
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         fix = "give a number of ranks" + (", or -1" if axis == "shard" else "")
         translation.problem(key, f"is {value!r}", fix)
-    elif axis in ("shard", "replicate"):
-        setattr(translation, axis, value)
     else:
         translation.degrees[axis] = value
 

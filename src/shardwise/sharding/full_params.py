@@ -254,11 +254,10 @@ def _full_tensors(
 
 def find_slots(model: nn.Module, recurse: bool) -> _Slots:
     """Where each parameter is registered; without `recurse` not in modules that are groups of their own."""
-    inner = [each for each in model.modules() if isinstance(each, FSDPModule) and each is not model and not recurse]
-    left_out = {module for each in inner for module in each.modules()}
+    groups: set[nn.Module] = {each for each in model.modules() if isinstance(each, FSDPModule) and each is not model}
     slots: _Slots = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items() if module not in left_out else ():
+    for _, module in model.named_modules(memo=set() if recurse else groups):
+        for name, parameter in module._parameters.items():
             if parameter is not None:
                 slots.setdefault(parameter, []).append((module, name))
     return slots

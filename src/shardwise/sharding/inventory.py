@@ -195,14 +195,16 @@ def cut_by(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
 
 
 def full_tensor(tensor: DTensor) -> torch.Tensor:
-    """The whole of a DTensor.
+    """The whole of a DTensor, in memory of its own.
 
     torch's own `full_tensor` hangs, or mixes rows, where several mesh axes cut one dimension unevenly (2.13).
 
     Ranks:
         Collective over the mesh axes that shard it.
     """
-    return tensor.full_tensor() if cut_by(tensor) is None else gather_full([tensor], [tensor.dtype])[0]
+    if cut_by(tensor) is not None:
+        return gather_full([tensor], [tensor.dtype])[0]
+    return tensor.full_tensor() if sharded_axes(tensor) else local_tensor(tensor).clone()
 
 
 _ALIGNMENT_BYTES = 16  # no dtype is wider, so that every tensor can be viewed where it lies

@@ -128,6 +128,14 @@ _METADATA_METHODS = {
     "storage_offset", "get_device", "requires_grad_", "is_pinned", "__hash__", "__len__",
     "__repr__", "__format__", "register_hook",
 }  # fmt: skip
+# Overwrites all of its first argument: it is not gathered first. An initialiser that fails on one rank before it
+# comes here must not leave the others in a collective.
+_OVERWRITING = {
+    "normal_", "uniform_", "constant_", "zeros_", "ones_", "eye_", "dirac_", "orthogonal_", "sparse_",
+    "zero_", "fill_", "copy_",
+    "exponential_", "bernoulli_", "trunc_normal_", "xavier_uniform_", "xavier_normal_",
+    "kaiming_uniform_", "kaiming_normal_",
+}  # fmt: skip
 
 
 class FullOnDemand(TorchFunctionMode):
@@ -166,7 +174,8 @@ class FullOnDemand(TorchFunctionMode):
         used = [entry for tensor in find_tensors((args, kwargs)) if (entry := self._entry(tensor)) is not None]
         if used:
             self._close_unused(used)
-            args, kwargs = change_tensors((args, kwargs), self._in_full)
+            overwritten = (args[0] if args else kwargs.get("tensor")) if func.__name__ in _OVERWRITING else None
+            args, kwargs = change_tensors((args, kwargs), lambda tensor: self._in_full(tensor, tensor is overwritten))
         return func(*args, **kwargs)
 
     def close(self) -> None:
@@ -184,12 +193,13 @@ class FullOnDemand(TorchFunctionMode):
             return None
         return entry if isinstance(value, DTensor) or self._is_protected(entry) else None
 
-    def _in_full(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _in_full(self, tensor: torch.Tensor, is_overwritten: bool) -> torch.Tensor:
         entry = self._entry(tensor)
         if entry is None:
             return tensor
         if entry not in self._open:
-            self._open[entry] = entry.gather(self._device)
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) if is_overwritten else None
+            self._open[entry] = entry.gather(self._device) if empty is None else empty
         return self._open[entry]
 
     def _close_unused(self, used: list[TensorEntry]) -> None:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.sharded import is_committed
 from shardwise.checkpointing.manager import Checkpointer, Retention
-from shardwise.checkpointing.names import model_tensors, with_our_names
+from shardwise.checkpointing.names import match, model_tensors, with_our_names
 from shardwise.checkpointing.storage import is_remote
 from shardwise.checkpointing.weights import save_full
 from shardwise.config.load import to_yaml
@@ -381,15 +381,12 @@ def find_resumed(checkpoints: Path, resume: str) -> CheckpointRef | None:
 def refuse_other_weights(found: CheckpointRef, model: nn.Module) -> None:
     """Raise a CheckpointError if a checkpoint is not of this model, by its index, before anything is built."""
     contents = with_our_names(open_checkpoint(found.path))
-    stored = {name.removeprefix(_MODEL): t.shape for name, t in contents.tensors.items() if name.startswith(_MODEL)}
-    problems = []
-    for tensor in model_tensors(model):
-        shapes = [stored.pop(name) for name in tensor.names if name in stored]
-        if not shapes and not (tensor.is_frozen and contents.details.get("trainable_only")):
-            problems.append(f"{tensor.name}: not in the checkpoint")
-        elif shapes and tuple(shapes[0]) != tensor.shape:
-            problems.append(f"{tensor.name}: {list(shapes[0])} in the checkpoint, {list(tensor.shape)} in the model")
-    problems += [f"{name}: not in the model" for name in stored]
+    stored = {name.removeprefix(_MODEL): each for name, each in contents.tensors.items() if name.startswith(_MODEL)}
+    is_partial = contents.details.get("trainable_only")
+    own = [each for each in model_tensors(model) if not (is_partial and each.is_frozen) or each.name in stored]
+    report = match(model, replace(contents, tensors=stored), own).report
+    problems = [f"{name}: not in the checkpoint" for name in report.missing]
+    problems += [*map(str, report.mismatched), *(f"{name}: not in the model" for name in report.unexpected)]
     raise_listed(
         problems,
         "the checkpoint is of another model: {num} tensors differ",

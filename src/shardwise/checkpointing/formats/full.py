@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor, TorchStream
 from shardwise.checkpointing.formats.safetensors import Chunks, append_tensor, join_files, read_index, refuse_overwrite
-from shardwise.checkpointing.formats.values import decode_value
+from shardwise.checkpointing.formats.values import decode_value, put_together
 from shardwise.checkpointing.pickles.machine import TensorRef
 from shardwise.checkpointing.pickles.torch_files import (
     RECORD,
@@ -28,23 +28,24 @@ NOTES = "__shardwise__"
 _HIDDEN = ("__layout__", "__kinds__")
 
 
-def make_notes(
+def full_tree(
+    tensors: Mapping[str, StoredTensor],
     encoded: Mapping[str, Any],
     structure: Mapping[str, KeyPath],
     *,
     step: int | None = None,
     world_size: int | None = None,
-) -> str:
-    """The text, for values as `encode_value` gives them."""
+) -> dict[str, Any]:
+    """The dictionary that `FullWriter` writes, of tensors and of values as `encode_value` gives them, by flat name.
+
+    It holds the plain values for those who read it with `torch.load`, and a text with the others.
+    """
+    decoded = {name: decode_value(value) for name, value in encoded.items() if not _is_hidden(name)}
+    leaves = {**tensors, **{name: value for name, value in decoded.items() if _is_plain(value)}}
     values = {name: value for name, value in encoded.items() if _is_structured(value) or _is_hidden(name)}
     paths = {name: structure[name] for name in values if name in structure}
-    return json.dumps({"values": values, "structure": paths, "step": step, "world_size": world_size})
-
-
-def plain_values(encoded: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that the dictionary itself can hold, for those who read it with `torch.load`."""
-    decoded = {name: decode_value(value) for name, value in encoded.items() if not _is_hidden(name)}
-    return {name: value for name, value in decoded.items() if _is_plain(value)}
+    notes = json.dumps({"values": values, "structure": paths, "step": step, "world_size": world_size})
+    return {**put_together({structure.get(name, (name,)): leaf for name, leaf in leaves.items()}), NOTES: notes}
 
 
 def with_notes(contents: Contents) -> Contents:

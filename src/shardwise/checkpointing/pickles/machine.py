@@ -29,16 +29,15 @@ class Symbol:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Record:
-    """What a pickle says about an object of a known class: its arguments and its state, as plain values."""
+    """What a pickle says about an object of a known class: its arguments and its state, as plain values.
+
+    What it appends to a subclass of list, or sets in one of dict, is not kept.
+    """
 
     name: str
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     state: Any = None
-    items: list[Any] = field(default_factory=list)
-    """What the pickle appends to it, for subclasses of list."""
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
-    """What the pickle sets in it, for subclasses of dict."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -94,20 +93,18 @@ class _Unpickler(_PythonUnpickler):
     def set_items(self, values: list[Any]) -> None:
         """Set keys and values, one after another, in the dictionary or record on the stack."""
         target = self.stack[-1]
-        pairs = list(zip(values[::2], values[1::2], strict=True))
-        if isinstance(target, Record):
-            target.pairs.extend(pairs)
-        elif type(target) is dict:
-            target.update((_checked_key(key), value) for key, value in pairs)
-        else:
+        if type(target) is dict:
+            target.update((_checked_key(key), value) for key, value in zip(values[::2], values[1::2], strict=True))
+        elif not isinstance(target, Record):
             raise ValueError(f"items set in a {type(target).__name__}")
 
     def append_items(self, values: list[Any]) -> None:
         """Append to the list or record on the stack."""
         target = self.stack[-1]
-        if not isinstance(target, (Record, list)):
+        if isinstance(target, list):
+            target.extend(values)
+        elif not isinstance(target, Record):
             raise ValueError(f"items appended to a {type(target).__name__}")
-        (target.items if isinstance(target, Record) else target).extend(values)
 
     def add_items(self, values: list[Any]) -> None:
         """Add to the set on the stack."""

@@ -56,14 +56,13 @@ def _load_open(value: Value, name: str) -> Value:
 
 
 def _load_atom(atom: v.Atom, name: str, value: Value, frame: Frame) -> Value:
+    if isinstance(atom, v.Super):
+        mro = type(atom.receiver.object).__mro__
+        attribute = next((vars(cls)[name] for cls in mro[mro.index(atom.after) + 1 :] if name in vars(cls)), _MISSING)
+        return _load_class_attribute(attribute, name, atom.receiver, frame)
     if not isinstance(atom, v.Known):
         return v.PLAIN.replace(source=value.source)
     thing = atom.object
-    if isinstance(thing, super):
-        mro = type(thing.__self__).__mro__
-        after = mro[mro.index(thing.__thisclass__) + 1 :]
-        attribute = next((vars(cls)[name] for cls in after if name in vars(cls)), _MISSING)
-        return _load_class_attribute(attribute, name, v.Known(thing.__self__), frame)
     if isinstance(thing, torch.Tensor):
         if name in METADATA:
             return v.PLAIN

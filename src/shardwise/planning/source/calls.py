@@ -188,9 +188,8 @@ def _two(arguments: Arguments) -> tuple[Any, Any]:
 @v.handles(BUILTINS, super)
 def _super(arguments: Arguments, frame: Frame) -> Value:
     cls, receiver = _two(arguments) if arguments.positional else (defining_class(frame), frame.receiver)
-    if cls in (v.Unknown, None) or receiver is v.Unknown:
-        return v.PLAIN
-    return v.known(super(cls, receiver)) if isinstance(receiver, cls) else v.PLAIN
+    is_object = isinstance(cls, type) and isinstance(receiver, cls)
+    return v.just(v.Super(cls, v.Known(receiver))) if is_object else v.PLAIN
 
 
 @v.handles(BUILTINS, functools.partial)

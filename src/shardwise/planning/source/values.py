@@ -123,11 +123,19 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
+class Super:
+    """`super()` of an object, seen from a class."""
+
+    after: type
+    receiver: Known
+
+
+@dataclass(frozen=True, slots=True)
 class Missing:
     """An attribute that the module does not have: code that uses it cannot run as the model stands."""
 
 
-Atom = Known | Sequence | Mapping | Repeated | Bound | Closure | Partial | Missing
+Atom = Known | Sequence | Mapping | Repeated | Bound | Closure | Partial | Super | Missing
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,6 @@ class Casts:
     input_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
 
-    def output(self, output: Any) -> Any:
-        """What comes out, in the group's output dtype."""
-        return output if self.output_dtype is None else cast_floating(output, self.output_dtype)
-
 
 class CallOfGroup:
     """What happens around one call of a module of a group, from the cast of its inputs to the hooks on its outputs."""
@@ -93,7 +89,7 @@ class CallOfGroup:
         self._arguments.write_back()
         graph_calls().close(self._graph_call, ())  # no hooks were asked for
         self._graph_call = None
-        return self.casts.output(output)
+        return output if self.casts.output_dtype is None else cast_floating(output, self.casts.output_dtype)
 
     def fail(self) -> None:
         """End after an exception."""

@@ -22,6 +22,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from shardwise import compat
 from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.sharding.hooks.parameter_writes import ShardUses, write_back
+from shardwise.sharding.hooks.shard_views import watch_views, write_whole
 from shardwise.sharding.inventory import full_tensor, local_part, local_tensor
 
 
@@ -183,10 +184,12 @@ def mend_operators() -> None:
     """Answer them for the whole tensor, in this process, from now on."""
     compat.answer_operator(_aten._local_scalar_dense.default, _item)
     compat.answer_operator(_aten.index_put_.default, _write_masked)
-    compat.answer_operator(_aten.pow_.Scalar, _power)
+    for operator in (_aten.pow_.Scalar, _aten.clamp_min_.default):
+        compat.answer_operator(operator, _reduce_first)
     compat.answer_operator(_aten.eye.m_out, _eye)
     for operator in (*_DRAW_IN_PLACE, *_DRAW_LIKE):
         compat.answer_operator(operator, functools.partial(_draw, operator))
+    watch_views()
 
 
 def _item(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
@@ -204,17 +207,16 @@ def _write_masked(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         local_tensor(tensor).index_put_(local, local_tensor(value), *rest, **kwargs)
         return tensor  # a scalar's mask, which torch has turned into plain indices
     mask = indices[0] if len(indices) == 1 else None
-    if not isinstance(mask, DTensor) or mask.dtype != torch.bool or mask.placements != tensor.placements:
-        return plain()
-    if mask.shape != tensor.shape or value.numel() != 1:
-        return plain()
+    is_laid_out_alike = isinstance(mask, DTensor) and mask.dtype == torch.bool and mask.placements == tensor.placements
+    if mask is None or not is_laid_out_alike or mask.shape != tensor.shape or value.numel() != 1:
+        return write_whole(_aten.index_put_.default, args, kwargs, plain)
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     local_tensor(tensor).index_put_([local_tensor(mask)], whole, *rest, **kwargs)
     return tensor
 
 
-def _power(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    """`norm.square_()`: torch refuses to write to what is still to be reduced."""
+def _reduce_first(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+    """`norm.square_()`, `F.normalize`: torch refuses to write to what is still to be reduced."""
     if any(placement.is_partial() for placement in args[0].placements):
         compat.reduce_in_place(args[0])
     return plain()
