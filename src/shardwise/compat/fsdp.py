@@ -294,10 +294,6 @@ def unshard_group(group: Any) -> None:
 @_unseen_when_recomputed
 def enter_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Run FSDP2's pre-forward hook of `module` by hand."""
-    if is_recomputing(module):
-        for group in groups_of(module):
-            # Its gradients of another call are reduced already; those of this one must be too when backward ends.
-            group._training_state = type(group._training_state).PRE_BACKWARD
     with _outside_inference_mode():
         return fsdp_state(module)._pre_forward(module, args, kwargs)
 
