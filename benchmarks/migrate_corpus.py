@@ -1,9 +1,10 @@
-"""Count what `shardwise migrate` makes of whole repositories: constructors that become native, and whether the result holds.
+"""Count what `shardwise migrate` makes of whole repositories.
 
 python -m benchmarks.migrate_corpus FOLDER [NAME ...]
 
-FOLDER holds one checkout a repository. Each is copied and migrated twice with `--write`. A row has the constructor calls,
-those rewritten, the files changed, the changed files that do not compile, and the files that the second run changed.
+FOLDER holds one checkout a repository. Each is copied and migrated twice with `--write`. A row has the constructor
+calls, those rewritten, the files changed, the changed files that do not compile, and the files that the second run
+changed.
 """
 
 import json
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 TIMEOUT_S = 900
 
@@ -24,7 +26,7 @@ def migrate(folder: Path) -> dict:
     return json.loads(done.stdout)
 
 
-def measure(repository: Path) -> dict[str, object]:
+def measure(repository: Path) -> dict[str, Any]:
     """One repository's row."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as copy:
@@ -53,8 +55,8 @@ def main() -> None:
         except (subprocess.TimeoutExpired, json.JSONDecodeError) as error:
             print(repository.name, type(error).__name__, flush=True)
             continue
-        numbers = list(row.values())[:3] + [len(row["broken"]), len(row["again"])]  # pyrefly: ignore
-        total = [one + other for one, other in zip(total, numbers, strict=True)]  # pyrefly: ignore
+        numbers = [one if isinstance(one, int) else len(one) for one in list(row.values())[:5]]
+        total = [one + other for one, other in zip(total, numbers, strict=True)]
         print(repository.name, json.dumps(row), flush=True)
     share = 100 * total[1] / max(1, total[0])
     print(f"native {total[1]} of {total[0]} ({share:.1f} %), changed {total[2]}, broken {total[3]}, again {total[4]}")

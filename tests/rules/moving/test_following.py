@@ -439,11 +439,9 @@ def test_a_model_moved_to_a_device_is_no_part_of_itself():
 
 
 def test_a_file_named_after_fsdp2_that_wraps_by_fsdp1_is_rewritten_whole():
-    body = "model = FSDP(build())\nwith FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):\n"
-    texts = {
-        "train_fsdp2.py": f"{IMPORTS}from torch.distributed.fsdp import StateDictType\n\n{body}    save(model.state_dict())\n"
-    }
-    program = Program(texts)
+    body = "from torch.distributed.fsdp import StateDictType\n\nmodel = FSDP(build())\n"
+    body += "with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):\n    save(model.state_dict())\n"
+    program = Program({"train_fsdp2.py": IMPORTS + body})
     text, findings = rewrite(program.file("train_fsdp2.py"), program, "torch")
     assert "state_dict_type" not in text
     assert codes(findings, Status.NEEDS_DECISION) == []
