@@ -439,9 +439,32 @@ def test_a_model_moved_to_a_device_is_no_part_of_itself():
 
 
 def test_a_file_named_after_fsdp2_that_wraps_by_fsdp1_is_rewritten_whole():
-    body = "model = FSDP(build())\nwith FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):\n"
-    body += "    save(model.state_dict())\n"
-    program = Program({"train_fsdp2.py": f"{IMPORTS}from torch.distributed.fsdp import StateDictType\n\n{body}"})
+    body = "from torch.distributed.fsdp import StateDictType\n\nmodel = FSDP(build())\n"
+    body += "with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):\n    save(model.state_dict())\n"
+    program = Program({"train_fsdp2.py": IMPORTS + body})
     text, findings = rewrite(program.file("train_fsdp2.py"), program, "torch")
     assert "state_dict_type" not in text
     assert codes(findings, Status.NEEDS_DECISION) == []
+
+
+def test_a_class_inside_of_a_class_keeps_what_it_is_given():
+    body = """class Core:
+    class Models:
+        net: object
+
+    def setup(self):
+        return self.Models(net=FSDP(build()))
+
+    def run(self):
+        models = self.setup()
+        self.step(models)
+
+    def step(self, models):
+        torch.nn.utils.clip_grad_norm_(models.net.parameters(), 1.0)
+"""
+    assert codes(migrate(body)[1]) == ["SW101", "SW120"]
+
+
+def test_a_method_of_fsdp1_called_on_the_model_is_reported():
+    _, findings = migrate("model = FSDP(build())\nmodel.set_state_dict_type(kind, config)\n")
+    assert codes(findings, Status.NEEDS_DECISION) == ["SW131"]

@@ -91,6 +91,8 @@ class Sharded(Evaluator):
     def is_handed_away(self, call: ast.Call) -> bool:
         """Whether a wrapped model, or a function that wraps one, goes to a function that comes from who knows where."""
         match call.func:
+            case ast.Attribute(attr=name) if name in self.flow.methods or self._resolve(call.func) is not None:
+                return False  # of a class that this one is mixed with, or a class inside of it
             case ast.Name() | ast.Attribute(value=ast.Name(id="self")) if self.is_unknown(call.func):
                 return any(self.holds_part(one) or self._makes_wrapped(one) for one in given_to(call))
         return False

@@ -176,6 +176,12 @@ _OF_MODELS = (
         "take it from the mesh or the settings that the model is sharded with",
     ),
     (
+        frozenset(STATIC),
+        "SW131",
+        "FSDP.{} works on FSDP1's models only",
+        "replace it by what it is used for",
+    ),
+    (
         _HOOKS,
         "SW130",
         "{} has no direct counterpart in FSDP2",
