@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,3 +52,15 @@ def test_gradients_of_sharded_and_whole_parameters_are_clipped_together(rank: in
     for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
         gradient = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
         torch.testing.assert_close(gradient, wanted.grad)
+
+
+@ranks(2)
+def test_a_gradient_of_gathered_parameters_is_refused_when_the_block_has_ended(rank: int):
+    model = fully_shard(nn.Linear(4, 4))
+    batch = torch.ones(2, 4, requires_grad=True)
+    with emitted_helpers._full_params(model):
+        loss = nn.functional.linear(batch, model.weight).sum()
+    with pytest.raises(RuntimeError, match="calling the sharded module"):
+        loss.backward()
+    model(batch).sum().backward()
+    assert model.weight.grad is not None

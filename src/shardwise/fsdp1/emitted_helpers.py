@@ -495,12 +495,20 @@ def _full_params(module, writeback=True, rank0_only=False, recurse=True):
         now = {parameter: owner._parameters[name] for owner, name, parameter in places}
         for owner, name, parameter in places:
             owner._parameters[name] = parameter
+        for value in full.values():
+            if value.requires_grad:
+                value.register_hook(_refuse_gradient)
     if writeback:
         with torch.no_grad():
             for parameter, value in now.items():
                 if rank0_only:
                     dist.broadcast(value.data, 0)
                 parameter.copy_(distribute_tensor(value.data, parameter.device_mesh, parameter.placements))
+
+
+def _refuse_gradient(gradient):
+    """Say that a gradient would be lost, where FSDP1 found freed parameters."""
+    raise RuntimeError("backward of a loss from the full parameters: compute it by calling the sharded module")
 
 
 def _on_cpu(state):

@@ -324,6 +324,11 @@ def last_name(node: ast.AST | None) -> str:
     return getattr(node, "attr", "") or getattr(node, "id", "")
 
 
+def name_on_self(node: ast.AST) -> str:
+    """The name of `self.name`; empty for anything else."""
+    return node.attr if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self" else ""
+
+
 def calls_in(node: ast.AST) -> list[ast.Call]:
     """Every call inside a node, itself included."""
     return [one for one in ast.walk(node) if isinstance(one, ast.Call)]

@@ -391,3 +391,80 @@ def test_an_optimizer_of_another_file_is_named_with_it():
     building = "import torch\n\n\ndef build(model):\n    return torch.optim.SGD(model.parameters())\n"
     _, findings = migrate(main, building=building)
     assert [one.message[:33] for one in findings if one.code == "SW128"] == ["the optimizer of building.py:5 is"]
+
+
+GPT = """
+import torch.nn as nn
+
+
+class GPT(nn.Module):
+    def groups(self):
+        named = dict(self.named_parameters())
+        return [p for p in named.values() if p.dim() >= 2]
+
+    def size(self):
+        return 6 * self.count()
+
+    def count(self):
+        return sum(p.numel() for p in self.parameters())
+
+    def loss(self, x):
+        return self.forward(x).sum()
+
+    def device(self, x):
+        return next(self.parameters()).device if x.dim() else None
+
+    def generate(self, x):
+        return self(x)
+"""
+OWN_METHODS = {"groups": ["SW135"], "size": ["SW135"], "loss": ["SW136"], "device": [], "generate": []}
+
+
+@pytest.mark.parametrize("method", OWN_METHODS)
+def test_methods_of_the_models_own_class_are_read_in_its_file(method: str):
+    before, after = (
+        f"model = GPT()\nmodel.{method}(x)\nmodel = wrap(model)\n",
+        f"model = wrap(GPT())\nmodel.{method}(x)\n",
+    )
+    start = "from gpt import GPT\n\n\ndef wrap(model):\n    return FSDP(model)\n\n\n"
+    assert codes(migrate(start, before, gpt=GPT)[1]) == ["SW101"]
+    assert codes(migrate(start, after, gpt=GPT)[1]) == ["SW101", *OWN_METHODS[method]]
+
+
+def test_a_model_moved_to_a_device_is_no_part_of_itself():
+    body = "if gpu:\n    model = FSDP(net.to(d), mixed_precision=MixedPrecision(param_dtype=torch.half))\nelse:\n"
+    text, _ = migrate("from torch.distributed.fsdp import MixedPrecision\n\n", body, "    model = FSDP(net)\n")
+    assert "fully_shard(net.to(d), mp_policy=" in text
+    assert "cast_forward_inputs" not in text
+
+
+def test_a_file_named_after_fsdp2_that_wraps_by_fsdp1_is_rewritten_whole():
+    body = "from torch.distributed.fsdp import StateDictType\n\nmodel = FSDP(build())\n"
+    body += "with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):\n    save(model.state_dict())\n"
+    program = Program({"train_fsdp2.py": IMPORTS + body})
+    text, findings = rewrite(program.file("train_fsdp2.py"), program, "torch")
+    assert "state_dict_type" not in text
+    assert codes(findings, Status.NEEDS_DECISION) == []
+
+
+def test_a_class_inside_of_a_class_keeps_what_it_is_given():
+    body = """class Core:
+    class Models:
+        net: object
+
+    def setup(self):
+        return self.Models(net=FSDP(build()))
+
+    def run(self):
+        models = self.setup()
+        self.step(models)
+
+    def step(self, models):
+        torch.nn.utils.clip_grad_norm_(models.net.parameters(), 1.0)
+"""
+    assert codes(migrate(body)[1]) == ["SW101", "SW120"]
+
+
+def test_a_method_of_fsdp1_called_on_the_model_is_reported():
+    _, findings = migrate("model = FSDP(build())\nmodel.set_state_dict_type(kind, config)\n")
+    assert codes(findings, Status.NEEDS_DECISION) == ["SW131"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from shardwise.config.fsdp1_names import HYBRID, KEEPS_UNSHARDED
 from shardwise.findings import Edit
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft, fsdp1_parameters
+from shardwise.fsdp1.codemod.evaluating import SAME
 from shardwise.fsdp1.codemod.program import (
     Program,
     called_fsdp_name,
@@ -284,9 +285,9 @@ class Wrap:
     @property
     def is_inner(self) -> bool:
         """Whether the module is a part of one that is wrapped later: written so, or one of a loop's."""
-        module = self.draft.source(self.value("module"))
+        module = moved_text(self.context, self.value("module"))
         others = [call for call in self.same_calls() if call is not self.call and call.args]
-        outer = {self.draft.source(call.args[0]) for call in others}
+        outer = {moved_text(self.context, call.args[0]) for call in others}
         loops = iterated_around(self.context, self.call)
         in_loop = any(re.search(rf"(?<![\w.]){re.escape(one)}[.\[)]", text) for one in outer for text in loops)
         return bool(module) and (is_part_of(module, outer) or in_loop)
@@ -301,6 +302,13 @@ class Wrap:
             and not any(isinstance(one, _LATER) for one in around)
             and isinstance(self.statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return)
         )
+
+
+def moved_text(context: FileContext, module: ast.expr | None) -> str:
+    """The text of a module without the methods that return it: `model.to(device)` is no part of `model`."""
+    while isinstance(module, ast.Call) and isinstance(module.func, ast.Attribute) and module.func.attr in SAME:
+        module = module.func.value
+    return context.source(module) if module is not None else ""
 
 
 def is_part_of(text: str, wholes: Iterable[str]) -> bool:

@@ -501,6 +501,10 @@ class Evaluator:
                 | ast.Call(func=ast.Name(id="type"), args=[ast.Name(id="self")])
             ):
                 own = self.context.enclosing_class(node)
+            case ast.Attribute(attr=name, value=ast.Name(id="self" | "cls")):  # a class inside of the class
+                around = self.context.enclosing_class(node)
+                inside = [one for one in getattr(around, "body", ()) if isinstance(one, ast.ClassDef)]
+                own = next((one for one in inside if one.name == name), None)
         return (self.context, own) if own is not None else None
 
     def _functions(self, values: Values) -> Iterator[_Target]:

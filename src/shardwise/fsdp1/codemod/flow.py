@@ -22,6 +22,7 @@ from shardwise.source.syntax import (
     argument_of,
     checked_types,
     given_to,
+    name_on_self,
 )
 from shardwise.source.values import ObjectRef
 
@@ -90,6 +91,8 @@ class Sharded(Evaluator):
     def is_handed_away(self, call: ast.Call) -> bool:
         """Whether a wrapped model, or a function that wraps one, goes to a function that comes from who knows where."""
         match call.func:
+            case ast.Attribute(attr=name) if name in self.flow.methods or self._resolve(call.func) is not None:
+                return False  # of a class that this one is mixed with, or a class inside of it
             case ast.Name() | ast.Attribute(value=ast.Name(id="self")) if self.is_unknown(call.func):
                 return any(self.holds_part(one) or self._makes_wrapped(one) for one in given_to(call))
         return False
@@ -112,6 +115,22 @@ class Sharded(Evaluator):
                 own = self.context.enclosing_class(node)
                 return any(file.context.parents[one] is not own for file, one in self._methods_of(own, method))
         return self._has_own(self.values(node), method)
+
+    def own_methods(self, model: ast.expr, name: str) -> list[Function]:
+        """The method of this name of the class that a model had before it was wrapped, and those it calls on `self`."""
+        wrapped = self.flow.wrapped
+        sites = {one.site for one in self.values(model) if is_wrapped(one)}
+        inner = [wrapped[one] for one in wrapped if one in sites or not sites <= wrapped.keys()]
+        found = list[Function]()
+        for definition in {one.definition for several in inner for one in several if not one.path}:
+            own = {one.name: one for one in getattr(definition, "body", ()) if isinstance(one, Function)}
+            waiting = [name]
+            while waiting:
+                method = own.pop(waiting.pop(), None)
+                if method is not None:
+                    found.append(method)
+                    waiting += {name_on_self(one) for one in ast.walk(method)} - {"forward"}
+        return found
 
     def wrapped_by(self, call: ast.Call) -> set[ObjectRef]:
         """The models, as they were before, that a constructor wraps."""

@@ -24,7 +24,8 @@ _BECAME = "the class became FSDPModule, which every sharded module is"
 def tells_apart(draft: FileDraft) -> int | None:
     """The line on which a file tells FSDP1 from FSDP2, by a name or by a check of both types; None if it does not."""
     context = draft.context
-    if any(_FOLDER.search(part) for part in PurePath(context.path).parts[-2:]):
+    is_named = any(_FOLDER.search(part) for part in PurePath(context.path).parts[-2:])
+    if is_named and not draft.sharded.constructors:
         return 1
     if not _SAYS.search(context.text) and "FSDPModule" not in context.text:
         return None
@@ -173,6 +174,12 @@ _OF_MODELS = (
         "SW127",
         ".{} is an attribute of FSDP1's wrapper, which FSDP2 does not have",
         "take it from the mesh or the settings that the model is sharded with",
+    ),
+    (
+        frozenset(STATIC),
+        "SW131",
+        "FSDP.{} works on FSDP1's models only",
+        "replace it by what it is used for",
     ),
     (
         _HOOKS,

@@ -6,7 +6,7 @@ import difflib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,8 @@ TARGETS: tuple[Target, ...] = ("torch", "shardwise")
 _CONCERNED = ("fsdp", "fullyshard", "shardedgradscaler")
 _YAML = (".yaml", ".yml")
 _WRAPS = ("SW101", Status.REWRITTEN)
+_UNSTABLE = "would be changed again by a second run"
+_MAX_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +125,33 @@ def migrate(
     paths = list(paths)
     found = find_files(paths, (".py", *_YAML))
     texts, unreadable = _read(found)
+    program, rewritten = _rewrite_all(texts, target, num_processes, progress)
+    files = {file.path: file for file in (*unreadable, *_checked(rewritten, program, target, num_processes))}
+    for _ in range(_MAX_ROUNDS):  # what a second run would do about the files left alone is done at once
+        now = texts | {path: (file.output, texts[path][1]) for path, file in files.items() if file.changed}
+        if sum(file.changed for file in files.values()) == sum(file.changed for file in rewritten):
+            break
+        between, again = _rewrite_all(now, target, num_processes, None)
+        changed = [one for one in _checked(again, between, target, num_processes) if one.changed]
+        for one in changed:
+            first = files.get(one.path)
+            is_again = first is not None and first.changed
+            files[one.path] = _restored(first, _UNSTABLE) if first is not None and is_again else one
+        if not changed:
+            break
+    files = [files[path] for path in sorted(files)]
+    pinned = project_torch(paths)
+    files = [_with_lacking(file, program, pinned) for file in files]
+    migration = Migration(files=tuple(files), num_read=len(found))
+    if write:
+        write_migration(migration)
+    return migration
+
+
+def _rewrite_all(
+    texts: Mapping[str, tuple[str, str]], target: Target, num_processes: int | None, progress: Progress | None
+) -> tuple[Program, list[MigratedFile]]:
+    """The files as one program, and those that have findings or are changed, not checked yet."""
     program = Program({path: text for path, (text, _) in texts.items() if not path.endswith(_YAML)})
     jobs = [path for path, (text, _) in texts.items() if _is_concerned(path, text) or path in flow_of(program).files]
     skipped_everywhere(program)  # read once, before there are several processes that would each find out
@@ -131,14 +160,7 @@ def migrate(
         return _migrate_file(path, *texts[path], program, target)
 
     done = map_files(work, jobs, num_processes=num_processes, progress=progress)
-    files = sorted([*(file for file in done if file.changed or file.findings), *unreadable], key=lambda file: file.path)
-    files = _checked(files, program, target, num_processes)
-    pinned = project_torch(paths)
-    files = [_with_lacking(file, program, pinned) for file in files]
-    migration = Migration(files=tuple(files), num_read=len(found))
-    if write:
-        write_migration(migration)
-    return migration
+    return program, [file for file in done if file.changed or file.findings]
 
 
 def write_migration(migration: Migration) -> None:
@@ -194,7 +216,7 @@ def _checked(
         decided = [one.line for one in told if one.path == path]
         failed = failed_check(path, program, after, decided) if is_code else ""
         is_stable = failed or not _migrate_file(path, outputs[path], "", after, target).changed
-        return failed or ("" if is_stable else "would be changed again by a second run")
+        return failed or ("" if is_stable else _UNSTABLE)
 
     failed = dict(zip(outputs, map_files(work, list(outputs), num_processes=num_processes), strict=True))
     wraps = {one.path for file in files for one in file.findings if (one.code, one.status) == _WRAPS}

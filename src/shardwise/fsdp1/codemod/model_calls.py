@@ -20,6 +20,7 @@ from shardwise.source.syntax import (
     calls_in,
     given_to,
     last_name,
+    name_on_self,
 )
 from shardwise.source.trace import makes_optimizer
 
@@ -419,11 +420,16 @@ def report_numbers(draft: FileDraft) -> None:
         elif isinstance(node, ast.Call):
             _report_pairs(draft, node)
             _report_groups(draft, node)
+            _report_methods(draft, node)
         elif isinstance(node, ast.ClassDef):
             _report_optimizer(draft, node)
 
 
 _GROUPS = re.compile(r"weight_decay|param_?groups|parameter_groups|layer_decay")
+_COUNTS = (
+    "numel() of a sharded parameter counts the whole of it now; with FSDP1 it counted this rank's part",
+    "do not multiply the sum by the number of ranks, nor add it up over them",
+)
 _DIMENSIONS = (
     "a sharded parameter has the dimensions of the whole now; with FSDP1 it was a part, in one dimension",
     "check what is chosen by it, such as which parameters weight decay leaves out",
@@ -464,6 +470,27 @@ def _report_groups(draft: FileDraft, call: ast.Call) -> None:
         draft.reported(NUMBERS_CODE, call, *_DIMENSIONS)
 
 
+def _report_methods(draft: FileDraft, call: ast.Call) -> None:
+    """A method of the sharded model's own that goes past its forward, or chooses parameters by their sizes."""
+    match call.func:
+        case ast.Attribute(attr=name, value=model) if name != "forward" and draft.holds(model):
+            methods = draft.sharded.own_methods(model, name)
+        case _:
+            return
+    calls = [one for method in methods for one in calls_in(method)]
+    firsts = [one for node in calls if last_name(node.func) == "next" for one in node.args]
+    on_self = {name_on_self(node.func) for node in calls if node not in firsts}
+    if "forward" in on_self:
+        message = f"{name}() calls self.forward(), which goes past FSDP2's gathering"
+        fix = f'call self() there, or register_fsdp_forward_method(model, "{name}") after fully_shard'
+        draft.undecided(FORWARD_CODE, call, message, fix)
+    used = attributes_in(*methods) if on_self & {*_TAKES} else set()
+    if used & {"numel", "nelement"}:
+        draft.reported(NUMBERS_CODE, call, *_COUNTS)
+    if used & {"ndim", "dim"}:
+        draft.reported(NUMBERS_CODE, call, *_DIMENSIONS)
+
+
 def _report_optimizer(draft: FileDraft, node: ast.ClassDef) -> None:
     """An optimizer of the program's own."""
     steps = [one for one in node.body if isinstance(one, Function) and one.name == "step"]
@@ -490,12 +517,7 @@ def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
     if not any(map(draft.holds, models)):
         return
     if counts:
-        draft.reported(
-            NUMBERS_CODE,
-            loop,
-            "numel() of a sharded parameter counts the whole of it now; with FSDP1 it counted this rank's part",
-            "do not multiply the sum by the number of ranks, nor add it up over them",
-        )
+        draft.reported(NUMBERS_CODE, loop, *_COUNTS)
     if used & {"ndim", "dim"}:
         draft.reported(NUMBERS_CODE, loop, *_DIMENSIONS)
     if any(map(_is_norm, ast.walk(loop))):

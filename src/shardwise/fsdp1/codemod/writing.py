@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from shardwise.config.fsdp1_names import NOT_NEEDED
 from shardwise.fsdp1.codemod import constructors
-from shardwise.fsdp1.codemod.constructors import CODE, Options, Wrap, are_nested
+from shardwise.fsdp1.codemod.constructors import CODE, Options, Wrap, are_nested, moved_text
 from shardwise.fsdp1.codemod.draft import FEATURES, KEEP_FSDP1_API, Blocked, FileDraft
 from shardwise.fsdp1.codemod.order import kept_optimizers, marked_parameters, may_come_late
 from shardwise.fsdp1.codemod.program import (
@@ -195,7 +195,7 @@ def _by_parts(wrap: Wrap) -> bool:
     """Whether a model is wrapped part by part: `sw.shard` takes it as a whole, `fully_shard` does not mind."""
     same, loops = wrap.same_calls(), ast.For | ast.While | Comprehension
     in_loop = any(isinstance(one, loops) for call in same for one in wrap.context.ancestors(call))
-    texts = {wrap.draft.source(call.args[0]) for call in same if call.args}
+    texts = {moved_text(wrap.context, call.args[0]) for call in same if call.args}
     return (len(same) > 1 and (in_loop or are_nested(texts))) or _wraps_parts(wrap) is not None
 
 

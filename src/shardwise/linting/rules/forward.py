@@ -10,7 +10,7 @@ from shardwise.findings import Safety
 from shardwise.linting.registry import Hit, LintContext, rule
 from shardwise.source import facts
 from shardwise.source.edits import change
-from shardwise.source.syntax import FileContext, Function, calls_in, last_name
+from shardwise.source.syntax import FileContext, Function, calls_in, name_on_self
 from shardwise.source.trace import Optimizer, Shard, Trace
 from shardwise.source.values import Constant, ObjectRef, Param, ProgramEvent, modules
 
@@ -64,22 +64,12 @@ def _is_reached(context: LintContext, event: ProgramEvent, name: str) -> bool:
     classes = [one.definition for one in modules(event.argument(0, "module")) if one.definition is not None]
     classes = classes or [one for one in context.file.classes.values() if {name, "forward"} <= _methods(one).keys()]
     forwards = [_methods(one).get("forward") for one in classes]
-    return bool(classes) and all(forward is not None and name in _called_on_self(forward) for forward in forwards)
+    called = [{name_on_self(call.func) for call in calls_in(one)} if one is not None else set() for one in forwards]
+    return bool(classes) and all(name in one for one in called)
 
 
 def _methods(definition: ast.ClassDef) -> dict[str, Function]:
     return {one.name: one for one in definition.body if isinstance(one, Function)}
-
-
-def _called_on_self(function: Function) -> set[str]:
-    """The methods and modules that a method calls by `self.name(...)`."""
-    return {_name_on_self(call) for call in calls_in(function)}
-
-
-def _name_on_self(call: ast.AST) -> str:
-    function = getattr(call, "func", None)
-    is_own = isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "self"
-    return last_name(function) if is_own else ""
 
 
 @rule("SW231")
@@ -118,7 +108,8 @@ def _child_used(trace: Trace, event: ProgramEvent, model: ObjectRef) -> str:
     """A module of the model's own group that runs inside the method, by its name."""
     for later, module in trace.entered:
         is_inside = len(later.chain) == len(event.chain) + 1 and later.chain[-1] is event.node
-        name = _name_on_self(later.node) if is_inside and later.order > event.order else ""
+        function = getattr(later.node, "func", later.node)
+        name = name_on_self(function) if is_inside and later.order > event.order else ""
         if not name or model.definition is None or name in _methods(model.definition) or not _is_module(module):
             continue
         has_groups = any(trace.is_part_of(shard.subject, module) for shard in trace.shards)
