@@ -468,3 +468,11 @@ def test_a_class_inside_of_a_class_keeps_what_it_is_given():
 def test_a_method_of_fsdp1_called_on_the_model_is_reported():
     _, findings = migrate("model = FSDP(build())\nmodel.set_state_dict_type(kind, config)\n")
     assert codes(findings, Status.NEEDS_DECISION) == ["SW131"]
+
+
+def test_arguments_left_out_side_by_side_at_the_end_of_a_line_do_not_collide():
+    text, findings = migrate(
+        "model = FSDP(net, cpu_offload=None, mixed_precision=None,\n             auto_wrap_policy=policy)\n"
+    )
+    assert codes(findings) == ["SW101"]
+    assert "mixed_precision" not in text
