@@ -476,3 +476,16 @@ def test_arguments_left_out_side_by_side_at_the_end_of_a_line_do_not_collide():
     )
     assert codes(findings) == ["SW101"]
     assert "mixed_precision" not in text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "for p in model.parameters():\n    p.data = p.data.float()\n",
+        "from casting import upcast\n\nupcast(model.parameters(), torch.float32)\n",
+    ],
+)
+def test_other_data_for_sharded_parameters_is_reported(body: str):
+    casting = "def upcast(params, dtype):\n    for p in params:\n        p.data = p.master\n"
+    assert "SW135" in codes(migrate("model = FSDP(build())\n", body, casting=casting)[1], Status.NEEDS_DECISION)
+    assert "SW135" not in codes(migrate(body.replace("model", "plain"), "FSDP(build())\n", casting=casting)[1])
