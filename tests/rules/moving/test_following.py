@@ -468,3 +468,24 @@ def test_a_class_inside_of_a_class_keeps_what_it_is_given():
 def test_a_method_of_fsdp1_called_on_the_model_is_reported():
     _, findings = migrate("model = FSDP(build())\nmodel.set_state_dict_type(kind, config)\n")
     assert codes(findings, Status.NEEDS_DECISION) == ["SW131"]
+
+
+def test_arguments_left_out_side_by_side_at_the_end_of_a_line_do_not_collide():
+    text, findings = migrate(
+        "model = FSDP(net, cpu_offload=None, mixed_precision=None,\n             auto_wrap_policy=policy)\n"
+    )
+    assert codes(findings) == ["SW101"]
+    assert "mixed_precision" not in text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "for p in model.parameters():\n    p.data = p.data.float()\n",
+        "from casting import upcast\n\nupcast(model.parameters(), torch.float32)\n",
+    ],
+)
+def test_other_data_for_sharded_parameters_is_reported(body: str):
+    casting = "def upcast(params, dtype):\n    for p in params:\n        p.data = p.master\n"
+    assert "SW135" in codes(migrate("model = FSDP(build())\n", body, casting=casting)[1], Status.NEEDS_DECISION)
+    assert "SW135" not in codes(migrate(body.replace("model", "plain"), "FSDP(build())\n", casting=casting)[1])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from shardwise.fsdp1.codemod.migrate import migrate
 from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.rewriting import rewrite
 from tests.rules.moving import programs, state_programs
@@ -92,3 +95,54 @@ def test_a_second_run_changes_nothing(name: str, target: str):
     once = run(CASES[name], target)
     assert all(once[path] != text for path, text in CASES[name].items())
     assert run(once, target) == once
+
+
+LEFT_AT_FIRST = {
+    "shared.py": """
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+class Settings:
+    def __init__(self, model, **kwargs):
+        for name, value in vars(settings).items():
+            pass
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+
+
+def create(model="small", fsdp=False, **kwargs):
+    settings = Settings(model, **kwargs)
+    if fsdp:
+        model = build(settings)
+        model = FSDP(model)
+    else:
+        model = build(settings)
+    return (settings, model, data, optimizer, scheduler, loss)
+""",
+    "training.py": """
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from shared import create
+
+
+def run(fsdp, counts=[2, 1]):
+    fixtures = []
+    for _ in counts:
+        settings, model, data, optimizer, scheduler, loss = create()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=settings.lr)
+        fixtures.append((settings, model, data, optimizer, scheduler, loss))
+    for fixture in fixtures[1:]:
+        pass
+    for fixture, count in zip(fixtures, counts):
+        settings, model, data, optimizer, scheduler, loss = fixture
+        if fsdp:
+            model = FSDP(model)
+""",
+}
+
+
+def test_a_file_left_alone_at_first_is_rewritten_in_the_same_run(tmp_path: Path):
+    for name, text in LEFT_AT_FIRST.items():
+        (tmp_path / name).write_text(text)
+    first = migrate([tmp_path], write=True, num_processes=1)
+    assert first.summary["constructors_rewritten"] == 2
+    assert migrate([tmp_path], num_processes=1).summary["files_changed"] == 0

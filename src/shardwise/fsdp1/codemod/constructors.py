@@ -8,7 +8,7 @@ import itertools
 import re
 import tokenize
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.config.fsdp1_names import HYBRID, KEEPS_UNSHARDED
 from shardwise.findings import Edit
@@ -107,7 +107,10 @@ class ArgumentList:
             gone = [one for one in gone if one not in tail]
             found.append(self._region(last.end, tail[-1].behind))
             comma = None
-        found += map(self._removal, gone)
+        end = 0
+        for one in map(self._removal, gone):  # the blanks between two belong to the first
+            found.append(replace(one, start=max(one.start, end)))
+            end = one.end
         return found + (self._additions(last, comma, joins_tail) if self._added else [])
 
     def _on_own_lines(self, tail: list[WrittenArgument]) -> bool:

@@ -421,6 +421,7 @@ def report_numbers(draft: FileDraft) -> None:
             _report_pairs(draft, node)
             _report_groups(draft, node)
             _report_methods(draft, node)
+            _report_data(draft, node)
         elif isinstance(node, ast.ClassDef):
             _report_optimizer(draft, node)
 
@@ -470,6 +471,22 @@ def _report_groups(draft: FileDraft, call: ast.Call) -> None:
         draft.reported(NUMBERS_CODE, call, *_DIMENSIONS)
 
 
+def _report_data(draft: FileDraft, call: ast.Call) -> None:
+    """A function of the program that gives the sharded model's parameters other data."""
+    found = draft.program.function(draft.context, call.func)
+    taken = [one.func for one in given_to(call) if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)]
+    if found is not None and any(one.attr in _TAKES and draft.holds(one.value) for one in taken):
+        _report_writes(draft, call, found[1])
+
+
+def _report_writes(draft: FileDraft, place: ast.AST, code: ast.AST) -> None:
+    attributes = [one for one in ast.walk(code) if isinstance(one, ast.Attribute) and one.attr == "data"]
+    if any(isinstance(one.ctx, ast.Store) for one in attributes):
+        message = "parameter.data is given another tensor: a sharded parameter, a DTensor, keeps the shard it has"
+        fix = "write into it with parameter.copy_() under no_grad; for other dtypes use MixedPrecisionPolicy"
+        draft.undecided(NUMBERS_CODE, place, message, fix)
+
+
 def _report_methods(draft: FileDraft, call: ast.Call) -> None:
     """A method of the sharded model's own that goes past its forward, or chooses parameters by their sizes."""
     match call.func:
@@ -516,6 +533,7 @@ def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
         draft.reported(NUMBERS_CODE, loop, message, "count value.to_local() where the value is a DTensor")
     if not any(map(draft.holds, models)):
         return
+    _report_writes(draft, loop, loop)
     if counts:
         draft.reported(NUMBERS_CODE, loop, *_COUNTS)
     if used & {"ndim", "dim"}:
