@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import compat
 from shardwise.models.nested_tensors import change_tensors, find_tensors
+from shardwise.sharding.hooks.parameter_writes import is_watched
 from shardwise.sharding.inventory import full_tensor, local_part, local_tensor
-from shardwise.sharding.parameter_writes import is_watched
 
 _aten: Any = torch.ops.aten
 _VIEWS = (
